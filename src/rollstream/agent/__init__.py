@@ -1,0 +1,1 @@
+"""Agent loops: what happens within one rollout."""

@@ -1,0 +1,1 @@
+"""The configuration: defaults in `generation.yaml`, types in `settings`."""

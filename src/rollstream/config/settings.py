@@ -1,0 +1,141 @@
+"""The configuration as typed, validated values. Defaults live in `generation.yaml`, and only there.
+
+Classes are named after the keys they hold. A class of the house takes the few values it needs, never all.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """`actor_rollout_ref.model`."""
+
+    path: str | None
+    tokenizer_path: str | None
+    custom_chat_template: str | None
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """`actor_rollout_ref.rollout.agent`."""
+
+    default_agent_loop: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """`actor_rollout_ref.rollout`: the engine and how it samples. Lengths in tokens."""
+
+    name: str
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop: list[str]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    calculate_log_probs: bool
+    prompt_length: int
+    response_length: int
+    max_model_len: int | None
+    server_urls: list[str]
+    engine_kwargs: dict[str, Any]
+    agent: AgentSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ActorRolloutRefSettings:
+    """`actor_rollout_ref`."""
+
+    model: ModelSettings
+    rollout: RolloutSettings
+
+
+@dataclass(frozen=True, slots=True)
+class CustomClassSettings:
+    """A class in a Python file of the user's."""
+
+    path: str | None
+    name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DataSettings:
+    """`data`. Lengths in tokens."""
+
+    train_files: str | list[str] | None
+    prompt_key: str
+    max_prompt_length: int
+    truncation: Literal["error", "left", "right", "middle"]
+    filter_overlong_prompts: bool
+    train_max_samples: int
+    shuffle: bool
+    seed: int
+    apply_chat_template_kwargs: dict[str, Any]
+    tool_config_path: str | None
+    custom_cls: CustomClassSettings
+
+    @property
+    def files(self) -> list[str]:
+        """`train_files` as a list."""
+        if self.train_files is None:
+            return []
+        return [self.train_files] if isinstance(self.train_files, str) else list(self.train_files)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSettings:
+    """`custom_reward_function`. Times in seconds."""
+
+    path: str | None
+    name: str
+    reward_kwargs: dict[str, Any]
+    timeout: float
+    max_concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """`trainer`."""
+
+    project_name: str
+    experiment_name: str
+    default_local_dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """`generation`. Times in seconds."""
+
+    resume: Literal["auto", "never", "extend"]
+    seed: int | None
+    executor: Literal["local"]
+    max_in_flight: int
+    max_attempts: int
+    attempt_timeout: float
+    retry_delay: float
+    retry_delay_max: float
+    engine_timeout: float
+    max_failed_share: float
+    retry_failed: bool
+    save_batch_size: int
+    pull_timeout: float
+    final_merge: bool
+    export: list[Literal["jsonl"]]
+    grace_period: float
+    show_progress: bool
+    log_level: Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The whole configuration of a generation run."""
+
+    actor_rollout_ref: ActorRolloutRefSettings
+    data: DataSettings
+    train_tasks: list[dict[str, Any]] | None
+    custom_reward_function: RewardSettings
+    trainer: TrainerSettings
+    generation: GenerationSettings

@@ -1,0 +1,1 @@
+"""Engines: what turns prompt ids into response ids."""

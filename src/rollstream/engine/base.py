@@ -1,0 +1,81 @@
+"""What an engine promises, whoever it is."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from rollstream.trajectory import Completion, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can give. Asking for more is an error at start, never a null later."""
+
+    token_ids: bool
+    """Takes and returns token ids exactly."""
+    logprobs: Literal["raw", "processed", "none"]
+    """Log-probs of the model's own distribution (raw), of the one sampled from (processed), or none."""
+    seeds: bool
+    """A seed per request makes its tokens repeatable."""
+    stop_strings: bool
+    stop_token_ids: bool
+    images: bool
+    update_weights: bool
+    max_model_len: int | None
+    """Prompt plus response tokens at most; None when the engine does not say."""
+    vocab_size: int | None = None
+    """Ids are below this; None when the engine does not say."""
+    stop_token_ids_with_ignore_eos: bool = True
+    """Stop ids end a generation also when `ignore_eos` is set."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Turns prompt ids into response ids.
+
+    `generate` may be called many times at once from one event loop. It raises
+
+    - `EngineUnavailableError` when no engine is there (nothing is charged to the rollout),
+    - `TransientEngineError` when trying again may help,
+    - `EngineError` when it won't.
+
+    Cancelling `generate` aborts the request in the engine.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Known once `start` has returned."""
+        ...
+
+    async def start(self) -> None:
+        """Gets ready to generate; raises `EngineError` with the cause when it cannot."""
+        ...
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        images: list[object] | None = None,
+    ) -> Completion:
+        """Samples one continuation of `prompt_ids`. `request_id` is unique among what is in flight."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request early; its `generate` returns what was sampled, with finish reason `abort`.
+
+        A request that is not in flight is left alone: it may just have ended.
+        """
+        ...
+
+    async def update_weights(self, source: str, version: int) -> None:
+        """Loads the weights at `source` and stamps tokens with `version` from then on."""
+        ...
+
+    async def health(self) -> bool:
+        """Whether a request sent now would be served. Restarts an embedded engine that died."""
+        ...
+
+    async def close(self) -> None:
+        """Releases everything; requests in flight end with `EngineUnavailableError`. May be called twice."""
+        ...

@@ -1,0 +1,70 @@
+"""Every error rollstream raises on purpose.
+
+A message says what is wrong, where (file, key, row) and what to do about it. Two questions decide how an
+error is treated: does trying again help (`TransientError`), and is it the rollout's own fault or the
+engine's (`EngineUnavailableError` costs no rollout an attempt).
+"""
+
+
+class RollstreamError(Exception):
+    """Base of all errors that rollstream raises on purpose."""
+
+
+class ConfigError(RollstreamError):
+    """The configuration is wrong: unknown key, wrong type, impossible combination. Nothing was started."""
+
+
+class DataError(RollstreamError):
+    """A dataset, task or row cannot be used. Names the file and, where there is one, the row."""
+
+
+class RunDirectoryError(RollstreamError):
+    """The run directory cannot be used: not writable, locked, of another identity, of another format."""
+
+
+class IdentityMismatchError(RunDirectoryError):
+    """The run directory holds a run of another identity.
+
+    Attributes:
+        differences: `(key, value in the run directory, value asked for)`, one per difference.
+    """
+
+    def __init__(self, message: str, differences: list[tuple[str, object, object]]) -> None:
+        super().__init__(message)
+        self.differences = differences
+
+
+class DamageError(RollstreamError):
+    """Stored bytes are not what was written. Names the file and, in a journal, the offset."""
+
+
+class StorageError(RollstreamError):
+    """The run directory cannot take more bytes (disk full, I/O error). What was said to be done is safe."""
+
+
+class TransientError(RollstreamError):
+    """Trying again may help: a timeout, a busy server, a dropped connection. Charged as an attempt."""
+
+
+class AttemptTimeoutError(TransientError):
+    """One attempt at a rollout took longer than `generation.attempt_timeout`."""
+
+
+class EngineError(RollstreamError):
+    """The engine refused or broke this request (HTTP 400, ids outside its vocabulary); again won't help."""
+
+
+class TransientEngineError(EngineError, TransientError):
+    """The engine failed this request in a way that may pass (HTTP 5xx, truncated reply)."""
+
+
+class EngineUnavailableError(EngineError):
+    """No engine is there to ask. Costs no rollout an attempt: work waits until the engine is back."""
+
+
+class EngineLostError(RollstreamError):
+    """The engine stayed away longer than `generation.engine_timeout`. The run stops and can be resumed."""
+
+
+class RewardError(RollstreamError):
+    """Scoring a rollout failed or took too long. Its reward is null, never zero."""

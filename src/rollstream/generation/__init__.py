@@ -1,0 +1,1 @@
+"""Door 1: a run that collects trajectories."""

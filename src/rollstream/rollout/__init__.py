@@ -1,0 +1,1 @@
+"""Running many rollouts: bounded window, retries, executors."""

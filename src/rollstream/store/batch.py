@@ -1,0 +1,202 @@
+"""Batches: sealed Parquet files of trajectories, sorted by key, zstd, with page checksums.
+
+The schema is the same in every batch and in the merged artifact.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollstream.errors import DamageError
+from rollstream.store.journal import sync_folder
+from rollstream.store.records import RolloutRecord, TrajectoryRecord
+
+METRIC_NAMES = (
+    "queue_s",
+    "generate_s",
+    "tool_s",
+    "reward_s",
+    "total_s",
+    "engine_calls",
+    "cached_prompt_tokens",
+)
+
+SCHEMA = pa.schema(
+    [
+        pa.field("index", pa.int64(), nullable=False),
+        pa.field("repeat", pa.int32(), nullable=False),
+        pa.field("trajectory", pa.int32(), nullable=False),
+        pa.field("prompt_key", pa.string(), nullable=False),
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("response_mask", pa.list_(pa.int8()), nullable=False),
+        pa.field("response_logprobs", pa.list_(pa.float32())),
+        pa.field(
+            "policy_versions",
+            pa.list_(pa.struct([("start", pa.int32()), ("version", pa.int64())])),
+            nullable=False,
+        ),
+        pa.field("messages", pa.string(), nullable=False),
+        pa.field("is_snapshot", pa.bool_(), nullable=False),
+        pa.field("num_turns", pa.int32(), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("reward", pa.float64()),
+        pa.field("reward_extra", pa.string(), nullable=False),
+        pa.field("metrics", pa.struct([(name, pa.float64()) for name in METRIC_NAMES]), nullable=False),
+        pa.field("attempts", pa.int32(), nullable=False),
+        pa.field("data_source", pa.string(), nullable=False),
+        pa.field("ground_truth", pa.string(), nullable=False),
+        pa.field("extra", pa.string(), nullable=False),
+    ]
+)
+"""Columns of a batch. `messages`, `reward_extra`, `ground_truth` and `extra` hold JSON text."""
+
+KEY_COLUMNS = ["index", "repeat", "trajectory"]
+
+_COMPRESSION_LEVEL = 3
+"""zstd's default: ids and log-probs gain little from more."""
+
+ROW_GROUP_ROWS = 1 << 14
+"""Rows of a row group at most; a reader holds one row group of a file at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKeys:
+    """What is known of a batch without reading its tokens. Arrays of shape (rows,)."""
+
+    index: npt.NDArray[np.int64]
+    repeat: npt.NDArray[np.int32]
+    trajectory: npt.NDArray[np.int32]
+    reward: npt.NDArray[np.float64]
+    """NaN = not scored."""
+    final: npt.NDArray[np.bool_]
+
+
+def build_table(records: Sequence[RolloutRecord]) -> pa.Table:
+    """Rows of many rollouts as one table, sorted by key."""
+    rows: list[tuple[RolloutRecord, int, TrajectoryRecord]] = [
+        (record, number, trajectory)
+        for record in sorted(records, key=lambda record: (record.index, record.repeat))
+        for number, trajectory in enumerate(record.trajectories)
+    ]
+    trajectories = [trajectory for _, _, trajectory in rows]
+    versions = [trajectory.policy_versions for trajectory in trajectories]
+    metrics = np.array([trajectory.metrics for trajectory in trajectories], np.float64).reshape(len(rows), -1)
+    columns = [
+        pa.array([record.index for record, _, _ in rows], pa.int64()),
+        pa.array([record.repeat for record, _, _ in rows], pa.int32()),
+        pa.array([number for _, number, _ in rows], pa.int32()),
+        pa.array([record.prompt_key for record, _, _ in rows], pa.string()),
+        _list_array([trajectory.prompt_ids for trajectory in trajectories], np.dtype("<i4")),
+        _list_array([trajectory.response_ids for trajectory in trajectories], np.dtype("<i4")),
+        _list_array([trajectory.response_mask for trajectory in trajectories], np.dtype("i1")),
+        _list_array([trajectory.response_logprobs for trajectory in trajectories], np.dtype("<f4")),
+        _versions_array(versions),
+        pa.array([trajectory.messages for trajectory in trajectories], pa.string()),
+        pa.array([trajectory.is_snapshot for trajectory in trajectories], pa.bool_()),
+        pa.array([trajectory.num_turns for trajectory in trajectories], pa.int32()),
+        pa.array([trajectory.finish_reason for trajectory in trajectories], pa.string()),
+        pa.array([trajectory.reward for trajectory in trajectories], pa.float64()),
+        pa.array([trajectory.reward_extra for trajectory in trajectories], pa.string()),
+        pa.StructArray.from_arrays(
+            [pa.array(metrics[:, column]) for column in range(len(METRIC_NAMES))], list(METRIC_NAMES)
+        ),
+        pa.array([record.attempts for record, _, _ in rows], pa.int32()),
+        pa.array([record.data_source for record, _, _ in rows], pa.string()),
+        pa.array([record.ground_truth for record, _, _ in rows], pa.string()),
+        pa.array([trajectory.extra for trajectory in trajectories], pa.string()),
+    ]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def _list_array(parts: Sequence[bytes | None], dtype: np.dtype[np.generic]) -> pa.Array:
+    lengths = np.array([0 if part is None else len(part) for part in parts], np.int64) // dtype.itemsize
+    offsets = np.zeros(len(parts) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    values = pa.array(np.frombuffer(b"".join(part for part in parts if part), dtype))
+    nulls = [part is None for part in parts]
+    mask = pa.array(nulls) if any(nulls) else None
+    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=mask)
+
+
+def _versions_array(versions: Sequence[Sequence[tuple[int, int]]]) -> pa.Array:
+    offsets = np.zeros(len(versions) + 1, np.int32)
+    np.cumsum([len(runs) for runs in versions], out=offsets[1:])
+    values = pa.StructArray.from_arrays(
+        [
+            pa.array([start for runs in versions for start, _ in runs], pa.int32()),
+            pa.array([version for runs in versions for _, version in runs], pa.int64()),
+        ],
+        ["start", "version"],
+    )
+    return pa.ListArray.from_arrays(pa.array(offsets), values)
+
+
+def parquet_writer(path: Path, metadata: dict[str, str]) -> pq.ParquetWriter:
+    """A writer of our schema and settings; `metadata` goes into the file's key-value metadata."""
+    return pq.ParquetWriter(
+        path,
+        SCHEMA.with_metadata(metadata),
+        compression="zstd",
+        compression_level=_COMPRESSION_LEVEL,
+        write_page_checksum=True,
+        use_dictionary=["prompt_key", "finish_reason", "data_source", "reward_extra"],
+        write_statistics=["index", "repeat", "trajectory"],
+    )
+
+
+def write_table_durably(path: Path, table: pa.Table, metadata: dict[str, str]) -> None:
+    """Writes one batch: temporary name, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with parquet_writer(temporary, metadata) as writer:
+            writer.write_table(table.replace_schema_metadata(metadata), row_group_size=ROW_GROUP_ROWS)
+        commit_file(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def commit_file(temporary: Path, path: Path) -> None:
+    """Makes a finished temporary file durable under its name."""
+    fd = os.open(temporary, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    temporary.rename(path)
+    sync_folder(path.parent)
+
+
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """Opens a batch or artifact with page checksums verified. Raises `DamageError`."""
+    try:
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        raise DamageError(f"{path.name} is not a readable Parquet file: {error}") from error
+    if not file.schema_arrow.equals(SCHEMA):
+        file.close()
+        raise DamageError(f"{path.name} does not have the columns of a batch")
+    return file
+
+
+def read_keys(path: Path) -> BatchKeys:
+    """Reads the key columns of a batch. Raises `DamageError`."""
+    with open_parquet(path) as file:
+        try:
+            table = file.read([*KEY_COLUMNS, "reward", "is_snapshot"], use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise DamageError(f"{path.name}: {error}") from error
+    return BatchKeys(
+        index=table["index"].to_numpy(),
+        repeat=table["repeat"].to_numpy(),
+        trajectory=table["trajectory"].to_numpy(),
+        reward=table["reward"].to_numpy().astype(np.float64, copy=False),
+        final=~table["is_snapshot"].to_numpy(),
+    )

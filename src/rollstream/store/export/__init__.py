@@ -1,0 +1,1 @@
+"""Exporters: the artifact in other formats."""

@@ -1,0 +1,73 @@
+"""One writer per run directory."""
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+
+import orjson
+
+from rollstream.errors import RunDirectoryError
+
+
+class RunLock:
+    """An flock on `run.lock`, released by the kernel when its process ends, however it ends.
+
+    The file says who holds it, for the error message of the next one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+
+    def acquire(self) -> None:
+        """Raises `RunDirectoryError` naming the holder when another process has it."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            holder = lock_holder(self._path)
+            raise RunDirectoryError(
+                f"{self._path.parent} is being written by another run: {holder}. "
+                "Wait for it or stop it; `rollstream status` works meanwhile."
+            ) from error
+        holder_text = orjson.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()})
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, holder_text, 0)
+        except OSError:
+            pass  # a full disk must not keep a run from being opened; only the message suffers
+        self._fd = fd
+
+    def release(self) -> None:
+        """Gives the lock back. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def lock_holder(path: Path) -> str:
+    """Host and process id in a lock file, for people."""
+    try:
+        holder = orjson.loads(path.read_bytes())
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
+        return f"host {holder['host']}, process {holder['pid']}, since {since}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "holder unknown"
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some process holds the lock right now."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False

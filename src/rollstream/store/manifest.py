@@ -1,0 +1,129 @@
+"""The manifest `run.json`: which run this directory holds, and what decides its data."""
+
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+
+from rollstream.errors import IdentityMismatchError, RunDirectoryError
+from rollstream.store.journal import write_file_durably
+
+FORMAT = "rollstream.run/1"
+
+DATASET_IDENTITY = "data.rows"
+"""Identity keys below this one describe the dataset's rows; `resume=extend` allows them to differ."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of `run.json`."""
+
+    format: str = FORMAT
+    run_id: str
+    """32 hexadecimal digits; stands in every journal and batch of the run."""
+    created: str
+    """UTC, ISO 8601."""
+    n: int
+    """Rollouts of a prompt row."""
+    identity: dict[str, Any]
+    """All that decides the data, as a flat mapping of dotted keys to JSON values."""
+    dataset: dict[str, Any]
+    """Fingerprint and files of the dataset, to recognise unchanged files without reading their rows."""
+    versions: dict[str, str]
+    """Versions of what matters: rollstream, the engine, the tokenizer library."""
+    config: dict[str, Any]
+    """The resolved configuration."""
+
+    @property
+    def run_id_bytes(self) -> bytes:
+        """The run id as 16 bytes."""
+        return bytes.fromhex(self.run_id)
+
+
+def new_manifest(
+    *,
+    n: int,
+    identity: Mapping[str, Any],
+    dataset: Mapping[str, Any],
+    versions: Mapping[str, str],
+    config: Mapping[str, Any],
+) -> Manifest:
+    """A manifest for a new run."""
+    return Manifest(
+        run_id=secrets.token_hex(16),
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        n=n,
+        identity=dict(identity),
+        dataset=dict(dataset),
+        versions=dict(versions),
+        config=dict(config),
+    )
+
+
+def read_manifest(run_dir: Path) -> Manifest | None:
+    """The manifest of a run directory, None when there is none. Raises `RunDirectoryError`."""
+    path = run_dir / "run.json"
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        raise RunDirectoryError(f"{run_dir} is a file, not a run directory") from error
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        found = msgspec.json.decode(data)
+        if isinstance(found, dict) and found.get("format") not in (FORMAT, None):
+            raise RunDirectoryError(
+                f"{path} has format {found['format']!r}; this version of rollstream reads {FORMAT!r}"
+            )
+        return msgspec.convert(found, Manifest)
+    except msgspec.MsgspecError as error:
+        raise RunDirectoryError(f"{path} is damaged ({error}); restore it from a copy") from error
+
+
+def write_manifest(run_dir: Path, manifest: Manifest) -> None:
+    """Writes `run.json` atomically and durably."""
+    data = orjson.dumps(msgspec.to_builtins(manifest), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
+    write_file_durably(run_dir / "run.json", data + b"\n")
+
+
+def identity_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, object, object]]:
+    """`(key, old value, new value)` of all that differs, sorted by key."""
+    return [
+        (key, old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def check_identity(run_dir: Path, old: Mapping[str, Any], new: Mapping[str, Any], *, extend: bool) -> bool:
+    """Whether the dataset's rows differ; raises `IdentityMismatchError` for any other difference.
+
+    Args:
+        run_dir: for the message.
+        old: identity in the run directory.
+        new: identity asked for.
+        extend: whether different dataset rows are allowed.
+    """
+    differences = identity_differences(old, new)
+    rows_differ = any(key.startswith(DATASET_IDENTITY) for key, _, _ in differences)
+    refused = [d for d in differences if not (extend and d[0].startswith(DATASET_IDENTITY))]
+    if not refused:
+        return rows_differ
+    lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, before, after in refused)
+    only_rows = all(key.startswith(DATASET_IDENTITY) for key, _, _ in refused)
+    hint = (
+        "If the dataset grew or was reordered, generation.resume=extend keeps what was done for rows "
+        "that are still there."
+        if only_rows
+        else "Use another trainer.default_local_dir for the new run, or the old settings to continue."
+    )
+    raise IdentityMismatchError(
+        f"{run_dir} holds a run of another identity; nothing was touched. What differs (old -> new):\n"
+        f"{lines}\n{hint}",
+        refused,
+    )

@@ -1,0 +1,164 @@
+"""How a rollout and a failure become the bytes of a journal frame, and back.
+
+The body is zstd(msgpack(map)); arrays travel as little-endian binary (int32 ids, int8 mask, float32
+log-probs), free-form parts as JSON text, so that a frame is turned into Arrow columns without touching
+single tokens in Python.
+"""
+
+from array import array
+from dataclasses import astuple
+from typing import Any
+
+import msgspec
+import orjson
+import zstandard
+
+from rollstream.errors import RollstreamError
+from rollstream.trajectory import Failure, Rollout, Trajectory
+
+_COMPRESSION_LEVEL = 1
+"""A frame lives until its batch is sealed; speed counts more than size here."""
+
+
+class EncodingError(RollstreamError):
+    """A rollout holds something that cannot be stored (ids out of range, a value that is not JSON)."""
+
+
+class TrajectoryRecord(msgspec.Struct, frozen=True):
+    """A trajectory as stored: arrays are bytes, free-form parts are JSON text."""
+
+    prompt_ids: bytes
+    response_ids: bytes
+    response_mask: bytes
+    response_logprobs: bytes | None
+    policy_versions: list[tuple[int, int]]
+    messages: str
+    is_snapshot: bool
+    num_turns: int
+    finish_reason: str
+    reward: float | None
+    reward_extra: str
+    metrics: tuple[float, ...]
+    extra: str
+
+
+class RolloutRecord(msgspec.Struct, frozen=True):
+    """A rollout as stored: all its trajectories in one frame."""
+
+    index: int
+    repeat: int
+    prompt_key: str
+    data_source: str
+    ground_truth: str
+    attempts: int
+    trajectories: list[TrajectoryRecord]
+
+
+class FailureRecord(msgspec.Struct, frozen=True):
+    """A failure as stored."""
+
+    index: int
+    repeat: int
+    prompt_key: str
+    attempts: int
+    stage: str
+    error: str
+    traceback: str
+    failed_at: float
+
+
+_encoder = msgspec.msgpack.Encoder()
+_rollout_decoder = msgspec.msgpack.Decoder(RolloutRecord)
+_failure_decoder = msgspec.msgpack.Decoder(FailureRecord)
+
+
+def json_text(value: Any) -> str:
+    """Free-form value as JSON text; numpy values and non-string keys are accepted."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
+
+
+def _trajectory_record(trajectory: Trajectory) -> TrajectoryRecord:
+    response = array("i", trajectory.response_ids)
+    mask = array("b", trajectory.response_mask)
+    logprobs = None if trajectory.response_logprobs is None else array("f", trajectory.response_logprobs)
+    if len(mask) != len(response) or (logprobs is not None and len(logprobs) != len(response)):
+        raise EncodingError(
+            f"lengths differ: {len(response)} response ids, {len(mask)} mask values, "
+            f"{'no' if logprobs is None else len(logprobs)} log-probs"
+        )
+    return TrajectoryRecord(
+        prompt_ids=array("i", trajectory.prompt_ids).tobytes(),
+        response_ids=response.tobytes(),
+        response_mask=mask.tobytes(),
+        response_logprobs=None if logprobs is None else logprobs.tobytes(),
+        policy_versions=[(int(start), int(version)) for start, version in trajectory.policy_versions],
+        messages=json_text(trajectory.messages),
+        is_snapshot=bool(trajectory.is_snapshot),
+        num_turns=int(trajectory.num_turns),
+        finish_reason=str(trajectory.finish_reason),
+        reward=None if trajectory.reward is None else float(trajectory.reward),
+        reward_extra=json_text(trajectory.reward_extra),
+        metrics=tuple(float(value) for value in astuple(trajectory.metrics)),
+        extra=json_text(trajectory.extra),
+    )
+
+
+class RecordCodec:
+    """Encodes and decodes frame bodies. Not thread-safe: one per thread."""
+
+    def __init__(self) -> None:
+        self._compressor = zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL)
+        self._decompressor = zstandard.ZstdDecompressor()
+
+    def encode_rollout(self, rollout: Rollout) -> bytes:
+        """Raises `EncodingError` when the rollout holds something that cannot be stored."""
+        try:
+            if not rollout.trajectories:
+                raise EncodingError("a rollout needs at least one trajectory")
+            record = RolloutRecord(
+                index=rollout.index,
+                repeat=rollout.repeat,
+                prompt_key=rollout.prompt_key,
+                data_source=rollout.data_source,
+                ground_truth=json_text(rollout.ground_truth),
+                attempts=rollout.attempts,
+                trajectories=[_trajectory_record(trajectory) for trajectory in rollout.trajectories],
+            )
+            return self._compressor.compress(_encoder.encode(record))
+        except (TypeError, ValueError, OverflowError, EncodingError) as error:
+            raise EncodingError(
+                f"rollout (index {rollout.index}, repeat {rollout.repeat}) cannot be stored: {error}"
+            ) from error
+
+    def decode_rollout(self, body: bytes) -> RolloutRecord:
+        """The inverse of `encode_rollout`, up to the record; raises `ValueError` on anything else."""
+        return _rollout_decoder.decode(self._decompress(body))
+
+    def encode_failure(self, failure: Failure) -> bytes:
+        """A failure as a frame body."""
+        record = FailureRecord(
+            index=failure.index,
+            repeat=failure.repeat,
+            prompt_key=failure.prompt_key,
+            attempts=failure.attempts,
+            stage=failure.stage,
+            error=_printable(failure.error),
+            traceback=_printable(failure.traceback),
+            failed_at=failure.failed_at,
+        )
+        return self._compressor.compress(_encoder.encode(record))
+
+    def decode_failure(self, body: bytes) -> FailureRecord:
+        """The inverse of `encode_failure`; raises `ValueError` on anything else."""
+        return _failure_decoder.decode(self._decompress(body))
+
+    def _decompress(self, body: bytes) -> bytes:
+        try:
+            return self._decompressor.decompress(body)
+        except zstandard.ZstdError as error:
+            raise ValueError(str(error)) from error
+
+
+def _printable(text: str) -> str:
+    """Lone surrogates (from `os.fsdecode`, say) cannot be written as UTF-8; they are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()

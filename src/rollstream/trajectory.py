@@ -1,0 +1,175 @@
+"""The nouns every room shares. Ragged: nothing is padded anywhere but in an exporter that needs it."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "abort"]
+"""Why an engine stopped: an end token or stop string, the token limit, or an abort."""
+
+Message = dict[str, Any]
+"""One chat message: `role`, `content`, and what else the chat template knows (`tool_calls`, ...)."""
+
+
+class RolloutKey(NamedTuple):
+    """Identifies one rollout of a run."""
+
+    index: int
+    """Position of the prompt row in the dataset."""
+    repeat: int
+    """Which of the `n` rollouts of the row, `0 <= repeat < n`."""
+
+
+@dataclass(slots=True)
+class PromptRow:
+    """One row of the dataset."""
+
+    index: int
+    """Position in the concatenated data files, before filtering and shuffling."""
+    prompt_key: str
+    """Hash of the row's content: 32 hexadecimal digits."""
+    messages: list[Message]
+    """The conversation so far; a prompt given as text is one user message."""
+    data_source: str
+    """Where the row comes from; chooses the reward. `"unknown"` when the row does not say."""
+    ground_truth: Any = None
+    """`reward_model.ground_truth`, or the column `ground_truth`: whatever the reward compares with."""
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    """Handed to the reward function as it is."""
+    agent_name: str | None = None
+    """The agent loop for this row; None takes the default one."""
+    tools_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Per-tool arguments for this row."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The row's other columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one generation."""
+
+    max_tokens: int
+    """At most this many new tokens, > 0."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """1 is off."""
+    top_k: int = -1
+    """-1 is off."""
+    logprobs: bool = True
+    """Return the log-prob of each sampled token."""
+    seed: int | None = None
+    """Seed of this request, `0 <= seed < 2**31`; None leaves the choice to the engine."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the generation."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the generation, besides the model's own."""
+    ignore_eos: bool = False
+    """Go on after the model's end token until `max_tokens`."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """What an engine sampled for one request."""
+
+    token_ids: list[int]
+    """Sampled ids, the end token included where the engine gives it."""
+    logprobs: list[float] | None
+    """Natural-log probability of each id, same length; None when not asked for."""
+    finish_reason: FinishReason
+    policy_versions: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    """Run-length encoded `(start, version)` over `token_ids`."""
+    cached_prompt_tokens: int = 0
+    """Prompt tokens the engine had in its prefix cache."""
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Where the time of a rollout went. Seconds and counts."""
+
+    queue_s: float = 0.0
+    """From dispatch until the attempt that succeeded began."""
+    generate_s: float = 0.0
+    tool_s: float = 0.0
+    reward_s: float = 0.0
+    total_s: float = 0.0
+    """From dispatch to scored, waits and earlier attempts included."""
+    engine_calls: float = 0.0
+    cached_prompt_tokens: float = 0.0
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One training row. Arrays over the response have the length of `response_ids`."""
+
+    prompt_ids: list[int]
+    """As sent to the engine for the first generation."""
+    response_ids: list[int]
+    """Everything after the prompt: model tokens and tool, user and template tokens."""
+    response_mask: list[int]
+    """1 = sampled by the model, 0 = not."""
+    response_logprobs: list[float] | None
+    """0.0 where the mask is 0; None when not asked for."""
+    messages: list[Message]
+    """The conversation, the model's answers included."""
+    finish_reason: str
+    """stop, length, max_turns, tool_overflow, aborted."""
+    policy_versions: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    """Run-length encoded `(start, version)` over the response."""
+    is_snapshot: bool = False
+    """True for a trajectory cut off by a context edit; the final one of a rollout is False."""
+    num_turns: int = 0
+    """Messages in the conversation after the system prompt, as verl counts them."""
+    reward: float | None = None
+    """None = not scored."""
+    reward_extra: dict[str, Any] = field(default_factory=dict)
+    """What else the reward said; `error` when scoring failed."""
+    metrics: Metrics = field(default_factory=Metrics)
+    extra: dict[str, Any] = field(default_factory=dict)
+    """The prompt row's other columns, plus what the loop adds."""
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One completed execution of an agent loop for one prompt row."""
+
+    index: int
+    repeat: int
+    prompt_key: str
+    trajectories: list[Trajectory]
+    """At least one; snapshots first, the final one last."""
+    data_source: str
+    ground_truth: Any = None
+    attempts: int = 1
+    """Attempts it took, the successful one included."""
+
+    @property
+    def key(self) -> RolloutKey:
+        """Its `(index, repeat)`."""
+        return RolloutKey(self.index, self.repeat)
+
+    @property
+    def final(self) -> Trajectory:
+        """The trajectory that ends the rollout."""
+        return self.trajectories[-1]
+
+
+@dataclass(slots=True)
+class Failure:
+    """A rollout that failed, with its cause."""
+
+    index: int
+    repeat: int
+    prompt_key: str
+    attempts: int
+    stage: str
+    """What was being done: `prompt`, `agent`, `engine`."""
+    error: str
+    """`ErrorClass: message` of the last attempt."""
+    traceback: str
+    failed_at: float
+    """Unix time, seconds."""
+
+    @property
+    def key(self) -> RolloutKey:
+        """Its `(index, repeat)`."""
+        return RolloutKey(self.index, self.repeat)

@@ -1,0 +1,263 @@
+"""R2, R3, R4: commits are durable, in order, whole, and survive damage elsewhere."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.errors import IdentityMismatchError, RunDirectoryError, StorageError
+from rollstream.store.journal import ScanReport, scan
+from rollstream.store.manifest import Manifest, new_manifest
+from rollstream.store.records import EncodingError, RecordCodec
+from rollstream.store.run_dir import RunDirectory, inspect, lock_run, open_run
+from rollstream.store.writer import StoreWriter
+from rollstream.trajectory import Failure, Rollout, Trajectory
+
+N = 2
+
+
+def manifest(**identity: object) -> Manifest:
+    return new_manifest(
+        n=N, identity={"rollout.n": N, **identity}, dataset={}, versions={}, config={"a": 1}
+    )
+
+
+def open_dir(root: Path, *, fresh: bool = False, **identity: object) -> RunDirectory:
+    return open_run(lock_run(root), root, manifest(**identity), config_yaml="a: 1\n", fresh=fresh)
+
+
+def rollout(index: int, repeat: int = 0, *, trajectories: int = 1, reward: float | None = 0.5) -> Rollout:
+    rng = random.Random(index * 7 + repeat)
+    rows = []
+    for number in range(trajectories):
+        length = rng.randint(0, 9)
+        rows.append(
+            Trajectory(
+                prompt_ids=[rng.randrange(500) for _ in range(5)],
+                response_ids=[rng.randrange(500) for _ in range(length)],
+                response_mask=[rng.randint(0, 1) for _ in range(length)],
+                response_logprobs=[-rng.random() for _ in range(length)],
+                messages=[{"role": "user", "content": f"q{index}"}],
+                finish_reason="stop",
+                is_snapshot=number < trajectories - 1,
+                reward=reward,
+            )
+        )
+    return Rollout(index, repeat, f"{index:032x}", rows, "test", ground_truth={"answer": index})
+
+
+def failure(index: int) -> Failure:
+    return Failure(index, 0, f"{index:032x}", 3, "agent", "ValueError: no", "Traceback", 1.0)
+
+
+def keys_on_disk(root: Path) -> list[tuple[int, int, int]]:
+    rows = []
+    for path in sorted((root / "batches").glob("*.parquet")):
+        table = pq.read_table(path, columns=["index", "repeat", "trajectory"])
+        rows += list(zip(*(table[name].to_pylist() for name in table.column_names), strict=True))
+    return sorted(rows)
+
+
+async def commit_all(root: Path, rollouts: list[Rollout], *, size: int = 1000, seal: bool = True) -> None:
+    with open_dir(root) as run:
+        writer = StoreWriter(run, save_batch_size=size, pull_timeout=60)
+        writer.start()
+        await asyncio.gather(*(writer.commit(one) for one in rollouts))
+        await writer.close(seal=seal)
+
+
+async def test_commit_then_seal_keeps_every_value(tmp_path: Path) -> None:
+    rollouts = [rollout(index, repeat, trajectories=1 + index % 3) for index in range(9) for repeat in (0, 1)]
+    await commit_all(tmp_path, rollouts, size=7)
+    assert not list((tmp_path / "journal").iterdir())
+    rows = {
+        (row["index"], row["repeat"], row["trajectory"]): row
+        for path in (tmp_path / "batches").iterdir()
+        for row in pq.read_table(path).to_pylist()
+    }
+    assert len(rows) == sum(len(one.trajectories) for one in rollouts)
+    for one in rollouts:
+        for number, trajectory in enumerate(one.trajectories):
+            row = rows[one.index, one.repeat, number]
+            assert row["prompt_ids"] == trajectory.prompt_ids
+            assert row["response_ids"] == trajectory.response_ids
+            assert row["response_mask"] == trajectory.response_mask
+            assert row["response_logprobs"] == pytest.approx(trajectory.response_logprobs)
+            assert row["policy_versions"] == [{"start": 0, "version": 0}]
+            assert row["reward"] == 0.5
+            assert row["ground_truth"] == '{"answer":%d}' % one.index
+
+
+async def test_group_commit_keeps_the_order_of_commits(tmp_path: Path) -> None:
+    order = list(range(500))
+    random.Random(3).shuffle(order)
+    with open_dir(tmp_path) as run:
+        writer = StoreWriter(run, save_batch_size=100_000, pull_timeout=60)
+        writer.start()
+        resolved: list[int] = []
+
+        async def commit(index: int) -> None:
+            await writer.commit(rollout(index))
+            resolved.append(index)
+
+        await asyncio.gather(*(commit(index) for index in order))
+        await writer.close(seal=False)
+        run_id = run.manifest.run_id_bytes
+    frames = list(scan(tmp_path / "journal" / "000000.rsj", run_id, ScanReport()))
+    assert [frame.index for frame in frames] == order == resolved
+
+
+async def test_batches_have_exactly_the_asked_rows(tmp_path: Path) -> None:
+    await commit_all(tmp_path, [rollout(index) for index in range(25)], size=10)
+    sizes = [pq.read_metadata(path).num_rows for path in sorted((tmp_path / "batches").iterdir())]
+    assert sizes == [10, 10, 5]
+
+
+async def test_idle_rollouts_are_sealed_after_pull_timeout(tmp_path: Path) -> None:
+    with open_dir(tmp_path) as run:
+        writer = StoreWriter(run, save_batch_size=1000, pull_timeout=0.05)
+        writer.start()
+        await writer.commit(rollout(0))
+        async with asyncio.timeout(20):
+            while not writer.saved_batches:
+                await asyncio.sleep(0.01)
+        await writer.close()
+    assert keys_on_disk(tmp_path) == [(0, 0, 0)]
+
+
+async def test_durable_when_said(tmp_path: Path) -> None:
+    """What commit() returned for is in the journal already, whole, before any close."""
+    with open_dir(tmp_path) as run:
+        writer = StoreWriter(run, save_batch_size=1000, pull_timeout=60)
+        writer.start()
+        await writer.commit(rollout(4, trajectories=3))
+        frames = list(scan(tmp_path / "journal" / "000000.rsj", run.manifest.run_id_bytes, ScanReport()))
+        assert len(RecordCodec().decode_rollout(frames[0].body).trajectories) == 3
+        await writer.close()
+
+
+async def test_continue_after_a_torn_tail(tmp_path: Path) -> None:
+    await commit_all(tmp_path, [rollout(0), rollout(1)], seal=False)
+    journal = tmp_path / "journal" / "000000.rsj"
+    journal.write_bytes(journal.read_bytes()[:-3])
+    with open_dir(tmp_path) as run:
+        assert (run.state.keys.done, run.state.damage) == (1, [])
+        assert run.state.torn > 0
+        assert [key.index for key in run.state.keys.owed([0, 1], retry_failed=False) if key.repeat == 0] == [1]
+    await commit_all(tmp_path, [rollout(1)])
+    assert keys_on_disk(tmp_path) == [(0, 0, 0), (1, 0, 0)]
+
+
+async def test_damage_in_a_journal_is_kept_aside_and_owed_again(tmp_path: Path) -> None:
+    await commit_all(tmp_path, [rollout(index) for index in range(3)], seal=False)
+    journal = tmp_path / "journal" / "000000.rsj"
+    data = bytearray(journal.read_bytes())
+    data[len(data) // 2] ^= 1
+    journal.write_bytes(data)
+    with open_dir(tmp_path) as run:
+        assert run.state.keys.done == 2
+        assert "000000.rsj" in run.state.damage[0]
+        assert "offset" in run.state.damage[0]
+        assert not run.state.keys.is_done(1, 0)
+    assert (tmp_path / "damaged" / "000000.rsj").read_bytes() == data
+    await commit_all(tmp_path, [rollout(1)])
+    assert keys_on_disk(tmp_path) == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+
+
+async def test_damaged_batch_is_kept_aside_and_owed_again(tmp_path: Path) -> None:
+    await commit_all(tmp_path, [rollout(index) for index in range(6)], size=3)
+    batch = tmp_path / "batches" / "batch_000001.parquet"
+    batch.write_bytes(batch.read_bytes()[:-20])
+    with open_dir(tmp_path) as run:
+        assert run.state.keys.done == 3
+        assert "batch_000001.parquet" in run.state.damage[0]
+    assert (tmp_path / "damaged" / "batch_000001.parquet").exists()
+
+
+async def test_journal_and_its_batch_both_there_count_once(tmp_path: Path) -> None:
+    await commit_all(tmp_path, [rollout(index) for index in range(3)], seal=False)
+    journal = (tmp_path / "journal" / "000000.rsj").read_bytes()
+    await commit_all(tmp_path, [], seal=True)
+    (tmp_path / "journal" / "000000.rsj").write_bytes(journal)  # a crash between sealing and deleting
+    _, state = inspect(tmp_path)
+    assert state.keys.done == state.rows == 3
+    with open_dir(tmp_path) as run:
+        assert run.state.keys.done == run.state.rows == 3
+    assert not list((tmp_path / "journal").iterdir())
+
+
+async def test_failures_are_recorded_and_a_later_success_wins(tmp_path: Path) -> None:
+    with open_dir(tmp_path) as run:
+        writer = StoreWriter(run, save_batch_size=10, pull_timeout=60)
+        writer.start()
+        await asyncio.gather(writer.commit(failure(0)), writer.commit(failure(1)), writer.commit(rollout(2)))
+        await writer.close()
+    with open_dir(tmp_path) as run:
+        keys = run.state.keys
+        assert (keys.done, keys.failed) == (1, 2)
+        assert [key.index for key in keys.owed([0, 1, 2], retry_failed=True) if key.repeat == 0] == [0, 1]
+    await commit_all(tmp_path, [rollout(0)])
+    with open_dir(tmp_path) as run:
+        assert (run.state.keys.done, run.state.keys.failed) == (2, 1)
+
+
+async def test_what_cannot_be_stored_fails_alone(tmp_path: Path) -> None:
+    bad = rollout(1)
+    bad.final.response_ids = [2**40] * len(bad.final.response_mask)
+    worse = rollout(3)
+    worse.final.extra = {"what": object()}
+    with open_dir(tmp_path) as run:
+        writer = StoreWriter(run, save_batch_size=10, pull_timeout=60)
+        writer.start()
+        results = await asyncio.gather(
+            *(writer.commit(one) for one in (rollout(0), bad, rollout(2), worse)), return_exceptions=True
+        )
+        await writer.close()
+    assert [type(result) for result in results] == [type(None), EncodingError, type(None), EncodingError]
+    assert keys_on_disk(tmp_path) == [(0, 0, 0), (2, 0, 0)]
+
+
+def test_second_writer_is_refused_and_named(tmp_path: Path) -> None:
+    with open_dir(tmp_path), pytest.raises(RunDirectoryError, match=r"host .*, process \d+"):
+        lock_run(tmp_path)
+    open_dir(tmp_path).close()
+
+
+async def test_another_identity_touches_nothing(tmp_path: Path) -> None:
+    await commit_all(tmp_path, [rollout(0)], seal=False)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"}
+    with pytest.raises(IdentityMismatchError, match=r"rollout\.temperature: None -> 0\.5") as caught:
+        open_dir(tmp_path, **{"rollout.temperature": 0.5})
+    assert caught.value.differences == [("rollout.temperature", None, 0.5)]
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"}
+    assert before == after
+
+
+def test_never_refuses_a_folder_with_a_run(tmp_path: Path) -> None:
+    open_dir(tmp_path, fresh=True).close()
+    with pytest.raises(RunDirectoryError, match="resume=never"):
+        open_dir(tmp_path, fresh=True)
+
+
+async def test_a_broken_writer_says_so_to_everyone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_dir(tmp_path) as run:
+        writer = StoreWriter(run, save_batch_size=10, pull_timeout=60)
+        writer.start()
+        await writer.commit(rollout(0))
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("rollstream.store.journal.os.fdatasync", full)
+        with pytest.raises(StorageError, match="No space left on device"):
+            await writer.commit(rollout(1))
+        monkeypatch.undo()
+        with pytest.raises(StorageError, match="No space left"):
+            await writer.failed
+        with pytest.raises(StorageError, match="No space left"):
+            await writer.commit(rollout(2))
+        await writer.close()
+    with open_dir(tmp_path) as run:
+        assert (run.state.keys.done, run.state.damage, run.state.torn) == (1, [], 0)
