@@ -1,8 +1,12 @@
 """Batches: sealed Parquet files of trajectories, sorted by key, zstd, with page checksums.
 
-The schema is the same in every batch and in the merged artifact.
+The schema is the same in every batch and in the merged artifact. Beside them stand `_SHA256SUMS` (batches)
+and `trajectories.parquet.sha256`, for `rollstream validate` and for `sha256sum -c`: page checksums do not
+cover a Parquet file's footer. A line is durable before its file has its name, so a file that has its name has a
+line. (Readers of Parquet folders pass over names that begin with an underscore.)
 """
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollstream.errors import DamageError
-from rollstream.store.journal import sync_folder
+from rollstream.store.journal import sync_folder, write_all, write_file_durably
 from rollstream.store.records import RolloutRecord, TrajectoryRecord
 
 METRIC_NAMES = (
@@ -164,14 +168,54 @@ def write_table_durably(path: Path, table: pa.Table, metadata: dict[str, str]) -
 
 
 def commit_file(temporary: Path, path: Path) -> None:
-    """Makes a finished temporary file durable under its name."""
+    """Makes a finished temporary file durable under its name, its checksum noted beforehand."""
     fd = os.open(temporary, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+    line = f"{file_digest(temporary)}  {path.name}\n".encode()
+    sums = _sums_file(path)
+    fd = os.open(sums, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        write_all(fd, line)
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
     temporary.rename(path)
     sync_folder(path.parent)
+
+
+def _sums_file(path: Path) -> Path:
+    return path.with_name("_SHA256SUMS") if path.parent.name == "batches" else Path(f"{path}.sha256")
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def forget_old_digests(artifact: Path) -> None:
+    """Keeps only the last line of an artifact's checksum file, that of the artifact just committed."""
+    sums = _sums_file(artifact)
+    write_file_durably(sums, sums.read_bytes().splitlines(keepends=True)[-1])
+
+
+def recorded_digests(path: Path) -> dict[str, set[str]]:
+    """SHA-256 by file name, as noted for a batch or artifact and those beside it.
+
+    Several for one name: a crash came between noting and renaming, and either may be what is there.
+    """
+    try:
+        text = _sums_file(path).read_text(errors="replace")
+    except FileNotFoundError:
+        return {}
+    digests: dict[str, set[str]] = {}
+    for line in text.splitlines():
+        digest, _, name = line.partition("  ")
+        digests.setdefault(name, set()).add(digest)
+    return digests
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:

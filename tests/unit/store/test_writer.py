@@ -9,63 +9,10 @@ import pytest
 
 from rollstream.errors import IdentityMismatchError, RunDirectoryError, StorageError
 from rollstream.store.journal import ScanReport, scan
-from rollstream.store.manifest import Manifest, new_manifest
 from rollstream.store.records import EncodingError, RecordCodec
-from rollstream.store.run_dir import RunDirectory, inspect, lock_run, open_run
+from rollstream.store.run_dir import inspect, lock_run
 from rollstream.store.writer import StoreWriter
-from rollstream.trajectory import Failure, Rollout, Trajectory
-
-N = 2
-
-
-def manifest(**identity: object) -> Manifest:
-    return new_manifest(
-        n=N, identity={"rollout.n": N, **identity}, dataset={}, versions={}, config={"a": 1}
-    )
-
-
-def open_dir(root: Path, *, fresh: bool = False, **identity: object) -> RunDirectory:
-    return open_run(lock_run(root), root, manifest(**identity), config_yaml="a: 1\n", fresh=fresh)
-
-
-def rollout(index: int, repeat: int = 0, *, trajectories: int = 1, reward: float | None = 0.5) -> Rollout:
-    rng = random.Random(index * 7 + repeat)
-    rows = []
-    for number in range(trajectories):
-        length = rng.randint(0, 9)
-        rows.append(
-            Trajectory(
-                prompt_ids=[rng.randrange(500) for _ in range(5)],
-                response_ids=[rng.randrange(500) for _ in range(length)],
-                response_mask=[rng.randint(0, 1) for _ in range(length)],
-                response_logprobs=[-rng.random() for _ in range(length)],
-                messages=[{"role": "user", "content": f"q{index}"}],
-                finish_reason="stop",
-                is_snapshot=number < trajectories - 1,
-                reward=reward,
-            )
-        )
-    return Rollout(index, repeat, f"{index:032x}", rows, "test", ground_truth={"answer": index})
-
-
-def failure(index: int) -> Failure:
-    return Failure(index, 0, f"{index:032x}", 3, "agent", "ValueError: no", "Traceback", 1.0)
-
-
-def keys_on_disk(root: Path) -> list[tuple[int, int, int]]:
-    rows = []
-    for path in sorted((root / "batches").glob("*.parquet")):
-        table = pq.read_table(path, columns=["index", "repeat", "trajectory"])
-        rows += list(zip(*(table[name].to_pylist() for name in table.column_names), strict=True))
-    return sorted(rows)
-
-
-async def commit_all(root: Path, rollouts: list[Rollout], *, size: int = 1000, seal: bool = True) -> None:
-    with open_dir(root) as run:
-        writer = StoreWriter(run, save_batch_size=size, pull_timeout=60)
-        writer.start()
-        await asyncio.gather(*(writer.commit(one) for one in rollouts))
-        await writer.close(seal=seal)
+from tests.unit.store.fabric import commit_all, failure, keys_on_disk, open_dir, rollout
 
 
 async def test_commit_then_seal_keeps_every_value(tmp_path: Path) -> None:
@@ -74,7 +21,7 @@ async def test_commit_then_seal_keeps_every_value(tmp_path: Path) -> None:
     assert not list((tmp_path / "journal").iterdir())
     rows = {
         (row["index"], row["repeat"], row["trajectory"]): row
-        for path in (tmp_path / "batches").iterdir()
+        for path in (tmp_path / "batches").glob("*.parquet")
         for row in pq.read_table(path).to_pylist()
     }
     assert len(rows) == sum(len(one.trajectories) for one in rollouts)
@@ -111,7 +58,7 @@ async def test_group_commit_keeps_the_order_of_commits(tmp_path: Path) -> None:
 
 async def test_batches_have_exactly_the_asked_rows(tmp_path: Path) -> None:
     await commit_all(tmp_path, [rollout(index) for index in range(25)], size=10)
-    sizes = [pq.read_metadata(path).num_rows for path in sorted((tmp_path / "batches").iterdir())]
+    sizes = [pq.read_metadata(path).num_rows for path in sorted((tmp_path / "batches").glob("*.parquet"))]
     assert sizes == [10, 10, 5]
 
 

@@ -1,0 +1,122 @@
+"""Summaries of a run for people and scripts: `checkpoint.json` and what `rollstream status` says.
+
+Both are derived from journal and batches, never read back as truth; only `total`, which the run
+directory cannot know by itself, is taken from `checkpoint.json`.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rollstream.store.journal import ScanReport, scan, write_file_durably
+from rollstream.store.lock import is_locked, lock_holder
+from rollstream.store.manifest import Manifest
+from rollstream.store.records import FailureRecord, RecordCodec
+from rollstream.store.run_dir import RunPaths, RunState, inspect
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """What a run directory holds, in numbers. Counts of rollouts unless said otherwise."""
+
+    run_dir: str
+    created: str
+    total: int | None
+    """None before the run has counted its dataset."""
+    completed: int
+    failed: int
+    owed: int | None
+    unscored: int
+    mean_reward: float | None
+    rows: int
+    """Trajectories, in batches and journals."""
+    saved_batches: int
+    pending_rows: int
+    """Durable rows that are in no batch yet."""
+    artifact: bool
+    """Whether there is a merged artifact."""
+    writer: str | None
+    """Who writes right now."""
+    damage: list[str]
+    kept_aside: list[str]
+    """Damaged files moved to `damaged/`, by this opening or an earlier one."""
+
+
+def read_status(root: Path) -> RunStatus:
+    """The status of a run directory, also while it is written. Raises `RunDirectoryError`."""
+    manifest, state = inspect(root)
+    paths = RunPaths(root)
+    total = _total(root)
+    return RunStatus(
+        run_dir=str(root),
+        created=manifest.created,
+        total=total,
+        completed=state.keys.done,
+        failed=state.keys.failed,
+        owed=None if total is None else max(0, total - state.keys.done - state.keys.failed),
+        unscored=state.rewards.unscored,
+        mean_reward=state.rewards.mean,
+        rows=state.rows,
+        saved_batches=len(state.batches),
+        pending_rows=state.journal_rows,
+        artifact=paths.artifact.exists(),
+        writer=lock_holder(root / "run.lock") if is_locked(root / "run.lock") else None,
+        damage=state.damage,
+        kept_aside=[path.name for path in paths.damaged_files()],
+    )
+
+
+def read_failures(root: Path) -> Iterator[FailureRecord]:
+    """The failed rollouts that are still failed, oldest first; of one key the latest counts.
+
+    Raises `RunDirectoryError`.
+    """
+    manifest, state = inspect(root)
+    codec = RecordCodec()
+    latest: dict[tuple[int, int], tuple[Path, int]] = {}
+    for path in RunPaths(root).failure_files():
+        for frame in scan(path, manifest.run_id_bytes, ScanReport()):
+            if not state.keys.is_done(frame.index, frame.repeat):
+                latest[frame.index, frame.repeat] = (path, frame.offset)
+    for path in RunPaths(root).failure_files():
+        for frame in scan(path, manifest.run_id_bytes, ScanReport()):
+            if latest.get((frame.index, frame.repeat)) == (path, frame.offset):
+                yield codec.decode_failure(frame.body)
+
+
+def write_checkpoint(paths: RunPaths, manifest: Manifest, state: RunState, *, total: int) -> None:
+    """Writes `checkpoint.json`."""
+    content: dict[str, Any] = {
+        "run_id": manifest.run_id,
+        "updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "n": manifest.n,
+        "total": total,
+        "completed": state.keys.done,
+        "completed_rows": state.keys.done_ranges(),
+        "failed": state.keys.failed,
+        "unscored": state.rewards.unscored,
+        "mean_reward": state.rewards.mean,
+        "rows": state.rows,
+        "saved_batches": [paths.batch(number).name for number in sorted(state.batches)],
+        "damaged": [path.name for path in paths.damaged_files()],
+    }
+    write_file_durably(
+        paths.root / "checkpoint.json", orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
+    )
+
+
+def status_json(status: RunStatus) -> bytes:
+    """The status as JSON."""
+    return orjson.dumps(asdict(status), option=orjson.OPT_INDENT_2)
+
+
+def _total(root: Path) -> int | None:
+    try:
+        value = orjson.loads((root / "checkpoint.json").read_bytes())["total"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return value if isinstance(value, int) else None

@@ -1,0 +1,192 @@
+"""Validation: reads every byte of a run directory and says whether it is sound. Changes nothing."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollstream.errors import DamageError, RunDirectoryError
+from rollstream.store.batch import KEY_COLUMNS, file_digest, open_parquet, recorded_digests
+from rollstream.store.journal import ScanReport, scan
+from rollstream.store.lock import is_locked
+from rollstream.store.manifest import read_manifest
+from rollstream.store.merge import artifact_source, source_digest
+from rollstream.store.records import RecordCodec
+from rollstream.store.run_dir import RunPaths
+
+_READ_ROWS = 1024
+"""Rows held in memory at once while token columns are checked."""
+
+
+@dataclass(slots=True)
+class Validation:
+    """The findings. Sound when there are no problems."""
+
+    rollouts: int = 0
+    rows: int = 0
+    batches: int = 0
+    journals: int = 0
+    artifact_rows: int | None = None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Worth knowing, but not wrong: an unfinished frame that the next run cuts, say."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether everything is as it was written."""
+        return not self.problems
+
+
+Keys = npt.NDArray[np.int64]
+"""Shape (rows, 3): index, repeat, trajectory."""
+
+
+def validate_run(root: Path) -> Validation:
+    """Checks every checksum, schema, length and key of a run directory, in bounded memory for tokens.
+
+    Raises:
+        RunDirectoryError: it is no run directory.
+    """
+    manifest = read_manifest(root)
+    if manifest is None:
+        raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
+    paths = RunPaths(root)
+    result = Validation()
+    if is_locked(root / "run.lock"):
+        result.notes.append("a run is writing here right now; what it commits meanwhile is not looked at")
+    parts: list[Keys] = []
+    batches = paths.batch_numbers()
+    digests = recorded_digests(paths.batch(0))
+    for number in batches:
+        keys = _validate_parquet(paths.batch(number), manifest.run_id, digests, result)
+        if keys is not None:
+            result.batches += 1
+            parts.append(keys)
+    for number in paths.journal_numbers():
+        if number not in batches:
+            result.journals += 1
+            parts.append(_validate_journal(paths.journal(number), manifest.run_id_bytes, result))
+    for path in paths.failure_files():
+        _validate_failures(path, manifest.run_id_bytes, result)
+    keys = np.concatenate(parts) if parts else np.zeros((0, 3), np.int64)
+    result.rows = len(keys)
+    _validate_keys(keys, manifest.n, result)
+    if paths.artifact.exists():
+        _validate_artifact(paths, manifest.run_id, keys, result)
+    for path in paths.damaged_files():
+        result.notes.append(f"damaged/{path.name} was kept aside earlier; its rollouts were owed again")
+    return result
+
+
+def _validate_parquet(
+    path: Path, run_id: str, digests: Mapping[str, set[str]], result: Validation
+) -> Keys | None:
+    name = path.relative_to(path.parents[1] if path.parent.name == "batches" else path.parent)
+    keys: list[Keys] = []
+    wanted = digests.get(path.name)
+    if wanted is None:
+        result.problems.append(f"{name} has no checksum")
+    elif file_digest(path) not in wanted:
+        result.problems.append(f"{name} is damaged: it does not match its checksum")
+    try:
+        with open_parquet(path) as file:
+            metadata = file.metadata.metadata or {}
+            if metadata.get(b"rollstream.run_id") != run_id.encode():
+                result.problems.append(f"{name} belongs to another run")
+            for table in file.iter_batches(_READ_ROWS):
+                keys.append(
+                    np.stack([table[column].to_numpy().astype(np.int64) for column in KEY_COLUMNS], 1)
+                )
+                result.problems.extend(f"{name}: {problem}" for problem in _row_problems(table))
+    except (DamageError, pa.ArrowException, OSError) as error:
+        result.problems.append(f"{name} is damaged: {error}")
+        return None
+    joined = np.concatenate(keys) if keys else np.zeros((0, 3), np.int64)
+    if len(joined) > 1 and not (np.lexsort(joined.T[::-1]) == np.arange(len(joined))).all():
+        result.problems.append(f"{name} is not sorted by key")
+    return joined
+
+
+def _row_problems(table: pa.RecordBatch) -> Iterator[str]:
+    """Rows that break R1's shape: one mask value and one log-prob per response id."""
+    ids, mask, logprobs = (table[f"response_{part}"] for part in ("ids", "mask", "logprobs"))
+    if not pc.all(pc.equal(pc.list_value_length(ids), pc.list_value_length(mask))).as_py():
+        yield "response_ids and response_mask differ in length"
+    equal = pc.equal(pc.list_value_length(ids), pc.list_value_length(logprobs))
+    if not pc.all(equal, skip_nulls=True).as_py() and len(equal.drop_null()):
+        yield "response_ids and response_logprobs differ in length"
+    values = mask.flatten()
+    if len(values) and not pc.all(pc.is_in(values, value_set=pa.array([0, 1], pa.int8()))).as_py():
+        yield "response_mask holds something else than 0 and 1"
+
+
+def _validate_journal(path: Path, run_id: bytes, result: Validation) -> Keys:
+    codec, report = RecordCodec(), ScanReport()
+    keys: list[tuple[int, int, int]] = []
+    for frame in scan(path, run_id, report):
+        try:
+            record = codec.decode_rollout(frame.body)
+        except ValueError as error:
+            result.problems.append(f"journal/{path.name}: frame at offset {frame.offset}: {error}")
+            continue
+        if (record.index, record.repeat, len(record.trajectories)) != (frame.index, frame.repeat, frame.rows):
+            result.problems.append(
+                f"journal/{path.name}: frame at offset {frame.offset} has another key inside"
+            )
+        keys += [(frame.index, frame.repeat, number) for number in range(frame.rows)]
+    _note_scan("journal", path, report, result)
+    return np.array(keys, np.int64).reshape(-1, 3)
+
+
+def _validate_failures(path: Path, run_id: bytes, result: Validation) -> None:
+    codec, report = RecordCodec(), ScanReport()
+    for frame in scan(path, run_id, report):
+        try:
+            codec.decode_failure(frame.body)
+        except ValueError as error:
+            result.problems.append(f"failed/{path.name}: frame at offset {frame.offset}: {error}")
+    _note_scan("failed", path, report, result)
+
+
+def _note_scan(folder: str, path: Path, report: ScanReport, result: Validation) -> None:
+    result.problems.extend(f"{folder}/{damage}" for damage in report.damage)
+    if report.torn:
+        result.notes.append(
+            f"{folder}/{path.name} ends in an unfinished frame ({report.torn} bytes), as after a crash; "
+            "the next run cuts it"
+        )
+
+
+def _validate_keys(keys: Keys, n: int, result: Validation) -> None:
+    order = np.lexsort(keys.T[::-1])
+    ordered = keys[order]
+    if len(ordered) == 0:
+        return
+    same = (np.diff(ordered, axis=0) == 0).all(axis=1)
+    for key in ordered[1:][same][:5]:
+        result.problems.append(f"key {tuple(int(part) for part in key)} stands in two places")
+    if same.sum() > 5:
+        result.problems.append(f"... {int(same.sum()) - 5} more keys stand in two places")
+    if (keys[:, 0] < 0).any() or (keys[:, 1] < 0).any() or (keys[:, 1] >= n).any():
+        result.problems.append(f"keys are out of range (n is {n})")
+    first = np.ones(len(ordered), bool)
+    first[1:] = (np.diff(ordered[:, :2], axis=0) != 0).any(axis=1)
+    result.rollouts = int(first.sum())
+    starts = np.maximum.accumulate(np.where(first, np.arange(len(ordered)), 0))
+    if not same.any() and not (ordered[:, 2] == np.arange(len(ordered)) - starts).all():
+        result.problems.append("a rollout lacks one of its trajectories")
+
+
+def _validate_artifact(paths: RunPaths, run_id: str, keys: Keys, result: Validation) -> None:
+    merged = _validate_parquet(paths.artifact, run_id, recorded_digests(paths.artifact), result)
+    if merged is None:
+        return
+    result.artifact_rows = len(merged)
+    if artifact_source(paths.artifact) != source_digest(paths, paths.batch_numbers()):
+        result.notes.append("trajectories.parquet was merged from other batches than there are; run again")
+    elif not np.array_equal(merged, keys[np.lexsort(keys.T[::-1])]):
+        result.problems.append("trajectories.parquet does not hold exactly the rows of the batches")

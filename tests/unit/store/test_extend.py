@@ -1,0 +1,116 @@
+"""`generation.resume=extend`: what was done stays with its prompt row."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.errors import IdentityMismatchError
+from rollstream.store.extend import extend_run, finish_extend
+from rollstream.store.manifest import DATASET_IDENTITY
+from rollstream.store.run_dir import lock_run
+from tests.unit.store.fabric import commit_all, failure, manifest, open_dir, rollout
+
+ROWS = f"{DATASET_IDENTITY}.fingerprint"
+
+
+def extend(root: Path, keys: Sequence[str], **identity: object) -> None:
+    lock = lock_run(root)
+    try:
+        finish_extend(root)
+        extend_run(root, manifest(**{ROWS: "".join(keys), **identity}), lambda: keys, "a: 2\n")
+    finally:
+        lock.release()
+
+
+async def start(root: Path, keys: str, failed: Sequence[int] = ()) -> None:
+    done = [
+        rollout(index, repeat, key=key)
+        for index, key in enumerate(keys)
+        for repeat in (0, 1)
+        if index not in failed
+    ]
+    failures = [failure(index, key=keys[index]) for index in failed]
+    await commit_all(root, [*done, *failures], size=3, seal=False, **{ROWS: keys})
+
+
+def state(root: Path, keys: str) -> tuple[dict[int, str], int]:
+    """Prompt key by index of what is done, and how many rows failed."""
+    with open_dir(root, **{ROWS: keys}) as run:
+        found: dict[int, str] = {}
+        for path in (root / "batches").glob("*.parquet"):
+            table = pq.read_table(path)
+            assert table["index"].to_pylist() == sorted(table["index"].to_pylist())
+            for index, key, answer in zip(
+                *(table[name].to_pylist() for name in ("index", "prompt_key", "ground_truth")), strict=True
+            ):
+                assert found.setdefault(index, key) == key
+                del answer
+        return found, run.state.keys.failed
+
+
+async def test_appended_rows_rewrite_nothing(tmp_path: Path) -> None:
+    await start(tmp_path, "abc")
+    extend(tmp_path, "abcd")
+    assert state(tmp_path, "abcd") == ({0: "a", 1: "b", 2: "c"}, 0)
+    assert not (tmp_path / "replaced").exists()
+
+
+async def test_reordered_rows_keep_their_rollouts(tmp_path: Path) -> None:
+    await start(tmp_path, "abcd", failed=[3])
+    extend(tmp_path, "dxcba")
+    assert state(tmp_path, "dxcba") == ({4: "a", 3: "b", 2: "c"}, 1)
+    with open_dir(tmp_path, **{ROWS: "dxcba"}) as run:
+        assert run.state.keys.state(0, 0) == "failed"
+        owed = list(run.state.keys.owed(range(5), retry_failed=False))
+        assert owed == [(0, 1), (1, 0), (1, 1)]
+
+
+async def test_equal_rows_are_matched_in_order(tmp_path: Path) -> None:
+    await start(tmp_path, "aab")
+    extend(tmp_path, "baa")
+    assert state(tmp_path, "baa") == ({0: "b", 1: "a", 2: "a"}, 0)
+
+
+async def test_rows_that_are_gone_leave_the_run_but_not_the_disk(tmp_path: Path) -> None:
+    await start(tmp_path, "abc")
+    extend(tmp_path, "cb")
+    assert state(tmp_path, "cb") == ({0: "c", 1: "b"}, 0)
+    kept = [pq.read_table(path)["prompt_key"].to_pylist() for path in (tmp_path / "replaced").rglob("*.parquet")]
+    assert "a" in sum(kept, [])
+
+
+async def test_another_difference_is_refused(tmp_path: Path) -> None:
+    await start(tmp_path, "abc")
+    with pytest.raises(IdentityMismatchError, match="temperature"):
+        extend(tmp_path, "abcd", temperature=2.0)
+    assert state(tmp_path, "abc")[0] == {0: "a", 1: "b", 2: "c"}
+
+
+@pytest.mark.parametrize("crash_at", range(1, 14))
+async def test_a_crash_at_any_rename_is_finished_by_the_next_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
+) -> None:
+    await start(tmp_path, "abcd", failed=[3])
+    renames = 0
+    rename = Path.rename
+
+    class Crash(BaseException):
+        pass
+
+    def counted(self: Path, target: Path) -> Path:
+        nonlocal renames
+        renames += 1
+        if renames == crash_at:
+            raise Crash
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", counted)
+    try:
+        extend(tmp_path, "dcba")
+    except Crash:
+        pass
+    monkeypatch.undo()
+    extend(tmp_path, "dcba")
+    assert state(tmp_path, "dcba") == ({3: "a", 2: "b", 1: "c"}, 1)

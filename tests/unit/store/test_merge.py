@@ -1,0 +1,128 @@
+"""R3: the artifact has every key exactly once, sorted, in bounded memory."""
+
+import random
+import tempfile
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.errors import RunDirectoryError
+from rollstream.store.batch import build_table, write_table_durably
+from rollstream.store.export.jsonl import read_rows
+from rollstream.store.export.run import export_run
+from rollstream.store.merge import DamagedBatchError, merge_batches
+from rollstream.store.records import RecordCodec
+from rollstream.store.run_dir import RunPaths
+from rollstream.store.sealing import batch_metadata
+from rollstream.store.validate import validate_run
+from rollstream.trajectory import Rollout
+from tests.unit.store.fabric import commit_all, failure, keys_in, open_dir, rollout
+
+RUN_ID = bytes(16)
+codec = RecordCodec()
+
+
+def write_batch(root: Path, number: int, rollouts: list[Rollout]) -> None:
+    (root / "batches").mkdir(exist_ok=True)
+    table = build_table([codec.decode_rollout(codec.encode_rollout(one)) for one in rollouts])
+    write_table_durably(RunPaths(root).batch(number), table, batch_metadata(RUN_ID))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 1)), unique=True, max_size=40),
+    st.integers(1, 9),
+    st.sampled_from([1, 2000, 1 << 27]),
+    st.randoms(use_true_random=False),
+)
+def test_merge_is_every_key_once_in_order(
+    keys: list[tuple[int, int]], size: int, bucket_bytes: int, rng: random.Random
+) -> None:
+    rng.shuffle(keys)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        rollouts = [rollout(index, repeat, trajectories=1 + index % 3) for index, repeat in keys]
+        for number in range(0, len(rollouts), size):
+            write_batch(root, number, rollouts[number : number + size])
+        rows = merge_batches(RunPaths(root), RUN_ID, bucket_bytes=bucket_bytes)
+        expected = sorted((i, r, t) for i, r in keys for t in range(1 + i % 3))
+        assert rows == len(expected)
+        assert keys_in(root / "trajectories.parquet") == expected
+        for row in pq.read_table(root / "trajectories.parquet").to_pylist():
+            one = rollout(row["index"], row["repeat"], trajectories=1 + row["index"] % 3)
+            assert row["response_ids"] == one.trajectories[row["trajectory"]].response_ids
+        assert not (root / "merge.tmp").exists()
+
+
+def test_of_a_key_in_two_batches_the_first_counts(tmp_path: Path) -> None:
+    write_batch(tmp_path, 0, [rollout(1, trajectories=2, reward=0.0), rollout(2)])
+    write_batch(tmp_path, 1, [rollout(0), rollout(1, trajectories=3, reward=1.0)])
+    assert merge_batches(RunPaths(tmp_path), RUN_ID) == 4
+    assert keys_in(tmp_path / "trajectories.parquet") == [(0, 0, 0), (1, 0, 0), (1, 0, 1), (2, 0, 0)]
+    assert pq.read_table(tmp_path / "trajectories.parquet")["reward"].to_pylist() == [0.5, 0.0, 0.0, 0.5]
+
+
+def test_an_artifact_that_is_up_to_date_is_left_alone(tmp_path: Path) -> None:
+    write_batch(tmp_path, 0, [rollout(1)])
+    merge_batches(RunPaths(tmp_path), RUN_ID)
+    before = (tmp_path / "trajectories.parquet").stat().st_mtime_ns
+    assert merge_batches(RunPaths(tmp_path), RUN_ID) == 1
+    assert (tmp_path / "trajectories.parquet").stat().st_mtime_ns == before
+    write_batch(tmp_path, 1, [rollout(2)])
+    assert merge_batches(RunPaths(tmp_path), RUN_ID) == 2
+
+
+def test_a_damaged_batch_is_named_and_the_old_artifact_stays(tmp_path: Path) -> None:
+    for number in range(3):
+        write_batch(tmp_path, number, [rollout(number * 100 + i) for i in range(50)])
+    merge_batches(RunPaths(tmp_path), RUN_ID)
+    batch = RunPaths(tmp_path).batch(1)
+    data = bytearray(batch.read_bytes())
+    data[len(data) // 3] ^= 0xFF
+    batch.write_bytes(data)
+    old = (tmp_path / "trajectories.parquet").read_bytes()
+    with pytest.raises(DamagedBatchError, match=r"batch_000001\.parquet"):
+        merge_batches(RunPaths(tmp_path), RUN_ID)
+    assert (tmp_path / "trajectories.parquet").read_bytes() == old
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+async def test_validate_says_what_is_wrong(tmp_path: Path) -> None:
+    records = [rollout(i, trajectories=1 + i % 2) for i in range(40)]
+    await commit_all(tmp_path, [*records, failure(99)], size=10)
+    paths = RunPaths(tmp_path)
+    with open_dir(tmp_path) as run:
+        merge_batches(paths, run.manifest.run_id_bytes)
+    result = validate_run(tmp_path)
+    assert result.sound, result.problems
+    assert (result.rollouts, result.rows, result.artifact_rows) == (40, 60, 60)
+    for target in [*(paths.batch(number) for number in paths.batch_numbers()), paths.artifact]:
+        good = target.read_bytes()
+        detected = 0
+        places = range(4, len(good), max(1, len(good) // 60))
+        for at in places:
+            broken = bytearray(good)
+            broken[at] ^= 0x20
+            target.write_bytes(broken)
+            detected += not validate_run(tmp_path).sound
+        target.write_bytes(good)
+        assert detected == len(places), target.name
+
+
+async def test_export_jsonl_holds_the_rows(tmp_path: Path) -> None:
+    await commit_all(tmp_path, [rollout(i) for i in (3, 1, 2)])
+    target, rows = export_run(tmp_path, "jsonl", None)
+    assert (target.name, rows) == ("trajectories.jsonl", 3)
+    decoded = list(read_rows(tmp_path / "trajectories.parquet"))
+    assert [row["index"] for row in decoded] == [1, 2, 3]
+    assert decoded[0]["ground_truth"] == {"answer": 1}
+    copy, _ = export_run(tmp_path, "parquet", tmp_path / "copy.parquet")
+    assert copy.read_bytes() == (tmp_path / "trajectories.parquet").read_bytes()
+
+
+def test_export_of_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        export_run(tmp_path, "jsonl", None)
