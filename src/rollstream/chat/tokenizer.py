@@ -1,0 +1,128 @@
+"""The tokenizer: chat messages to prompt ids, sampled ids to text."""
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from rollstream.errors import ConfigError, DataError
+from rollstream.trajectory import Message
+
+
+class ChatTokenizer:
+    """A Hugging Face tokenizer with its chat template. Loaded without torch."""
+
+    def __init__(self, tokenizer: Any, *, template_kwargs: dict[str, Any] | None = None) -> None:
+        """`tokenizer` is a transformers tokenizer; `template_kwargs` go to every rendering."""
+        self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
+        # The Rust tokenizer itself, where there is one: without offsets and type checks it takes a third less
+        # per prompt and half per answer, and gives the same ids and text.
+        self._backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return len(self._tokenizer)
+
+    def render(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Ids of a conversation, ready for the model to answer.
+
+        Raises:
+            DataError: the chat template refuses these messages.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self._template_kwargs,
+            )
+        except Exception as error:
+            raise DataError(f"the chat template refuses this prompt: {error}") from error
+        return self.encode(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text as it stands: no special tokens are added."""
+        ids: list[int]
+        if self._backend is not None:
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        else:
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids."""
+        text: str
+        if self._backend is not None:
+            text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._tokenizer.decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        return text
+
+    def digest(self) -> str:
+        """Hash of what decides ids: vocabulary, merges, chat template."""
+        digest = hashlib.blake2b(digest_size=16)
+        if self._backend is not None:
+            digest.update(self._backend.to_str().encode())
+        else:
+            digest.update(repr(sorted(self._tokenizer.get_vocab().items())).encode())
+        digest.update(repr(self._tokenizer.chat_template).encode())
+        return digest.hexdigest()
+
+
+def load_tokenizer(
+    path: str,
+    *,
+    custom_chat_template: str | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> ChatTokenizer:
+    """Loads the tokenizer of a model.
+
+    Args:
+        path: folder or hub name.
+        custom_chat_template: a Jinja file that replaces the tokenizer's own template.
+        template_kwargs: handed to the chat template at every rendering.
+        trust_remote_code: run tokenizer code that ships with the model.
+
+    Raises:
+        ConfigError: no tokenizer there, or it has no chat template.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    from transformers import AutoTokenizer
+
+    local = Path(path).expanduser()
+    if path.startswith((".", "/", "~")) and not local.is_dir():
+        raise ConfigError(f"model folder {path} does not exist (actor_rollout_ref.model.path)")
+    try:
+        source = str(local) if local.is_dir() else path
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"no tokenizer found at {path!r}: {reason}. actor_rollout_ref.model.path (or tokenizer_path) "
+            "must be a folder with tokenizer files, or a hub name that can be reached."
+        ) from error
+    if custom_chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(custom_chat_template).expanduser().read_text()
+        except OSError as error:
+            raise ConfigError(f"chat template {custom_chat_template}: {error.strerror}") from error
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer at {path!r} has no chat template; give one by "
+            "actor_rollout_ref.model.custom_chat_template=FILE.jinja"
+        )
+    return ChatTokenizer(tokenizer, template_kwargs=template_kwargs)

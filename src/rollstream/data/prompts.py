@@ -1,0 +1,275 @@
+"""The prompt rows of a run: which, in what order, and a fingerprint of them all."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from rollstream.config.settings import DataSettings
+from rollstream.data.custom_rows import CustomRows
+from rollstream.data.row import parse_row
+from rollstream.data.source import Concatenated, RowSource, data_files, open_source
+from rollstream.data.spool import spool_for
+from rollstream.data.values import BadRow
+from rollstream.errors import ConfigError, DataError
+from rollstream.trajectory import PromptRow
+
+_SHOWN_ERRORS = 5
+"""Bad rows named in an error: enough to see what they have in common."""
+_DIGEST_BYTES = 16
+_KEYS_AT_ONCE = 4096
+"""Content digests read back at once."""
+
+
+class FileDigest(TypedDict):
+    """What one data file holds."""
+
+    name: str
+    """File name; for a file of a dataset folder, with the folder's name before it."""
+    size: int
+    """Bytes."""
+    digest: str
+    """BLAKE2b of the bytes, 32 hexadecimal digits."""
+
+
+class KnownDataset(NamedTuple):
+    """What an earlier run found out about its dataset, from its manifest."""
+
+    file_digests: list[FileDigest]
+    fingerprint: str
+
+
+class PromptDataset:
+    """Prompt rows by index, read from their source when asked for.
+
+    Memory is 8 bytes a row (JSON Lines: 16) beyond what the source needs; no row is kept as an object.
+
+    Args:
+        source: The rows.
+        prompt_column: The column with the prompt.
+        shuffle_seed: Visit the rows in the random order of this seed; None: as they come.
+        max_samples: Visit this many rows at most; None: all.
+        files: The data files, for `file_digests`; None when the rows do not come from files alone.
+        known: What an earlier run found out; used when the files are the same, byte for byte.
+        spool_dir: Folder of temporary files; None takes the system's.
+
+    Raises:
+        DataError: The first row cannot be used.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        *,
+        prompt_column: str = "prompt",
+        shuffle_seed: int | None = None,
+        max_samples: int | None = None,
+        files: list[Path] | None = None,
+        known: KnownDataset | None = None,
+        spool_dir: Path | None = None,
+    ) -> None:
+        self._source = source
+        self._prompt_column = prompt_column
+        self._files = files
+        self._known = known
+        self._spool_dir = spool_dir
+        self._file_digests: list[FileDigest] | None = None
+        self._fingerprint: str | None = None
+        self._digests: BinaryIO | None = None  # content digests by index, 16 bytes each; once scanned
+        self._visiting = _visiting_order(len(source), shuffle_seed)
+        self.max_samples = max_samples
+        self.row(0)
+
+    def __len__(self) -> int:
+        """Rows in the files, before filter and cut."""
+        return len(self._source)
+
+    def row(self, index: int) -> PromptRow:
+        """Reads one row. Safe to call from several threads.
+
+        Args:
+            index: Position in the concatenated files, before filter and shuffle.
+
+        Raises:
+            IndexError: Not `0 <= index < len`.
+            DataError: The row cannot be used, or is not the one that was fingerprinted; names file and row.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        try:
+            prompt_row, digest = parse_row(self._source.row(index), index, self._prompt_column)
+        except BadRow as error:
+            raise DataError(f"{self._source.location(index)}: {error}") from error
+        if self._digests is not None:
+            was = os.pread(self._digests.fileno(), _DIGEST_BYTES, index * _DIGEST_BYTES)
+            if was != digest:
+                raise DataError(
+                    f"{self._source.location(index)}: the row has changed since the run began; "
+                    "leave data files alone while a run uses them"
+                )
+        return prompt_row
+
+    @property
+    def visiting(self) -> npt.NDArray[np.int64]:
+        """Indices in visiting order, before the cut to `max_samples`; without rows that a filter left out."""
+        return self._visiting
+
+    @property
+    def order(self) -> npt.NDArray[np.int64]:
+        """The indices to visit, in order: shuffled, filtered, then cut to `max_samples`."""
+        return self._visiting[: self.max_samples]
+
+    def restrict(self, visiting: npt.NDArray[np.int64]) -> None:
+        """Visits only these indices, in this order (still cut to `max_samples`). For filters."""
+        self._visiting = visiting
+
+    def location(self, index: int) -> str:
+        """Where a row is, for people: `train.jsonl, row 17 (line 18)`."""
+        return self._source.location(index)
+
+    @property
+    def file_digests(self) -> list[FileDigest] | None:
+        """Digests of the data files, in order; reads them whole the first time.
+
+        None when the rows come from a class of the user's: then nothing tells whether they changed.
+        """
+        if self._file_digests is None and self._files is not None:
+            self._file_digests = [digest_file(file) for file in self._files]
+        return self._file_digests
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest over the content of all rows, by index: 32 hexadecimal digits.
+
+        Rows that are written to other files, in another format or with other key order keep it. The first
+        time it reads and checks every row, unless the files are those of `known`.
+
+        Raises:
+            DataError: Rows that cannot be used: names the first five, and how many there are.
+        """
+        if self._fingerprint is None:
+            if self._known is not None and self.file_digests is not None and self._same_files(self._known):
+                self._fingerprint = self._known.fingerprint
+            else:
+                self._fingerprint = self._scan()
+        return self._fingerprint
+
+    def prompt_keys(self) -> Iterator[str]:
+        """The prompt keys of all rows, by index. Reads and checks every row if that was not done yet.
+
+        Raises:
+            DataError: As `fingerprint`.
+        """
+        if self._digests is None:
+            self._fingerprint = self._scan()
+        assert self._digests is not None
+        size, offset = _DIGEST_BYTES * _KEYS_AT_ONCE, 0
+        while block := os.pread(self._digests.fileno(), size, offset):
+            for start in range(0, len(block), _DIGEST_BYTES):
+                yield block[start : start + _DIGEST_BYTES].hex()
+            offset += len(block)
+
+    def _same_files(self, known: KnownDataset) -> bool:
+        mine = [(file["size"], file["digest"]) for file in self.file_digests or ()]
+        return mine == [(file["size"], file["digest"]) for file in known.file_digests]
+
+    def _scan(self) -> str:
+        """Reads every row once: checks it, keeps its digest, and digests those."""
+        fingerprint = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        shown: list[str] = []
+        bad = 0
+        with spool_for("prompt keys", self._spool_dir) as digests:
+            for index, row in enumerate(self._source.scan()):
+                try:
+                    if isinstance(row, BadRow):
+                        raise row
+                    _, digest = parse_row(row, index, self._prompt_column)
+                except BadRow as error:
+                    bad += 1
+                    if len(shown) < _SHOWN_ERRORS:
+                        shown.append(f"{self._source.location(index)}: {error}")
+                    continue
+                fingerprint.update(digest)
+                digests.write(digest)
+        if bad:
+            digests.close()
+            raise DataError(_bad_rows_message(shown, bad, len(self)))
+        self._digests = digests
+        return fingerprint.hexdigest()
+
+
+def load_prompts(
+    data: DataSettings, *, spool_dir: Path | None = None, known: KnownDataset | None = None
+) -> PromptDataset:
+    """Opens the dataset of a run and checks its first row; `fingerprint` checks all of them.
+
+    Args:
+        data: `data` of the configuration; used are train_files, custom_cls, prompt_key, shuffle, seed and
+            train_max_samples. Lengths are for `filter_overlong` and `truncate`.
+        spool_dir: Folder for unpacked data (Parquet and zstd files need their uncompressed size there while
+            the dataset is open); None takes the system's temporary folder (`TMPDIR`).
+        known: What an earlier run found out about its dataset; spares reading all rows when the files are
+            the same, byte for byte.
+
+    Raises:
+        ConfigError: No data named, or `data.custom_cls` cannot be loaded.
+        DataError: A file is missing, empty, damaged or of a format that is not read; the first row is bad.
+    """
+    if data.train_max_samples == 0:
+        raise ConfigError("data.train_max_samples: 0 leaves no rows; -1 takes all")
+    source: RowSource
+    files: list[Path] | None = None
+    if data.custom_cls.path or data.custom_cls.name:
+        source = CustomRows(data)
+    else:
+        if not data.files:
+            raise ConfigError(
+                "data.train_files: not set; name the files with prompts, or train_tasks to build some"
+            )
+        paths = [Path(file).expanduser() for file in data.files]
+        sources = [open_source(path, spool_dir) for path in paths]
+        source = sources[0] if len(sources) == 1 else Concatenated(sources)
+        files = [file for path in paths for file in data_files(path)]
+    return PromptDataset(
+        source,
+        prompt_column=data.prompt_key,
+        shuffle_seed=data.seed if data.shuffle else None,
+        max_samples=data.train_max_samples if data.train_max_samples > 0 else None,
+        files=files,
+        known=known,
+        spool_dir=spool_dir,
+    )
+
+
+def digest_file(file: Path) -> FileDigest:
+    """Digests a file's bytes, at about 1 GB/s.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    try:
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES))
+            size = opened.tell()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error})") from error
+    name = f"{file.parent.name}/{file.name}" if file.suffix == ".arrow" else file.name
+    return {"name": name, "size": size, "digest": digest.hexdigest()}
+
+
+def _visiting_order(rows: int, shuffle_seed: int | None) -> npt.NDArray[np.int64]:
+    if shuffle_seed is None:
+        return np.arange(rows, dtype=np.int64)
+    # RandomState and not default_rng: numpy promises to keep its stream for ever, and the order is identity.
+    return np.random.RandomState(shuffle_seed).permutation(rows).astype(np.int64, copy=False)
+
+
+def _bad_rows_message(shown: list[str], bad: int, rows: int) -> str:
+    if bad == 1:
+        return shown[0]
+    more = f"\n  … and {bad - len(shown)} more" if bad > len(shown) else ""
+    return f"{bad} of {rows} rows cannot be used:\n  " + "\n  ".join(shown) + more

@@ -1,0 +1,149 @@
+"""From a row as a file gives it to a `PromptRow`."""
+
+from typing import Any
+
+import orjson
+
+from rollstream.data.values import BadRow, Row, content_digest, kind_name
+from rollstream.trajectory import Message, PromptRow
+
+UNKNOWN_SOURCE = "unknown"
+"""`data_source` of a row that does not say."""
+
+_JSON_COLUMNS = ("extra_info", "reward_model", "tools_kwargs")
+"""Columns that hold a mapping, which may also be given as JSON text."""
+
+
+def parse_row(row: Row, index: int, prompt_column: str) -> tuple[PromptRow, bytes]:
+    """Makes a `PromptRow` of a row, verl-style or simple.
+
+    | PromptRow | taken from |
+    |---|---|
+    | messages | the prompt column: text (one user message) or a list of messages |
+    | ground_truth | `reward_model.ground_truth`, else column `ground_truth`, else column `answer` |
+    | tools_kwargs | column `tools_kwargs`, else `extra_info.tools_kwargs` |
+    | data_source, extra_info, agent_name | the columns of those names |
+    | columns | all columns not used above; `reward_model` without its ground truth, when more is in it |
+
+    In messages, keys whose value is null are left out; an assistant message always has `content`, maybe None.
+
+    Args:
+        row: Values that JSON knows. It is used up: parts of it go into the result.
+        index: Position in the dataset.
+        prompt_column: The column with the prompt.
+
+    Returns:
+        The prompt row, and the 16 bytes of which its `prompt_key` is the hexadecimal form.
+
+    Raises:
+        BadRow: The prompt is missing or of a wrong type, or another column is.
+    """
+    for column in _JSON_COLUMNS:
+        if column in row:
+            row[column] = _mapping(row[column], column)
+    digest = content_digest(row)
+    columns = dict(row)
+    extra_info: dict[str, Any] = columns.pop("extra_info", {})
+    tools_kwargs = columns.pop("tools_kwargs", None) or _mapping(
+        extra_info.get("tools_kwargs"), "extra_info.tools_kwargs"
+    )
+    ground_truth = _take_ground_truth(columns)
+    prompt_row = PromptRow(
+        index=index,
+        prompt_key=digest.hex(),
+        messages=_messages(_take_prompt(columns, prompt_column), prompt_column),
+        data_source=_text(columns.pop("data_source", None), "data_source") or UNKNOWN_SOURCE,
+        ground_truth=ground_truth,
+        extra_info=extra_info,
+        agent_name=_text(columns.pop("agent_name", None), "agent_name"),
+        tools_kwargs=tools_kwargs,
+        columns=columns,
+    )
+    return prompt_row, digest
+
+
+def _mapping(value: Any, column: str) -> dict[str, Any]:
+    if type(value) is dict:
+        return value
+    if value is None or value == "":
+        return {}
+    if type(value) is str:
+        try:
+            decoded = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            raise BadRow(f"{column} is text but not JSON ({error})") from error
+        if type(decoded) is dict:
+            return decoded
+        raise BadRow(f"{column} holds JSON of a {kind_name(decoded)}, want a mapping")
+    raise BadRow(f"{column} is a {kind_name(value)}, want a mapping (or one as JSON text)")
+
+
+def _text(value: Any, column: str) -> str | None:
+    if value is None or type(value) is str:
+        return value
+    raise BadRow(f"{column} is a {kind_name(value)}, want text")
+
+
+def _take_ground_truth(columns: Row) -> Any:
+    reward_model: dict[str, Any] = columns.pop("reward_model", {})
+    if "ground_truth" in reward_model:
+        ground_truth = reward_model["ground_truth"]
+        rest = {key: value for key, value in reward_model.items() if key != "ground_truth"}
+    else:
+        ground_truth = None
+        rest = reward_model
+        for column in ("ground_truth", "answer"):
+            if columns.get(column) is not None:
+                ground_truth = columns.pop(column)
+                break
+    if rest:
+        columns["reward_model"] = rest
+    return ground_truth
+
+
+def _take_prompt(columns: Row, prompt_column: str) -> Any:
+    try:
+        return columns.pop(prompt_column)
+    except KeyError:
+        there = ", ".join(column for column in columns) or "(none)"
+        raise BadRow(
+            f"no column {prompt_column!r}; the row has: {there}. data.prompt_key names the prompt's column"
+        ) from None
+
+
+def _messages(prompt: Any, column: str) -> list[Message]:
+    if type(prompt) is str:
+        if not prompt:
+            raise BadRow(f"{column} is empty")
+        return [{"role": "user", "content": prompt}]
+    if type(prompt) is not list:
+        raise BadRow(f"{column} is a {kind_name(prompt)}, want text or a list of messages")
+    if not prompt:
+        raise BadRow(f"{column} is an empty list, want at least one message")
+    return [_message(message, f"{column}[{i}]") for i, message in enumerate(prompt)]
+
+
+def _message(given: Any, where: str) -> Message:
+    if type(given) is not dict:
+        raise BadRow(f"{where} is a {kind_name(given)}, want a mapping with role and content")
+    message: Message = {key: value for key, value in given.items() if value is not None}
+    role = message.get("role")
+    if type(role) is not str or not role:
+        if "role" not in message:
+            raise BadRow(f"{where} has no role; its keys are {', '.join(message) or '(none)'}")
+        raise BadRow(f"{where}.role is {role!r}, want text like 'user'")
+    content = message.get("content")
+    if type(content) is str:
+        return message
+    if content is None:
+        if role != "assistant":
+            raise BadRow(f"{where} (role {role}) has no content")
+        return message | {"content": None}
+    if type(content) is not list:
+        raise BadRow(f"{where}.content is a {kind_name(content)}, want text or a list of parts")
+    for i, part in enumerate(content):
+        if type(part) is not dict or type(part.get("type")) is not str:
+            raise BadRow(
+                f"{where}.content[{i}] is no part: want a mapping with a type, as in {{'type': 'text'}}"
+            )
+    return message

@@ -1,0 +1,294 @@
+"""Tasks: what `train_tasks` lists, turned into verl-style rows.
+
+`Task` loads a dataset by `datasets.load_dataset` and makes a prompt of each of its rows. A subclass in a file
+of yours, named by `custom_cls`, changes any of the steps. `task_cache` writes the rows to Parquet, once.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rollstream.data.prompt_template import PromptTemplate
+from rollstream.data.values import BadRow, Row, kind_name, to_jsonable
+from rollstream.errors import ConfigError, DataError
+from rollstream.trajectory import Message
+
+MISSING_EXTRA = "pip install 'rollstream[tasks]'"
+"""What gives the packages that tasks need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskConfig:
+    """One entry of `train_tasks`. A `Task` subclass with keys of its own derives from this class."""
+
+    name: str
+    """What the task is called; `reasoning_gym` is the built-in one."""
+    loading_params: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `datasets.load_dataset`: path, name, split, revision, data_files, ..."""
+    prompt_format: str = "template"
+    """`template`: the prompt is `prompt_template`, filled in. `chat_messages`: a column has the messages."""
+    prompt_template: str | None = None
+    """Text with `{column}` fields; see `PromptTemplate`."""
+    system_prompt: str | None = None
+    """Put before the prompt as a system message; replaces one that is there."""
+    chat_messages_field: str = "messages"
+    """The column with the messages. Assistant messages at their end are left out: the model speaks there."""
+    ground_truth_field: str | None = None
+    """The column with what the reward compares with."""
+    data_source: str | None = None
+    """Chooses the reward; None takes `name`."""
+    extra_fields: list[str] = field(default_factory=list)
+    """Columns that go into `extra_info`."""
+    custom_cls: dict[str, Any] | None = None
+    """`path` and `name` of a `Task` subclass."""
+    max_samples: int | None = None
+    """Rows at most, the first ones; None takes all."""
+
+
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "name": (str, "text"),
+    "loading_params": (dict, "a mapping"),
+    "prompt_format": (str, "text"),
+    "prompt_template": ((str, type(None)), "text"),
+    "system_prompt": ((str, type(None)), "text"),
+    "chat_messages_field": (str, "text"),
+    "ground_truth_field": ((str, type(None)), "text"),
+    "data_source": ((str, type(None)), "text"),
+    "extra_fields": (list, "a list"),
+    "custom_cls": ((dict, type(None)), "a mapping with path and name"),
+    "max_samples": ((int, type(None)), "a number"),
+}
+
+
+class Task:
+    """Makes rows for one entry of `train_tasks`.
+
+    A subclass overrides what it wants to change; each step calls the next:
+
+    - `load()`: where examples come from;
+    - `make_row(example, position)`: one row, or None to leave the example out;
+    - `make_prompt(example)`, `make_ground_truth(example)`, `make_extra_info(example)`: its parts;
+    - `dependencies()`: what else decides the rows, for the cache;
+    - `config_type`: a dataclass derived from `TaskConfig`, for keys of its own.
+
+    Errors that a subclass raises in these are reported with the task and the example. The rows must depend
+    on the configuration, the class and `dependencies()` alone: they are built once and then cached.
+
+    Args:
+        config: The entry, of type `config_type`.
+
+    Raises:
+        ConfigError: The entry is wrong.
+    """
+
+    config_type: ClassVar[type[TaskConfig]] = TaskConfig
+
+    def __init__(self, config: TaskConfig) -> None:
+        self.config: Any = config
+        self._template: PromptTemplate | None = None
+        self.check()
+
+    @classmethod
+    def config_keys(cls) -> list[str]:
+        """The keys an entry of this task may have."""
+        return [item.name for item in dataclasses.fields(cls.config_type)]
+
+    @classmethod
+    def from_config(cls, given: Mapping[str, Any]) -> "Task":
+        """Makes the task of an entry of `train_tasks`.
+
+        Raises:
+            ConfigError: An unknown key (with the nearest known one), a missing one, or a wrong value.
+        """
+        label = f"train_tasks ({given.get('name', 'no name')})"
+        for key in given:
+            if key not in cls.config_keys():
+                near = difflib.get_close_matches(str(key), cls.config_keys(), n=1)
+                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(cls.config_keys())}"
+                raise ConfigError(f"{label}: unknown key {key!r}; {hint}")
+        for key, (kind, wanted) in _KINDS.items():
+            if key in given and (not isinstance(given[key], kind) or isinstance(given[key], bool)):
+                raise ConfigError(f"{label}: {key} is {given[key]!r}, want {wanted}")
+        try:
+            config = cls.config_type(**given)
+        except TypeError as error:  # a key without default is missing
+            raise ConfigError(f"{label}: {str(error).replace('.__init__()', '')}") from error
+        return cls(config)
+
+    @property
+    def label(self) -> str:
+        """What messages call the task."""
+        return f"train_tasks ({self.config.name})"
+
+    def check(self) -> None:
+        """Checks the configuration, before anything is loaded.
+
+        Raises:
+            ConfigError: It cannot work.
+        """
+        config = self.config
+        if config.max_samples is not None and config.max_samples < 1:
+            raise ConfigError(f"{self.label}: max_samples is {config.max_samples}, want 1 or more")
+        if config.prompt_format not in ("template", "chat_messages"):
+            near = difflib.get_close_matches(
+                config.prompt_format, ["template", "chat_messages"], n=1, cutoff=0.4
+            )
+            hint = f"did you mean {near[0]}?" if near else "want template or chat_messages"
+            raise ConfigError(f"{self.label}: prompt_format is {config.prompt_format!r}; {hint}")
+        if config.prompt_template is not None:
+            if config.prompt_format != "template":
+                raise ConfigError(f"{self.label}: prompt_template needs prompt_format: template")
+            self._template = PromptTemplate(config.prompt_template, f"{self.label}: prompt_template")
+
+    def dependencies(self) -> dict[str, Any]:
+        """What else decides the rows: they are built anew when it changes.
+
+        By default the content of local files that `loading_params` names. A dataset on the Hub is not looked
+        at: pin it by `revision`.
+        """
+        return {"files": _local_files(self.config.loading_params)}
+
+    def load(self) -> Iterable[Mapping[str, Any]]:
+        """Loads the examples.
+
+        Raises:
+            ConfigError: No `loading_params`, or `datasets` is not installed.
+            DataError: They cannot be loaded, or a split must be chosen.
+        """
+        params = self.config.loading_params
+        if not params:
+            raise ConfigError(f"{self.label}: needs loading_params, the arguments of datasets.load_dataset")
+        try:
+            import datasets
+        except ImportError as error:
+            raise ConfigError(f"{self.label}: needs the package datasets: {MISSING_EXTRA}") from error
+        try:
+            loaded: Any = datasets.load_dataset(**params)
+        except Exception as error:
+            raise DataError(f"{self.label}: datasets.load_dataset(**{params}) failed: {error}") from error
+        if isinstance(loaded, dict):
+            if "train" not in loaded:
+                raise DataError(f"{self.label}: loading_params.split must be one of {', '.join(loaded)}")
+            loaded = loaded["train"]
+        examples: Iterable[Mapping[str, Any]] = loaded
+        return examples
+
+    def make_row(self, example: Mapping[str, Any], position: int) -> Row | None:
+        """Makes a verl-style row of an example, or None to leave it out.
+
+        Args:
+            example: As `load` gives it.
+            position: Of the example, from 0.
+        """
+        return {
+            "data_source": self.config.data_source or self.config.name,
+            "prompt": self.make_prompt(example),
+            "reward_model": {"style": "rule", "ground_truth": self.make_ground_truth(example)},
+            "extra_info": {"index": position, **self.make_extra_info(example)},
+        }
+
+    def make_prompt(self, example: Mapping[str, Any]) -> list[Message]:
+        """Makes the messages of the prompt, by `prompt_format`."""
+        if self.config.prompt_format == "chat_messages":
+            messages = self._chat_messages(example)
+        elif self._template is None:
+            raise ConfigError(f"{self.label}: needs a prompt_template, text with {{column}} fields")
+        else:
+            messages = [{"role": "user", "content": self._template.render(example)}]
+        if self.config.system_prompt is not None:
+            if messages and messages[0].get("role") == "system":
+                messages = messages[1:]
+            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
+        return messages
+
+    def make_ground_truth(self, example: Mapping[str, Any]) -> Any:
+        """Gives what the reward compares with: `ground_truth_field`."""
+        name = self.config.ground_truth_field
+        return None if name is None else _column(example, name, "ground_truth_field")
+
+    def make_extra_info(self, example: Mapping[str, Any]) -> dict[str, Any]:
+        """Gives what else the reward may want: `extra_fields`."""
+        return {name: _column(example, name, "extra_fields") for name in self.config.extra_fields}
+
+    def rows(self) -> Iterator[Row]:
+        """Makes the rows, one after the other.
+
+        Raises:
+            DataError: An example cannot be used; names the task and the example.
+        """
+        made = 0
+        for position, example in enumerate(self._examples()):
+            try:
+                row = self.make_row(example, position)
+                if row is None:
+                    continue
+                jsonable: Row = to_jsonable(row)
+            except (ConfigError, DataError):
+                raise
+            except BadRow as error:
+                raise DataError(f"{self.label}, example {position}: {error}") from error
+            except Exception as error:
+                raise DataError(
+                    f"{self.label}, example {position}: {type(error).__name__}: {error}"
+                ) from error
+            yield jsonable
+            made += 1
+            if made == self.config.max_samples:
+                return
+
+    def _examples(self) -> Iterator[Mapping[str, Any]]:
+        try:
+            yield from self.load()
+        except (ConfigError, DataError):
+            raise
+        except Exception as error:
+            raise DataError(f"{self.label}: loading failed ({type(error).__name__}: {error})") from error
+
+    def _chat_messages(self, example: Mapping[str, Any]) -> list[Message]:
+        name = self.config.chat_messages_field
+        messages = _column(example, name, "chat_messages_field")
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise BadRow(f"column {name!r} is a {kind_name(messages)}, want a list of messages")
+        end = len(messages)
+        while end and messages[end - 1].get("role") == "assistant":
+            end -= 1
+        if not end:
+            raise BadRow(f"column {name!r} has no message that is not the assistant's")
+        return [
+            {key: item for key, item in message.items() if item is not None} for message in messages[:end]
+        ]
+
+
+def _column(example: Mapping[str, Any], name: str, setting: str) -> Any:
+    if name not in example:
+        near = difflib.get_close_matches(name, list(example), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(map(str, example))}"
+        raise BadRow(f"no column {name!r} ({setting}); {hint}")
+    return example[name]
+
+
+def _local_files(value: Any) -> dict[str, str]:
+    """Digests of the local files that a value names, at any depth."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return {name: digest for item in value for name, digest in _local_files(item).items()}
+    if not isinstance(value, str) or not value or len(value) > 4096:
+        return {}
+    path = Path(value).expanduser()
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                return {value: hashlib.file_digest(file, "blake2b").hexdigest()[:32]}
+        if path.is_dir():
+            files = sorted(Path(folder) / name for folder, _, names in os.walk(path) for name in names)
+            stats = [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+            return {value: hashlib.blake2b("\n".join(stats).encode(), digest_size=16).hexdigest()}
+    except (OSError, ValueError):  # not a name of a file, or not to be read: load_dataset will say
+        return {}
+    return {}

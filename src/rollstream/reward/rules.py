@@ -1,0 +1,210 @@
+"""Built-in rewards, chosen by a row's `data_source`."""
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+
+from rollstream.errors import ConfigError, RewardError
+from rollstream.reward.base import ComputeScore, FunctionCaller, is_async
+from rollstream.reward.score import Score
+from rollstream.trajectory import PromptRow
+
+_PREPARE_TIMEOUT = 300.0
+"""Seconds a rule gets to import what it needs: generous, as a cold network disk can take a minute."""
+
+FunctionT = TypeVar("FunctionT", bound=ComputeScore)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A built-in reward."""
+
+    prefix: str
+    """Of the data sources it scores: `reasoning_gym` scores `reasoning_gym` and `reasoning_gym/...`."""
+    function: ComputeScore
+    """As verl's `compute_score`."""
+    prepare: Callable[[], object] | None
+    """Imports what the function needs; called once, before it, without its timeout."""
+
+
+_rules: dict[str, Rule] = {}
+
+
+def register_reward(
+    prefix: str, *, prepare: Callable[[], object] | None = None
+) -> Callable[[FunctionT], FunctionT]:
+    """Makes a function the reward of data sources that are `prefix` or begin with `prefix/`.
+
+    The longest prefix that fits counts.
+
+    Args:
+        prefix: Without a slash at its end.
+        prepare: See `Rule`.
+
+    Raises:
+        ConfigError: Another function has that prefix.
+    """
+
+    def register(function: FunctionT) -> FunctionT:
+        other = _rules.get(prefix)
+        if other is not None and _name(other.function) != _name(function):
+            raise ConfigError(f"data sources {prefix!r} have a reward already: {_name(other.function)}")
+        _rules[prefix] = Rule(prefix, function, prepare)
+        return function
+
+    return register
+
+
+def default_reward(data_source: str) -> ComputeScore | None:
+    """The reward function of a data source; None when there is none."""
+    rule = find_rule(data_source)
+    return None if rule is None else rule.function
+
+
+def find_rule(data_source: str) -> Rule | None:
+    """The rule of a data source; None when there is none."""
+    prefix = data_source
+    while prefix not in _rules:
+        prefix, slash, _ = prefix.rpartition("/")
+        if not slash:
+            return None
+    return _rules[prefix]
+
+
+class RuleReward:
+    """The `RewardFunction` of a run without one of its own: the data source of a row chooses its rule.
+
+    Args:
+        timeout: Seconds for one call.
+        max_concurrency: Calls at once.
+    """
+
+    def __init__(self, timeout: float = 60.0, max_concurrency: int = 32) -> None:
+        self._caller = FunctionCaller(timeout, max_concurrency)
+        self._prepared: set[str] = set()
+        self._preparing = asyncio.Lock()
+
+    @property
+    def source_digest(self) -> str:
+        """Digest of which function scores which data sources; not of their code, so an upgrade can resume."""
+        names = sorted(f"{rule.prefix} {_name(rule.function)}" for rule in _rules.values())
+        return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
+
+    async def prepare(self, data_source: str) -> bool:
+        """Imports what the rule of a data source needs; at start, this shows what is missing.
+
+        Returns:
+            Whether there is a rule.
+
+        Raises:
+            ConfigError: A package is missing.
+            RewardError: It failed otherwise, or took longer than five minutes.
+        """
+        rule = find_rule(data_source)
+        if rule is None:
+            return False
+        if rule.prepare is None or rule.prefix in self._prepared:
+            return True
+        async with self._preparing:
+            if rule.prefix in self._prepared:
+                return True
+            try:
+                outcome = await self._caller.run(rule.prepare, _PREPARE_TIMEOUT)
+            except TimeoutError:
+                raise RewardError(f"preparing the reward of {data_source} takes too long") from None
+            if isinstance(outcome.error, ConfigError):
+                raise outcome.error
+            if outcome.error is not None:
+                raise RewardError(
+                    f"the reward of {data_source} cannot be prepared: {outcome.error!r}"
+                ) from outcome.error
+            self._prepared.add(rule.prefix)
+        return True
+
+    async def score(self, row: PromptRow, solution_str: str) -> Score:
+        rule = find_rule(row.data_source)
+        if rule is None:
+            return Score(None, {})
+        try:
+            await self.prepare(row.data_source)
+        except ConfigError as error:
+            raise RewardError(str(error)) from error
+        label = f"reward {rule.prefix}"
+        return await self._caller.score(rule.function, is_async(rule.function), label, row, solution_str)
+
+    def close(self) -> None:
+        self._caller.close()
+
+
+def _name(function: ComputeScore) -> str:
+    return (
+        f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+    )
+
+
+@register_reward("exact_match")
+def exact_match(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    """1 when the answer is the ground truth, as text, but for space around it; else 0.
+
+    Raises:
+        ValueError: The row has no ground truth.
+    """
+    if ground_truth is None:
+        raise ValueError("the row has no ground truth")
+    return float(solution_str.strip() == str(ground_truth).strip())
+
+
+_scorers: dict[tuple[str, str], Callable[[str, dict[str, Any]], float]] = {}
+_scorers_lock = threading.Lock()
+
+
+def _import_reasoning_gym() -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(
+            "data source reasoning_gym/... needs the package reasoning-gym: pip install 'rollstream[tasks]'"
+        ) from error
+    return reasoning_gym
+
+
+@register_reward("reasoning_gym", prepare=_import_reasoning_gym)
+def score_reasoning_gym(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    """reasoning-gym's own `score_answer`, between 0 and 1; the answer is the text without space around it.
+
+    Args:
+        data_source: `reasoning_gym/<dataset>`.
+        solution_str: The model's answer.
+        ground_truth: Not used: the entry has it.
+        extra_info: `entry`: question, answer and metadata; `config`: the dataset's settings. Both may be JSON
+            text.
+
+    Raises:
+        ConfigError: reasoning-gym is not installed.
+        ValueError: The row has no entry, or reasoning-gym does not know the dataset.
+    """
+    entry = _mapping((extra_info or {}).get("entry"))
+    if not entry:
+        raise ValueError("the row has no extra_info.entry, which the task reasoning_gym writes")
+    dataset = data_source.partition("/")[2]
+    config = orjson.dumps(_mapping((extra_info or {}).get("config")), option=orjson.OPT_SORT_KEYS).decode()
+    with _scorers_lock:
+        score_answer = _scorers.get((dataset, config))
+        if score_answer is None:
+            problems: Any = _import_reasoning_gym().create_dataset(dataset, **orjson.loads(config))
+            score_answer = _scorers[dataset, config] = problems.score_answer
+    return float(score_answer(solution_str.strip(), entry))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    decoded = orjson.loads(value) if isinstance(value, str) else value
+    return decoded if isinstance(decoded, dict) else {}

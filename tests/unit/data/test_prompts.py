@@ -1,0 +1,199 @@
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollstream.config.settings import CustomClassSettings
+from rollstream.data.prompts import KnownDataset, PromptDataset, load_prompts
+from rollstream.errors import ConfigError, DataError
+
+from .files import data_settings, verl_row, write_jsonl, write_parquet
+from .test_arrow_rows import write_folder
+
+ROWS = [verl_row(i) for i in range(20)]
+
+
+class Explodes:
+    """A source whose rows, but for the first, must not be read."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def row(self, position: int) -> Any:
+        assert position == 0
+        return self._source.row(position)
+
+    def scan(self) -> Any:
+        raise AssertionError("scanned")
+
+    def location(self, position: int) -> str:
+        return "?"
+
+
+def test_rows_by_index_over_several_files(tmp_path: Path) -> None:
+    one, two = write_jsonl(tmp_path / "a.jsonl", ROWS[:5]), write_parquet(tmp_path / "b.parquet", ROWS[5:])
+    dataset = load_prompts(data_settings(one, two))
+    assert len(dataset) == 20
+    assert dataset.order.tolist() == list(range(20)) and dataset.order.dtype == np.int64
+    assert [dataset.row(i).ground_truth for i in range(20)] == [str(i + 1) for i in range(20)]
+    assert [dataset.row(i).index for i in (0, 19)] == [0, 19]
+    assert list(dataset.prompt_keys()) == [dataset.row(i).prompt_key for i in range(20)]
+    for index in (-1, 20):
+        with pytest.raises(IndexError):
+            dataset.row(index)
+
+
+def test_the_fingerprint_is_of_the_rows_not_of_the_files(tmp_path: Path) -> None:
+    shuffled_keys = [dict(random.Random(i).sample(list(row.items()), len(row))) for i, row in enumerate(ROWS)]
+    datasets = [
+        load_prompts(data_settings(write_jsonl(tmp_path / "a.jsonl", ROWS))),
+        load_prompts(data_settings(write_jsonl(tmp_path / "k.jsonl", shuffled_keys))),
+        load_prompts(data_settings(write_jsonl(tmp_path / "z.jsonl.zst", ROWS))),
+        load_prompts(data_settings(write_parquet(tmp_path / "p.parquet", ROWS, compression="zstd"))),
+        load_prompts(data_settings(write_folder(tmp_path / "hf", ROWS))),
+        load_prompts(data_settings(tmp_path / "a.jsonl", shuffle=True, train_max_samples=3)),
+    ]
+    assert len({dataset.fingerprint for dataset in datasets}) == 1
+    assert len(datasets[0].fingerprint) == 32
+    other_order = load_prompts(data_settings(write_jsonl(tmp_path / "o.jsonl", ROWS[::-1])))
+    assert other_order.fingerprint != datasets[0].fingerprint
+    assert sorted(other_order.prompt_keys()) == sorted(datasets[0].prompt_keys())
+
+
+def test_shuffle_is_seeded_and_cut_after(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    one = load_prompts(data_settings(path, shuffle=True, seed=7)).order.tolist()
+    assert sorted(one) == list(range(20)) and one != list(range(20))
+    # The order is part of a run's identity: it must be this one in any version of numpy.
+    assert one[:6] == [1, 17, 2, 5, 11, 0]
+    assert (
+        load_prompts(data_settings(path, shuffle=True, seed=7, train_max_samples=6)).order.tolist() == one[:6]
+    )
+    assert load_prompts(data_settings(path, shuffle=True, seed=8)).order.tolist() != one
+    assert load_prompts(data_settings(path, train_max_samples=3)).order.tolist() == [0, 1, 2]
+    assert len(load_prompts(data_settings(path, train_max_samples=100)).order) == 20
+
+
+def test_unchanged_files_are_not_read_again(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    first = load_prompts(data_settings(path))
+    assert first.file_digests is not None
+    known = KnownDataset(first.file_digests, first.fingerprint)
+    assert [(file["name"], file["size"]) for file in known.file_digests] == [("a.jsonl", path.stat().st_size)]
+    source = Explodes(first._source)
+    assert PromptDataset(source, files=[path], known=known).fingerprint == first.fingerprint
+    path.write_bytes(path.read_bytes() + b"\n")  # other bytes, same rows
+    again = load_prompts(data_settings(path), known=known)
+    assert again.file_digests != known.file_digests
+    assert again.fingerprint == first.fingerprint
+    write_jsonl(path, ROWS[:-1])
+    assert load_prompts(data_settings(path), known=known).fingerprint != first.fingerprint
+
+
+def test_bad_rows_are_named_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    bad = b'{"prompt": 5}\n' * 4 + b"{oops\n" + b'{"text": "x"}\n' * 3
+    path.write_bytes(b'{"prompt": "fine"}\n\n' + bad)
+    dataset = load_prompts(data_settings(path))
+    with pytest.raises(DataError) as caught:
+        _ = dataset.fingerprint
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "8 of 9 rows cannot be used:"
+    assert lines[1] == f"  {path}, row 1 (line 3): prompt is a int, want text or a list of messages"
+    assert lines[5].startswith(f"  {path}, row 5 (line 7): not JSON")
+    assert lines[6] == "  … and 3 more" and len(lines) == 7
+    with pytest.raises(DataError, match=r"row 8 \(line 10\): no column 'prompt'; the row has: text"):
+        dataset.row(8)
+
+
+def test_the_first_row_is_checked_at_once(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl, row 0 \(line 1\): no column 'prompt'"):
+        load_prompts(data_settings(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}])))
+
+
+def test_a_row_that_changes_under_the_run_is_an_error(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    dataset = load_prompts(data_settings(path))
+    _ = dataset.fingerprint
+    with path.open("r+b") as file:
+        data = path.read_bytes()
+        file.seek(data.index(b"What is 3"))
+        file.write(b"What is 9")
+    assert dataset.row(2).ground_truth == "3"
+    with pytest.raises(DataError, match=r"row 3 \(line 4\): the row has changed"):
+        dataset.row(3)
+
+
+def test_a_replaced_file_keeps_its_rows(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    dataset = load_prompts(data_settings(path))
+    write_jsonl(tmp_path / "b.jsonl", ROWS[::-1]).replace(path)
+    assert dataset.row(0).ground_truth == "1"
+
+
+def test_settings_that_leave_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train_files: not set"):
+        load_prompts(data_settings())
+    with pytest.raises(ConfigError, match="train_max_samples: 0"):
+        load_prompts(data_settings(write_jsonl(tmp_path / "a.jsonl", ROWS), train_max_samples=0))
+
+
+CUSTOM = """
+import numpy as np
+
+class Squares:
+    def __init__(self, files, data):
+        self.files, self.data = files, data
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        if i == 4:
+            raise KeyError("four")
+        extra_info = {"files": self.files}
+        return {"prompt": f"{i} squared?", "ground_truth": np.int64(i * i), "extra_info": extra_info}
+
+class Empty(Squares):
+    def __len__(self):
+        return 0
+
+class Picky:
+    def __init__(self, files):
+        pass
+"""
+
+
+def test_custom_class(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(CUSTOM)
+
+    def load(name: str) -> PromptDataset:
+        return load_prompts(data_settings("some/file", custom_cls=CustomClassSettings(str(path), name)))
+
+    dataset = load("Squares")
+    assert dataset.row(3).ground_truth == 9
+    assert dataset.row(3).extra_info == {"files": ["some/file"]}
+    assert dataset.file_digests is None
+    with pytest.raises(
+        DataError, match=r"Squares \(.*mine\.py\), row 4: the dataset raised KeyError: 'four'"
+    ):
+        _ = dataset.fingerprint
+    with pytest.raises(DataError, match=r"Empty .*holds no rows"):
+        load("Empty")
+    with pytest.raises(DataError, match=r"Picky .*cannot be made .*TypeError"):
+        load("Picky")
+    with pytest.raises(ConfigError, match=r"data\.custom_cls: .*has no class Square; did you mean Squares"):
+        load("Square")
+    with pytest.raises(ConfigError, match=r"data\.custom_cls: no such file"):
+        load_prompts(data_settings(custom_cls=CustomClassSettings(str(tmp_path / "no.py"), "A")))
+    with pytest.raises(ConfigError, match="needs both path"):
+        load_prompts(data_settings(custom_cls=CustomClassSettings(None, "A")))
+    path.write_text("1 / 0")
+    with pytest.raises(ConfigError, match=r"mine\.py raised ZeroDivisionError"):
+        load("Squares")

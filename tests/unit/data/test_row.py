@@ -1,0 +1,98 @@
+from typing import Any
+
+import pytest
+
+from rollstream.data.row import parse_row
+from rollstream.data.values import BadRow
+
+from .files import verl_row
+
+
+def test_a_verl_row() -> None:
+    row = verl_row(3) | {
+        "agent_name": "tool_agent",
+        "extra_info": {"index": 3, "tools_kwargs": {"calc": {"create_kwargs": {"x": 1}}}},
+    }
+    prompt_row, digest = parse_row(dict(row), 3, "prompt")
+    assert prompt_row.index == 3
+    assert prompt_row.prompt_key == digest.hex() and len(prompt_row.prompt_key) == 32
+    assert prompt_row.messages == row["prompt"]
+    assert prompt_row.data_source == "openai/gsm8k"
+    assert prompt_row.ground_truth == "4"
+    assert prompt_row.extra_info == row["extra_info"]
+    assert prompt_row.agent_name == "tool_agent"
+    assert prompt_row.tools_kwargs == {"calc": {"create_kwargs": {"x": 1}}}
+    assert prompt_row.columns == {"ability": "math", "reward_model": {"style": "rule"}}
+
+
+def test_a_simple_row() -> None:
+    prompt_row, _ = parse_row({"question": "hi", "answer": "4", "id": 7}, 0, "question")
+    assert prompt_row.messages == [{"role": "user", "content": "hi"}]
+    assert prompt_row.ground_truth == "4"
+    assert prompt_row.data_source == "unknown"
+    assert prompt_row.columns == {"id": 7}
+    assert (prompt_row.agent_name, prompt_row.tools_kwargs, prompt_row.extra_info) == (None, {}, {})
+
+
+def test_where_the_ground_truth_comes_from() -> None:
+    row = {"prompt": "p", "answer": "a", "ground_truth": 0, "reward_model": {"ground_truth": [1]}}
+    prompt_row, _ = parse_row(dict(row), 0, "prompt")
+    assert (prompt_row.ground_truth, prompt_row.columns) == ([1], {"answer": "a", "ground_truth": 0})
+    prompt_row, _ = parse_row(row | {"reward_model": None}, 0, "prompt")
+    assert (prompt_row.ground_truth, prompt_row.columns) == (0, {"answer": "a"})
+    prompt_row, _ = parse_row({"prompt": "p", "reward_model": {"style": "model"}, "answer": 1}, 0, "prompt")
+    assert (prompt_row.ground_truth, prompt_row.columns) == (1, {"reward_model": {"style": "model"}})
+
+
+def test_mappings_as_json_text_are_the_same_row() -> None:
+    row = verl_row(1)
+    text = row | {
+        "extra_info": '{"level": 1, "index": 1, "split": "train"}',
+        "reward_model": '{"ground_truth": "2", "style": "rule"}',
+        "tools_kwargs": "",
+    }
+    assert parse_row(text, 1, "prompt") == parse_row(row, 1, "prompt")
+
+
+def test_null_keys_of_messages() -> None:
+    messages = [
+        {"role": "user", "content": "x", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": {"unit": None}}}]},
+        {"role": "assistant", "tool_calls": []},
+        {"role": "user", "content": [{"type": "text", "text": "y"}]},
+    ]
+    prompt_row, _ = parse_row({"prompt": messages}, 0, "prompt")
+    assert prompt_row.messages == [
+        {"role": "user", "content": "x"},
+        messages[1],
+        {"role": "assistant", "content": None, "tool_calls": []},
+        messages[3],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "x", "b": 1}, "no column 'prompt'; the row has: text, b. data.prompt_key names"),
+        ({"prompt": 5}, "prompt is a int, want text or a list of messages"),
+        ({"prompt": None}, "prompt is a None"),
+        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": []}, "prompt is an empty list"),
+        ({"prompt": {"role": "user"}}, "prompt is a dict"),
+        ({"prompt": ["x"]}, r"prompt\[0\] is a str, want a mapping with role and content"),
+        ({"prompt": [{"from": "human", "value": "x"}]}, r"prompt\[0\] has no role; its keys are from, value"),
+        ({"prompt": [{"role": 1, "content": "x"}]}, r"prompt\[0\]\.role is 1"),
+        ({"prompt": [{"role": "user"}]}, r"prompt\[0\] \(role user\) has no content"),
+        ({"prompt": [{"role": "user", "content": 3}]}, r"prompt\[0\]\.content is a int"),
+        ({"prompt": [{"role": "user", "content": ["x"]}]}, r"prompt\[0\]\.content\[0\] is no part"),
+        ({"prompt": "x", "extra_info": [1]}, "extra_info is a list, want a mapping"),
+        ({"prompt": "x", "reward_model": "{"}, "reward_model is text but not JSON"),
+        ({"prompt": "x", "extra_info": "[1]"}, "extra_info holds JSON of a list"),
+        ({"prompt": "x", "extra_info": {"tools_kwargs": 1}}, r"extra_info\.tools_kwargs is a int"),
+        ({"prompt": "x", "data_source": 3}, "data_source is a int, want text"),
+        ({"prompt": "x", "agent_name": ["a"]}, "agent_name is a list, want text"),
+    ],
+)
+def test_a_row_that_cannot_be_used_says_why(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRow, match=message):
+        parse_row(row, 0, "prompt")

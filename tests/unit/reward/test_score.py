@@ -1,0 +1,62 @@
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollstream.errors import RewardError
+from rollstream.reward.score import read_score
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward"),
+    [
+        (1, 1.0),
+        (0.25, 0.25),
+        (True, 1.0),
+        (np.float32(0.5), 0.5),
+        (np.int64(-2), -2.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.5), 0.5),
+    ],
+)
+def test_numbers(returned: Any, reward: float) -> None:
+    for score in (read_score(returned), read_score({"score": returned})):
+        assert score == (reward, {})
+        assert type(score.reward) is float
+
+
+def test_a_dict() -> None:
+    returned = {
+        "score": np.float64(0.5),
+        "acc": np.bool_(True),
+        "parts": (1, np.arange(2)),
+        "nan": float("nan"),
+        "inner": {1: None, "text": "x"},
+    }
+    extra = {"acc": True, "parts": [1, [0, 1]], "nan": None, "inner": {"1": None, "text": "x"}}
+    assert read_score(returned) == (0.5, extra)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, r"returned None \(NoneType\), want a number or a dict with score"),
+        ("1.0", r"returned '1.0' \(str\)"),
+        ([1.0], r"returned \[1.0\] \(list\)"),
+        (np.array([1.0]), "ndarray"),
+        (Fraction(1, 2), "Fraction"),
+        (float("nan"), "returned nan, want a finite number"),
+        (np.float32("inf"), "returned inf, want a finite number"),
+        (10**400, "too large"),
+        ({"acc": 1}, "returned a dict without score; its keys are: acc"),
+        ({"score": None}, "returned a score of None"),
+        ({"score": float("-inf")}, "returned a score of -inf"),
+        ({"score": 1, "model": object()}, "returned a object in model, which JSON does not know"),
+        ({"score": 1, "a": [{"b": {1, 2}}]}, r"a set in a\[0\]\.b"),
+        ({"score": 1, "big": 2**64}, "beyond 64 bits in big"),
+    ],
+)
+def test_what_is_no_score(returned: Any, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        read_score(returned)
