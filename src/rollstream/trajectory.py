@@ -1,7 +1,7 @@
 """The nouns every room shares. Ragged: nothing is padded anywhere but in an exporter that needs it."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why an engine stopped: an end token or stop string, the token limit, or an abort."""
@@ -10,7 +10,8 @@ Message = dict[str, Any]
 """One chat message: `role`, `content`, and what else the chat template knows (`tool_calls`, ...)."""
 
 
-class RolloutKey(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class RolloutKey:
     """Identifies one rollout of a run."""
 
     index: int

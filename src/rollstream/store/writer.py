@@ -80,6 +80,7 @@ class StoreWriter:
         self._seal_queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._sealed = threading.Condition()
         self._unsealed = len(run.state.unsealed)
+        self._closed_rows: dict[int, int] = {}
         self._next_number = run.state.next_number
         self._journal: JournalFile | None = None
         self._journal_number = -1
@@ -93,8 +94,8 @@ class StoreWriter:
 
     @property
     def pending_rows(self) -> int:
-        """Durable rows that are in no batch yet, those being sealed not counted."""
-        return self.journal_rows
+        """Durable rows that are in no batch yet, those being sealed included."""
+        return self.journal_rows + sum(list(self._closed_rows.values()))
 
     @property
     def saved_batches(self) -> int:
@@ -295,6 +296,7 @@ class StoreWriter:
             return
         self._journal.close()
         self._journal = None
+        self._closed_rows[self._journal_number] = self.journal_rows
         self.journal_rows = 0
         with self._sealed:
             self._unsealed += 1
@@ -320,6 +322,7 @@ class StoreWriter:
             )
         journal.unlink()
         sync_folder(journal.parent)
+        self._closed_rows.pop(number, None)
         self._run.state.batches.append(number)
 
     # -- both

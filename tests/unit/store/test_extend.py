@@ -1,5 +1,6 @@
 """`generation.resume=extend`: what was done stays with its prompt row."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,7 +65,7 @@ async def test_reordered_rows_keep_their_rollouts(tmp_path: Path) -> None:
     with open_dir(tmp_path, **{ROWS: "dxcba"}) as run:
         assert run.state.keys.state(0, 0) == "failed"
         owed = list(run.state.keys.owed(range(5), retry_failed=False))
-        assert owed == [(0, 1), (1, 0), (1, 1)]
+        assert [(key.index, key.repeat) for key in owed] == [(0, 1), (1, 0), (1, 1)]
 
 
 async def test_equal_rows_are_matched_in_order(tmp_path: Path) -> None:
@@ -77,8 +78,10 @@ async def test_rows_that_are_gone_leave_the_run_but_not_the_disk(tmp_path: Path)
     await start(tmp_path, "abc")
     extend(tmp_path, "cb")
     assert state(tmp_path, "cb") == ({0: "c", 1: "b"}, 0)
-    kept = [pq.read_table(path)["prompt_key"].to_pylist() for path in (tmp_path / "replaced").rglob("*.parquet")]
-    assert "a" in sum(kept, [])
+    kept = [
+        pq.read_table(path)["prompt_key"].to_pylist() for path in (tmp_path / "replaced").rglob("*.parquet")
+    ]
+    assert any("a" in keys for keys in kept)
 
 
 async def test_another_difference_is_refused(tmp_path: Path) -> None:
@@ -107,10 +110,8 @@ async def test_a_crash_at_any_rename_is_finished_by_the_next_opening(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", counted)
-    try:
+    with contextlib.suppress(Crash):
         extend(tmp_path, "dcba")
-    except Crash:
-        pass
     monkeypatch.undo()
     extend(tmp_path, "dcba")
     assert state(tmp_path, "dcba") == ({3: "a", 2: "b", 1: "c"}, 1)

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench.NAME [--quick] [--json FILE]`. Only figures of one run compare."""

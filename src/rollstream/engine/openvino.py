@@ -1,0 +1,254 @@
+"""The embedded engine: openvino-genai's continuous batching on the CPU, in a process of its own.
+
+The model runs in another process because its `step()` holds the GIL for up to 90 ms at a time; see
+`openvino_worker.py` for what happens there.
+"""
+
+import asyncio
+import importlib.util
+import itertools
+import logging
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollstream.engine.base import Capabilities
+from rollstream.engine.checks import check_request, read_engine_kwargs, read_model_limits
+from rollstream.engine.openvino_process import WorkerProcess
+from rollstream.engine.openvino_protocol import Add, Start, pack_ids, unpack_floats, unpack_ids
+from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
+from rollstream.trajectory import Completion, SamplingParams
+
+_LOG = logging.getLogger(__name__)
+
+ENGINE_KWARGS: dict[str, Any] = {
+    "cache_size": 1,  # GB of KV cache; memory is taken as it is used
+    "num_kv_blocks": 0,  # the same in blocks of 32 tokens, if not 0
+    "max_num_seqs": 256,  # requests in one step
+    "max_num_batched_tokens": 256,  # prompt and response tokens in one step
+    "enable_prefix_caching": False,  # faster for shared prompts, but wrong by up to 0.1 nats now and then
+    "num_threads": 0,  # CPU threads of the model; 0 takes all cores
+    "kv_cache_precision": "f32",  # f32 for exact log-probs; u8 is smaller and faster
+    "inference_precision": "f32",  # f32 for exact log-probs; bf16 is faster where the CPU has it
+    "start_timeout": 300.0,  # seconds to load the model
+}
+"""Keys of `engine_kwargs` with their defaults."""
+
+_RESTART_DELAY_S = 0.5
+"""Before the second restart in a row; the first one is immediate. Doubles up to the next constant."""
+
+_RESTART_DELAY_MAX_S = 30.0
+"""A worker that keeps dying is tried twice a minute: cheap, and soon enough when the cause has gone."""
+
+
+class OpenVINOEngine:
+    """Runs an OpenVINO model in a worker process; exact tokens, log-probs of the raw model, seeds.
+
+    When the worker dies, what was in flight ends with `EngineUnavailableError`, and `health` starts a new
+    one. Stop strings and stop ids end a generation after the token that completes them; that token is part
+    of what is returned, like every sampled token. A request without a seed gets a random one.
+
+    Args:
+        model_path: folder with `openvino_model.xml`, `config.json` and, for stop strings, `tokenizer.json`.
+        log_path: the worker's stderr is appended here.
+        max_model_len: prompt plus response tokens at most; None takes the model's `max_position_embeddings`,
+            or what the KV cache holds if that is less.
+        engine_kwargs: see `ENGINE_KWARGS`.
+
+    Raises:
+        ConfigError: openvino-genai is not installed, the folder holds no OpenVINO model, unknown key.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        log_path: Path,
+        max_model_len: int | None = None,
+        engine_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        kwargs = read_engine_kwargs("openvino", engine_kwargs or {}, ENGINE_KWARGS)
+        if kwargs["max_num_seqs"] > kwargs["max_num_batched_tokens"]:
+            raise ConfigError(
+                f"engine_kwargs.max_num_seqs {kwargs['max_num_seqs']} must not be more than "
+                f"max_num_batched_tokens {kwargs['max_num_batched_tokens']}"
+            )
+        self._model_path = _check_model_folder(Path(model_path))
+        self._limits = read_model_limits(self._model_path)
+        if self._limits.vocab_size is None:
+            # Without it a prompt id beyond the embedding would silently read other memory.
+            raise ConfigError(f"{self._model_path / 'config.json'} does not say vocab_size")
+        self._log_path = log_path
+        self._max_model_len = max_model_len
+        self._start_timeout: float = kwargs["start_timeout"]
+        self._start = _start_message(self._model_path, kwargs)
+        self._worker: WorkerProcess | None = None
+        self._starting: asyncio.Task[WorkerProcess] | None = None
+        self._capabilities: Capabilities | None = None
+        self._closed = False
+        self._numbers = itertools.count()
+        self._in_flight: dict[str, int] = {}
+        self._restart_lock = asyncio.Lock()
+        self._restart_delay = 0.0
+        self._restart_at = 0.0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        if self._capabilities is None:
+            raise EngineError("the engine has not been started")
+        return self._capabilities
+
+    @property
+    def worker_pid(self) -> int | None:
+        """The living worker's process id."""
+        return self._worker.pid if self._worker is not None and self._worker.alive else None
+
+    async def start(self) -> None:
+        """Loads the model.
+
+        Raises:
+            EngineError: the worker cannot, with the end of its log.
+        """
+        async with self._restart_lock:
+            if self._worker is None and not self._closed:
+                await self._start_worker()
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        images: list[object] | None = None,
+    ) -> Completion:
+        check_request(prompt_ids, sampling, self.capabilities, images=images)
+        worker = self._worker
+        if worker is None:
+            raise EngineUnavailableError("the engine is closed")
+        number = next(self._numbers)
+        self._in_flight[request_id] = number
+        try:
+            done = await worker.run(_order(number, prompt_ids, sampling))
+        finally:
+            if self._in_flight.get(request_id) == number:
+                del self._in_flight[request_id]
+        if done.reason == "refused":
+            raise EngineError(f"request {request_id!r} was refused: {done.error}")
+        if done.reason == "broken":
+            raise TransientEngineError(f"request {request_id!r} failed in the model: {done.error}")
+        self._restart_delay = 0.0  # this worker works
+        return Completion(
+            token_ids=unpack_ids(done.tokens),
+            logprobs=None if done.logprobs is None else unpack_floats(done.logprobs),
+            finish_reason=done.reason,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        if self._worker is not None and (number := self._in_flight.get(request_id)) is not None:
+            self._worker.abort(number)
+
+    async def update_weights(self, source: str, version: int) -> None:
+        raise EngineError("engine 'openvino': updating weights is not supported yet")
+
+    async def health(self) -> bool:
+        """Whether the worker is alive. Starts a new one if not, at most one at a time, with back-off."""
+        async with self._restart_lock:
+            if self._closed or self._worker is None:
+                return False
+            if self._worker.alive:
+                return True
+            now = asyncio.get_running_loop().time()
+            if now < self._restart_at:
+                return False
+            _LOG.warning("starting a new openvino worker: %s", self._worker.cause)
+            delay = self._restart_delay
+            self._restart_at = now + delay
+            self._restart_delay = min(_RESTART_DELAY_MAX_S, max(_RESTART_DELAY_S, 2 * delay))
+            await self._worker.close()
+            try:
+                await self._start_worker()
+            except EngineError as error:
+                _LOG.warning("%s", error)
+                return False
+            return True
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._starting is not None:
+            self._starting.cancel()
+        async with self._restart_lock:
+            if self._worker is not None:
+                await self._worker.close()
+                self._worker = None
+
+    async def _start_worker(self) -> None:
+        self._starting = asyncio.create_task(
+            WorkerProcess.start(self._start, log_path=self._log_path, timeout_s=self._start_timeout)
+        )
+        try:
+            self._worker = await self._starting
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise EngineUnavailableError("the engine was closed while it was starting") from None
+        finally:
+            self._starting = None
+        lengths = (self._limits.max_model_len, self._max_model_len, self._worker.cache_tokens)
+        self._capabilities = Capabilities(
+            token_ids=True,
+            logprobs="raw",
+            seeds=True,
+            stop_strings=(self._model_path / "tokenizer.json").is_file(),
+            stop_token_ids=True,
+            images=False,
+            update_weights=False,
+            max_model_len=min(length for length in lengths if length is not None),
+            vocab_size=self._limits.vocab_size,
+        )
+
+
+def _check_model_folder(path: Path) -> Path:
+    """The folder, absolute, if openvino-genai can load it."""
+    if importlib.util.find_spec("openvino_genai") is None:
+        raise ConfigError("engine 'openvino' is not installed: pip install 'rollstream[openvino]'")
+    if not path.is_dir():
+        raise ConfigError(f"model folder {path} does not exist; engine 'openvino' needs an exported model")
+    if not (path / "openvino_model.xml").is_file():
+        raise ConfigError(
+            f"{path} has no openvino_model.xml. Export the model once, in an environment of its own: "
+            f"pip install 'optimum-intel[openvino]' && "
+            f"optimum-cli export openvino --model {path} --task text-generation-with-past "
+            "--weight-format fp32 OUTPUT_FOLDER"
+        )
+    return path.resolve()
+
+
+def _start_message(model_path: Path, kwargs: Mapping[str, Any]) -> Start:
+    properties: dict[str, str | int] = {
+        "KV_CACHE_PRECISION": kwargs["kv_cache_precision"],
+        "INFERENCE_PRECISION_HINT": kwargs["inference_precision"],
+    }
+    if kwargs["num_threads"]:
+        properties["INFERENCE_NUM_THREADS"] = kwargs["num_threads"]
+    cache = "num_kv_blocks" if kwargs["num_kv_blocks"] else "cache_size"
+    names = (cache, "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
+    return Start(str(model_path), properties, {name: kwargs[name] for name in names})
+
+
+def _order(number: int, prompt_ids: list[int], sampling: SamplingParams) -> Add:
+    return Add(
+        id=number,
+        prompt=pack_ids(prompt_ids),
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        logprobs=sampling.logprobs,
+        # The pipeline's own default is the same seed for every request.
+        seed=random.getrandbits(31) if sampling.seed is None else sampling.seed,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+    )

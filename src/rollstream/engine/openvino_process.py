@@ -1,0 +1,210 @@
+"""The parent's side of one worker process: starts it, talks to it, notices when it dies."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+import rollstream
+from rollstream.engine.openvino_protocol import (
+    FROM_WORKER,
+    LENGTH_BYTES,
+    Add,
+    Done,
+    Orders,
+    Ready,
+    Results,
+    Start,
+    StartFailed,
+    encode_frame,
+)
+from rollstream.errors import EngineError, EngineUnavailableError
+
+_LOG_TAIL_BYTES = 2000
+"""Enough for a traceback, short enough for a terminal."""
+
+_EXIT_TIMEOUT_S = 5.0
+"""A worker whose input has ended goes at once, or after the step it is in; then it is killed."""
+
+
+class WorkerProcess:
+    """One life of the worker. Made by `start`, ended by `close` or by the worker's death."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log_path: Path, log_offset: int) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.cache_tokens = 0
+        self.cause = ""
+        """Why it is not alive any more."""
+        self._process = process
+        self._input = process.stdin
+        self._output = process.stdout
+        self._log_path = log_path
+        self._log_offset = log_offset
+        self._pending: dict[int, asyncio.Future[Done]] = {}
+        self._orders = Orders([], [], [])
+        self._flush_planned = False
+        self._reader: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, start: Start, *, log_path: Path, timeout_s: float) -> "WorkerProcess":
+        """Starts a worker and waits until it can generate.
+
+        Raises:
+            EngineError: it cannot, with its own words and the end of its log.
+        """
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            offset = log.tell()
+            worker = cls(await _spawn(log), log_path, offset)
+        try:
+            async with asyncio.timeout(timeout_s):
+                worker._input.write(encode_frame(start))
+                message = await worker._receive()
+        except TimeoutError:
+            worker.cause = f"it was not ready within {timeout_s:g} s"
+        except asyncio.IncompleteReadError:
+            worker.cause = await worker._wait_for_exit()
+        except BaseException:
+            await worker.close()
+            raise
+        else:
+            if isinstance(message, Ready):
+                worker.cache_tokens = message.cache_tokens
+                worker._reader = asyncio.create_task(worker._read_results(), name="openvino-worker-results")
+                return worker
+            worker.cause = message.error if isinstance(message, StartFailed) else f"it said {message!r}"
+        await worker.close()
+        raise EngineError(
+            f"engine 'openvino' cannot load {start.model_path}: {worker.cause}{worker._log_tail()}"
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are served; otherwise `cause` says why not."""
+        return not self.cause
+
+    async def run(self, add: Add) -> Done:
+        """Answers one request. Cancelling this cancels it in the worker.
+
+        Raises:
+            EngineUnavailableError: the worker is dead, or dies.
+        """
+        if self.cause:
+            raise EngineUnavailableError(self.cause)
+        future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._pending[add.id] = future
+        self._orders.add.append(add)
+        self._plan_flush()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._pending.pop(add.id, None) is not None:
+                self._orders.cancel.append(add.id)
+                self._plan_flush()
+            raise
+
+    def abort(self, number: int) -> None:
+        """Makes `run` return soon with what was sampled."""
+        if number in self._pending:
+            self._orders.abort.append(number)
+            self._plan_flush()
+
+    async def close(self) -> None:
+        """Ends the process; requests in flight end with `EngineUnavailableError`."""
+        if not self.cause:
+            self.cause = "the engine was closed"
+        self._fail_pending()
+        self._input.close()  # which ends the worker
+        await self._wait_for_exit()
+        if self._reader is not None:
+            await self._reader
+
+    def _plan_flush(self) -> None:
+        # All orders of one turn of the event loop go in one write.
+        if not self._flush_planned:
+            self._flush_planned = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_planned = False
+        orders, self._orders = self._orders, Orders([], [], [])
+        if not self.cause:
+            self._input.write(encode_frame(orders))
+
+    async def _receive(self) -> Ready | StartFailed | Results:
+        header = await self._output.readexactly(LENGTH_BYTES)
+        body = await self._output.readexactly(int.from_bytes(header, "little"))
+        message: Ready | StartFailed | Results = FROM_WORKER.decode(body)
+        return message
+
+    async def _read_results(self) -> None:
+        """Hands results to those who wait, until the worker is gone."""
+        try:
+            while True:
+                message = await self._receive()
+                assert isinstance(message, Results)
+                for done in message.done:
+                    future = self._pending.pop(done.id, None)
+                    if future is not None and not future.done():
+                        future.set_result(done)
+        except asyncio.IncompleteReadError:
+            if not self.cause:
+                how = await self._wait_for_exit()
+                self.cause = f"the worker process (pid {self.pid}) {how}{self._log_tail()}"
+        except (msgspec.DecodeError, AssertionError) as error:
+            self.cause = f"the worker process (pid {self.pid}) sent what cannot be read: {error!r}"
+            self._process.kill()
+        finally:
+            self._fail_pending()
+
+    def _fail_pending(self) -> None:
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(EngineUnavailableError(self.cause))
+
+    async def _wait_for_exit(self) -> str:
+        """How the process ended; kills it if it does not."""
+        try:
+            async with asyncio.timeout(_EXIT_TIMEOUT_S):
+                code = await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            code = await self._process.wait()
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def _log_tail(self) -> str:
+        with self._log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_offset, size - _LOG_TAIL_BYTES))
+            tail = log.read().decode(errors="replace").strip()
+        return f"; end of {self._log_path}:\n{tail}" if tail else f" (nothing in {self._log_path})"
+
+
+async def _spawn(log: IO[bytes]) -> asyncio.subprocess.Process:
+    package_parent = str(Path(rollstream.__file__).parent.parent)
+    path = os.pathsep.join([package_parent, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "rollstream.engine.openvino_worker",
+        str(os.getpid()),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=log,
+        # A results frame of a whole batch, read in one go.
+        limit=2**22,
+        env={**os.environ, "PYTHONPATH": path},
+    )

@@ -1,0 +1,362 @@
+"""The process that runs the model of `openvino.py`.
+
+    python -m rollstream.engine.openvino_worker PARENT_PID
+
+reads orders from stdin and writes results to stdout. It ends when its parent does, whatever it is doing.
+It ignores SIGINT and SIGTERM, which go to whole process groups: the parent decides when it ends.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from rollstream.engine.openvino_protocol import (
+    LENGTH_BYTES,
+    TO_WORKER,
+    Add,
+    Done,
+    Orders,
+    Ready,
+    Results,
+    Start,
+    StartFailed,
+    encode_frame,
+    pack_floats,
+    pack_ids,
+)
+
+BLOCK_TOKENS = 32
+"""Tokens in one block of the CPU plugin's paged KV cache."""
+
+_READ_BYTES = 2**20
+_IDLE_POLL_MS = 1000
+"""How often an idle worker checks that its parent is still there, besides the end of its input."""
+
+_NO_END_TOKEN = 2**31
+"""An end token that no vocabulary has: the pipeline puts the model's own in place of a missing one."""
+
+
+class Channel:
+    """The frames of this process, on file descriptors of its own; stray prints go to stderr instead."""
+
+    def __init__(self) -> None:
+        self._input, self._output = os.dup(0), os.dup(1)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        os.dup2(2, 1)
+        self._poll = select.poll()
+        self._poll.register(self._input, select.POLLIN)
+        self._buffer = bytearray()
+
+    def send(self, message: Ready | StartFailed | Results) -> None:
+        """Writes one frame; waits while the pipe is full. Ends the process if nobody reads."""
+        data = memoryview(encode_frame(message))
+        try:
+            while data:
+                data = data[os.write(self._output, data) :]
+        except BrokenPipeError:
+            os._exit(0)
+
+    def receive(self, *, wait: bool) -> list[Start | Orders]:
+        """The messages that have arrived; with `wait`, at least one. Ends the process with its input."""
+        while True:
+            while self._poll.poll(0):
+                data = os.read(self._input, _READ_BYTES)
+                if not data:
+                    os._exit(0)
+                self._buffer += data
+            messages = self._take_frames()
+            if messages or not wait:
+                return messages
+            self._poll.poll(_IDLE_POLL_MS)
+            _end_without_parent()
+
+    def _take_frames(self) -> list[Start | Orders]:
+        messages = []
+        buffer, position = self._buffer, 0
+        while len(buffer) - position >= LENGTH_BYTES:
+            end = position + LENGTH_BYTES
+            end += int.from_bytes(buffer[position:end], "little")
+            if len(buffer) < end:
+                break
+            messages.append(TO_WORKER.decode(bytes(buffer[position + LENGTH_BYTES : end])))
+            position = end
+        del buffer[:position]
+        return messages
+
+
+class StopTexts:
+    """Finds stop strings in what was sampled. The pipeline's own search needs another tokenizer and trims."""
+
+    def __init__(self, model_path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
+
+    def found(self, ids: list[int], stop: tuple[str, ...]) -> bool:
+        """Whether the text of `ids` has one of `stop`, given that it had none before its last token."""
+        # A character takes at most four tokens (its bytes); a few more give the decoder its context.
+        window = 4 * max(map(len, stop)) + 8
+        text = self._tokenizer.decode(ids[-window:], skip_special_tokens=False)
+        return any(entry in text for entry in stop)
+
+
+@dataclass(slots=True)
+class _Running:
+    add: Add
+    handle: Any
+    blocks: int
+    ids: list[int] = field(default_factory=list)
+    """Read so far: before the end only where stop strings are watched for."""
+    logprobs: list[float] = field(default_factory=list)
+    reason: Any = None
+    """The pipeline's own, once it has ended."""
+
+
+class Worker:
+    """Steps the pipeline and answers requests as they end.
+
+    A request enters the pipeline only when the KV cache has room for it at its longest, in the order of
+    arrival. So nothing is ever preempted: around a preemption openvino-genai 2026.4.1 returns wrong tokens
+    and log-probs (off by up to 14 nats) for two sequences of the batch, see docs/engines.md.
+    """
+
+    def __init__(self, start: Start, channel: Channel) -> None:
+        self._start = start
+        self._channel = channel
+        self._waiting: deque[Add] = deque()
+        self._running: dict[int, _Running] = {}
+        self._done: list[Done] = []
+        self._stop_texts: StopTexts | None = None
+        self._load()
+
+    def _load(self) -> None:
+        import openvino
+        import openvino_genai
+        from openvino_genai import py_openvino_genai
+
+        self._tensor = openvino.Tensor
+        self._config_type = openvino_genai.GenerationConfig
+        # As plain values: comparing pybind enums takes longer than getting the status, and this is done for
+        # every request in every step.
+        self._still_running = py_openvino_genai.GenerationStatus.RUNNING.value
+        self._ignored = py_openvino_genai.GenerationStatus.IGNORED.value
+        self._length = py_openvino_genai.GenerationFinishReason.LENGTH
+        scheduler = openvino_genai.SchedulerConfig()
+        for key, value in self._start.scheduler.items():
+            setattr(scheduler, key, value)
+        self._max_running = scheduler.max_num_seqs
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
+            self._start.model_path, scheduler, "CPU", self._start.properties
+        )
+        self._free_blocks = self.cache_blocks = self._warm_up()
+
+    def _warm_up(self) -> int:
+        """Answers one request, because much is only checked then. Returns the size of the cache in blocks."""
+        add = Add(-1, pack_ids([0]), 2, 1.0, 1.0, -1, False, 0, (), (), True)
+        handle = self._open(add)
+        self._pipeline.step()
+        # In percent, while this request holds one block: the pipeline does not say it otherwise.
+        blocks: int = round(100 / self._pipeline.get_metrics().cache_usage)
+        self._pipeline.step()
+        if handle.get_status().value == self._still_running:
+            raise RuntimeError("the pipeline does not finish a request of two tokens")
+        return blocks
+
+    def run(self) -> None:
+        """Works until the process ends."""
+        while True:
+            for message in self._channel.receive(wait=not self._running):
+                if isinstance(message, Orders):
+                    self._obey(message)
+            self._admit()
+            if self._running:
+                _end_without_parent()
+                self._step()
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._done:
+            self._channel.send(Results(self._done))
+            self._done = []
+
+    def _obey(self, orders: Orders) -> None:
+        self._waiting.extend(orders.add)
+        for request_id in orders.abort:
+            self._end_early(request_id, answer=True)
+        for request_id in orders.cancel:
+            self._end_early(request_id, answer=False)
+
+    def _end_early(self, request_id: int, *, answer: bool) -> None:
+        if (running := self._running.get(request_id)) is not None:
+            if answer:
+                self._read(running)  # before cancel(), which throws away what was not read
+                self._finish(running, "abort")
+            else:
+                self._release(running)
+            running.handle.cancel()
+        else:
+            for add in self._waiting:
+                if add.id == request_id:
+                    self._waiting.remove(add)
+                    if answer:
+                        self._done.append(Done(add.id, b"", b"" if add.logprobs else None, "abort"))
+                    break
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._max_running:
+            add = self._waiting[0]
+            tokens = len(add.prompt) // 4 + add.max_tokens
+            blocks = -(-tokens // BLOCK_TOKENS)
+            if blocks > self.cache_blocks:
+                self._refuse(f"{tokens} tokens do not fit the KV cache of {self.cache_blocks * BLOCK_TOKENS}")
+            elif blocks > self._free_blocks:
+                return
+            else:
+                try:
+                    handle = self._open(add)
+                except Exception as error:
+                    self._refuse(str(error))
+                    continue
+                self._waiting.popleft()
+                self._free_blocks -= blocks
+                self._running[add.id] = _Running(add, handle, blocks)
+
+    def _refuse(self, error: str) -> None:
+        self._done.append(Done(self._waiting.popleft().id, b"", None, "refused", error))
+
+    def _open(self, add: Add) -> Any:
+        config = self._config_type()
+        config.max_new_tokens = add.max_tokens
+        config.logprobs = 1 if add.logprobs else 0
+        config.do_sample = add.temperature > 0
+        if config.do_sample:
+            config.temperature = add.temperature
+            config.top_p = add.top_p
+            config.rng_seed = add.seed
+            if add.top_k > 0:
+                config.top_k = add.top_k
+        if add.stop_token_ids:
+            config.stop_token_ids = set(add.stop_token_ids)
+        if add.ignore_eos:
+            # The pipeline's own ignore_eos would drop stop_token_ids as well.
+            config.set_eos_token_id(_NO_END_TOKEN)
+        ids = numpy.frombuffer(add.prompt, dtype=numpy.int32).astype(numpy.int64)
+        return self._pipeline.add_request(add.id + 1, self._tensor(ids[None]), config)
+
+    def _step(self) -> None:
+        try:
+            self._pipeline.step()
+        except Exception as error:
+            self._start_over(error)
+            return
+        still_running = self._still_running
+        for running in list(self._running.values()):
+            status = running.handle.get_status().value
+            if running.add.stop:
+                self._read(running)
+                if self._stopped_by_text(running):
+                    self._finish(running, "stop")
+                    if status == still_running:
+                        running.handle.cancel()
+                    continue
+            if status == still_running:
+                continue
+            if status == self._ignored:
+                self._finish(running, "broken", "the pipeline found no room for the request")
+            else:
+                self._read(running)
+                self._finish(running, "length" if running.reason == self._length else "stop")
+
+    def _start_over(self, error: Exception) -> None:
+        """After a failed step the pipeline cannot be used; what was in it may be tried again."""
+        traceback.print_exc()
+        for running in list(self._running.values()):
+            self._finish(running, "broken", f"{type(error).__name__}: {error}")
+        self._flush()
+        self._load()
+
+    def _stopped_by_text(self, running: _Running) -> bool:
+        if self._stop_texts is None:
+            self._stop_texts = StopTexts(Path(self._start.model_path))
+        return self._stop_texts.found(running.ids, running.add.stop)
+
+    def _read(self, running: _Running) -> None:
+        """Takes what was sampled since the last time."""
+        handle = running.handle
+        if handle.get_status().value != self._still_running:
+            outputs = handle.read_all() if handle.can_read() else []
+        else:
+            outputs = []  # read_all would wait for the end
+            while handle.can_read():
+                outputs += handle.read().values()
+        for output in outputs:
+            running.ids += output.generated_ids
+            running.logprobs += output.generated_log_probs
+            running.reason = output.finish_reason
+
+    def _finish(self, running: _Running, reason: Any, error: str = "") -> None:
+        self._release(running)
+        logprobs = pack_floats(running.logprobs) if running.add.logprobs else None
+        self._done.append(Done(running.add.id, pack_ids(running.ids), logprobs, reason, error))
+
+    def _release(self, running: _Running) -> None:
+        del self._running[running.add.id]
+        self._free_blocks += running.blocks
+
+
+_parent_pid = 0
+
+
+def _follow_parent(parent_pid: int) -> None:
+    """Makes the kernel kill this process when its parent ends, also in the middle of a step (Linux).
+
+    The end of the input would not do: it is only seen between steps, and another child of the parent may
+    hold the other end of the pipe open. To the kernel the parent is the thread that started this process,
+    that is the one of the engine's event loop.
+    """
+    global _parent_pid
+    _parent_pid = parent_pid
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    _end_without_parent()  # it may have ended before the kernel was told
+
+
+def _end_without_parent() -> None:
+    if os.getppid() != _parent_pid:
+        os._exit(0)
+
+
+def main() -> None:
+    """Runs the worker on this process's stdin and stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _follow_parent(int(sys.argv[1]))
+    channel = Channel()
+    start = channel.receive(wait=True)[0]
+    assert isinstance(start, Start)
+    try:
+        worker = Worker(start, channel)
+    except Exception as error:
+        traceback.print_exc()
+        channel.send(StartFailed(f"{type(error).__name__}: {error}"))
+        # Not through the C++ destructors, which abort after some failures.
+        sys.stderr.flush()
+        os._exit(1)
+    channel.send(Ready(worker.cache_blocks * BLOCK_TOKENS))
+    worker.run()
+
+
+if __name__ == "__main__":
+    main()

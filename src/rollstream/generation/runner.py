@@ -1,0 +1,341 @@
+"""A generation run from start to artifact."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+
+from rollstream.config.load import compose
+from rollstream.errors import DamageError
+from rollstream.generation.logs import log_to_file
+from rollstream.generation.progress import Snapshot, progress_console, show_progress
+from rollstream.generation.setup import Prepared, peek_manifest, prepare
+from rollstream.generation.stopping import StoppedEarly, StopSignals, in_daemon_thread
+from rollstream.rollout.gate import EngineGate
+from rollstream.rollout.local import LocalExecutor
+from rollstream.rollout.retry import RetryPolicy
+from rollstream.rollout.worker import RolloutWorker
+from rollstream.store.export.jsonl import export_jsonl
+from rollstream.store.extend import extend_run, finish_extend
+from rollstream.store.merge import DamagedBatchError, merge_batches
+from rollstream.store.run_dir import RunDirectory, lock_run, open_run, set_aside
+from rollstream.store.summary import write_checkpoint
+from rollstream.store.writer import StoreWriter
+from rollstream.trajectory import Failure, Rollout
+
+logger = logging.getLogger(__name__)
+
+_CHECKPOINT_EVERY_S = 10.0
+"""`checkpoint.json` is for people and scripts that look on; a kill costs it at most this much."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """How a run ended. Counts of rollouts."""
+
+    run_dir: Path
+    total: int
+    completed: int
+    """Durable, earlier runs included."""
+    failed: int
+    unscored: int
+    """Completed, but the reward function failed on them."""
+    generated: int
+    """Completed by this call."""
+    mean_reward: float | None
+    artifact: Path | None
+    """The merged artifact, when it was made and is up to date."""
+    artifact_rows: int
+    elapsed_s: float
+    damage: list[str]
+    """What was found damaged, kept aside and owed again."""
+    signal: int | None = None
+    """The signal that stopped the run before its end."""
+    max_failed_share: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rollout is done or recorded as failed."""
+        return self.completed + self.failed >= self.total
+
+    @property
+    def exit_code(self) -> int:
+        """0 done; 1 more failed (or unscored by an error) than allowed; 128 + signal when stopped."""
+        if self.signal is not None:
+            return 128 + self.signal
+        allowed = self.max_failed_share * self.total
+        return 1 if self.failed + self.unscored > allowed or not self.complete else 0
+
+
+def run_generation(config: Mapping[str, Any] | Sequence[str] | DictConfig) -> GenerationResult:
+    """Runs a generation from Python, from start to artifact.
+
+    Args:
+        config: overrides of `generation.yaml` as a nested mapping, or as `key=value` words; or a whole
+            configuration tree.
+
+    Raises:
+        RollstreamError: see `rollstream.errors`; what was durable stays so.
+    """
+    return asyncio.run(generate(as_config(config)))
+
+
+def as_config(config: Mapping[str, Any] | Sequence[str] | DictConfig) -> DictConfig:
+    """The configuration tree for any form of configuration. Raises `ConfigError`."""
+    if isinstance(config, DictConfig):
+        return config
+    if isinstance(config, Mapping):
+        return compose(layers=[config])
+    return compose(config)
+
+
+async def generate(
+    config: DictConfig,
+    *,
+    stop: StopSignals | None = None,
+    console: Console | None = None,
+    on_ready: Callable[[], object] | None = None,
+) -> GenerationResult:
+    """Runs a generation in the running event loop.
+
+    Args:
+        config: the configuration tree, see `rollstream.config.load.compose`.
+        stop: fires when a person wants the run to end.
+        console: where progress is shown; standard error by default.
+        on_ready: called once everything is set up, right before the first rollout.
+
+    Raises:
+        RollstreamError: see `rollstream.errors`.
+    """
+    stop = stop or StopSignals()
+    started = time.monotonic()
+    prepared = await stop.unless_stopped(prepare(config, peek_manifest(config)))
+    settings = prepared.settings.generation
+    async with AsyncExitStack() as stack:
+        run = await asyncio.to_thread(_open, prepared)
+        stack.callback(run.close)
+        stack.enter_context(log_to_file(run.paths.logs, settings.log_level))
+        for line in run.state.damage:
+            logger.warning("damaged, kept aside, owed again: %s", line)
+        if run.state.torn:
+            logger.info("cut an unfinished frame of %d bytes, as a crash leaves it", run.state.torn)
+        one = _Run(prepared, run, stop, console or progress_console(), on_ready)
+        generated = await one.execute()
+        artifact_rows = 0
+        if stop.signal is None and settings.final_merge and run.state.rows:
+            try:
+                artifact_rows = await one.finish()
+            except StoppedEarly:
+                logger.info("stopped while merging; the same command merges again")
+        state = run.state
+        done, failed = state.keys.count(prepared.dataset.order)
+        logger.info("ended: %d of %d done, %d failed", done, prepared.total, failed)
+        return GenerationResult(
+            run_dir=run.paths.root,
+            total=prepared.total,
+            completed=done,
+            failed=failed,
+            unscored=state.rewards.unscored if prepared.scores_every_row else one.reward_errors,
+            generated=generated,
+            mean_reward=state.rewards.mean,
+            artifact=run.paths.artifact if artifact_rows else None,
+            artifact_rows=artifact_rows,
+            elapsed_s=time.monotonic() - started,
+            damage=state.damage,
+            signal=stop.signal,
+            max_failed_share=settings.max_failed_share,
+        )
+
+
+def _open(prepared: Prepared) -> RunDirectory:
+    root, mode = prepared.run_dir, prepared.settings.generation.resume
+    lock = lock_run(root)
+    try:
+        finish_extend(root)
+        if mode == "extend":
+            extend_run(root, prepared.manifest, prepared.dataset.prompt_keys, prepared.config_yaml)
+    except BaseException:
+        lock.release()
+        raise
+    return open_run(lock, root, prepared.manifest, config_yaml=prepared.config_yaml, fresh=mode == "never")
+
+
+class _Run:
+    """One open run while it executes."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        run: RunDirectory,
+        stop: StopSignals,
+        console: Console,
+        on_ready: Callable[[], object] | None,
+    ) -> None:
+        self._prepared = prepared
+        self._settings = prepared.settings.generation
+        self._directory = run
+        self._stop = stop
+        self._console = console
+        self._on_ready = on_ready
+        self._tokens = 0
+        self.reward_errors = 0
+
+    async def execute(self) -> int:
+        """Generates what is owed and seals it; returns how many rollouts completed."""
+        prepared, run = self._prepared, self._directory
+        keys = run.state.keys
+        order = prepared.dataset.order
+        self._write_checkpoint()
+        done, failed = keys.count(order)
+        owed = prepared.total - done - (0 if self._settings.retry_failed else failed)
+        logger.info(
+            "%d prompt rows, %d rollouts: %d done, %d failed, %d owed; engine %s",
+            *(len(order), prepared.total, done, failed, owed),
+            prepared.settings.actor_rollout_ref.rollout.name,
+        )
+        writer = StoreWriter(
+            run,
+            save_batch_size=self._settings.save_batch_size,
+            pull_timeout=self._settings.pull_timeout,
+        )
+        writer.start()
+        dropped = True
+        try:
+            generated = await self._generate(writer) if owed else 0
+            dropped = False
+        finally:
+            # After an error or a cancellation nothing waits for a seal: what is durable is in the journal.
+            await writer.close(seal=not dropped)
+            self._write_checkpoint()
+        return generated
+
+    async def _generate(self, writer: StoreWriter) -> int:
+        prepared, settings = self._prepared, self._settings
+        async with AsyncExitStack() as stack:
+            engine = prepared.create_engine(self._directory.paths.logs)
+            stack.push_async_callback(engine.close)
+            starting = asyncio.gather(engine.start(), prepared.prepare_reward())
+            await self._stop.unless_stopped(starting)
+            prepared.check_engine(engine)
+            stack.callback(prepared.reward.close)
+            gate = EngineGate(engine, timeout=settings.engine_timeout)
+            worker = RolloutWorker(
+                prepared.agent_resources(engine),
+                sampling=prepared.sampling,
+                seed=settings.seed,
+                default_agent_loop=prepared.settings.actor_rollout_ref.rollout.agent.default_agent_loop,
+                retry=RetryPolicy(settings.max_attempts, settings.retry_delay, settings.retry_delay_max),
+                attempt_timeout=settings.attempt_timeout,
+                gate=gate,
+                reward=prepared.reward,
+            )
+            executor = LocalExecutor(
+                worker,
+                writer,
+                load_row=prepared.dataset.row,
+                max_in_flight=settings.max_in_flight,
+                on_durable=self._count,
+            )
+            keys = self._directory.state.keys
+            order = prepared.dataset.order
+
+            def observe() -> Snapshot:
+                done, failed = keys.done, keys.failed
+                return Snapshot(
+                    total=prepared.total,
+                    done=done,
+                    failed=failed,
+                    in_flight=executor.counters.in_flight,
+                    pending_rows=writer.pending_rows,
+                    saved_batches=writer.saved_batches,
+                    tokens=self._tokens,
+                    mean_reward=self._directory.state.rewards.mean,
+                    waiting=not gate.is_open,
+                    retries=worker.counters.retries,
+                    unscored=worker.counters.reward_errors,
+                )
+
+            companions = [asyncio.ensure_future(self._stop_when_asked(executor))]
+            companions.append(asyncio.ensure_future(self._write_checkpoints()))
+            if settings.show_progress:
+                companions.append(asyncio.ensure_future(show_progress(observe, self._console)))
+            if self._on_ready is not None:
+                self._on_ready()
+            work = asyncio.ensure_future(executor.run(keys.owed(order, retry_failed=settings.retry_failed)))
+            try:
+                await asyncio.wait({work, writer.failed}, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    executor.drop()
+                await work
+                if writer.failed.done():
+                    writer.failed.result()
+            finally:
+                work.cancel()
+                for companion in companions:
+                    companion.cancel()
+                await asyncio.gather(work, *companions, return_exceptions=True)
+                self.reward_errors = worker.counters.reward_errors
+            if executor.counters.dropped:
+                logger.info("dropped %d rollouts in flight; they are owed again", executor.counters.dropped)
+            return executor.counters.completed
+
+    async def finish(self) -> int:
+        """Merges and exports; returns the artifact's rows. Raises `DamageError`, `StorageError`."""
+        run = self._directory
+        try:
+            merging = in_daemon_thread(merge_batches, run.paths, run.manifest.run_id_bytes)
+            rows = await self._stop.unless_stopped(merging)
+        except DamagedBatchError as error:
+            kept = set_aside(run.paths, error.path)
+            raise DamageError(
+                f"{error}. It was kept aside as {kept}; its rollouts are owed again: run the same command "
+                "once more."
+            ) from error
+        for name in self._settings.export:
+            exporter = _EXPORTERS[name]
+            target = run.paths.root / f"trajectories.{name}"
+            await self._stop.unless_stopped(in_daemon_thread(exporter, run.paths.artifact, target))
+        return rows
+
+    def _count(self, result: Rollout | Failure) -> None:
+        if isinstance(result, Rollout):
+            self._tokens += sum(sum(trajectory.response_mask) for trajectory in result.trajectories)
+        else:
+            logger.warning(
+                "rollout (%d, %d) failed after %d attempts: %s",
+                *(result.index, result.repeat, result.attempts, result.error),
+            )
+
+    async def _stop_when_asked(self, executor: LocalExecutor) -> None:
+        await self._stop.requested.wait()
+        executor.stop()
+        logger.warning(
+            "stopping: nothing new is started; %d in flight get %g s to finish (again: stop at once)",
+            *(executor.counters.in_flight, self._settings.grace_period),
+        )
+        await asyncio.sleep(self._settings.grace_period)
+        executor.drop()
+
+    async def _write_checkpoints(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECKPOINT_EVERY_S)
+            self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
+        run = self._directory
+        try:
+            write_checkpoint(run.paths, run.manifest, run.state, total=self._prepared.total)
+        except OSError as error:
+            logger.warning("cannot write checkpoint.json: %s", error.strerror)
+
+
+_EXPORTERS: dict[str, Callable[[Path, Path], int]] = {"jsonl": export_jsonl}
+
+__all__ = ["GenerationResult", "StoppedEarly", "as_config", "generate", "run_generation"]

@@ -1,0 +1,241 @@
+"""From a configuration to everything a run is made of, short of the engine and the run directory's lock."""
+
+import hashlib
+import importlib.metadata
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from omegaconf import DictConfig, OmegaConf
+
+import rollstream
+from rollstream.agent.base import AgentResources, get_agent_loop
+from rollstream.agent.prompt import PromptRenderer
+from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
+from rollstream.config.load import to_settings, to_yaml
+from rollstream.config.settings import RewardSettings, Settings
+from rollstream.data.overlong import OverlongCount, filter_overlong
+from rollstream.data.prompts import KnownDataset, PromptDataset, load_prompts
+from rollstream.data.task_cache import resolve_tasks_into_config
+from rollstream.data.tool_schemas import load_tool_schemas
+from rollstream.engine.base import Engine
+from rollstream.engine.registry import check_capabilities, create_engine
+from rollstream.errors import ConfigError
+from rollstream.generation.identity import build_identity
+from rollstream.generation.stopping import in_daemon_thread
+from rollstream.reward.base import FunctionReward
+from rollstream.reward.custom import load_reward
+from rollstream.reward.rules import RuleReward
+from rollstream.store.manifest import Manifest, new_manifest, read_manifest
+from rollstream.trajectory import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_VERSIONED = ("transformers", "tokenizers", "openvino-genai", "reasoning-gym", "pyarrow")
+"""Packages whose versions are worth knowing when two runs differ."""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A run, resolved and checked, with nothing started."""
+
+    config: DictConfig
+    settings: Settings
+    tokenizer: ChatTokenizer
+    prompts: PromptRenderer
+    dataset: PromptDataset
+    sampling: SamplingParams
+    reward: FunctionReward | RuleReward
+    overlong: OverlongCount | None
+    """What the length filter left out; None when it was not asked for."""
+    manifest: Manifest
+    """As for a new run; its identity is compared with the run directory's."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return Path(self.settings.trainer.default_local_dir).expanduser()
+
+    @property
+    def total(self) -> int:
+        """Rollouts of the whole run."""
+        return len(self.dataset.order) * self.settings.actor_rollout_ref.rollout.n
+
+    @property
+    def config_yaml(self) -> str:
+        """The resolved configuration, usable as input again."""
+        return to_yaml(self.config)
+
+    def create_engine(self, log_dir: Path) -> Engine:
+        """The configured engine, not started. Raises `ConfigError`."""
+        model, rollout = self.settings.actor_rollout_ref.model, self.settings.actor_rollout_ref.rollout
+        return create_engine(
+            rollout.name,
+            model_path=model.path,
+            server_urls=rollout.server_urls,
+            max_model_len=rollout.max_model_len,
+            engine_kwargs=rollout.engine_kwargs,
+            log_dir=log_dir,
+        )
+
+    def check_engine(self, engine: Engine) -> None:
+        """Refuses what a started engine cannot give (R8). Raises `ConfigError`."""
+        rollout = self.settings.actor_rollout_ref.rollout
+        check_capabilities(
+            engine.capabilities,
+            self.sampling,
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+            max_model_len=rollout.max_model_len,
+        )
+
+    async def prepare_reward(self) -> None:
+        """Imports what the first row's rule needs, so that what is missing shows at start.
+
+        Raises:
+            ConfigError: a package is missing.
+        """
+        if isinstance(self.reward, RuleReward):
+            first = self.dataset.row(int(self.dataset.order[0]))
+            if not await self.reward.prepare(first.data_source):
+                logger.info("no reward for data source %r: rollouts are not scored", first.data_source)
+
+    @property
+    def scores_every_row(self) -> bool:
+        """Whether a rollout without reward is one whose scoring failed."""
+        return isinstance(self.reward, FunctionReward)
+
+    def agent_resources(self, engine: Engine) -> AgentResources:
+        """What the agent loops share, for a started engine."""
+        rollout = self.settings.actor_rollout_ref.rollout
+        limits = [limit for limit in (rollout.max_model_len, engine.capabilities.max_model_len) if limit]
+        return AgentResources(
+            engine=engine,
+            tokenizer=self.tokenizer,
+            prompts=self.prompts,
+            response_length=rollout.response_length,
+            max_model_len=min(limits, default=None),
+        )
+
+
+async def prepare(config: DictConfig, run_dir_manifest: Manifest | None = None) -> Prepared:
+    """Resolves tasks, data, tokenizer, reward and identity; slow parts run off the event loop.
+
+    Args:
+        config: the configuration tree; tasks are resolved into it.
+        run_dir_manifest: of the run directory, if there is one: spares reading unchanged data files.
+
+    Raises:
+        ConfigError: the configuration cannot work.
+        DataError: a file or row cannot be used.
+    """
+    return await in_daemon_thread(_prepare, config, run_dir_manifest)
+
+
+def _prepare(config: DictConfig, known_manifest: Manifest | None) -> Prepared:
+    given = to_settings(config)
+    if given.actor_rollout_ref.model.path is None:
+        raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder")
+    get_agent_loop(given.actor_rollout_ref.rollout.agent.default_agent_loop)
+    resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+    assert isinstance(resolved, DictConfig)
+    resolve_tasks_into_config(resolved)
+    settings = to_settings(resolved)
+    model, rollout, data = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout, settings.data
+
+    tools = load_tool_schemas(data.tool_config_path) if data.tool_config_path else []
+    known = None
+    if known_manifest is not None and known_manifest.dataset.get("files"):
+        known = KnownDataset(known_manifest.dataset["files"], known_manifest.dataset["fingerprint"])
+    dataset = load_prompts(data, known=known)
+    reward = _load_reward(settings.custom_reward_function)
+    assert model.path is not None
+    tokenizer = load_tokenizer(
+        model.tokenizer_path or model.path,
+        custom_chat_template=model.custom_chat_template,
+        template_kwargs=data.apply_chat_template_kwargs,
+        trust_remote_code=model.trust_remote_code,
+    )
+    prompts = PromptRenderer(
+        tokenizer, prompt_length=rollout.prompt_length, truncation=data.truncation, tool_schemas=tools
+    )
+    overlong = None
+    if data.filter_overlong_prompts:
+        overlong = filter_overlong(
+            dataset, lambda rows: [prompts.length(row.messages) for row in rows], rollout.prompt_length
+        )
+        logger.info(
+            "left out %d of %d prompts longer than %d tokens",
+            *(overlong.removed, overlong.checked, rollout.prompt_length),
+        )
+    identity = build_identity(
+        settings,
+        tokenizer_digest=tokenizer.digest(),
+        tools_digest=_digest(tools) if tools else None,
+        reward_digest=reward.source_digest,
+        dataset_fingerprint=dataset.fingerprint,
+        dataset_rows=len(dataset),
+    )
+    resolved_config = OmegaConf.to_container(resolved, resolve=True)
+    assert isinstance(resolved_config, dict)
+    return Prepared(
+        config=resolved,
+        settings=settings,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        dataset=dataset,
+        sampling=SamplingParams(
+            max_tokens=rollout.response_length,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            logprobs=rollout.calculate_log_probs,
+            seed=settings.generation.seed if settings.generation.seed is None else 0,
+            stop=tuple(rollout.stop),
+            stop_token_ids=tuple(rollout.stop_token_ids),
+            ignore_eos=rollout.ignore_eos,
+        ),
+        reward=reward,
+        overlong=overlong,
+        manifest=new_manifest(
+            n=rollout.n,
+            identity=identity,
+            dataset={"files": dataset.file_digests, "fingerprint": dataset.fingerprint},
+            versions=_versions(),
+            config={str(key): value for key, value in resolved_config.items()},
+        ),
+    )
+
+
+def _load_reward(settings: RewardSettings) -> FunctionReward | RuleReward:
+    if settings.path is None:
+        return RuleReward(settings.timeout, settings.max_concurrency)
+    return load_reward(
+        settings.path,
+        settings.name,
+        settings.reward_kwargs,
+        timeout=settings.timeout,
+        max_concurrency=settings.max_concurrency,
+    )
+
+
+def peek_manifest(config: DictConfig) -> Manifest | None:
+    """The manifest of the configured run directory, if there is one. Raises `RunDirectoryError`."""
+    return read_manifest(Path(to_settings(config).trainer.default_local_dir).expanduser())
+
+
+def _versions() -> dict[str, str]:
+    versions = {"rollstream": rollstream.__version__}
+    for name in _VERSIONED:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _digest(value: list[Mapping[str, Any]] | list[dict[str, Any]]) -> str:
+    return hashlib.blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()

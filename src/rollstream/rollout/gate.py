@@ -1,0 +1,84 @@
+"""The gate before the engine: closed while no engine is there.
+
+One of those who wait at a closed gate probes the engine; when it is cancelled, the next one takes over.
+So there is no background task, and when the engine is back all go on at once.
+"""
+
+import asyncio
+import logging
+import time
+
+from rollstream.engine.base import Engine
+from rollstream.errors import EngineLostError, EngineUnavailableError
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PROBE_S = 0.2
+_PROBE_S_MAX = 2.0
+"""Between probes; also the longest that a returned engine waits for work."""
+
+
+class EngineGate:
+    """Lets work through while the engine is there."""
+
+    def __init__(self, engine: Engine, *, timeout: float) -> None:
+        """`timeout`: seconds without an engine after which waiting ends with `EngineLostError`."""
+        self._engine = engine
+        self._timeout = timeout
+        self._probing = asyncio.Lock()
+        self._closed_by: EngineUnavailableError | None = None
+        self._closed_at = 0.0
+        self._opened = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine is believed to be there."""
+        return self._closed_by is None
+
+    @property
+    def generation(self) -> int:
+        """Counts openings. Read it before asking the engine, and give it to `close`."""
+        return self._opened
+
+    def close(self, error: EngineUnavailableError, generation: int) -> None:
+        """Told that the engine was not there. A report from before the last opening changes nothing."""
+        if self._closed_by is None and generation == self._opened:
+            self._closed_by = error
+            self._closed_at = time.monotonic()
+            logger.warning("no engine: %s; work waits for up to %g s", error, self._timeout)
+
+    async def wait(self) -> None:
+        """Returns when the engine is there.
+
+        Raises:
+            EngineLostError: it stayed away for longer than `timeout`; the cause is the first report.
+        """
+        delay = _FIRST_PROBE_S
+        while self._closed_by is not None:
+            async with self._probing:
+                while self._closed_by is not None:
+                    if await self._probe():
+                        break
+                    away = time.monotonic() - self._closed_at
+                    if away > self._timeout:
+                        raise EngineLostError(
+                            f"the engine has been away for {away:.0f} s (generation.engine_timeout is "
+                            f"{self._timeout:g}): {self._closed_by}. What is done is safe; bring the engine "
+                            "back and run the same command again."
+                        ) from self._closed_by
+                    await asyncio.sleep(delay)
+                    delay = min(delay * 2, _PROBE_S_MAX)
+
+    async def _probe(self) -> bool:
+        remaining = max(1.0, self._closed_at + self._timeout - time.monotonic())
+        try:
+            async with asyncio.timeout(remaining):
+                healthy = await self._engine.health()
+        except (EngineUnavailableError, TimeoutError, OSError) as error:
+            logger.debug("engine probe: %s", error)
+            return False
+        if healthy:
+            logger.warning("the engine is back after %.1f s", time.monotonic() - self._closed_at)
+            self._closed_by = None
+            self._opened += 1
+        return healthy

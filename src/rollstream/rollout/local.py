@@ -1,0 +1,124 @@
+"""The local executor: a bounded window of rollouts in one event loop.
+
+`max_in_flight` slots share one iterator of owed keys; a slot takes the next key only when its last
+rollout is durable (late binding). So what is in flight, committing included, never exceeds the window,
+and nothing is held for what is not dispatched yet.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rollstream.errors import DataError
+from rollstream.rollout.worker import RolloutWorker, make_failure
+from rollstream.store.records import EncodingError
+from rollstream.store.writer import StoreWriter
+from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey
+
+
+@dataclass(slots=True)
+class WindowCounters:
+    """What the executor holds and what went through."""
+
+    in_flight: int = 0
+    completed: int = 0
+    """Durable rollouts of this executor."""
+    failed: int = 0
+    """Durable failures of this executor."""
+    dropped: int = 0
+    """Rollouts in flight that were cut off by a stop; owed again."""
+
+
+class LocalExecutor:
+    """Runs owed rollouts until there are no more or it is told to stop."""
+
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        writer: StoreWriter,
+        *,
+        load_row: Callable[[int], PromptRow],
+        max_in_flight: int,
+        on_durable: Callable[[Rollout | Failure], None] | None = None,
+    ) -> None:
+        """Args:
+        worker: runs them.
+        writer: makes them durable.
+        load_row: the prompt row of an index; may raise `DataError`.
+        max_in_flight: rollouts at once.
+        on_durable: called for each rollout or failure once it is durable (R2).
+        """
+        self._worker = worker
+        self._writer = writer
+        self._load_row = load_row
+        self._max_in_flight = max_in_flight
+        self._on_durable = on_durable
+        self._stopping = False
+        self._slots: list[asyncio.Task[None]] = []
+        self.counters = WindowCounters()
+
+    async def run(self, keys: Iterator[RolloutKey]) -> None:
+        """Works off `keys`; returns when all are durable, or after a stop when nothing is in flight.
+
+        Raises:
+            StorageError: the writer is broken.
+            EngineLostError: the engine stayed away too long.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._max_in_flight):
+                    key = next(keys, None)
+                    if key is None:
+                        break
+                    self._slots.append(group.create_task(self._slot(key, keys)))
+        except BaseExceptionGroup as errors:
+            first = _first(errors)
+            raise first from first.__cause__
+
+    def stop(self) -> None:
+        """Takes no further keys; what is in flight goes on. Idempotent."""
+        self._stopping = True
+
+    def drop(self) -> None:
+        """Cuts off what is in flight."""
+        self._stopping = True
+        for slot in self._slots:
+            slot.cancel()
+
+    async def _slot(self, key: RolloutKey | None, keys: Iterator[RolloutKey]) -> None:
+        while key is not None and not self._stopping:
+            self.counters.in_flight += 1
+            try:
+                await self._one(key)
+            except asyncio.CancelledError:
+                self.counters.dropped += 1
+                raise
+            finally:
+                self.counters.in_flight -= 1
+            key = next(keys, None)
+
+    async def _one(self, key: RolloutKey) -> None:
+        result: Rollout | Failure
+        try:
+            row = self._load_row(key.index)
+        except DataError as error:
+            result = make_failure(key.index, key.repeat, "", 1, "prompt", error)
+        else:
+            result = await self._worker.run(row, key.repeat)
+        try:
+            await self._writer.commit(result)
+        except EncodingError as error:
+            result = make_failure(key.index, key.repeat, result.prompt_key, 1, "store", error)
+            await self._writer.commit(result)
+        if isinstance(result, Rollout):
+            self.counters.completed += 1
+        else:
+            self.counters.failed += 1
+        if self._on_durable is not None:
+            self._on_durable(result)
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    for error in errors.exceptions:
+        return _first(error) if isinstance(error, BaseExceptionGroup) else error
+    return errors

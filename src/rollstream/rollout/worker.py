@@ -1,0 +1,238 @@
+"""The rollout worker: one rollout from prompt row to scored trajectories, with retries.
+
+The life of a rollout:
+
+    waiting at the gate -> attempt -> scoring -> Rollout
+          ^                  | engine away (not charged): back to the gate
+          |                  | transient error, attempts left: back-off, back to the gate
+          +------------------+ else: Failure
+
+A worker never raises for what one rollout does; it raises when the engine is lost for good.
+"""
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from rollstream.agent.base import AgentLoopFactory, AgentResources, get_agent_loop
+from rollstream.errors import (
+    AttemptTimeoutError,
+    ConfigError,
+    DataError,
+    EngineError,
+    EngineLostError,
+    RewardError,
+)
+from rollstream.rollout.gate import EngineGate
+from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
+from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
+
+logger = logging.getLogger(__name__)
+
+_TRACEBACK_CHARS = 8_000
+"""Of a failure's traceback, its end: enough to see the cause, small enough for 100,000 of them."""
+
+
+class RewardScorer(Protocol):
+    """Scores one answer. Raises `RewardError` when it cannot."""
+
+    async def score(self, row: PromptRow, solution_str: str) -> tuple[float | None, dict[str, Any]]:
+        """Returns the score (None: no rule for this row) and what else the reward says."""
+        ...
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """What happened so far in this worker."""
+
+    retries: int = 0
+    """Attempts that failed and were followed by another."""
+    unavailable: int = 0
+    """Attempts cut off because the engine went away; charged to nobody."""
+    reward_errors: int = 0
+    """Rollouts that completed but could not be scored."""
+
+
+class RolloutWorker:
+    """Runs rollouts, any number at once, in one event loop."""
+
+    def __init__(
+        self,
+        resources: AgentResources,
+        *,
+        sampling: SamplingParams,
+        seed: int | None,
+        default_agent_loop: str,
+        retry: RetryPolicy,
+        attempt_timeout: float,
+        gate: EngineGate,
+        reward: RewardScorer | None = None,
+    ) -> None:
+        """Args:
+        resources: shared by all loops of this worker.
+        sampling: for every generation; its seed is replaced by the rollout's own.
+        seed: makes tokens repeatable, rollout by rollout; None leaves seeds to the engine.
+        default_agent_loop: for rows that name none.
+        retry: how often and after how long.
+        attempt_timeout: seconds for one attempt.
+        gate: closed while the engine is away.
+        reward: None leaves rollouts unscored.
+        """
+        self._resources = resources
+        self._sampling = sampling
+        self._seed = seed
+        self._default_loop = default_agent_loop
+        self._retry = retry
+        self._attempt_timeout = attempt_timeout
+        self._gate = gate
+        self._reward = reward
+        self._loops: dict[str, AgentLoopFactory] = {default_agent_loop: get_agent_loop(default_agent_loop)}
+        self._jitter = random.Random()
+        self.counters = WorkerCounters()
+
+    async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
+        """Executes one rollout to its end. Raises `EngineLostError` when the engine stays away."""
+        dispatched = time.monotonic()
+        attempt = 1
+        while True:
+            await self._gate.wait()
+            generation = self._gate.generation
+            started = time.monotonic()
+            try:
+                trajectories = await self._attempt(row, repeat, attempt)
+            except EngineLostError:
+                raise
+            except Exception as error:
+                unavailable = find_unavailable(error)
+                if unavailable is not None:
+                    self._gate.close(unavailable, generation)
+                    self.counters.unavailable += 1
+                    continue
+                if attempt >= self._retry.max_attempts or not is_transient(error):
+                    return make_failure(row.index, repeat, row.prompt_key, attempt, _stage(error), error)
+                self.counters.retries += 1
+                wait = self._retry.wait(attempt, self._jitter)
+                logger.info(
+                    "rollout (%d, %d): attempt %d: %s; again in %.1f s",
+                    *(row.index, repeat, attempt, _one_line(error), wait),
+                )
+                attempt += 1
+                await asyncio.sleep(wait)
+                continue
+            break
+        for trajectory in trajectories:
+            trajectory.metrics.queue_s = started - dispatched
+            trajectory.extra = {**row.columns, **trajectory.extra}
+        await self._score(row, repeat, trajectories[-1])
+        finished = time.monotonic()
+        for trajectory in trajectories:
+            trajectory.metrics.total_s = finished - dispatched
+        return Rollout(
+            index=row.index,
+            repeat=repeat,
+            prompt_key=row.prompt_key,
+            trajectories=list(trajectories),
+            data_source=row.data_source,
+            ground_truth=row.ground_truth,
+            attempts=attempt,
+        )
+
+    async def _attempt(self, row: PromptRow, repeat: int, attempt: int) -> Sequence[Trajectory]:
+        name = row.agent_name or self._default_loop
+        if name not in self._loops:
+            self._loops[name] = get_agent_loop(name)
+        loop = self._loops[name](self._resources, request_id=f"{row.index}-{repeat}-{attempt}")
+        sampling = self._sampling
+        if self._seed is not None:
+            sampling = replace(sampling, seed=rollout_seed(self._seed, row.index, repeat))
+        try:
+            async with asyncio.timeout(self._attempt_timeout) as limit:
+                result = await loop.run(
+                    sampling,
+                    raw_prompt=row.messages,
+                    prompt_key=row.prompt_key,
+                    index=row.index,
+                    data_source=row.data_source,
+                    ground_truth=row.ground_truth,
+                    extra_info=row.extra_info,
+                    tools_kwargs=row.tools_kwargs,
+                    **{key: value for key, value in row.columns.items() if key not in _ROW_KEYS},
+                )
+        except TimeoutError as error:
+            if limit.expired():
+                raise AttemptTimeoutError(
+                    f"attempt {attempt} took longer than {self._attempt_timeout:g} s "
+                    "(generation.attempt_timeout)"
+                ) from error
+            raise
+        trajectories = [result] if isinstance(result, Trajectory) else list(result)
+        if not trajectories or not all(isinstance(one, Trajectory) for one in trajectories):
+            raise TypeError(f"agent loop {name!r} must return trajectories, not {result!r:.200}")
+        return trajectories
+
+    async def _score(self, row: PromptRow, repeat: int, final: Trajectory) -> None:
+        if self._reward is None or final.reward is not None:
+            return
+        started = time.monotonic()
+        try:
+            final.reward, extra = await self._reward.score(row, self._answer(final))
+            final.reward_extra = {**final.reward_extra, **extra}
+        except RewardError as error:
+            self.counters.reward_errors += 1
+            final.reward_extra = {**final.reward_extra, "error": _one_line(error)}
+            logger.warning("rollout (%d, %d) could not be scored: %s", row.index, repeat, _one_line(error))
+        final.metrics.reward_s = time.monotonic() - started
+
+    def _answer(self, final: Trajectory) -> str:
+        """What is scored: the text of the last assistant message."""
+        for message in reversed(final.messages):
+            if message.get("role") == "assistant" and isinstance(message.get("content"), str):
+                return str(message["content"])
+        sampled = [i for i, m in zip(final.response_ids, final.response_mask, strict=True) if m]
+        return self._resources.tokenizer.decode(sampled)
+
+
+_ROW_KEYS = frozenset(
+    {"raw_prompt", "prompt_key", "index", "data_source", "ground_truth", "extra_info", "tools_kwargs"}
+)
+
+
+def rollout_seed(seed: int, index: int, repeat: int) -> int:
+    """The sampling seed of one rollout, `0 <= seed < 2**31`: a pure function, whatever the order of work."""
+    digest = hashlib.blake2b(f"{seed}:{index}:{repeat}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def make_failure(
+    index: int, repeat: int, prompt_key: str, attempts: int, stage: str, error: BaseException
+) -> Failure:
+    """A failure with the cause as text."""
+    text = "".join(traceback.format_exception(error))
+    return Failure(
+        index=index,
+        repeat=repeat,
+        prompt_key=prompt_key,
+        attempts=attempts,
+        stage=stage,
+        error=f"{type(error).__name__}: {error}"[:2000],
+        traceback=text[-_TRACEBACK_CHARS:],
+        failed_at=time.time(),
+    )
+
+
+def _stage(error: BaseException) -> str:
+    if isinstance(error, EngineError | AttemptTimeoutError):
+        return "engine"
+    if isinstance(error, DataError | ConfigError):
+        return "prompt"
+    return "agent"
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:500]

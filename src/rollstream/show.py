@@ -1,0 +1,99 @@
+"""One trajectory on the terminal: messages, reward, masks, tokens."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.text import Text
+
+from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
+from rollstream.errors import ConfigError
+from rollstream.store.find import FoundTrajectory
+
+_ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+def print_trajectory(found: FoundTrajectory, *, tokens: bool, console: Console | None = None) -> None:
+    """Prints a trajectory; `tokens` adds every response token with mask and log-prob."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    row = found.row
+    kind = "snapshot" if row["is_snapshot"] else "final"
+    console.print(
+        Text(
+            f"index {row['index']} repeat {row['repeat']} trajectory {row['trajectory']} ({kind}, of "
+            f"{found.siblings}) in {found.source}",
+            style="bold",
+        )
+    )
+    reward = "not scored" if row["reward"] is None else f"{row['reward']:g}"
+    console.print(Text(f"reward {reward}   finish {row['finish_reason']}   data source {row['data_source']}"))
+    if row["reward_extra"]:
+        console.print(Text(f"reward says {orjson.dumps(row['reward_extra']).decode()}"))
+    console.print(Text(f"ground truth {orjson.dumps(row['ground_truth']).decode()}"))
+    for message in row["messages"]:
+        console.print()
+        console.print(Text(str(message.get("role")), style=_ROLE_STYLES.get(str(message.get("role")), "")))
+        console.print(Text(_message_text(message)))
+    console.print()
+    sampled = sum(row["response_mask"])
+    console.print(
+        Text(
+            f"{len(row['prompt_ids'])} prompt tokens, {len(row['response_ids'])} response tokens, "
+            f"{sampled} of them sampled (mask 1)"
+        )
+    )
+    tokenizer = _tokenizer(found)
+    console.print(Text("response by mask: ").append(_by_mask(row, tokenizer)))
+    if tokens:
+        for line in _token_lines(row, tokenizer):
+            console.print(Text(line))
+
+
+def _message_text(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    text = content if isinstance(content, str) else orjson.dumps(content).decode()
+    if message.get("tool_calls"):
+        text += "\ntool calls: " + orjson.dumps(message["tool_calls"]).decode()
+    return text
+
+
+def _tokenizer(found: FoundTrajectory) -> ChatTokenizer | None:
+    """The run's tokenizer; None when the model is not on this machine any more."""
+    model = found.manifest.config.get("actor_rollout_ref", {}).get("model", {})
+    path = model.get("tokenizer_path") or model.get("path")
+    try:
+        return load_tokenizer(path, custom_chat_template=model.get("custom_chat_template")) if path else None
+    except ConfigError:
+        return None
+
+
+def _runs(mask: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """`(mask value, start, end)` of each stretch of equal mask."""
+    start = 0
+    for at in range(1, len(mask) + 1):
+        if at == len(mask) or mask[at] != mask[start]:
+            yield mask[start], start, at
+            start = at
+
+
+def _by_mask(row: dict[str, Any], tokenizer: ChatTokenizer | None) -> Text:
+    text = Text()
+    for value, start, end in _runs(row["response_mask"]):
+        ids = row["response_ids"][start:end]
+        words = (
+            f"{len(ids)} tokens" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
+        )
+        text.append(f"[{value}:{words}]", style="green" if value else "dim")
+    return text
+
+
+def _token_lines(row: dict[str, Any], tokenizer: ChatTokenizer | None) -> Iterator[str]:
+    logprobs = row["response_logprobs"] or [None] * len(row["response_ids"])
+    yield f"{'at':>6} {'id':>8} mask {'log-prob':>9} token"
+    for at, (token, mask, logprob) in enumerate(
+        zip(row["response_ids"], row["response_mask"], logprobs, strict=True)
+    ):
+        word = "" if tokenizer is None else repr(tokenizer.decode([token], skip_special_tokens=False))
+        value = "" if logprob is None else f"{logprob:9.4f}"
+        yield f"{at:>6} {token:>8} {mask:>4} {value:>9} {word}"

@@ -1,0 +1,244 @@
+"""An engine in this process that says what it is told to say, and fails when it is told to."""
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from rollstream.engine.base import Capabilities
+from rollstream.engine.checks import check_request
+from rollstream.errors import EngineError, EngineUnavailableError
+from rollstream.testing.answers import AnswerBook
+from rollstream.trajectory import Completion, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedRequest:
+    """One call of `generate`."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+
+
+Answer = Completion | list[int]
+"""A whole completion, or ids only (log-probs are then made up, and the finish reason is worked out)."""
+
+AnswerRule = Callable[[ScriptedRequest], Answer | Awaitable[Answer]]
+"""Decides what is answered; what it raises is raised by `generate`."""
+
+LatencyRule = Callable[[ScriptedRequest], float]
+"""Seconds until the answer."""
+
+_CAPABILITIES = Capabilities(
+    token_ids=True,
+    logprobs="raw",
+    seeds=True,
+    stop_strings=True,
+    stop_token_ids=True,
+    images=False,
+    update_weights=True,
+    max_model_len=None,
+    vocab_size=512,
+)
+
+
+@dataclass(slots=True)
+class _Fault:
+    matches: Callable[[ScriptedRequest], bool]
+    error: Exception
+    times: int | None
+
+
+@dataclass(slots=True)
+class _Flight:
+    request: ScriptedRequest
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by an abort, an outage or `close`."""
+    aborted: bool = False
+
+
+class ScriptedEngine:
+    """Answers by a rule, or with tokens that are a pure function of prompt ids and seed (`AnswerBook`).
+
+    Example:
+        >>> engine = ScriptedEngine(lambda request: [1, 2, 3])
+        >>> engine.fail(lambda request: request.request_id == "a", TransientEngineError("busy"), times=2)
+
+    Args:
+        rule: what to answer; None answers with `response_tokens` tokens of the answer book.
+        response_tokens: length of an answer without a rule, at most `max_tokens`.
+        latency: seconds until an answer, or a rule for it.
+        capabilities: what the engine says it can do; by default everything but images and stop strings.
+        record: keep every request and completion, in `requests` and `completions`.
+    """
+
+    def __init__(
+        self,
+        rule: AnswerRule | None = None,
+        *,
+        response_tokens: int = 16,
+        latency: float | LatencyRule = 0.0,
+        capabilities: Capabilities = _CAPABILITIES,
+        seed: int = 0,
+        record: bool = True,
+    ) -> None:
+        self.capabilities = capabilities
+        self.requests: list[ScriptedRequest] = []
+        """Every request that arrived, in order."""
+        self.completions: list[tuple[str, Completion]] = []
+        """What was answered: `(request id, completion)`, in order."""
+        self.peak_in_flight = 0
+        self.policy_version = 0
+        self.started = False
+        self._rule = rule
+        self._response_tokens = response_tokens
+        self._latency = latency
+        self._record = record
+        self._book = AnswerBook(capabilities.vocab_size or 512, seed=seed)
+        self._faults: list[_Fault] = []
+        self._flights: dict[str, _Flight] = {}
+        self._down = False
+
+    def fail(
+        self,
+        matches: str | Callable[[ScriptedRequest], bool],
+        error: Exception,
+        *,
+        times: int | None = 1,
+    ) -> None:
+        """Raises `error` for the next `times` matching requests (None: for all of them).
+
+        Args:
+            matches: a request id, or a rule.
+            error: raised by `generate`, after the latency.
+            times: how often.
+        """
+        rule = (lambda request: request.request_id == matches) if isinstance(matches, str) else matches
+        self._faults.append(_Fault(rule, error, times))
+
+    def go_down(self) -> None:
+        """From now on, and for what is in flight: `EngineUnavailableError`; `health` says False."""
+        self._down = True
+        for flight in self._flights.values():
+            flight.ended.set()
+
+    def come_back(self) -> None:
+        """Ends `go_down`."""
+        self._down = False
+
+    @property
+    def in_flight(self) -> int:
+        """Requests being answered now."""
+        return len(self._flights)
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        images: list[object] | None = None,
+    ) -> Completion:
+        self._check_up()
+        check_request(prompt_ids, sampling, self.capabilities, images=images)
+        if request_id in self._flights:
+            raise EngineError(f"request {request_id!r} is already in flight")
+        request = ScriptedRequest(request_id, list(prompt_ids), sampling)
+        flight = _Flight(request)
+        self._flights[request_id] = flight
+        self.peak_in_flight = max(self.peak_in_flight, len(self._flights))
+        if self._record:
+            self.requests.append(request)
+        try:
+            completion = await self._answer(flight)
+        finally:
+            del self._flights[request_id]
+        if self._record:
+            self.completions.append((request_id, completion))
+        return completion
+
+    async def abort(self, request_id: str) -> None:
+        if flight := self._flights.get(request_id):
+            flight.aborted = True
+            flight.ended.set()
+
+    async def update_weights(self, source: str, version: int) -> None:
+        """Stamps tokens with `version`; there are no weights to load."""
+        if not self.capabilities.update_weights:
+            raise EngineError("updating weights is not supported")
+        self.policy_version = version
+
+    async def health(self) -> bool:
+        return self.started and not self._down
+
+    async def close(self) -> None:
+        self.started = False
+        for flight in self._flights.values():
+            flight.ended.set()
+
+    def _check_up(self) -> None:
+        if not self.started or self._down:
+            raise EngineUnavailableError("the scripted engine is down" if self._down else "not started")
+
+    async def _answer(self, flight: _Flight) -> Completion:
+        request = flight.request
+        latency = self._latency(request) if callable(self._latency) else self._latency
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        if latency > 0:
+            try:
+                async with asyncio.timeout(latency):
+                    await flight.ended.wait()
+            except TimeoutError:
+                pass
+        else:
+            await asyncio.sleep(0)  # an engine always lets others run
+        self._check_up()
+        self._raise_fault(request)
+        completion = await self._complete(request)
+        if flight.aborted:
+            share = min(1.0, (loop.time() - began) / latency) if latency > 0 else 1.0
+            return _cut(completion, int(share * len(completion.token_ids)))
+        return completion
+
+    def _raise_fault(self, request: ScriptedRequest) -> None:
+        for fault in self._faults:
+            if fault.times != 0 and fault.matches(request):
+                if fault.times is not None:
+                    fault.times -= 1
+                raise copy.copy(fault.error)  # a raised instance collects tracebacks
+
+    async def _complete(self, request: ScriptedRequest) -> Completion:
+        sampling = request.sampling
+        versions = [(0, self.policy_version)]
+        length = min(self._response_tokens, sampling.max_tokens)
+        ids, logprobs = self._book.answer(request.prompt_ids, sampling.seed, length)
+        if self._rule is not None:
+            answer = self._rule(request)
+            answer = await answer if inspect.isawaitable(answer) else answer
+            if isinstance(answer, Completion):
+                return replace(answer)
+            ids = answer[: sampling.max_tokens]
+            _, logprobs = self._book.answer(request.prompt_ids, sampling.seed, len(ids))
+        return Completion(
+            token_ids=ids,
+            logprobs=logprobs if sampling.logprobs else None,
+            finish_reason="length" if len(ids) == sampling.max_tokens else "stop",
+            policy_versions=versions,
+        )
+
+
+def _cut(completion: Completion, length: int) -> Completion:
+    """The first `length` tokens, as an abort leaves them."""
+    logprobs = completion.logprobs
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:length],
+        logprobs=None if logprobs is None else logprobs[:length],
+        finish_reason="abort",
+    )

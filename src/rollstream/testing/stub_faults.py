@@ -1,0 +1,97 @@
+"""What a stub server does wrong, and how long it takes: chosen by seed, so that a run can be repeated."""
+
+import random
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from rollstream.errors import ConfigError
+
+Fault = Literal["error", "bad_request", "hang", "truncate", "short_logprobs", "wrong_rid", "drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Shares (0 to 1) of requests that go wrong, each in one way; and what is wrong with the whole server."""
+
+    error: float = 0.0
+    """HTTP `error_status`."""
+    bad_request: float = 0.0
+    """HTTP 400 with a message."""
+    hang: float = 0.0
+    """No reply, ever; the connection stays open."""
+    truncate: float = 0.0
+    """A whole HTTP reply with half of its JSON."""
+    short_logprobs: float = 0.0
+    """One log-prob fewer than there are ids."""
+    wrong_rid: float = 0.0
+    """A reply that names another request."""
+    drop: float = 0.0
+    """The connection is closed without a reply."""
+    error_status: int = 500
+    """Which 5xx (or 429)."""
+    die_after: int | None = None
+    """The server dies when this many requests have been answered, with all that are in flight."""
+    unhealthy: bool = False
+    """`/health` and `/health_generate` answer 503."""
+
+    def choose(self, draw: float) -> Fault | None:
+        """The fault of a request for a uniform draw in [0, 1)."""
+        for name in _SHARES:
+            share = getattr(self, name)
+            if draw < share:
+                return name
+            draw -= share
+        return None
+
+
+_SHARES: tuple[Fault, ...] = (
+    "error",
+    "bad_request",
+    "hang",
+    "truncate",
+    "short_logprobs",
+    "wrong_rid",
+    "drop",
+)
+assert set(_SHARES) < {field.name for field in fields(Faults)}
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long an answer takes, in seconds.
+
+    `fixed:T` is always T; `lognormal:MEDIAN,SIGMA` and `pareto:MINIMUM,ALPHA` have long tails.
+    """
+
+    kind: Literal["fixed", "lognormal", "pareto"] = "fixed"
+    scale: float = 0.0
+    """T, the median, or the minimum."""
+    shape: float = 0.0
+    """Sigma, or alpha."""
+    maximum: float = float("inf")
+    """A longer draw is cut here."""
+
+    @classmethod
+    def parse(cls, text: str, *, maximum: float = float("inf")) -> "Latency":
+        """Reads `kind:scale[,shape]`."""
+        try:
+            kind, _, rest = text.partition(":")
+            numbers = [float(part) for part in rest.split(",")]
+            if kind == "fixed" and len(numbers) == 1:
+                return cls("fixed", numbers[0], maximum=maximum)
+            if kind in ("lognormal", "pareto") and len(numbers) == 2:
+                return cls(kind, numbers[0], numbers[1], maximum)  # type: ignore[arg-type]
+        except ValueError:
+            pass
+        raise ConfigError(f"latency {text!r} is none of fixed:T, lognormal:MEDIAN,SIGMA, pareto:MIN,ALPHA")
+
+    def draw(self, key: bytes) -> float:
+        """The latency of the request that `key` stands for: always the same one."""
+        if self.kind == "fixed":
+            return min(self.scale, self.maximum)
+        rng = random.Random(key)
+        if self.kind == "lognormal":
+            value = self.scale * rng.lognormvariate(0.0, self.shape)
+        else:
+            value = self.scale * rng.paretovariate(self.shape)
+        return min(value, self.maximum)

@@ -1,0 +1,384 @@
+"""A server that speaks SGLang's native routes, has no model, and goes wrong on command.
+
+    python -m rollstream.testing.stub_server --port 0 --response-tokens 512
+
+prints one JSON line, `{"url": "http://127.0.0.1:40123", "pid": 4711}`, and serves until it is stopped.
+Answers are a pure function of (`input_ids`, `sampling_seed`); latencies too.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NoReturn
+
+import orjson
+from aiohttp import web
+
+from rollstream.testing.answers import AnswerBook
+from rollstream.testing.stub_faults import Fault, Faults, Latency
+
+_MAX_BODY = 2**28
+"""Prompts with images are large; a test server does not guard against its tester."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """What a stub server has seen. Served at `/stub/stats`."""
+
+    requests: int = 0
+    """`/generate` requests that arrived."""
+    answered: int = 0
+    """Whole answers, broken ones included."""
+    faults: int = 0
+    aborts: int = 0
+    """`/abort_request` calls that named a request in flight."""
+    in_flight: int = 0
+    peak_in_flight: int = 0
+
+
+@dataclass(slots=True)
+class _Flight:
+    ended: asyncio.Event
+    aborted: bool = False
+
+
+class StubServer:
+    """The server, in this process. Bound to 127.0.0.1.
+
+    Example:
+        >>> async with StubServer(response_tokens=64) as server:
+        ...     engine = SGLangEngine([server.url])
+
+    Args:
+        port: 0 takes a free one.
+        response_tokens: tokens in an answer, at most the request's `max_new_tokens`; None answers with
+            exactly that many.
+        vocab_size: of prompt and response ids; a prompt id beyond it is a 400.
+        latency: time until an answer.
+        max_running: requests worked on at once, the others wait their turn; None is no limit.
+        faults: may be changed at any time.
+        context_length: longest prompt + response, reported, and a 400 beyond.
+        model_path: reported.
+        weight_version: reported, also with every answer.
+        fault_seed: of the order in which requests go wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        port: int = 0,
+        response_tokens: int | None = None,
+        vocab_size: int = 512,
+        latency: Latency = Latency(),  # noqa: B008 (frozen)
+        max_running: int | None = None,
+        faults: Faults = Faults(),  # noqa: B008 (frozen)
+        context_length: int | None = None,
+        model_path: str = "stub",
+        weight_version: str = "default",
+        deterministic: bool = True,
+        fault_seed: int = 0,
+    ) -> None:
+        self.response_tokens = response_tokens
+        self.vocab_size = vocab_size
+        self.latency = latency
+        self.faults = faults
+        self.context_length = context_length
+        self.model_path = model_path
+        self.weight_version = weight_version
+        self.deterministic = deterministic
+        self.stats = Stats()
+        self.book = AnswerBook(vocab_size)
+        self.url = ""
+        """Known once `start` has returned."""
+        self.on_death: Callable[[], None] = self._die_in_process
+        """What `Faults.die_after` does: here the sockets close at once, as when a process is killed."""
+        self._port = port
+        self._slots = asyncio.Semaphore(max_running) if max_running else None
+        self._rng = random.Random(fault_seed)
+        self._flights: dict[str, _Flight] = {}
+        self._server: web.Server | None = None
+        self._listener: asyncio.Server | None = None
+        self._routes: dict[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]] = {
+            "/generate": self._generate,
+            "/abort_request": self._abort,
+            "/health": self._health,
+            "/health_generate": self._health,
+            "/get_model_info": self._model_info,
+            "/get_server_info": self._server_info,
+            "/stub/stats": self._report_stats,
+            "/stub/faults": self._set_faults,
+        }
+
+    async def start(self) -> str:
+        """Begins to serve; returns the URL."""
+        self._server = web.Server(self._handle, access_log=None)
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(self._server, "127.0.0.1", self._port, backlog=4096)
+        self._port = self._listener.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        return self.url
+
+    async def stop(self) -> None:
+        """Ends all connections and the server. A later `start` takes the same port."""
+        self._end_flights()
+        listener, self._listener = self._listener, None
+        server, self._server = self._server, None
+        if listener is not None:
+            listener.close()
+        if server is not None:
+            await server.shutdown(timeout=0.1)
+
+    async def __aenter__(self) -> "StubServer":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    def kill(self) -> None:
+        """Closes every socket at once, in the middle of whatever it was doing."""
+        if self._listener is not None:
+            self._listener.close()
+        for handler in self._server.connections if self._server is not None else []:
+            transport = getattr(handler, "transport", None)
+            if transport is not None:
+                transport.abort()
+
+    def _die_in_process(self) -> None:
+        self.kill()
+        self._end_flights()
+
+    def _end_flights(self) -> None:
+        for flight in self._flights.values():
+            flight.ended.set()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        route = self._routes.get(request.path)
+        if route is None:
+            return _json({"error": {"message": f"no route {request.path}"}}, 404)
+        return await route(request)
+
+    async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
+        stats = self.stats
+        stats.requests += 1
+        payload = await request.read()
+        try:
+            query = orjson.loads(payload)
+            prompt_ids: list[int] = query["input_ids"]
+            params: dict[str, Any] = query["sampling_params"]
+            max_tokens: int = params["max_new_tokens"]
+            problem = self._find_problem(prompt_ids, max_tokens)
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            problem = f"malformed request: {error!r}"
+        if problem:
+            return _json({"error": {"message": problem}}, 400)
+        rid: str = query.get("rid") or f"stub-{stats.requests}"
+        if rid in self._flights:
+            return _json({"error": {"message": f"Duplicate request ID detected: {rid}"}}, 400)
+
+        fault = self.faults.choose(self._rng.random())
+        digest = self.book.digest(prompt_ids, params.get("sampling_seed"))
+        stats.in_flight += 1
+        stats.peak_in_flight = max(stats.peak_in_flight, stats.in_flight)
+        try:
+            share = await self._work(rid, digest, forever=fault == "hang")
+        finally:
+            stats.in_flight -= 1
+        if fault is not None:
+            stats.faults += 1
+            if early := self._fail_early(fault, request):
+                return early
+        length = min(max_tokens, self.response_tokens or max_tokens)
+        body = self._answer(query, rid, digest, length, share, fault)
+        stats.answered += 1
+        if self.faults.die_after is not None and stats.answered > self.faults.die_after:
+            self.on_death()
+        return web.Response(body=body, content_type="application/json")
+
+    def _find_problem(self, prompt_ids: list[int], max_tokens: int) -> str | None:
+        if not prompt_ids:
+            return "input_ids cannot be empty"
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
+            return f"input_ids hold an id outside the vocabulary of {self.vocab_size}"
+        limit = self.context_length
+        if limit is not None and len(prompt_ids) + max_tokens > limit:
+            return f"Requested token count exceeds the model's maximum context length of {limit} tokens"
+        return None
+
+    async def _work(self, rid: str, digest: bytes, *, forever: bool) -> float | None:
+        """Takes the time an answer takes; returns the share that was done if it was aborted, else None."""
+        latency = float("inf") if forever else self.latency.draw(digest)
+        if latency <= 0 and self._slots is None:
+            return None
+        flight = self._flights[rid] = _Flight(asyncio.Event())
+        loop = asyncio.get_running_loop()
+        try:
+            if self._slots is not None:
+                await self._slots.acquire()
+            try:
+                began = loop.time()
+                timeout = None if latency == float("inf") else latency
+                async with asyncio.timeout(timeout):
+                    await flight.ended.wait()
+            except TimeoutError:
+                return None
+            finally:
+                if self._slots is not None:
+                    self._slots.release()
+            return min(1.0, (loop.time() - began) / latency) if flight.aborted else None
+        finally:
+            del self._flights[rid]
+
+    def _fail_early(self, fault: Fault, request: web.BaseRequest) -> web.StreamResponse | None:
+        if fault == "error":
+            return _json({"error": {"message": "stub error"}}, self.faults.error_status)
+        if fault == "bad_request":
+            return _json({"error": {"message": "stub says this request is bad"}}, 400)
+        if fault == "drop" and request.transport is not None:
+            request.transport.abort()
+        return None
+
+    def _answer(
+        self,
+        query: dict[str, Any],
+        rid: str,
+        digest: bytes,
+        length: int,
+        share: float | None,
+        fault: Fault | None,
+    ) -> bytes:
+        max_tokens: int = query["sampling_params"]["max_new_tokens"]
+        reason: dict[str, Any]
+        if share is not None:
+            length = int(share * length)
+            reason = {"type": "abort", "message": "Aborted"}
+        elif length == max_tokens:
+            reason = {"type": "length", "length": length}
+        else:
+            reason = {"type": "stop", "matched": 0}
+        ids, entries = self.book.answer_json(digest, length)
+        if fault == "short_logprobs":
+            entries = self.book.answer_json(digest, max(0, length - 1))[1]
+        meta = {
+            "id": f"{rid}-not" if fault == "wrong_rid" else rid,
+            "finish_reason": reason,
+            "prompt_tokens": len(query["input_ids"]),
+            "weight_version": self.weight_version,
+            "completion_tokens": length,
+            "cached_tokens": 0,
+            "e2e_latency": 0.0,
+        }
+        if query.get("return_logprob"):
+            meta["output_token_logprobs"] = orjson.Fragment(entries)
+        body = orjson.dumps({"text": "", "output_ids": orjson.Fragment(ids), "meta_info": meta})
+        return body[: len(body) // 2] if fault == "truncate" else body
+
+    async def _abort(self, request: web.BaseRequest) -> web.StreamResponse:
+        query = orjson.loads(await request.read())
+        names = list(self._flights) if query.get("abort_all") else [query.get("rid")]
+        for name in names:
+            if flight := self._flights.get(name):
+                self.stats.aborts += 1
+                flight.aborted = True
+                flight.ended.set()
+        return web.Response()
+
+    async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(status=503 if self.faults.unhealthy else 200)
+
+    async def _model_info(self, request: web.BaseRequest) -> web.StreamResponse:
+        return _json(
+            {
+                "model_path": self.model_path,
+                "tokenizer_path": self.model_path,
+                "is_generation": True,
+                "weight_version": self.weight_version,
+            }
+        )
+
+    async def _server_info(self, request: web.BaseRequest) -> web.StreamResponse:
+        return _json(
+            {
+                "model_path": self.model_path,
+                "context_length": self.context_length,
+                "vocab_size": self.vocab_size,
+                "enable_deterministic_inference": self.deterministic,
+                "skip_tokenizer_init": False,
+                "version": "stub",
+            }
+        )
+
+    async def _report_stats(self, request: web.BaseRequest) -> web.StreamResponse:
+        return _json(asdict(self.stats))
+
+    async def _set_faults(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.faults = replace(self.faults, **orjson.loads(await request.read()))
+        return _json(asdict(self.faults))
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def _parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rollstream.testing.stub_server", description=__doc__)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--response-tokens", type=int, default=None)
+    parser.add_argument("--vocab-size", type=int, default=512)
+    parser.add_argument("--context-length", type=int, default=None)
+    parser.add_argument("--model-path", default="stub")
+    parser.add_argument(
+        "--latency", default="fixed:0", help="fixed:T, lognormal:MEDIAN,SIGMA, pareto:MIN,ALPHA"
+    )
+    parser.add_argument("--latency-max", type=float, default=float("inf"))
+    parser.add_argument("--max-running", type=int, default=None)
+    parser.add_argument("--fault-seed", type=int, default=0)
+    for field in fields(Faults):
+        name = "--" + field.name.replace("_", "-")
+        if field.name == "unhealthy":
+            parser.add_argument(name, action="store_true")
+        else:
+            parser.add_argument(
+                name,
+                type=int if field.name in ("error_status", "die_after") else float,
+                default=field.default,
+            )
+    return parser.parse_args(argv)
+
+
+def _die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    server = StubServer(
+        port=arguments.port,
+        response_tokens=arguments.response_tokens,
+        vocab_size=arguments.vocab_size,
+        latency=Latency.parse(arguments.latency, maximum=arguments.latency_max),
+        max_running=arguments.max_running,
+        faults=Faults(**{field.name: getattr(arguments, field.name) for field in fields(Faults)}),
+        context_length=arguments.context_length,
+        model_path=arguments.model_path,
+        fault_seed=arguments.fault_seed,
+    )
+    server.on_death = _die
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    async with server:
+        sys.stdout.write(json.dumps({"url": server.url, "pid": os.getpid()}) + "\n")
+        sys.stdout.flush()
+        await stopped.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(_parse_arguments()))

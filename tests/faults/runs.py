@@ -1,0 +1,100 @@
+"""Real runs in processes of their own, against the stub server, for the fault tests."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import orjson
+
+from rollstream.demo import MODEL_PATH
+
+LONGEST_RUN_S = 240.0
+
+
+@contextlib.contextmanager
+def stub_server(*options: str) -> Iterator[str]:
+    """A stub server in its own process; gives its URL."""
+    command = [sys.executable, "-m", "rollstream.testing.stub_server", "--port", "0", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield orjson.loads(process.stdout.readline())["url"]
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def write_prompts(path: Path, rows: int) -> Path:
+    lines = [
+        {
+            "prompt": f"What is {i} + {i * 7 % 91}?",
+            "data_source": "faults",
+            "ground_truth": str(i + i * 7 % 91),
+        }
+        for i in range(rows)
+    ]
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    return path
+
+
+def overrides(run_dir: Path, prompts: Path, url: str, **settings: object) -> list[str]:
+    chosen: dict[str, object] = {
+        "actor_rollout_ref.model.path": MODEL_PATH,
+        "actor_rollout_ref.rollout.name": "sglang",
+        "actor_rollout_ref.rollout.server_urls": f"[{url}]",
+        "actor_rollout_ref.rollout.response_length": 64,
+        "data.max_prompt_length": 128,
+        "data.train_files": prompts,
+        "trainer.default_local_dir": run_dir,
+        "generation.seed": 11,
+        **{key.replace("__", "."): value for key, value in settings.items()},
+    }
+    return [f"{key}={value}" for key, value in chosen.items()]
+
+
+class Runner:
+    """`rollstream generate` in a process."""
+
+    def __init__(
+        self, arguments: Sequence[str], *, log: Path, preexec: Callable[[], None] | None = None
+    ) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rollstream.generation.main", *arguments],
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                preexec_fn=preexec,
+            )
+
+    def wait(self) -> int:
+        return self.process.wait(LONGEST_RUN_S)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(20)
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Polls as fast as it can; False when the process ended first."""
+        deadline = time.monotonic() + LONGEST_RUN_S
+        while time.monotonic() < deadline:
+            if condition():
+                return True
+            if self.process.poll() is not None:
+                return False
+        raise TimeoutError(self.output()[-2000:])
+
+
+def run_to_end(arguments: Sequence[str], log: Path) -> Runner:
+    runner = Runner(arguments, log=log)
+    assert runner.wait() == 0, runner.output()[-3000:]
+    return runner

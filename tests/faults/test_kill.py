@@ -1,0 +1,110 @@
+"""R3: SIGKILL at any instant loses nothing, repeats at most what was in flight, and changes no token."""
+
+import random
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.store.run_dir import RunPaths
+from rollstream.store.validate import validate_run
+from tests.faults.runs import Runner, overrides, run_to_end, stub_server, write_prompts
+
+ROWS, N, IN_FLIGHT, KILLS = 500, 3, 32, 30
+TOKEN_COLUMNS = [
+    "index",
+    "repeat",
+    "trajectory",
+    "prompt_ids",
+    "response_ids",
+    "response_mask",
+    "response_logprobs",
+]
+
+
+def served(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/stub/stats") as reply:
+        return int(orjson.loads(reply.read())["answered"])
+
+
+def durable_bytes(paths: RunPaths) -> int:
+    return sum(path.stat().st_size for path in paths.journals.glob("*.rsj") if path.exists())
+
+
+def phases(paths: RunPaths, rng: random.Random) -> dict[str, Callable[[], bool]]:
+    """When to kill, by what is being done. Each is polled until it holds."""
+    started: list[float] = []
+    moment = rng.uniform(0.0, 0.5)
+
+    def generating() -> bool:
+        if durable_bytes(paths) and not started:
+            started.append(time.monotonic())
+        return bool(started) and time.monotonic() - started[0] > moment
+
+    size: list[int] = []
+
+    def committing() -> bool:
+        if not size:
+            size.append(durable_bytes(paths))
+        return durable_bytes(paths) > size[0]
+
+    return {
+        "generating": generating,
+        "committing": committing,
+        "sealing": lambda: any(paths.batches.glob("*.tmp")),
+        "merging": lambda: (paths.root / "trajectories.parquet.tmp").exists(),
+    }
+
+
+@pytest.mark.timeout(900)
+def test_thirty_kills_lose_nothing_and_repeat_at_most_what_was_in_flight(tmp_path: Path) -> None:
+    rng = random.Random(20)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    settings: dict[str, object] = {
+        "actor_rollout_ref__rollout__n": N,
+        "generation__max_in_flight": IN_FLIGHT,
+        "generation__save_batch_size": 40,
+        "generation__show_progress": "false",
+    }
+    with stub_server("--response-tokens", "64", "--latency", "lognormal:0.1,0.5") as url:
+        whole, killed = tmp_path / "whole", tmp_path / "killed"
+        run_to_end(overrides(whole, prompts, url, **settings), tmp_path / "whole.log")
+        first = served(url)
+        assert first == ROWS * N
+
+        paths = RunPaths(killed)
+        command = overrides(killed, prompts, url, **settings)
+        plan = ["generating"] * 14 + ["committing"] * 6 + ["sealing"] * 5
+        rng.shuffle(plan)
+        plan += ["merging"] * (KILLS - len(plan))
+        kills: dict[str, int] = {}
+        for number, phase in enumerate(plan):
+            runner = Runner(command, log=tmp_path / f"kill-{number}.log")
+            if not runner.wait_until(phases(paths, rng)[phase]):
+                # It ended first: only a merge can be over before it is seen. Merge again.
+                assert phase == "merging", runner.output()[-2000:]
+                assert runner.process.returncode == 0, runner.output()[-2000:]
+                paths.artifact.unlink()
+                continue
+            runner.kill()
+            kills[phase] = kills.get(phase, 0) + 1
+        run_to_end(command, tmp_path / "last.log")
+        repeated = served(url) - first - ROWS * N
+
+    assert sum(kills.values()) >= KILLS - 3, kills
+    assert set(kills) == {"generating", "committing", "sealing", "merging"}
+    generating_kills = sum(count for phase, count in kills.items() if phase != "merging")
+    assert 0 < repeated <= IN_FLIGHT * generating_kills
+    result = validate_run(killed)
+    assert result.sound, result.problems
+    assert not paths.damaged_files()
+    ours = pq.read_table(paths.artifact, columns=TOKEN_COLUMNS)
+    theirs = pq.read_table(whole / "trajectories.parquet", columns=TOKEN_COLUMNS)
+    assert list(zip(ours["index"].to_pylist(), ours["repeat"].to_pylist(), strict=True)) == [
+        (index, repeat) for index in range(ROWS) for repeat in range(N)
+    ]
+    assert ours.equals(theirs)

@@ -1,0 +1,63 @@
+"""Ctrl-C and SIGTERM: stop, seal, say how to go on; a second Ctrl-C stops at once and loses nothing."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rollstream.store.run_dir import RunPaths
+from rollstream.store.summary import read_status
+from rollstream.store.validate import validate_run
+from tests.faults.runs import Runner, overrides, run_to_end, stub_server, write_prompts
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_seals_and_says_how_to_resume(tmp_path: Path, number: signal.Signals) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 300)
+    paths = RunPaths(tmp_path / "run")
+    with stub_server("--response-tokens", "64", "--latency", "fixed:0.1") as url:
+        command = overrides(paths.root, prompts, url, generation__max_in_flight=16)
+        runner = Runner(command, log=tmp_path / "stopped.log")
+        assert runner.wait_until(lambda: any(paths.journals.glob("*.rsj")))
+        runner.process.send_signal(number)
+        assert runner.wait() == 128 + number
+        output = runner.output()
+        assert f"resume with: python -m rollstream.generation.main {command[0]}" in output
+        status = read_status(paths.root)
+        assert 0 < status.completed < 300
+        assert (status.pending_rows, status.saved_batches) == (0, 1)
+        run_to_end(command, tmp_path / "resumed.log")
+    assert validate_run(paths.root).sound
+    assert read_status(paths.root).completed == 300
+
+
+def test_a_second_ctrl_c_stops_at_once_and_loses_nothing(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 40)
+    paths = RunPaths(tmp_path / "run")
+    with stub_server("--response-tokens", "64", "--latency", "pareto:0.05,0.4", "--latency-max", "60") as url:
+        command = overrides(
+            paths.root, prompts, url, generation__max_in_flight=16, generation__grace_period=100
+        )
+        runner = Runner(command, log=tmp_path / "stopped.log")
+        assert runner.wait_until(lambda: any(paths.journals.glob("*.rsj")))
+        runner.process.send_signal(signal.SIGINT)
+        assert runner.wait_until(lambda: "stopping:" in runner.output())
+        before = read_status(paths.root).completed
+        asked = time.monotonic()
+        runner.process.send_signal(signal.SIGINT)
+        assert runner.wait() == 130
+        assert time.monotonic() - asked < 50  # the grace period is 100 s
+        assert "stopped at once" in runner.output()
+        assert read_status(paths.root).completed >= before > 0
+
+
+def test_a_signal_while_setting_up_changes_nothing(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 4)
+    run_dir = tmp_path / "run"
+    with stub_server("--response-tokens", "8", "--unhealthy") as url:
+        command = overrides(run_dir, prompts, url)
+        runner = Runner(command, log=tmp_path / "stopped.log")
+        runner.wait_until(lambda: (run_dir / "run.json").exists())
+        runner.process.send_signal(signal.SIGINT)
+        assert runner.wait() in (130, 1, 2)

@@ -1,0 +1,265 @@
+"""Whole runs by the Python entry point and by the command line, with the shipped model."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.cli import main as cli
+from rollstream.demo import MODEL_PATH
+from rollstream.errors import ConfigError, DataError, IdentityMismatchError, RunDirectoryError
+from rollstream.generation.runner import run_generation
+from rollstream.store.run_dir import RunPaths
+from rollstream.store.summary import read_status
+from rollstream.store.validate import validate_run
+
+
+def config(run_dir: Path, files: Path, **changes: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {
+        "actor_rollout_ref": {
+            "model": {"path": str(MODEL_PATH)},
+            "rollout": {"n": 2, "response_length": 24},
+        },
+        "data": {"train_files": str(files), "max_prompt_length": 64},
+        "trainer": {"default_local_dir": str(run_dir)},
+        "generation": {"seed": 5, "show_progress": False, "save_batch_size": 7},
+    }
+    for key, value in changes.items():
+        node = tree
+        *parents, last = key.split("__")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
+
+
+def write_sums(path: Path, pairs: list[tuple[int, int]]) -> Path:
+    wording = "State the final answer to the following arithmetic problem: {} + {} ="
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": wording.format(a, b)}],
+            "data_source": "sums",
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"index": i, "a": a},
+            "level": a % 3,
+        }
+        for i, (a, b) in enumerate(pairs)
+    ]
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return path
+
+
+PAIRS = [(11 + 7 * i % 80, 12 + 13 * i % 70) for i in range(12)]
+
+
+@pytest.fixture
+def sums(tmp_path: Path) -> Path:
+    return write_sums(tmp_path / "sums.jsonl", PAIRS)
+
+
+@pytest.fixture
+def reward_file(tmp_path: Path) -> Path:
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if extra_info['a'] == 18:\n"
+        "        raise ValueError('no score for 18')\n"
+        "    return {'score': float(solution_str.strip() == ground_truth), 'answer': solution_str}\n"
+    )
+    return path
+
+
+def logprobs_by_forward_pass(prompt: list[int], response: list[int]) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32)
+    ids = torch.tensor([prompt + response])
+    with torch.no_grad():
+        logits = model(ids).logits[0].log_softmax(-1)
+    at = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
+    return logits[at, ids[0, len(prompt) :]].numpy()
+
+
+def test_a_run_stores_what_the_model_sampled(tmp_path: Path, sums: Path, reward_file: Path) -> None:
+    result = run_generation(config(tmp_path / "run", sums, custom_reward_function__path=str(reward_file)))
+    assert (result.total, result.completed, result.failed, result.artifact_rows) == (24, 24, 0, 24)
+    assert (result.unscored, result.exit_code) == (2, 1)  # row with a == 18: beyond max_failed_share 0
+    assert validate_run(tmp_path / "run").sound
+    rows = pq.read_table(tmp_path / "run" / "trajectories.parquet").to_pylist()
+    assert [(row["index"], row["repeat"]) for row in rows] == [(i, r) for i in range(12) for r in range(2)]
+    worst = 0.0
+    for row in rows:
+        assert row["response_mask"] == [1] * len(row["response_ids"])
+        forward = logprobs_by_forward_pass(row["prompt_ids"], row["response_ids"])
+        worst = max(worst, float(np.abs(forward - np.array(row["response_logprobs"])).max()))
+        messages = orjson.loads(row["messages"])
+        assert [message["role"] for message in messages] == ["user", "assistant"]
+        extra = orjson.loads(row["reward_extra"])
+        if PAIRS[row["index"]][0] == 18:
+            assert row["reward"] is None
+            assert "no score for 18" in extra["error"]
+        else:
+            assert extra["answer"] == messages[-1]["content"]
+            assert row["reward"] == float(extra["answer"] == orjson.loads(row["ground_truth"]))
+        assert orjson.loads(row["extra"])["level"] == PAIRS[row["index"]][0] % 3
+        assert row["metrics"]["engine_calls"] == 1.0
+    assert worst < 1e-4
+
+
+def test_the_same_seed_gives_the_same_tokens_and_again_does_nothing(tmp_path: Path, sums: Path) -> None:
+    runs = [run_generation(config(tmp_path / name, sums)) for name in ("one", "two")]
+    tables = [pq.read_table(result.artifact, columns=["response_ids"]) for result in runs]
+    assert tables[0].equals(tables[1])
+    again = run_generation(config(tmp_path / "one", sums))
+    assert (again.generated, again.completed, again.exit_code) == (0, 24, 0)
+
+
+def test_resume_modes(tmp_path: Path, sums: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_generation(config(run_dir, sums))
+    with pytest.raises(RunDirectoryError, match="resume=never"):
+        run_generation(config(run_dir, sums, generation__resume="never"))
+    with pytest.raises(IdentityMismatchError, match=r"rollout\.temperature: 1\.0 -> 0\.5"):
+        run_generation(config(run_dir, sums, actor_rollout_ref__rollout__temperature=0.5))
+    before = pq.read_table(run_dir / "trajectories.parquet").to_pylist()
+
+    write_sums(sums, [*reversed(PAIRS), (5, 6)])
+    with pytest.raises(IdentityMismatchError, match="resume=extend"):
+        run_generation(config(run_dir, sums))
+    extended = run_generation(config(run_dir, sums, generation__resume="extend"))
+    assert (extended.total, extended.completed, extended.generated) == (26, 26, 2)
+    after = pq.read_table(run_dir / "trajectories.parquet").to_pylist()
+    assert len(after) == 26
+    old = {(row["index"], row["repeat"]): row["response_ids"] for row in before}
+    for row in after[:24]:
+        assert row["response_ids"] == old[11 - row["index"], row["repeat"]]
+    assert validate_run(run_dir).sound
+    assert run_generation(config(run_dir, sums)).generated == 0
+
+
+def test_shuffle_and_max_samples_choose_rows_by_seed(tmp_path: Path, sums: Path) -> None:
+    changes: dict[str, Any] = {"data__shuffle": True, "data__seed": 3, "data__train_max_samples": 4}
+    one = run_generation(config(tmp_path / "one", sums, **changes))
+    two = run_generation(config(tmp_path / "two", sums, **changes))
+    chosen = [sorted(set(pq.read_table(result.artifact)["index"].to_pylist())) for result in (one, two)]
+    assert len(chosen[0]) == 4
+    assert chosen[0] == chosen[1] != [0, 1, 2, 3]
+
+
+def test_overlong_prompts_are_counted_and_left_out(tmp_path: Path, sums: Path) -> None:
+    long = orjson.dumps({"prompt": "7" * 200, "data_source": "sums", "ground_truth": "1"})
+    sums.write_bytes(sums.read_bytes() + long + b"\n")
+    result = run_generation(config(tmp_path / "kept", sums, data__filter_overlong_prompts=True))
+    assert (result.total, result.failed) == (24, 0)
+    failing = run_generation(config(tmp_path / "failing", sums))
+    assert (failing.total, failing.failed, failing.exit_code) == (26, 2, 1)
+    truncated = run_generation(config(tmp_path / "cut", sums, data__truncation="left"))
+    assert (truncated.total, truncated.failed) == (26, 0)
+    lengths = [len(ids) for ids in pq.read_table(truncated.artifact)["prompt_ids"].to_pylist()]
+    assert max(lengths) == 64
+
+
+def test_failures_are_tried_again_when_asked(tmp_path: Path, sums: Path) -> None:
+    long = orjson.dumps({"prompt": "7" * 200, "data_source": "sums", "ground_truth": "1"})
+    sums.write_bytes(sums.read_bytes() + long + b"\n")
+    run_dir = tmp_path / "run"
+    assert run_generation(config(run_dir, sums)).failed == 2
+    again = run_generation(config(run_dir, sums, generation__retry_failed=True))
+    assert (again.generated, again.failed) == (0, 2)
+    allowed = run_generation(config(run_dir, sums, generation__max_failed_share=0.1))
+    assert allowed.exit_code == 0
+
+
+def test_damage_is_redone(tmp_path: Path, sums: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_generation(config(run_dir, sums))
+    whole = pq.read_table(run_dir / "trajectories.parquet", columns=["response_ids"])
+    batch = RunPaths(run_dir).batch(1)
+    data = bytearray(batch.read_bytes())
+    data[-40] ^= 0xFF  # in the footer: found when the run is opened
+    batch.write_bytes(data)
+    result = run_generation(config(run_dir, sums))
+    assert (result.completed, result.exit_code) == (24, 0)
+    assert "batch_000001.parquet" in result.damage[0]
+    assert read_status(run_dir).kept_aside == ["batch_000001.parquet"]
+    assert pq.read_table(run_dir / "trajectories.parquet", columns=["response_ids"]).equals(whole)
+    assert validate_run(run_dir).sound
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"data__train_files": "none.jsonl"}, DataError, "none.jsonl"),
+        ({"actor_rollout_ref__model__path": "./nowhere"}, ConfigError, "does not exist"),
+        ({"actor_rollout_ref__model__path": None}, ConfigError, "model.path is not set"),
+        ({"actor_rollout_ref__rollout__name": "openvin"}, ConfigError, "did you mean 'openvino'"),
+        ({"actor_rollout_ref__rollout__n": 0}, ConfigError, "at least 1"),
+        ({"actor_rollout_ref__rollout__response_length": 5000}, ConfigError, "4096"),
+        (
+            {"actor_rollout_ref__rollout__agent__default_agent_loop": "single_turn"},
+            ConfigError,
+            "did you mean",
+        ),
+        ({"custom_reward_function__path": "none.py"}, ConfigError, "none.py"),
+        ({"trainer__default_local_dir": "/proc/nothing/here"}, RunDirectoryError, "/proc/nothing"),
+    ],
+)
+def test_bad_input_is_named(
+    tmp_path: Path, sums: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run_generation(config(tmp_path / "run", sums, **changes))
+
+
+def test_a_bad_row_is_named_before_anything_is_generated(tmp_path: Path, sums: Path) -> None:
+    sums.write_bytes(sums.read_bytes() + b'{"prompt": 17}\n{"question": "?"}\n')
+    with pytest.raises(DataError, match=r"2 of 14 rows(.|\n)*sums\.jsonl, row 12") as caught:
+        run_generation(config(tmp_path / "run", sums))
+    assert "row 13" in str(caught.value)
+
+
+def test_command_line_from_generate_to_export(
+    tmp_path: Path, sums: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    words = [
+        f"actor_rollout_ref.model.path={MODEL_PATH}",
+        f"data.train_files={sums}",
+        f"trainer.default_local_dir={run_dir}",
+        "actor_rollout_ref.rollout.response_length=24",
+        "generation.export=[jsonl]",
+    ]
+    command = [sys.executable, "-m", "rollstream.generation.main", "--json", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert orjson.loads(done.stdout)["completed"] == 12
+    assert "12/12 100%" in done.stderr
+    assert len((run_dir / "trajectories.jsonl").read_bytes().splitlines()) == 12
+    logs = [path.read_text() for path in (run_dir / "logs").glob("attempt-*.log")]
+    assert "12 rollouts: 0 done, 0 failed, 12 owed" in logs[0]
+
+    assert cli(["status", str(run_dir), "--json"]) == 0
+    assert orjson.loads(capsys.readouterr().out)["completed"] == 12
+    assert cli(["validate", str(run_dir)]) == 0
+    assert "is sound: 12 rollouts" in capsys.readouterr().out
+    assert cli(["show", str(run_dir), "3", "--tokens"]) == 0
+    shown = capsys.readouterr().out
+    assert "assistant" in shown
+    assert "<|im_end|>" in shown
+    assert cli(["export", str(run_dir), "--output", str(tmp_path / "x.parquet")]) == 0
+    assert cli(["show", str(run_dir), "99"]) == 2
+    assert "not in" in capsys.readouterr().err
+    assert cli(["status", str(tmp_path / "nothing")]) == 2
+    assert cli(["generate", *words, "--dry-run"]) == 0
+    assert "dry run: everything resolves" in capsys.readouterr().out
+    assert cli(["generate", "--config", str(run_dir / "config.yaml")]) == 0
+    assert "nothing left to do" in capsys.readouterr().out
+    batch = next((run_dir / "batches").glob("*.parquet"))
+    batch.write_bytes(batch.read_bytes()[:-9])
+    assert cli(["validate", str(run_dir)]) == 1
+    assert "PROBLEM" in capsys.readouterr().out

@@ -1,0 +1,97 @@
+"""What the embedded engine decides without running a model, and its worker without a parent."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.demo import MODEL_PATH
+from rollstream.engine import openvino_protocol as protocol
+from rollstream.engine.openvino import OpenVINOEngine
+from rollstream.engine.openvino_worker import Worker
+from rollstream.errors import ConfigError
+
+
+def make(folder: Path, **kwargs: Any) -> OpenVINOEngine:
+    return OpenVINOEngine(folder, log_path=folder / "log", engine_kwargs=kwargs)
+
+
+def test_wrong_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openvino_genai")
+    with pytest.raises(ConfigError, match="does not exist"):
+        make(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="optimum-cli export openvino"):
+        make(tmp_path)
+    (tmp_path / "openvino_model.xml").touch()
+    with pytest.raises(ConfigError, match="vocab_size"):
+        make(tmp_path)
+    with pytest.raises(ConfigError, match="did you mean 'cache_size'"):
+        make(tmp_path, cachesize=3)
+    with pytest.raises(ConfigError, match="max_num_seqs 300"):
+        make(tmp_path, max_num_seqs=300)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'rollstream\[openvino\]'"):
+        make(tmp_path)
+
+
+class Outbox:
+    """Stands in for the worker's channel."""
+
+    def __init__(self) -> None:
+        self.done: list[protocol.Done] = []
+
+    def send(self, message: Any) -> None:
+        self.done += message.done
+
+
+class FailingPipeline:
+    def __init__(self, pipeline: Any) -> None:
+        self.add_request = pipeline.add_request
+
+    def step(self) -> None:
+        raise RuntimeError("the model broke")
+
+
+def order(number: int, prompt: list[int]) -> protocol.Add:
+    return protocol.Add(number, protocol.pack_ids(prompt), 4, 1.0, 1.0, -1, True, 1, (), (), True)
+
+
+def turn(worker: Worker, *orders: protocol.Add) -> None:
+    worker._obey(protocol.Orders(list(orders), [], []))
+    worker._admit()
+    while worker._running:
+        worker._step()
+        worker._admit()
+    worker._flush()
+
+
+def test_the_worker_survives_what_the_pipeline_cannot_do(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("openvino_genai")
+    outbox = Outbox()
+    scheduler: dict[str, int | bool] = {"num_kv_blocks": 8, "max_num_seqs": 4}
+    worker = Worker(protocol.Start(str(MODEL_PATH), {}, scheduler), outbox)  # type: ignore[arg-type]
+    assert worker.cache_blocks == 8
+    # The engine refuses these two before they get here.
+    turn(worker, order(0, []), order(1, [1] * 300), order(2, [1]))
+    assert [(d.id, d.reason) for d in outbox.done] == [(0, "refused"), (1, "refused"), (2, "length")]
+    assert "do not fit the KV cache of 256" in outbox.done[1].error
+    outbox.done.clear()
+    worker._pipeline = FailingPipeline(worker._pipeline)
+    turn(worker, order(3, [1]), order(4, [2]))
+    turn(worker, order(5, [3]))
+    assert [(d.id, d.reason) for d in outbox.done] == [(3, "broken"), (4, "broken"), (5, "length")]
+    assert "the model broke" in outbox.done[0].error
+    assert worker._free_blocks == 8
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_ids_and_floats_survive_the_wire() -> None:
+    ids = [0, 1, 2**31 - 1]
+    assert protocol.unpack_ids(protocol.pack_ids(ids)) == ids
+    values = [-0.5, -12.0625]
+    assert protocol.unpack_floats(protocol.pack_floats(values)) == values
+    results = protocol.Results([protocol.Done(1, b"", None, "abort")])
+    frame = protocol.encode_frame(results)
+    assert int.from_bytes(frame[:4], "little") == len(frame) - 4
+    assert protocol.FROM_WORKER.decode(frame[4:]) == results

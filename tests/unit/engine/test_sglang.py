@@ -1,0 +1,246 @@
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollstream.engine.base import Engine
+from rollstream.engine.sglang import SGLangEngine
+from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
+from rollstream.testing.stub_faults import Faults, Latency
+from rollstream.testing.stub_server import StubServer
+from rollstream.trajectory import SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=24, seed=5)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[StubServer]:
+    async with StubServer(response_tokens=16, context_length=64, weight_version="7") as server:
+        yield server
+
+
+@pytest.fixture
+async def engine(server: StubServer) -> AsyncIterator[SGLangEngine]:
+    engine = SGLangEngine([server.url])
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+async def eventually(check: object) -> None:
+    """Waits until `check()` is true, 5 s at most."""
+    async with asyncio.timeout(5):
+        while not check():  # type: ignore[operator]  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def free_url() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+async def test_tokens_and_logprobs_are_those_of_the_server(server: StubServer, engine: SGLangEngine) -> None:
+    assert isinstance(engine, Engine)
+    completion = await engine.generate([1, 2, 3], SAMPLING, request_id="a")
+    ids, logprobs = server.book.answer([1, 2, 3], 5, 16)
+    assert completion.token_ids == ids
+    assert completion.logprobs == logprobs
+    assert completion.finish_reason == "stop"
+    assert completion.policy_versions == [(0, 7)]
+    without = await engine.generate([1, 2, 3], SamplingParams(8, seed=5, logprobs=False), request_id="a")
+    assert without.token_ids == ids[:8]
+    assert without.logprobs is None
+    assert without.finish_reason == "length"
+
+
+async def test_capabilities_come_from_the_server(server: StubServer, engine: SGLangEngine) -> None:
+    assert engine.capabilities.max_model_len == 64
+    assert engine.capabilities.vocab_size == 512
+    assert engine.capabilities.seeds
+    assert not engine.capabilities.stop_token_ids_with_ignore_eos
+    server.deterministic = False
+    other = SGLangEngine([server.url], max_model_len=32)
+    await other.start()
+    assert not other.capabilities.seeds
+    assert other.capabilities.max_model_len == 32
+    await other.close()
+
+
+async def test_another_model_is_warned_about(
+    server: StubServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 48}')
+    engine = SGLangEngine([server.url], model_path=str(tmp_path))
+    await engine.start()
+    assert "serves 'stub'" in caplog.text
+    assert engine.capabilities.vocab_size == 100
+    assert engine.capabilities.max_model_len == 48
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("faults", "expected", "message"),
+    [
+        (Faults(error=1.0), TransientEngineError, "stub error"),
+        (Faults(error=1.0, error_status=429), TransientEngineError, "429"),
+        (Faults(bad_request=1.0), EngineError, "stub says this request is bad"),
+        (Faults(truncate=1.0), TransientEngineError, "cannot be read"),
+        (Faults(short_logprobs=1.0), TransientEngineError, "16 ids do not match 15"),
+        (Faults(wrong_rid=1.0), TransientEngineError, "instead of"),
+        (Faults(drop=1.0), EngineUnavailableError, "no SGLang server answers"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+async def test_every_fault_has_its_error(
+    server: StubServer, engine: SGLangEngine, faults: Faults, expected: type[EngineError], message: str
+) -> None:
+    server.faults = faults
+    with pytest.raises(expected, match=message) as caught:
+        await engine.generate([1], SAMPLING, request_id="a")
+    assert type(caught.value) is expected
+    server.faults = Faults()
+    assert len((await engine.generate([1], SAMPLING, request_id="a")).token_ids) == 16
+
+
+async def test_ids_outside_the_vocabulary_in_a_reply(server: StubServer, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    engine = SGLangEngine([server.url], model_path=str(tmp_path))
+    await engine.start()
+    with pytest.raises(TransientEngineError, match="outside the vocabulary"):
+        await engine.generate([1], SAMPLING, request_id="a")
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], SAMPLING, "empty"),
+        ([512], SAMPLING, "vocabulary"),
+        ([-1], SAMPLING, "vocabulary"),
+        ([1], SamplingParams(0), "max_tokens"),
+        ([1] * 60, SAMPLING, "max_model_len 64"),
+        ([1], SamplingParams(8, ignore_eos=True, stop_token_ids=(3,)), "ignore_eos"),
+    ],
+)
+async def test_bad_requests_are_refused_before_they_are_sent(
+    server: StubServer, engine: SGLangEngine, prompt: list[int], sampling: SamplingParams, message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        await engine.generate(prompt, sampling, request_id="a")
+    assert server.stats.requests == 0
+
+
+async def test_cancelling_aborts_in_the_server(server: StubServer, engine: SGLangEngine) -> None:
+    server.faults = Faults(hang=1.0)
+    task = asyncio.create_task(engine.generate([1], SAMPLING, request_id="a"))
+    await eventually(lambda: server.stats.in_flight == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await eventually(lambda: server.stats.in_flight == 0)
+    assert server.stats.aborts == 1
+    server.faults = Faults()
+    await engine.generate([1], SAMPLING, request_id="a")
+
+
+async def test_abort_returns_what_was_sampled(server: StubServer, engine: SGLangEngine) -> None:
+    server.latency = Latency("fixed", 30.0)
+    task = asyncio.create_task(engine.generate([1], SAMPLING, request_id="a"))
+    await eventually(lambda: server.stats.in_flight == 1)
+    await engine.abort("a")
+    completion = await asyncio.wait_for(task, 5)
+    assert completion.finish_reason == "abort"
+    assert len(completion.token_ids) < 16
+    await engine.abort("unknown")
+
+
+async def test_requests_move_to_another_server_and_come_back(server: StubServer) -> None:
+    async with StubServer(response_tokens=16) as second:
+        engine = SGLangEngine([server.url, second.url])
+        await engine.start()
+        for i in range(4):
+            await engine.generate([i], SAMPLING, request_id=str(i))
+        assert server.stats.answered == second.stats.answered == 2
+        second.faults = Faults(hang=1.0)
+        tasks = [asyncio.create_task(engine.generate([i], SAMPLING, request_id=str(i))) for i in range(40)]
+        await eventually(lambda: second.stats.in_flight > 5)
+        second.kill()
+        completions = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        assert [c.token_ids for c in completions] == [server.book.answer([i], 5, 16)[0] for i in range(40)]
+        assert await engine.health()
+        server.kill()
+        with pytest.raises(EngineUnavailableError, match=second.url):
+            await engine.generate([1], SAMPLING, request_id="a")
+        assert not await engine.health()
+        await server.stop()
+        await server.start()
+        assert await engine.health()
+        await engine.generate([1], SAMPLING, request_id="a")
+        await engine.close()
+
+
+async def test_dying_in_the_middle_of_many_requests(server: StubServer, engine: SGLangEngine) -> None:
+    server.faults = Faults(die_after=50)
+    results = await asyncio.gather(
+        *(engine.generate([i % 500], SAMPLING, request_id=str(i)) for i in range(300)), return_exceptions=True
+    )
+    assert sum(isinstance(r, EngineUnavailableError) for r in results) >= 200
+    assert all(isinstance(r, EngineUnavailableError) or len(r.token_ids) == 16 for r in results)  # type: ignore[union-attr]
+
+
+async def test_an_unhealthy_server(server: StubServer, engine: SGLangEngine) -> None:
+    assert await engine.health()
+    server.faults = Faults(unhealthy=True)
+    assert not await engine.health()
+
+
+async def test_start_needs_one_server(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
+    nobody = SGLangEngine([free_url()])
+    with pytest.raises(EngineUnavailableError, match="no SGLang server answers"):
+        await nobody.start()
+    half = SGLangEngine([free_url(), server.url])
+    await half.start()
+    assert "going on without it" in caplog.text
+    assert len((await half.generate([1], SAMPLING, request_id="a")).token_ids) == 16
+    await half.close()
+
+
+async def test_close_ends_what_is_in_flight(server: StubServer, engine: SGLangEngine) -> None:
+    server.faults = Faults(hang=1.0)
+    task = asyncio.create_task(engine.generate([1], SAMPLING, request_id="a"))
+    await eventually(lambda: server.stats.in_flight == 1)
+    await engine.close()
+    await engine.close()
+    with pytest.raises(EngineUnavailableError):
+        await asyncio.wait_for(task, 5)
+    with pytest.raises(EngineUnavailableError):
+        await engine.generate([1], SAMPLING, request_id="b")
+
+
+async def test_a_server_that_is_something_else() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello")
+        writer.close()
+
+    other = await asyncio.start_server(answer, "127.0.0.1", 0)
+    engine = SGLangEngine([f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"])
+    with pytest.raises(EngineError, match="is it an SGLang server"):
+        await engine.start()
+    other.close()
+
+
+def test_wrong_configuration() -> None:
+    with pytest.raises(ConfigError, match="server_urls"):
+        SGLangEngine([])
+    with pytest.raises(ConfigError, match="http://host:port"):
+        SGLangEngine(["localhost:30000"])
+    with pytest.raises(ConfigError, match="did you mean 'connect_timeout'"):
+        SGLangEngine(["http://a:1"], engine_kwargs={"conect_timeout": 3})
+    with pytest.raises(ConfigError, match="must be float"):
+        SGLangEngine(["http://a:1"], engine_kwargs={"connect_timeout": "3"})
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
+        SGLangEngine(["http://a:1"], engine_kwargs={"api_key_env": "NO_SUCH_KEY"})

@@ -1,0 +1,242 @@
+"""R2, R3, R5, R7: the local executor with real agent loops, a real store and a scripted engine."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.agent.base import AgentLoop, AgentResources, register
+from rollstream.agent.prompt import PromptRenderer
+from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
+from rollstream.demo import MODEL_PATH
+from rollstream.errors import (
+    DataError,
+    EngineError,
+    EngineLostError,
+    EngineUnavailableError,
+    RewardError,
+    TransientEngineError,
+)
+from rollstream.rollout.gate import EngineGate
+from rollstream.rollout.local import LocalExecutor
+from rollstream.rollout.retry import RetryPolicy
+from rollstream.rollout.worker import RolloutWorker, rollout_seed
+from rollstream.store.find import find_trajectory
+from rollstream.store.run_dir import RunDirectory
+from rollstream.store.summary import read_failures
+from rollstream.store.writer import StoreWriter
+from rollstream.testing.scripted import ScriptedEngine
+from rollstream.trajectory import PromptRow, Rollout, SamplingParams, Trajectory
+from tests.unit.store.fabric import N, keys_on_disk, open_dir
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ChatTokenizer:
+    return load_tokenizer(str(MODEL_PATH))
+
+
+class LengthReward:
+    """Scores an answer by its length; refuses row 3."""
+
+    async def score(self, row: PromptRow, solution_str: str) -> tuple[float | None, dict[str, Any]]:
+        if row.index == 3:
+            raise RewardError("row 3 cannot be scored")
+        return float(len(solution_str)), {"chars": len(solution_str)}
+
+
+def load_row(index: int) -> PromptRow:
+    if index == 5:
+        raise DataError("prompts.jsonl, row 5: the prompt is a number")
+    return PromptRow(index, f"{index:032x}", [{"role": "user", "content": f"{index} + 1 ="}], "test")
+
+
+class Harness:
+    """An executor over a run directory."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        engine: ScriptedEngine,
+        tokenizer: ChatTokenizer,
+        *,
+        loop: str = "single_turn_agent",
+        max_in_flight: int = 8,
+        attempt_timeout: float = 30.0,
+        engine_timeout: float = 30.0,
+    ) -> None:
+        self.run = run
+        self.engine = engine
+        resources = AgentResources(
+            engine, tokenizer, PromptRenderer(tokenizer, prompt_length=64, truncation="error"), 16
+        )
+        self.gate = EngineGate(engine, timeout=engine_timeout)
+        self.worker = RolloutWorker(
+            resources,
+            sampling=SamplingParams(16),
+            seed=3,
+            default_agent_loop=loop,
+            retry=RetryPolicy(3, 0.001, 0.002),
+            attempt_timeout=attempt_timeout,
+            gate=self.gate,
+            reward=LengthReward(),
+        )
+        self.writer = StoreWriter(run, save_batch_size=1000, pull_timeout=60)
+        self.writer.start()
+        self.executor = LocalExecutor(
+            self.worker, self.writer, load_row=load_row, max_in_flight=max_in_flight
+        )
+
+    async def work(self, rows: int) -> None:
+        try:
+            await self.executor.run(self.run.state.keys.owed(range(rows), retry_failed=False))
+        finally:
+            await self.writer.close()
+
+
+async def test_every_rollout_is_done_or_recorded(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    engine = ScriptedEngine()
+    await engine.start()
+    engine.fail(lambda request: request.request_id.startswith("1-0-"), EngineError("400: no"), times=None)
+    engine.fail(lambda request: request.request_id == "2-0-1", TransientEngineError("503"))
+    engine.fail(lambda request: request.request_id.startswith("4-1-"), TransientEngineError("5"), times=None)
+    with open_dir(tmp_path) as run:
+        harness = Harness(run, engine, tokenizer)
+        await harness.work(7)
+        assert (run.state.keys.done, run.state.keys.failed) == (14 - 4, 4)
+        assert harness.worker.counters.retries == 3
+        assert harness.worker.counters.reward_errors == 2
+    failures = {(one.index, one.repeat): one for one in read_failures(tmp_path)}
+    assert failures.keys() == {(1, 0), (4, 1), (5, 0), (5, 1)}
+    assert failures[1, 0].error == "EngineError: 400: no"
+    assert (failures[1, 0].attempts, failures[4, 1].attempts) == (1, 3)
+    assert "row 5: the prompt is a number" in failures[5, 0].error
+    assert "Traceback" in failures[1, 0].traceback
+    assert len(keys_on_disk(tmp_path)) == 10
+    assert find_trajectory(tmp_path, 2, 0).row["attempts"] == 2
+    unscored = find_trajectory(tmp_path, 3, 1).row
+    assert unscored["reward"] is None
+    assert "row 3 cannot be scored" in unscored["reward_extra"]["error"]
+
+
+async def test_stored_tokens_are_those_the_engine_sampled(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    """R1, id for id and log-prob for log-prob."""
+    engine = ScriptedEngine()
+    await engine.start()
+    with open_dir(tmp_path) as run:
+        await Harness(run, engine, tokenizer).work(3)
+    sampled = dict(engine.completions)
+    for index in range(3):
+        for repeat in range(N):
+            row = find_trajectory(tmp_path, index, repeat).row
+            completion = sampled[f"{index}-{repeat}-1"]
+            assert row["response_ids"] == completion.token_ids
+            assert row["response_logprobs"] == pytest.approx(completion.logprobs, abs=1e-6)
+            assert set(row["response_mask"]) == {1}
+    seeds = {request.sampling.seed for request in engine.requests}
+    assert seeds == {rollout_seed(3, index, repeat) for index in range(3) for repeat in range(N)}
+    assert len(seeds) == 6
+
+
+async def test_in_flight_never_exceeds_the_window(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    engine = ScriptedEngine(latency=0.001)
+    await engine.start()
+    with open_dir(tmp_path) as run:
+        await Harness(run, engine, tokenizer, max_in_flight=5).work(5)
+    assert 0 < engine.peak_in_flight <= 5
+
+
+async def test_an_outage_costs_no_attempt(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    engine = ScriptedEngine(latency=0.01)
+    await engine.start()
+    with open_dir(tmp_path) as run:
+        harness = Harness(run, engine, tokenizer)
+        work = asyncio.create_task(harness.work(5))
+        while not engine.requests:
+            await asyncio.sleep(0)
+        engine.go_down()
+        while harness.gate.is_open:
+            await asyncio.sleep(0)
+        engine.come_back()
+        await work
+        assert (run.state.keys.done, run.state.keys.failed) == (10, 0)
+        assert harness.worker.counters.unavailable > 0
+    assert find_trajectory(tmp_path, 0, 0).row["attempts"] == 1
+
+
+async def test_an_engine_that_stays_away_ends_the_run_with_its_cause(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    engine = ScriptedEngine()
+    await engine.start()
+    engine.go_down()
+    with open_dir(tmp_path) as run:
+        harness = Harness(run, engine, tokenizer, engine_timeout=0.3)
+        with pytest.raises(EngineLostError, match="engine_timeout") as caught:
+            await harness.work(3)
+        assert isinstance(caught.value.__cause__, EngineUnavailableError)
+        assert (run.state.keys.done, run.state.keys.failed) == (0, 0)
+
+
+@register("hanging_agent")
+class HangingAgent(AgentLoop):
+    """Hangs on row 0, raises on row 1, returns nonsense on row 2, several trajectories else."""
+
+    async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory | list[Trajectory]:
+        if row["index"] == 0:
+            await asyncio.Event().wait()
+        if row["index"] == 1:
+            raise KeyError("bug in the loop")
+        if row["index"] == 2:
+            return "not a trajectory"  # type: ignore[return-value]
+        ids = self.resources.prompts.render(row["raw_prompt"], prompt_key=row["prompt_key"])
+        parts = [
+            Trajectory(ids, [1, 2], [1, 0], [-0.5, 0.0], row["raw_prompt"], "stop", is_snapshot=number < 2)
+            for number in range(3)
+        ]
+        if row["index"] == 6:
+            parts[0].response_mask = [1]
+        return parts
+
+
+async def test_loops_that_misbehave_hurt_only_themselves(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    engine = ScriptedEngine()
+    await engine.start()
+    with open_dir(tmp_path) as run:
+        harness = Harness(run, engine, tokenizer, loop="hanging_agent", attempt_timeout=0.05)
+        await harness.work(7)
+    failures = {one.index: one for one in read_failures(tmp_path) if one.repeat == 0}
+    assert "attempt 3 took longer than 0.05 s" in failures[0].error
+    assert "bug in the loop" in failures[1].error
+    assert "must return trajectories" in failures[2].error
+    assert "lengths differ" in failures[6].error
+    assert failures.keys() == {0, 1, 2, 5, 6}
+    assert keys_on_disk(tmp_path) == [(i, r, t) for i in (3, 4) for r in range(N) for t in range(3)]
+
+
+async def test_stop_finishes_what_is_in_flight_and_drop_cuts_it_off(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    engine = ScriptedEngine(latency=lambda request: 0.02 if request.request_id[0] == "0" else 1e6)
+    await engine.start()
+    with open_dir(tmp_path) as run:
+        harness = Harness(run, engine, tokenizer, max_in_flight=4)
+        work = asyncio.create_task(harness.work(5))
+        while len(engine.requests) < 4:
+            await asyncio.sleep(0)
+        harness.executor.stop()
+        while harness.executor.counters.completed < N:
+            await asyncio.sleep(0.001)
+        harness.executor.drop()
+        await work
+        assert harness.executor.counters.dropped == 2
+        assert len(engine.requests) == 4
+        assert (run.state.keys.done, run.state.keys.failed) == (N, 0)
+
+
+def test_rollout_seeds_differ_and_are_stable() -> None:
+    seeds = {rollout_seed(0, index, repeat) for index in range(200) for repeat in range(8)}
+    assert len(seeds) == 1600
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert rollout_seed(1, 2, 3) == rollout_seed(1, 2, 3) != rollout_seed(2, 2, 3)
+    assert isinstance(Rollout(0, 0, "", [], "").key.index, int)

@@ -1,0 +1,89 @@
+"""The layers of the design, read from the imports: arrows point down only."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "rollstream"
+
+FLOORS: list[set[str]] = [
+    {"trajectory", "errors"},
+    {"config", "chat", "engine", "reward", "store"},
+    {"data", "agent"},
+    {"rollout"},
+    {"generation", "buffer", "training", "serving"},
+    {"integrations", "testing", "show", "demo"},
+    {"cli"},
+]
+"""Rooms by floor, from the ground. `demo` is package data; `show` serves the command line."""
+
+HEAVY = {
+    "torch",
+    "ray",
+    "transformers",
+    "openvino",
+    "openvino_genai",
+    "datasets",
+    "reasoning_gym",
+    "verl",
+    "trl",
+}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def floor_of(room: str) -> int:
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            names = (
+                [f"rollstream.{alias.name}" for alias in node.names] if module == "rollstream" else [module]
+            )
+        rooms |= {name.split(".")[1] for name in names if name.startswith("rollstream.")}
+    return {room for room in rooms if (ROOT / room).is_dir() or (ROOT / f"{room}.py").exists()}
+
+
+MODULES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    room = room_of(path)
+    for other in imported_rooms(path) - {room}:
+        assert floor_of(other) < floor_of(room), f"{room} must not know {other}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_heavy_packages_are_imported_lazily(path: Path) -> None:
+    if path.name == "openvino_worker.py":
+        return  # a program of its own
+    for node in ast.parse(path.read_text()).body:
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        assert not {name.split(".")[0] for name in names} & HEAVY
+
+
+def test_importing_rollstream_pulls_in_nothing_heavy() -> None:
+    code = (
+        "import sys, rollstream, rollstream.cli, rollstream.generation.runner\n"
+        f"print(sorted({HEAVY!r} & set(sys.modules)))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
