@@ -68,7 +68,7 @@ async def test_idle_rollouts_are_sealed_after_pull_timeout(tmp_path: Path) -> No
         writer.start()
         await writer.commit(rollout(0))
         async with asyncio.timeout(20):
-            while not writer.saved_batches:  # noqa: ASYNC110  (a thread's counter, polled with a bound)
+            while not writer.saved_batches:
                 await asyncio.sleep(0.01)
         await writer.close()
     assert keys_on_disk(tmp_path) == [(0, 0, 0)]
