@@ -41,7 +41,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[OpenVINOEngine]:
 
 async def eventually(check: Callable[[], bool], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not check():  # noqa: ASYNC110 (it is about another process)
+        while not check():
             await asyncio.sleep(0.01)
 
 
@@ -289,7 +289,7 @@ async def test_restarts_back_off(engine: OpenVINOEngine) -> None:
             await eventually(lambda: engine.worker_pid is None)
         assert await engine.health() is expected
     async with asyncio.timeout(5):
-        while not await engine.health():  # noqa: ASYNC110 (it is about time)
+        while not await engine.health():
             await asyncio.sleep(0.05)
 
 

@@ -160,6 +160,7 @@ class Worker:
             self._start.model_path, scheduler, "CPU", self._start.properties
         )
         self._free_blocks = self.cache_blocks = self._warm_up()
+        self._cancelled_blocks = 0
 
     def _warm_up(self) -> int:
         """Answers one request, because much is only checked then. Returns the size of the cache in blocks."""
@@ -176,11 +177,12 @@ class Worker:
     def run(self) -> None:
         """Works until the process ends."""
         while True:
-            for message in self._channel.receive(wait=not self._running):
+            busy = self._running or self._cancelled_blocks
+            for message in self._channel.receive(wait=not busy):
                 if isinstance(message, Orders):
                     self._obey(message)
             self._admit()
-            if self._running:
+            if self._running or self._cancelled_blocks:
                 _end_without_parent()
                 self._step()
             self._flush()
@@ -201,10 +203,8 @@ class Worker:
         if (running := self._running.get(request_id)) is not None:
             if answer:
                 self._read(running)  # before cancel(), which throws away what was not read
-                self._finish(running, "abort")
-            else:
-                self._release(running)
-            running.handle.cancel()
+                self._answer(running, "abort")
+            self._cancel(running)
         else:
             for add in self._waiting:
                 if add.id == request_id:
@@ -260,29 +260,35 @@ class Worker:
         except Exception as error:
             self._start_over(error)
             return
+        self._free_blocks += self._cancelled_blocks
+        self._cancelled_blocks = 0
         still_running = self._still_running
         for running in list(self._running.values()):
             status = running.handle.get_status().value
             if running.add.stop:
                 self._read(running)
                 if self._stopped_by_text(running):
-                    self._finish(running, "stop")
+                    self._answer(running, "stop")
                     if status == still_running:
-                        running.handle.cancel()
+                        self._cancel(running)
+                    else:
+                        self._release(running)
                     continue
             if status == still_running:
                 continue
             if status == self._ignored:
-                self._finish(running, "broken", "the pipeline found no room for the request")
+                self._answer(running, "broken", "the pipeline found no room for the request")
             else:
                 self._read(running)
-                self._finish(running, "length" if running.reason == self._length else "stop")
+                self._answer(running, "length" if running.reason == self._length else "stop")
+            self._release(running)
 
     def _start_over(self, error: Exception) -> None:
         """After a failed step the pipeline cannot be used; what was in it may be tried again."""
         traceback.print_exc()
-        for running in list(self._running.values()):
-            self._finish(running, "broken", f"{type(error).__name__}: {error}")
+        for running in self._running.values():
+            self._answer(running, "broken", f"{type(error).__name__}: {error}")
+        self._running.clear()
         self._flush()
         self._load()
 
@@ -305,14 +311,20 @@ class Worker:
             running.logprobs += output.generated_log_probs
             running.reason = output.finish_reason
 
-    def _finish(self, running: _Running, reason: Any, error: str = "") -> None:
-        self._release(running)
+    def _answer(self, running: _Running, reason: Any, error: str = "") -> None:
         logprobs = pack_floats(running.logprobs) if running.add.logprobs else None
         self._done.append(Done(running.add.id, pack_ids(running.ids), logprobs, reason, error))
 
     def _release(self, running: _Running) -> None:
+        """After a request has ended by itself."""
         del self._running[running.add.id]
         self._free_blocks += running.blocks
+
+    def _cancel(self, running: _Running) -> None:
+        """Ends a request early. The pipeline frees its blocks only in the next step."""
+        running.handle.cancel()
+        del self._running[running.add.id]
+        self._cancelled_blocks += running.blocks
 
 
 _parent_pid = 0

@@ -32,7 +32,7 @@ async def engine(server: StubServer) -> AsyncIterator[SGLangEngine]:
 async def eventually(check: object) -> None:
     """Waits until `check()` is true, 5 s at most."""
     async with asyncio.timeout(5):
-        while not check():  # type: ignore[operator]  # noqa: ASYNC110
+        while not check():  # type: ignore[operator]
             await asyncio.sleep(0.005)
 
 
