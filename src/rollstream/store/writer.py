@@ -32,7 +32,7 @@ from rollstream.trajectory import Failure, Rollout
 
 logger = logging.getLogger(__name__)
 
-_SEGMENT_BYTES = 64 << 20
+_SEGMENT_BYTES = 32 << 20
 """A journal is closed at this size even with few rows: it bounds the memory that sealing takes."""
 
 _GROUP_ROLLOUTS = 1024

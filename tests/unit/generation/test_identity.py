@@ -1,0 +1,69 @@
+"""R6: the identity changes with what decides the data, and with nothing else."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rollstream.config.load import compose, to_settings
+from rollstream.demo import MODEL_PATH
+from rollstream.generation.identity import build_identity, model_digest
+
+
+def identity(*words: str, model: Path = MODEL_PATH) -> dict[str, object]:
+    settings = to_settings(compose([f"actor_rollout_ref.model.path={model}", *words]))
+    return build_identity(
+        settings,
+        tokenizer_digest="t",
+        tools_digest=None,
+        reward_digest="r",
+        dataset_fingerprint="f",
+        dataset_rows=3,
+    )
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "actor_rollout_ref.rollout.temperature=0.7",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.rollout.stop=[x]",
+        "actor_rollout_ref.rollout.response_length=8",
+        "actor_rollout_ref.rollout.name=sglang",
+        "generation.seed=1",
+        "data.max_prompt_length=10",
+        "data.truncation=left",
+        "data.shuffle=true",
+        "data.train_max_samples=2",
+        "data.apply_chat_template_kwargs.x=1",
+    ],
+)
+def test_what_decides_the_data_is_in(word: str) -> None:
+    assert identity(word) != identity()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "generation.max_in_flight=3",
+        "generation.save_batch_size=3",
+        "generation.retry_failed=true",
+        "trainer.default_local_dir=elsewhere",
+        "data.seed=4",  # without shuffle it decides nothing
+        "actor_rollout_ref.rollout.server_urls=[http://other]",
+    ],
+)
+def test_what_does_not_is_not(word: str) -> None:
+    assert identity(word) == identity()
+
+
+def test_a_model_is_known_by_content_not_by_path(tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(MODEL_PATH, moved)
+    assert identity(model=moved) == identity()
+    weights = moved / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    assert model_digest(str(moved)) != model_digest(str(MODEL_PATH))
+    assert model_digest("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
