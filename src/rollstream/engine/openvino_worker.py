@@ -177,7 +177,7 @@ class Worker:
     def run(self) -> None:
         """Works until the process ends."""
         while True:
-            busy = self._running or self._cancelled_blocks
+            busy = self._waiting or self._running or self._cancelled_blocks
             for message in self._channel.receive(wait=not busy):
                 if isinstance(message, Orders):
                     self._obey(message)

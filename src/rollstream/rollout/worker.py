@@ -35,6 +35,10 @@ from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, T
 
 logger = logging.getLogger(__name__)
 
+_FREE_OUTAGES = 20
+"""Outages that one rollout lives through uncharged. A request that brings its engine down each time must
+end some time; one that is unlucky this often is still tried again, charged."""
+
 _TRACEBACK_CHARS = 8_000
 """Of a failure's traceback, its end: enough to see the cause, small enough for 100,000 of them."""
 
@@ -99,7 +103,7 @@ class RolloutWorker:
     async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
         """Executes one rollout to its end. Raises `EngineLostError` when the engine stays away."""
         dispatched = time.monotonic()
-        attempt = 1
+        attempt, outages = 1, 0
         while True:
             await self._gate.wait()
             generation = self._gate.generation
@@ -113,8 +117,11 @@ class RolloutWorker:
                 if unavailable is not None:
                     self._gate.close(unavailable, generation)
                     self.counters.unavailable += 1
-                    continue
-                if attempt >= self._retry.max_attempts or not is_transient(error):
+                    outages += 1
+                    if outages <= _FREE_OUTAGES:
+                        continue
+                again = unavailable is not None or is_transient(error)
+                if not again or attempt >= self._retry.max_attempts:
                     return make_failure(row.index, repeat, row.prompt_key, attempt, _stage(error), error)
                 self.counters.retries += 1
                 wait = self._retry.wait(attempt, self._jitter)

@@ -178,6 +178,21 @@ async def test_an_engine_that_stays_away_ends_the_run_with_its_cause(
         assert (run.state.keys.done, run.state.keys.failed) == (0, 0)
 
 
+async def test_a_request_that_brings_the_engine_down_each_time_ends_some_time(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    engine = ScriptedEngine()
+    await engine.start()
+    deadly = EngineUnavailableError("the engine died of this request")
+    engine.fail(lambda request: request.request_id.startswith("1-0-"), deadly, times=None)
+    with open_dir(tmp_path) as run:
+        await Harness(run, engine, tokenizer).work(3)
+        assert (run.state.keys.done, run.state.keys.failed) == (5, 1)
+    (failed,) = read_failures(tmp_path)
+    assert (failed.index, failed.attempts) == (1, 3)
+    assert "died of this request" in failed.error
+
+
 @register("hanging_agent")
 class HangingAgent(AgentLoop):
     """Hangs on row 0, raises on row 1, returns nonsense on row 2, several trajectories else."""
