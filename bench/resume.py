@@ -41,7 +41,7 @@ def make_run(root: Path, rollouts: int) -> None:
             codec.decode_rollout(
                 codec.encode_rollout(
                     Rollout(i // N, i % N, f"{i // N:032x}", [_trajectory(i)], "bench", ground_truth=str(i))
-                )
+                )[0]
             )
             for i in range(BATCH_ROWS)
         ]

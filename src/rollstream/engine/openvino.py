@@ -35,6 +35,18 @@ ENGINE_KWARGS: dict[str, Any] = {
 }
 """Keys of `engine_kwargs` with their defaults."""
 
+DATA_DECIDING_KWARGS = ("enable_prefix_caching", "inference_precision", "kv_cache_precision")
+"""Those that change tokens or log-probs beyond the noise of float32."""
+
+_LEAST: dict[str, float] = {
+    "num_kv_blocks": 0,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "num_threads": 0,
+    "start_timeout": 1.0,
+}
+"""The least value of a key; without it openvino-genai fails with words of its own, or never answers."""
+
 _RESTART_DELAY_S = 0.5
 """Before the second restart in a row; the first one is immediate. Doubles up to the next constant."""
 
@@ -57,7 +69,8 @@ class OpenVINOEngine:
         engine_kwargs: see `ENGINE_KWARGS`.
 
     Raises:
-        ConfigError: openvino-genai is not installed, the folder holds no OpenVINO model, unknown key.
+        ConfigError: openvino-genai is not installed, the folder holds no OpenVINO model, unknown key, a value
+            out of range.
     """
 
     def __init__(
@@ -69,12 +82,8 @@ class OpenVINOEngine:
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         kwargs = read_engine_kwargs("openvino", engine_kwargs or {}, ENGINE_KWARGS)
-        if kwargs["max_num_seqs"] > kwargs["max_num_batched_tokens"]:
-            raise ConfigError(
-                f"engine_kwargs.max_num_seqs {kwargs['max_num_seqs']} must not be more than "
-                f"max_num_batched_tokens {kwargs['max_num_batched_tokens']}"
-            )
-        self._model_path = _check_model_folder(Path(model_path))
+        _check_ranges(kwargs)
+        self._model_path = _check_model_folder(Path(model_path).expanduser())
         self._limits = read_model_limits(self._model_path)
         if self._limits.vocab_size is None:
             # Without it a prompt id beyond the embedding would silently read other memory.
@@ -108,7 +117,7 @@ class OpenVINOEngine:
         """Loads the model.
 
         Raises:
-            EngineError: the worker cannot, with the end of its log.
+            EngineError: the worker cannot; one line with the cause and the name of its log.
         """
         async with self._restart_lock:
             if self._worker is None and not self._closed:
@@ -175,7 +184,8 @@ class OpenVINOEngine:
 
     async def close(self) -> None:
         self._closed = True
-        if self._starting is not None:
+        # A second cancellation would interrupt the worker's clean-up after the first one.
+        if self._starting is not None and not self._starting.cancelling():
             self._starting.cancel()
         async with self._restart_lock:
             if self._worker is not None:
@@ -209,20 +219,44 @@ class OpenVINOEngine:
         )
 
 
+def _check_ranges(kwargs: Mapping[str, Any]) -> None:
+    for key, least in _LEAST.items():
+        if not kwargs[key] >= least:
+            raise ConfigError(f"engine_kwargs.{key} is {kwargs[key]}, want {least:g} or more")
+    if kwargs["cache_size"] < 1 and not kwargs["num_kv_blocks"]:
+        raise ConfigError(
+            f"engine_kwargs.cache_size is {kwargs['cache_size']}, want 1 (GB) or more; "
+            "for a smaller KV cache set engine_kwargs.num_kv_blocks"
+        )
+    if kwargs["max_num_seqs"] > kwargs["max_num_batched_tokens"]:
+        raise ConfigError(
+            f"engine_kwargs.max_num_seqs {kwargs['max_num_seqs']} must not be more than "
+            f"max_num_batched_tokens {kwargs['max_num_batched_tokens']}"
+        )
+
+
 def _check_model_folder(path: Path) -> Path:
     """The folder, absolute, if openvino-genai can load it."""
     if importlib.util.find_spec("openvino_genai") is None:
         raise ConfigError("engine 'openvino' is not installed: pip install 'rollstream[openvino]'")
     if not path.is_dir():
-        raise ConfigError(f"model folder {path} does not exist; engine 'openvino' needs an exported model")
+        raise ConfigError(
+            f"actor_rollout_ref.model.path: there is no folder {path}. Engine 'openvino' loads no model "
+            f"from the hub: it needs a local folder with openvino_model.xml. {_how_to_export(path)}"
+        )
     if not (path / "openvino_model.xml").is_file():
         raise ConfigError(
-            f"{path} has no openvino_model.xml. Export the model once, in an environment of its own: "
-            f"pip install 'optimum-intel[openvino]' && "
-            f"optimum-cli export openvino --model {path} --task text-generation-with-past "
-            "--weight-format fp32 OUTPUT_FOLDER"
+            f"actor_rollout_ref.model.path: {path} has no openvino_model.xml. {_how_to_export(path)}"
         )
     return path.resolve()
+
+
+def _how_to_export(model: Path) -> str:
+    return (
+        "Export the model once, in an environment of its own: pip install 'optimum-intel[openvino]' && "
+        f"optimum-cli export openvino --model {model} --task text-generation-with-past "
+        "--weight-format fp32 OUTPUT_FOLDER"
+    )
 
 
 def _start_message(model_path: Path, kwargs: Mapping[str, Any]) -> Start:

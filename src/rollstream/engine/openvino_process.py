@@ -1,6 +1,7 @@
 """The parent's side of one worker process: starts it, talks to it, notices when it dies."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -24,8 +25,8 @@ from rollstream.engine.openvino_protocol import (
 )
 from rollstream.errors import EngineError, EngineUnavailableError
 
-_LOG_TAIL_BYTES = 2000
-"""Enough for a traceback, short enough for a terminal."""
+_LAST_WORDS_BYTES = 2000
+"""Of the log, to find its last line in; a longer line loses its beginning."""
 
 _EXIT_TIMEOUT_S = 5.0
 """A worker whose input has ended goes at once, or after the step it is in; then it is killed."""
@@ -55,7 +56,7 @@ class WorkerProcess:
         """Starts a worker and waits until it can generate.
 
         Raises:
-            EngineError: it cannot, with its own words and the end of its log.
+            EngineError: it cannot, with the cause and the name of its log, in one line.
         """
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
@@ -68,7 +69,7 @@ class WorkerProcess:
         except TimeoutError:
             worker.cause = f"it was not ready within {timeout_s:g} s"
         except asyncio.IncompleteReadError:
-            worker.cause = await worker._wait_for_exit()
+            worker.cause = f"its worker {await worker._wait_for_exit()}{worker._last_words()}"
         except BaseException:
             await worker.close()
             raise
@@ -80,7 +81,7 @@ class WorkerProcess:
             worker.cause = message.error if isinstance(message, StartFailed) else f"it said {message!r}"
         await worker.close()
         raise EngineError(
-            f"engine 'openvino' cannot load {start.model_path}: {worker.cause}{worker._log_tail()}"
+            f"engine 'openvino' cannot load {start.model_path}: {worker.cause} (its log: {log_path})"
         )
 
     @property
@@ -128,6 +129,11 @@ class WorkerProcess:
         await self._wait_for_exit()
         if self._reader is not None:
             await self._reader
+        # Only the end of the output closes the transport, which otherwise complains when it is collected
+        # after its event loop. The worker has no children that could hold the other end open.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_EXIT_TIMEOUT_S):
+                await self._output.read()
 
     def _plan_flush(self) -> None:
         # All orders of one turn of the event loop go in one write.
@@ -160,7 +166,7 @@ class WorkerProcess:
         except asyncio.IncompleteReadError:
             if not self.cause:
                 how = await self._wait_for_exit()
-                self.cause = f"the worker process (pid {self.pid}) {how}{self._log_tail()}"
+                self.cause = f"the worker process (pid {self.pid}) {how}{self._last_words()}"
         except (msgspec.DecodeError, AssertionError) as error:
             self.cause = f"the worker process (pid {self.pid}) sent what cannot be read: {error!r}"
             self._process.kill()
@@ -185,12 +191,13 @@ class WorkerProcess:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
 
-    def _log_tail(self) -> str:
+    def _last_words(self) -> str:
+        """The last line that it wrote to its log, if any."""
         with self._log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_offset, size - _LOG_TAIL_BYTES))
-            tail = log.read().decode(errors="replace").strip()
-        return f"; end of {self._log_path}:\n{tail}" if tail else f" (nothing in {self._log_path})"
+            log.seek(max(self._log_offset, size - _LAST_WORDS_BYTES))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+        return f"; its last words in {self._log_path}: {lines[-1].strip()}" if lines else ""
 
 
 async def _spawn(log: IO[bytes]) -> asyncio.subprocess.Process:

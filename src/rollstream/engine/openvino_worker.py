@@ -350,6 +350,14 @@ def _end_without_parent() -> None:
         os._exit(0)
 
 
+def cause_of(error: Exception) -> str:
+    """What went wrong, in one line: OpenVINO's errors begin with where in its source they were raised."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = [line for line in lines if not line.startswith(("Exception from ", "Check '"))]
+    text = " ".join(said or lines)
+    return text if text and type(error) is RuntimeError else f"{type(error).__name__}: {text}"
+
+
 def main() -> None:
     """Runs the worker on this process's stdin and stdout."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -362,7 +370,7 @@ def main() -> None:
         worker = Worker(start, channel)
     except Exception as error:
         traceback.print_exc()
-        channel.send(StartFailed(f"{type(error).__name__}: {error}"))
+        channel.send(StartFailed(cause_of(error)))
         # Not through the C++ destructors, which abort after some failures.
         sys.stderr.flush()
         os._exit(1)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.engine.base import Capabilities, Engine
-from rollstream.engine.checks import unknown_name
+from rollstream.engine.checks import ids_fit, read_engine_kwargs, unknown_name
 from rollstream.errors import ConfigError
 from rollstream.trajectory import SamplingParams
 
@@ -33,7 +33,8 @@ def create_engine(
         log_dir: where an embedded engine writes its log.
 
     Raises:
-        ConfigError: unknown engine or engine_kwargs key, missing package, model folder or URLs.
+        ConfigError: unknown engine or engine_kwargs key, a value out of range, missing package, model folder
+            or URLs.
     """
     if name == "openvino":
         from rollstream.engine.openvino import OpenVINOEngine
@@ -59,6 +60,54 @@ def create_engine(
             max_model_len=max_model_len,
             engine_kwargs=engine_kwargs,
         )
+    raise unknown_name("engine", name, ENGINES)
+
+
+def check_engine_config(
+    name: str,
+    *,
+    model_path: str | Path | None,
+    server_urls: Sequence[str] = (),
+    engine_kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuses an engine that cannot start as it is configured, as far as that shows without starting it.
+
+    It takes milliseconds and touches no server, so call it before anything slow.
+
+    Args:
+        name: as for `create_engine`, like the others.
+        model_path: see there.
+        server_urls: see there.
+        engine_kwargs: see there.
+
+    Raises:
+        ConfigError: what `create_engine` raises.
+    """
+    # An engine that was not started holds nothing and has written nothing.
+    create_engine(
+        name,
+        model_path=model_path,
+        server_urls=server_urls,
+        engine_kwargs=engine_kwargs,
+        log_dir=Path(),
+    )
+
+
+def data_deciding_kwargs(name: str, engine_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The settings of an engine that decide which tokens or log-probs it gives, with their defaults.
+
+    They belong to a run's identity; the others (threads, batch sizes, timeouts) may change on resume.
+
+    Raises:
+        ConfigError: unknown engine or engine_kwargs key, or a value of a wrong type.
+    """
+    if name == "openvino":
+        from rollstream.engine.openvino import DATA_DECIDING_KWARGS, ENGINE_KWARGS
+
+        values = read_engine_kwargs(name, engine_kwargs or {}, ENGINE_KWARGS)
+        return {key: values[key] for key in DATA_DECIDING_KWARGS}
+    if name == "sglang":
+        return {}  # its settings are about connections; the servers decide the rest
     raise unknown_name("engine", name, ENGINES)
 
 
@@ -99,11 +148,22 @@ def check_capabilities(
         problems.append(f"it cannot stop at token ids; {rollout}.stop_token_ids must be empty")
     elif sampling.stop_token_ids and sampling.ignore_eos and not capabilities.stop_token_ids_with_ignore_eos:
         problems.append(f"it drops {rollout}.stop_token_ids when {rollout}.ignore_eos is set")
+    unknown = [token for token in sampling.stop_token_ids if not ids_fit([token], capabilities.vocab_size)]
+    if unknown:
+        beyond = f"are below {capabilities.vocab_size}" if capabilities.vocab_size else "fit 31 bits"
+        problems.append(f"{rollout}.stop_token_ids has {unknown[0]}, but its ids {beyond} and 0 or more")
     limits = [limit for limit in (capabilities.max_model_len, max_model_len) if limit is not None]
     if limits and prompt_length + response_length > min(limits):
+        own = min(limits) != max_model_len
         problems.append(
             f"{rollout}.prompt_length {prompt_length} + {rollout}.response_length {response_length} "
-            f"is more than the {min(limits)} tokens a sequence may have"
+            f"is more than the {min(limits)} tokens a sequence may have, by "
+            + (
+                "the model's own limit or, with engine 'openvino', the KV cache "
+                "(engine_kwargs.cache_size or num_kv_blocks)"
+                if own
+                else f"{rollout}.max_model_len"
+            )
         )
     if problems:
         raise ConfigError("the engine cannot give what is asked for: " + "; ".join(problems))

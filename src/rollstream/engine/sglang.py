@@ -1,6 +1,14 @@
 """Client of SGLang servers: native `/generate`, ids in, ids and log-probs out.
 
-Wire format: https://docs.sglang.io/basic_usage/native_api.html and sampling_params.html.
+What a server's failure is, for the rollout that meets it:
+
+    no connection, connection lost, no HTTP            -> away
+    502, 503, 504 and its health says no               -> away
+    502, 503, 504 and it is healthy, other 5xx, 429    -> transient
+    broken reply, an abort that nobody asked for       -> transient
+    other 4xx                                          -> this request is bad
+
+A request moves on from a server that is away; when all are, it is `EngineUnavailableError`.
 """
 
 import asyncio
@@ -9,19 +17,27 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import orjson
 from yarl import URL
 
 from rollstream.engine.base import Capabilities
-from rollstream.engine.checks import check_request, ids_fit, read_engine_kwargs, read_model_limits
+from rollstream.engine.checks import check_request, read_engine_kwargs, read_model_limits
 from rollstream.engine.servers import LeastInFlight
-from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
-from rollstream.trajectory import Completion, FinishReason, SamplingParams
+from rollstream.engine.sglang_wire import (
+    AWAY_STATUSES,
+    ServerInfo,
+    base_url,
+    http_error,
+    read_reply,
+    request_body,
+)
+from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
+from rollstream.trajectory import Completion, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,50 +55,30 @@ _KEEP_ALIVE_S = 4.0
 _ABORT_TIMEOUT_S = 10.0
 """An abort is a courtesy to the server: not worth waiting longer."""
 
-_CONNECTION_ERRORS = (
-    aiohttp.ClientConnectionError,
-    aiohttp.ClientPayloadError,
-    ConnectionError,
-    TimeoutError,
+_CONNECTION_ERRORS = (aiohttp.ClientError, ConnectionError, TimeoutError)
+"""The server went away, before or in the middle of its reply, or what it sends is not HTTP."""
+
+_WHAT_TO_CHECK = (
+    "check that actor_rollout_ref.rollout.server_urls names SGLang servers and that they are running"
 )
-"""The server went away, before or in the middle of its reply."""
 
 
-class _FinishReason(msgspec.Struct):
-    type: str
-    message: str | None = None
-    status_code: int | None = None
+@dataclass(slots=True)
+class _Flight:
+    """A request while its `generate` runs."""
 
-
-class _TokenLogprob(msgspec.Struct, array_like=True, gc=False):
-    """`[logprob, id, text or null]`. Hundreds per reply: without gc, and without the text."""
-
-    logprob: float
-    token_id: int
-
-
-class _MetaInfo(msgspec.Struct):
-    id: str | None = None
-    finish_reason: _FinishReason | None = None
-    output_token_logprobs: list[_TokenLogprob] | None = None
-    cached_tokens: int = 0
-    weight_version: Any = None
-
-
-class _Reply(msgspec.Struct):
-    meta_info: _MetaInfo
-    output_ids: list[int] | None = None
-
-
-_REPLY = msgspec.json.Decoder(_Reply)
-_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+    rid: str
+    server: str = ""
+    """Where it was sent last."""
+    aborted: bool = False
+    """Whether `abort` was called for it."""
 
 
 class SGLangEngine:
     """Drives one or several SGLang servers of the same model.
 
-    A request goes to the server with the fewest in flight; when the connection fails it moves on to the
-    next, and `EngineUnavailableError` is raised only when none answers. There is no limit on time or on
+    A request goes to the server with the fewest in flight; when that one is away it moves on to the next,
+    and `EngineUnavailableError` is raised only when none is there. There is no limit on time or on
     connections here: the caller bounds both. Log-probs are those of the distribution after the
     temperature and before top-p and top-k (SGLang's default), hence "processed".
 
@@ -107,7 +103,7 @@ class SGLangEngine:
                 "engine 'sglang' needs the servers' URLs: "
                 "actor_rollout_ref.rollout.server_urls=[http://host:30000]"
             )
-        self._servers = LeastInFlight([_base_url(url) for url in server_urls])
+        self._servers = LeastInFlight([base_url(url) for url in server_urls])
         self._generate_urls = {url: URL(url + "/generate") for url in self._servers.urls}
         self._model_path = model_path
         self._max_model_len = max_model_len
@@ -126,8 +122,9 @@ class SGLangEngine:
         # request comes again, and two runs may share a server.
         self._nonce = secrets.token_hex(4)
         self._counter = itertools.count()
-        self._in_flight: dict[str, tuple[str, str]] = {}
+        self._in_flight: dict[str, _Flight] = {}
         self._aborts: set[asyncio.Task[None]] = set()
+        self._checks: dict[str, asyncio.Task[bool]] = {}
 
     @property
     def capabilities(self) -> Capabilities:
@@ -139,8 +136,8 @@ class SGLangEngine:
         """Asks every server what it is; at least one has to answer.
 
         Raises:
-            EngineUnavailableError: no server answers.
-            EngineError: a server refuses to say (e.g. 401).
+            EngineUnavailableError: no server is there, or none talks HTTP.
+            EngineError: a server refuses to say (e.g. 401), or is not SGLang.
         """
         if self._session is not None:
             return
@@ -167,40 +164,29 @@ class SGLangEngine:
         images: list[object] | None = None,
     ) -> Completion:
         check_request(prompt_ids, sampling, self.capabilities, images=images)
-        rid = f"{request_id}.{self._nonce}{next(self._counter)}"
-        body = _request_body(prompt_ids, sampling, rid)
-        tried: dict[str, str] = {}
-        dropped: set[str] = set()
-        while (server := self._servers.pick(tried)) is not None:
-            self._in_flight[request_id] = (rid, server)
-            failed = False
-            try:
-                async with self._open_session().post(self._generate_urls[server], data=body) as response:
-                    status, payload = response.status, await response.read()
-            except _CONNECTION_ERRORS as error:
-                failed = True
-                if isinstance(error, aiohttp.ServerDisconnectedError) and server not in dropped:
-                    # It may have been an idle connection that the server was just closing: once more.
-                    dropped.add(server)
-                else:
-                    tried[server] = f"{type(error).__name__}: {error}"
-                continue
-            except asyncio.CancelledError:
-                self._abort_soon(server, rid)
-                raise
-            finally:
-                self._servers.release(server, failed=failed)
-                self._in_flight.pop(request_id, None)
-            if status != 200:
-                raise _http_error(server, status, payload)
-            return self._read_reply(server, payload, sampling, rid)
-        causes = "; ".join(f"{url}: {cause}" for url, cause in tried.items())
-        raise EngineUnavailableError(f"no SGLang server answers ({causes})")
+        flight = _Flight(f"{request_id}.{self._nonce}{next(self._counter)}")
+        body = request_body(prompt_ids, sampling, flight.rid)
+        self._in_flight[request_id] = flight
+        try:
+            answer = await self._post(flight, body)
+        finally:
+            self._in_flight.pop(request_id, None)
+        if answer is None:
+            return Completion([], [] if sampling.logprobs else None, "abort")
+        server, payload = answer
+        return read_reply(
+            server,
+            payload,
+            sampling,
+            rid=flight.rid,
+            vocab_size=self.capabilities.vocab_size,
+            aborted=flight.aborted,
+        )
 
     async def abort(self, request_id: str) -> None:
-        if request_id in self._in_flight:
-            rid, server = self._in_flight[request_id]
-            await self._abort(server, rid)
+        if (flight := self._in_flight.get(request_id)) is not None:
+            flight.aborted = True
+            await self._abort(flight.server, flight.rid)
 
     async def update_weights(self, source: str, version: int) -> None:
         raise EngineError("engine 'sglang': updating weights is not supported yet")
@@ -226,6 +212,10 @@ class SGLangEngine:
             return
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=_ABORT_TIMEOUT_S)
+        checks = list(self._checks.values())
+        for check in checks:
+            check.cancel()
+        await asyncio.gather(*checks, return_exceptions=True)
         await session.close()
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -233,44 +223,57 @@ class SGLangEngine:
             raise EngineUnavailableError("the engine is closed")
         return self._session
 
-    def _read_reply(self, server: str, payload: bytes, sampling: SamplingParams, rid: str) -> Completion:
-        """Checks the reply and makes a completion of it; raises `TransientEngineError` if it is broken."""
-        try:
-            reply = _REPLY.decode(payload)
-        except msgspec.DecodeError as error:
-            raise _broken(server, f"it cannot be read: {error} ({len(payload)} bytes)") from error
-        meta = reply.meta_info
-        if meta.id is not None and meta.id != rid:
-            raise _broken(server, f"it answers request {meta.id!r} instead of {rid!r}")
-        if meta.finish_reason is None or meta.finish_reason.type not in _FINISH_REASONS:
-            raise _broken(server, f"its finish reason is {meta.finish_reason!r}")
-        if meta.finish_reason.status_code is not None:
-            raise _status_error(server, meta.finish_reason.status_code, str(meta.finish_reason.message))
+    async def _post(self, flight: _Flight, body: bytes) -> tuple[str, bytes] | None:
+        """Sends a request to one server after the other until one answers 200.
 
-        logprobs: list[float] | None = None
-        if sampling.logprobs:
-            if meta.output_token_logprobs is None:
-                raise _broken(server, "it has no log-probs, which were asked for")
-            ids = [entry.token_id for entry in meta.output_token_logprobs]
-            logprobs = [entry.logprob for entry in meta.output_token_logprobs]
-            if reply.output_ids is not None and reply.output_ids != ids:
-                raise _broken(server, f"{len(reply.output_ids)} ids do not match {len(ids)} log-probs")
-        elif reply.output_ids is not None:
-            ids = reply.output_ids
-        else:
-            raise _broken(server, "it has no output_ids; this SGLang gives ids only with log-probs")
-        vocab_size = self.capabilities.vocab_size
-        if not ids_fit(ids, vocab_size):
-            raise _broken(server, f"it has ids outside the vocabulary of {vocab_size} ids")
-        if len(ids) > sampling.max_tokens:
-            raise _broken(server, f"it has {len(ids)} tokens, more than max_tokens {sampling.max_tokens}")
-        return Completion(
-            token_ids=ids,
-            logprobs=logprobs,
-            finish_reason=_FINISH_REASONS[meta.finish_reason.type],
-            policy_versions=[(0, _parse_version(meta.weight_version))],
-            cached_prompt_tokens=meta.cached_tokens,
-        )
+        Returns:
+            that server and its reply; None if the request was aborted and its server is away: it is not
+            worth another server.
+        """
+        tried: dict[str, str] = {}
+        dropped: set[str] = set()
+        while not flight.aborted and (server := self._servers.pick(tried)) is not None:
+            flight.server = server
+            failed = False
+            try:
+                async with self._open_session().post(self._generate_urls[server], data=body) as response:
+                    status, payload = response.status, await response.read()
+                # Even if it is only busy, others come first for a moment.
+                failed = status in AWAY_STATUSES
+            except _CONNECTION_ERRORS as error:
+                failed = True
+                if isinstance(error, aiohttp.ServerDisconnectedError) and server not in dropped:
+                    # It may have been an idle connection that the server was just closing: once more.
+                    dropped.add(server)
+                else:
+                    tried[server] = f"{type(error).__name__}: {error}"
+                continue
+            except asyncio.CancelledError:
+                self._abort_soon(server, flight.rid)
+                raise
+            finally:
+                self._servers.release(server, failed=failed)
+            if status == 200:
+                return server, payload
+            refusal = http_error(server, status, payload)
+            if status not in AWAY_STATUSES or await self._check(server):
+                raise refusal
+            tried[server] = f"{refusal}, and it is not healthy"
+        if flight.aborted:
+            return None
+        causes = "; ".join(f"{url}: {cause}" for url, cause in tried.items())
+        raise EngineUnavailableError(f"no SGLang server answers ({causes})")
+
+    async def _check(self, server: str) -> bool:
+        """Whether a server is healthy. Those who ask while a check is running share its answer: when a server
+        goes, all its requests ask at once. The check ends by its own timeout, or with `close`.
+        """
+        check = self._checks.get(server)
+        if check is None:
+            check = self._checks[server] = asyncio.ensure_future(self._is_healthy(server))
+            check.add_done_callback(lambda _: self._checks.pop(server))
+        await asyncio.wait((check,))
+        return not check.cancelled() and check.result()
 
     def _abort_soon(self, server: str, rid: str) -> None:
         # Held by the set until it is done; `close` waits for it. Cancellation itself is not delayed.
@@ -289,8 +292,13 @@ class SGLangEngine:
             _LOG.debug("could not abort %s on %s: %s", rid, server, error)
 
     async def _is_healthy(self, server: str) -> bool:
+        """SGLang's `/health` generates a token. A router's may only say that the router runs; then its
+        `/readiness`, which SGLang does not have, says whether there are servers behind it.
+        """
         try:
-            return (await self._get(server, "/health", self._health_timeout))[0] == 200
+            if (await self._get(server, "/health", self._health_timeout))[0] != 200:
+                return False
+            return (await self._get(server, "/readiness", self._health_timeout))[0] not in AWAY_STATUSES
         except (*_CONNECTION_ERRORS, EngineUnavailableError):
             return False
 
@@ -305,26 +313,27 @@ class SGLangEngine:
         if status in (404, 405):
             return {}
         if status != 200:
-            raise _http_error(server, status, payload)
+            error = http_error(server, status, payload)
+            raise EngineUnavailableError(str(error)) if status in AWAY_STATUSES else error
         try:
             value = orjson.loads(payload)
-        except orjson.JSONDecodeError as error:
-            raise EngineError(f"{server}{path} does not answer with JSON: is it an SGLang server?") from error
+        except orjson.JSONDecodeError as cause:
+            raise EngineError(f"{server}{path} does not answer with JSON: is it an SGLang server?") from cause
         return value if isinstance(value, dict) else {}
 
     async def _ask_servers(self) -> None:
         answers = await asyncio.gather(*map(self._describe, self._servers.urls), return_exceptions=True)
-        found: list[_ServerInfo] = []
+        found: list[ServerInfo] = []
         silent: list[str] = []
         for url, answer in zip(self._servers.urls, answers, strict=True):
-            if isinstance(answer, _ServerInfo):
+            if isinstance(answer, ServerInfo):
                 found.append(answer)
-            elif isinstance(answer, _CONNECTION_ERRORS):
+            elif isinstance(answer, (*_CONNECTION_ERRORS, EngineUnavailableError)):
                 silent.append(f"{url}: {type(answer).__name__}: {answer}")
             else:
                 raise answer
         if not found:
-            raise EngineUnavailableError(f"no SGLang server answers ({'; '.join(silent)})")
+            raise EngineUnavailableError(f"no SGLang server answers ({'; '.join(silent)}): {_WHAT_TO_CHECK}")
         for cause in silent:
             _LOG.warning("SGLang server does not answer, going on without it: %s", cause)
         limits = read_model_limits(Path(self._model_path)) if self._model_path else None
@@ -347,7 +356,7 @@ class SGLangEngine:
             stop_token_ids_with_ignore_eos=False,
         )
 
-    async def _describe(self, server: str) -> "_ServerInfo":
+    async def _describe(self, server: str) -> ServerInfo:
         model = await self._get_info(server, "/get_model_info")
         info = await self._get_info(server, "/get_server_info")
         max_model_len = info.get("context_length")
@@ -357,88 +366,9 @@ class SGLangEngine:
         served = model.get("model_path") or info.get("model_path")
         if self._model_path and served and Path(served).name != Path(self._model_path).name:
             _LOG.warning("%s serves %r, but model.path is %r", server, served, self._model_path)
-        return _ServerInfo(
+        return ServerInfo(
             max_model_len=max_model_len,
             vocab_size=model.get("vocab_size") or info.get("vocab_size"),
             deterministic=bool(info.get("enable_deterministic_inference")),
             skips_tokenizer=bool(info.get("skip_tokenizer_init")),
         )
-
-
-class _ServerInfo(msgspec.Struct):
-    max_model_len: int | None
-    vocab_size: int | None
-    deterministic: bool
-    """Seeds work only with --enable-deterministic-inference; without it they are silently ignored."""
-    skips_tokenizer: bool
-    """Without its tokenizer a server cannot match stop strings."""
-
-
-def _base_url(url: str) -> str:
-    parsed = URL(url)
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(f"server URL {url!r} must look like http://host:port")
-    return url.rstrip("/")
-
-
-def _request_body(prompt_ids: list[int], sampling: SamplingParams, rid: str) -> bytes:
-    params: dict[str, Any] = {
-        "max_new_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-    }
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    if sampling.stop:
-        params["stop"] = sampling.stop
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = sampling.stop_token_ids
-    if sampling.ignore_eos:
-        params["ignore_eos"] = True
-    return orjson.dumps(
-        {
-            "rid": rid,
-            "input_ids": prompt_ids,
-            "sampling_params": params,
-            "return_logprob": sampling.logprobs,
-            "stream": False,
-        }
-    )
-
-
-def _parse_version(weight_version: object) -> int:
-    """SGLang's weight version is free text, "default" until the first update: that is version 0."""
-    try:
-        return int(str(weight_version))
-    except ValueError:
-        return 0
-
-
-def _broken(server: str, what: str) -> TransientEngineError:
-    return TransientEngineError(f"broken reply from {server}: {what}")
-
-
-def _http_error(server: str, status: int, payload: bytes) -> EngineError:
-    return _status_error(server, status, _error_message(payload))
-
-
-def _status_error(server: str, status: int, message: str) -> EngineError:
-    text = f"{server} answers {status}: {message}"
-    if status in (408, 429) or status >= 500:
-        return TransientEngineError(text)
-    return EngineError(text)
-
-
-def _error_message(payload: bytes) -> str:
-    """The server's own words: `{"error": {"message": ...}}`, `{"message": ...}`, or the text as it is."""
-    try:
-        value = orjson.loads(payload)
-    except orjson.JSONDecodeError:
-        value = None
-    if isinstance(value, dict):
-        inner = value.get("error", value)
-        message = inner.get("message") if isinstance(inner, dict) else inner
-        if message:
-            return str(message)
-    return payload[:500].decode(errors="replace") or "(no message)"

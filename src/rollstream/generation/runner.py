@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +21,22 @@ from rollstream.generation.progress import Snapshot, progress_console, show_prog
 from rollstream.generation.setup import Prepared, peek_manifest, prepare
 from rollstream.generation.stopping import StoppedEarly, StopSignals, in_daemon_thread
 from rollstream.rollout.gate import EngineGate
-from rollstream.rollout.local import LocalExecutor
+from rollstream.rollout.local import LocalExecutor, WindowCounters
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
+from rollstream.store.batch import DamagedFileError
 from rollstream.store.export.jsonl import export_jsonl
 from rollstream.store.extend import extend_run, finish_extend
-from rollstream.store.merge import DamagedBatchError, merge_batches
+from rollstream.store.merge import merge_batches
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run, set_aside
 from rollstream.store.summary import write_checkpoint
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, Rollout
 
 logger = logging.getLogger(__name__)
+
+_FAILURES_SAID = 5
+"""Failures that are logged one by one; all are in `failed/`."""
 
 _CHECKPOINT_EVERY_S = 10.0
 """`checkpoint.json` is for people and scripts that look on; a kill costs it at most this much."""
@@ -49,6 +55,8 @@ class GenerationResult:
     """Completed, but the reward function failed on them."""
     generated: int
     """Completed by this call."""
+    failed_now: int
+    """Recorded as failed by this call."""
     mean_reward: float | None
     artifact: Path | None
     """The merged artifact, when it was made and is up to date."""
@@ -84,7 +92,14 @@ def run_generation(config: Mapping[str, Any] | Sequence[str] | DictConfig) -> Ge
     Raises:
         RollstreamError: see `rollstream.errors`; what was durable stays so.
     """
-    return asyncio.run(generate(as_config(config)))
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(generate(as_config(config)))
+    raise RuntimeError(
+        "run_generation starts an event loop and one is running here (as in a notebook): "
+        "use `await rollstream.generation.runner.generate(as_config(...))`"
+    )
 
 
 def as_config(config: Mapping[str, Any] | Sequence[str] | DictConfig) -> DictConfig:
@@ -119,7 +134,7 @@ async def generate(
     prepared = await stop.unless_stopped(prepare(config, peek_manifest(config)))
     settings = prepared.settings.generation
     async with AsyncExitStack() as stack:
-        run = await asyncio.to_thread(_open, prepared)
+        run = await _opened(prepared)
         stack.callback(run.close)
         stack.enter_context(log_to_file(run.paths.logs, settings.log_level))
         for line in run.state.damage:
@@ -127,7 +142,7 @@ async def generate(
         if run.state.torn:
             logger.info("cut an unfinished frame of %d bytes, as a crash leaves it", run.state.torn)
         one = _Run(prepared, run, stop, console or progress_console(), on_ready)
-        generated = await one.execute()
+        await one.execute()
         artifact_rows = 0
         if stop.signal is None and settings.final_merge and run.state.rows:
             try:
@@ -142,8 +157,9 @@ async def generate(
             total=prepared.total,
             completed=done,
             failed=failed,
-            unscored=state.rewards.unscored if prepared.scores_every_row else one.reward_errors,
-            generated=generated,
+            unscored=state.rewards.unscored,
+            generated=one.window.completed,
+            failed_now=one.window.failed,
             mean_reward=state.rewards.mean,
             artifact=run.paths.artifact if artifact_rows else None,
             artifact_rows=artifact_rows,
@@ -154,13 +170,25 @@ async def generate(
         )
 
 
+async def _opened(prepared: Prepared) -> RunDirectory:
+    """Opens the run in a thread; when cancelled meanwhile, gives the lock back."""
+    opening = asyncio.ensure_future(in_daemon_thread(_open, prepared))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        await asyncio.wait({opening})
+        if opening.exception() is None:
+            opening.result().close()
+        raise
+
+
 def _open(prepared: Prepared) -> RunDirectory:
     root, mode = prepared.run_dir, prepared.settings.generation.resume
     lock = lock_run(root)
     try:
         finish_extend(root)
         if mode == "extend":
-            extend_run(root, prepared.manifest, prepared.dataset.prompt_keys, prepared.config_yaml)
+            extend_run(root, prepared.manifest, prepared.visited_keys, prepared.config_yaml)
     except BaseException:
         lock.release()
         raise
@@ -185,14 +213,14 @@ class _Run:
         self._console = console
         self._on_ready = on_ready
         self._tokens = 0
-        self.reward_errors = 0
+        self.window = WindowCounters()
+        """What went through so far."""
 
-    async def execute(self) -> int:
-        """Generates what is owed and seals it; returns how many rollouts completed."""
+    async def execute(self) -> None:
+        """Generates what is owed and seals it."""
         prepared, run = self._prepared, self._directory
         keys = run.state.keys
         order = prepared.dataset.order
-        self._write_checkpoint()
         done, failed = keys.count(order)
         owed = prepared.total - done - (0 if self._settings.retry_failed else failed)
         logger.info(
@@ -208,15 +236,16 @@ class _Run:
         writer.start()
         dropped = True
         try:
-            generated = await self._generate(writer) if owed else 0
+            self._write_checkpoint()
+            if owed:
+                await self._generate(writer)
             dropped = False
         finally:
             # After an error or a cancellation nothing waits for a seal: what is durable is in the journal.
             await writer.close(seal=not dropped)
             self._write_checkpoint()
-        return generated
 
-    async def _generate(self, writer: StoreWriter) -> int:
+    async def _generate(self, writer: StoreWriter) -> None:
         prepared, settings = self._prepared, self._settings
         async with AsyncExitStack() as stack:
             engine = prepared.create_engine(self._directory.paths.logs)
@@ -225,6 +254,7 @@ class _Run:
             await self._stop.unless_stopped(starting)
             prepared.check_engine(engine)
             stack.callback(prepared.reward.close)
+            prepared.check_rows()
             gate = EngineGate(engine, timeout=settings.engine_timeout)
             worker = RolloutWorker(
                 prepared.agent_resources(engine),
@@ -243,11 +273,17 @@ class _Run:
                 max_in_flight=settings.max_in_flight,
                 on_durable=self._count,
             )
+            self.window = executor.counters
             keys = self._directory.state.keys
             order = prepared.dataset.order
 
+            # Counted once and then on: rows outside `order` are not of this run's total.
+            (done_before, failed_before), all_failed_before = keys.count(order), keys.failed
+
             def observe() -> Snapshot:
-                done, failed = keys.done, keys.failed
+                window = executor.counters
+                done = done_before + window.completed
+                failed = failed_before + keys.failed - all_failed_before
                 return Snapshot(
                     total=prepared.total,
                     done=done,
@@ -262,37 +298,33 @@ class _Run:
                     unscored=worker.counters.reward_errors,
                 )
 
-            companions = [asyncio.ensure_future(self._stop_when_asked(executor))]
-            companions.append(asyncio.ensure_future(self._write_checkpoints()))
-            if settings.show_progress:
-                companions.append(asyncio.ensure_future(show_progress(observe, self._console)))
             if self._on_ready is not None:
                 self._on_ready()
             work = asyncio.ensure_future(executor.run(keys.owed(order, retry_failed=settings.retry_failed)))
+            companions = {
+                asyncio.ensure_future(self._stop_when_asked(executor)),
+                asyncio.ensure_future(self._write_checkpoints()),
+            }
+            if settings.show_progress:
+                companions.add(asyncio.ensure_future(show_progress(observe, self._console)))
             try:
-                await asyncio.wait({work, writer.failed}, return_when=asyncio.FIRST_COMPLETED)
-                if not work.done():
-                    executor.drop()
-                await work
-                if writer.failed.done():
-                    writer.failed.result()
+                await _until_done(work, {writer.failed, *companions})
             finally:
-                work.cancel()
+                executor.drop()
                 for companion in companions:
                     companion.cancel()
                 await asyncio.gather(work, *companions, return_exceptions=True)
-                self.reward_errors = worker.counters.reward_errors
             if executor.counters.dropped:
                 logger.info("dropped %d rollouts in flight; they are owed again", executor.counters.dropped)
-            return executor.counters.completed
 
     async def finish(self) -> int:
         """Merges and exports; returns the artifact's rows. Raises `DamageError`, `StorageError`."""
         run = self._directory
         try:
-            merging = in_daemon_thread(merge_batches, run.paths, run.manifest.run_id_bytes)
-            rows = await self._stop.unless_stopped(merging)
-        except DamagedBatchError as error:
+            rows = await self._interruptible(
+                lambda cancelled: merge_batches(run.paths, run.manifest.run_id_bytes, cancelled=cancelled)
+            )
+        except DamagedFileError as error:
             kept = set_aside(run.paths, error.path)
             raise DamageError(
                 f"{error}. It was kept aside as {kept}; its rollouts are owed again: run the same command "
@@ -301,17 +333,33 @@ class _Run:
         for name in self._settings.export:
             exporter = _EXPORTERS[name]
             target = run.paths.root / f"trajectories.{name}"
-            await self._stop.unless_stopped(in_daemon_thread(exporter, run.paths.artifact, target))
+            await self._interruptible(partial(exporter, run.paths.artifact, target))
         return rows
+
+    async def _interruptible(self, work: Callable[[Callable[[], bool]], int]) -> int:
+        """Runs `work` in a thread; told to stop, it has ended when this raises, so the lock may go."""
+        cancelled = threading.Event()
+        task = asyncio.ensure_future(in_daemon_thread(work, cancelled.is_set))
+        try:
+            return await self._stop.unless_stopped(asyncio.shield(task))
+        except (StoppedEarly, asyncio.CancelledError):
+            cancelled.set()
+            await asyncio.wait({task})
+            task.exception()
+            raise
 
     def _count(self, result: Rollout | Failure) -> None:
         if isinstance(result, Rollout):
             self._tokens += sum(sum(trajectory.response_mask) for trajectory in result.trajectories)
-        else:
-            logger.warning(
-                "rollout (%d, %d) failed after %d attempts: %s",
-                *(result.index, result.repeat, result.attempts, result.error),
-            )
+            return
+        level = logging.WARNING if self.window.failed <= _FAILURES_SAID else logging.DEBUG
+        logger.log(
+            level,
+            "rollout (%d, %d) failed after %d attempts: %s",
+            *(result.index, result.repeat, result.attempts, result.error),
+        )
+        if self.window.failed == _FAILURES_SAID:
+            logger.warning("further failures are recorded and counted: rollstream status --failed")
 
     async def _stop_when_asked(self, executor: LocalExecutor) -> None:
         await self._stop.requested.wait()
@@ -326,7 +374,7 @@ class _Run:
     async def _write_checkpoints(self) -> None:
         while True:
             await asyncio.sleep(_CHECKPOINT_EVERY_S)
-            self._write_checkpoint()
+            await asyncio.to_thread(self._write_checkpoint)
 
     def _write_checkpoint(self) -> None:
         run = self._directory
@@ -336,6 +384,20 @@ class _Run:
             logger.warning("cannot write checkpoint.json: %s", error.strerror)
 
 
-_EXPORTERS: dict[str, Callable[[Path, Path], int]] = {"jsonl": export_jsonl}
+async def _until_done(work: "asyncio.Future[None]", companions: "set[asyncio.Future[None]]") -> None:
+    """Awaits `work`; a companion that fails meanwhile ends the wait with its error (R10)."""
+    waiting = {work, *companions}
+    while not work.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for future in done - {work}:
+            future.result()
+    # When the writer broke, every rollout in flight says so too: the first cause counts.
+    for future in companions:
+        if future.done() and not future.cancelled():
+            future.result()
+    work.result()
+
+
+_EXPORTERS: dict[str, Callable[[Path, Path, Callable[[], bool]], int]] = {"jsonl": export_jsonl}
 
 __all__ = ["GenerationResult", "StoppedEarly", "as_config", "generate", "run_generation"]

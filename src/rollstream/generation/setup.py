@@ -3,11 +3,12 @@
 import hashlib
 import importlib.metadata
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 from omegaconf import DictConfig, OmegaConf
 
@@ -23,7 +24,7 @@ from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.data.tool_schemas import load_tool_schemas
 from rollstream.engine.base import Engine
 from rollstream.engine.registry import check_capabilities, create_engine
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, DataError
 from rollstream.generation.identity import build_identity
 from rollstream.generation.stopping import in_daemon_thread
 from rollstream.reward.base import FunctionReward
@@ -33,6 +34,9 @@ from rollstream.store.manifest import Manifest, new_manifest, read_manifest
 from rollstream.trajectory import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+_TRIED_ROWS = 16
+"""Rows tried at start: when all of them fail, the configuration is wrong, not a row."""
 
 _VERSIONED = ("transformers", "tokenizers", "openvino-genai", "reasoning-gym", "pyarrow")
 """Packages whose versions are worth knowing when two runs differ."""
@@ -103,10 +107,29 @@ class Prepared:
             if not await self.reward.prepare(first.data_source):
                 logger.info("no reward for data source %r: rollouts are not scored", first.data_source)
 
-    @property
-    def scores_every_row(self) -> bool:
-        """Whether a rollout without reward is one whose scoring failed."""
-        return isinstance(self.reward, FunctionReward)
+    def visited_keys(self) -> Iterator[str | None]:
+        """Prompt keys by index; None for a row that this run does not visit."""
+        visited = np.zeros(len(self.dataset), bool)
+        visited[self.dataset.order] = True
+        for index, key in enumerate(self.dataset.prompt_keys()):
+            yield key if visited[index] else None
+
+    def check_rows(self) -> None:
+        """Tries the first rows, so that what is wrong with all of them shows before anything is generated.
+
+        Raises:
+            ConfigError: none of them can be rendered within the limits.
+        """
+        rows = [int(index) for index in self.dataset.order[:_TRIED_ROWS]]
+        errors = []
+        for index in rows:
+            row = self.dataset.row(index)
+            try:
+                self.prompts.render(row.messages, prompt_key=row.prompt_key)
+            except DataError as error:
+                errors.append(f"{self.dataset.location(index)}: {error}")
+        if errors and len(errors) == len(rows):
+            raise ConfigError(f"none of the first {len(rows)} prompts can be used; {errors[0]}")
 
     def agent_resources(self, engine: Engine) -> AgentResources:
         """What the agent loops share, for a started engine."""

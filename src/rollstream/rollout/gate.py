@@ -57,6 +57,10 @@ class EngineGate:
         while self._closed_by is not None:
             async with self._probing:
                 while self._closed_by is not None:
+                    # The pause comes first: an engine whose health is fine while its requests fail must
+                    # not be asked in a hot loop.
+                    await asyncio.sleep(delay)
+                    delay = min(delay * 2, _PROBE_S_MAX)
                     if await self._probe():
                         break
                     away = time.monotonic() - self._closed_at
@@ -66,16 +70,14 @@ class EngineGate:
                             f"{self._timeout:g}): {self._closed_by}. What is done is safe; bring the engine "
                             "back and run the same command again."
                         ) from self._closed_by
-                    await asyncio.sleep(delay)
-                    delay = min(delay * 2, _PROBE_S_MAX)
 
     async def _probe(self) -> bool:
         remaining = max(1.0, self._closed_at + self._timeout - time.monotonic())
         try:
             async with asyncio.timeout(remaining):
                 healthy = await self._engine.health()
-        except (EngineUnavailableError, TimeoutError, OSError) as error:
-            logger.debug("engine probe: %s", error)
+        except Exception as error:
+            logger.info("engine probe: %s: %s", type(error).__name__, error)
             return False
         if healthy:
             logger.warning("the engine is back after %.1f s", time.monotonic() - self._closed_at)

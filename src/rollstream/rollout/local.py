@@ -106,10 +106,25 @@ class LocalExecutor:
         else:
             result = await self._worker.run(row, key.repeat)
         try:
-            await self._writer.commit(result)
+            await self._commit(result)
         except EncodingError as error:
             result = make_failure(key.index, key.repeat, result.prompt_key, 1, "store", error)
-            await self._writer.commit(result)
+            await self._commit(result)
+        self._count(result)
+
+    async def _commit(self, result: Rollout | Failure) -> None:
+        """Commits, also when the slot is cut off meanwhile: what is in the writer's hands becomes durable."""
+        durable = self._writer.submit(result)
+        try:
+            await asyncio.shield(durable)
+        except asyncio.CancelledError:
+            await asyncio.wait({durable})
+            if durable.exception() is None:
+                self.counters.dropped -= 1
+                self._count(result)
+            raise
+
+    def _count(self, result: Rollout | Failure) -> None:
         if isinstance(result, Rollout):
             self.counters.completed += 1
         else:

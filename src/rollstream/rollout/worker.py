@@ -8,15 +8,21 @@ The life of a rollout:
           +------------------+ else: Failure
 
 A worker never raises for what one rollout does; it raises when the engine is lost for good.
+
+A request that brings its engine down would do so for ever, uncharged, with all others. So a rollout that was
+in flight at `_FREE_OUTAGES` outages is a suspect, and suspects run one at a time: the one that is in flight
+at the next outage is charged an attempt. When one has failed so, the others are cleared.
 """
 
 import asyncio
 import hashlib
 import logging
+import math
 import random
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -35,9 +41,10 @@ from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, T
 
 logger = logging.getLogger(__name__)
 
-_FREE_OUTAGES = 20
-"""Outages that one rollout lives through uncharged. A request that brings its engine down each time must
-end some time; one that is unlucky this often is still tried again, charged."""
+_FREE_OUTAGES = 5
+"""Outages in a row that one rollout lives through unsuspected; see `_Suspects`."""
+
+_SAID_LOUDLY = 5
 
 _TRACEBACK_CHARS = 8_000
 """Of a failure's traceback, its end: enough to see the cause, small enough for 100,000 of them."""
@@ -97,19 +104,25 @@ class RolloutWorker:
         self._gate = gate
         self._reward = reward
         self._loops: dict[str, AgentLoopFactory] = {default_agent_loop: get_agent_loop(default_agent_loop)}
+        self._suspects = asyncio.Lock()
+        self._cleared = 0
         self._jitter = random.Random()
         self.counters = WorkerCounters()
 
     async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
         """Executes one rollout to its end. Raises `EngineLostError` when the engine stays away."""
         dispatched = time.monotonic()
-        attempt, outages = 1, 0
+        attempt, outages, cleared = 1, 0, self._cleared
         while True:
-            await self._gate.wait()
-            generation = self._gate.generation
-            started = time.monotonic()
+            if cleared != self._cleared:
+                outages, cleared = 0, self._cleared
+            suspect = outages >= _FREE_OUTAGES
             try:
-                trajectories = await self._attempt(row, repeat, attempt)
+                async with self._suspects if suspect else nullcontext():
+                    await self._gate.wait()
+                    generation = self._gate.generation
+                    started = time.monotonic()
+                    trajectories = await self._attempt(row, repeat, attempt)
             except EngineLostError:
                 raise
             except Exception as error:
@@ -118,25 +131,31 @@ class RolloutWorker:
                     self._gate.close(unavailable, generation)
                     self.counters.unavailable += 1
                     outages += 1
-                    if outages <= _FREE_OUTAGES:
+                    if not suspect:
                         continue
                 again = unavailable is not None or is_transient(error)
                 if not again or attempt >= self._retry.max_attempts:
+                    self._cleared += suspect
                     return make_failure(row.index, repeat, row.prompt_key, attempt, _stage(error), error)
                 self.counters.retries += 1
                 wait = self._retry.wait(attempt, self._jitter)
-                logger.info(
+                self._say(
                     "rollout (%d, %d): attempt %d: %s; again in %.1f s",
                     *(row.index, repeat, attempt, _one_line(error), wait),
+                    often=self.counters.retries,
                 )
                 attempt += 1
                 await asyncio.sleep(wait)
                 continue
             break
-        for trajectory in trajectories:
-            trajectory.metrics.queue_s = started - dispatched
-            trajectory.extra = {**row.columns, **trajectory.extra}
-        await self._score(row, repeat, trajectories[-1])
+        try:
+            row_extra = {**row.columns, **({"extra_info": row.extra_info} if row.extra_info else {})}
+            for trajectory in trajectories:
+                trajectory.metrics.queue_s = started - dispatched
+                trajectory.extra = {**row_extra, **trajectory.extra}
+            await self._score(row, repeat, trajectories[-1])
+        except Exception as error:  # a loop's own odd trajectory: its fault, not the run's
+            return make_failure(row.index, repeat, row.prompt_key, attempt, "agent", error)
         finished = time.monotonic()
         for trajectory in trajectories:
             trajectory.metrics.total_s = finished - dispatched
@@ -178,9 +197,16 @@ class RolloutWorker:
                     "(generation.attempt_timeout)"
                 ) from error
             raise
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise RuntimeError(f"agent loop {name!r} let a CancelledError of its own escape") from error
         trajectories = [result] if isinstance(result, Trajectory) else list(result)
         if not trajectories or not all(isinstance(one, Trajectory) for one in trajectories):
             raise TypeError(f"agent loop {name!r} must return trajectories, not {result!r:.200}")
+        for trajectory in trajectories:
+            check_trajectory(trajectory)
         return trajectories
 
     async def _score(self, row: PromptRow, repeat: int, final: Trajectory) -> None:
@@ -193,8 +219,19 @@ class RolloutWorker:
         except RewardError as error:
             self.counters.reward_errors += 1
             final.reward_extra = {**final.reward_extra, "error": _one_line(error)}
-            logger.warning("rollout (%d, %d) could not be scored: %s", row.index, repeat, _one_line(error))
+            self._say(
+                "rollout (%d, %d) could not be scored: %s",
+                *(row.index, repeat, _one_line(error)),
+                often=self.counters.reward_errors,
+            )
         final.metrics.reward_s = time.monotonic() - started
+
+    def _say(self, message: str, *arguments: object, often: int) -> None:
+        """Logs what may happen to every rollout: the first few times loudly, then for the curious."""
+        level = logging.WARNING if often <= _SAID_LOUDLY else logging.DEBUG
+        logger.log(level, message, *arguments)
+        if often == _SAID_LOUDLY:
+            logger.warning("further ones are counted, and logged at log_level=debug")
 
     def _answer(self, final: Trajectory) -> str:
         """What is scored: the text of the last assistant message."""
@@ -203,6 +240,31 @@ class RolloutWorker:
                 return str(message["content"])
         sampled = [i for i, m in zip(final.response_ids, final.response_mask, strict=True) if m]
         return self._resources.tokenizer.decode(sampled)
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """Refuses a trajectory that cannot be trained on; makes its reward a plain float.
+
+    Raises:
+        ValueError: arrays of different lengths, a mask value other than 0 and 1, a reward that is not finite.
+        TypeError: a reward that is no number.
+    """
+    length = len(trajectory.response_ids)
+    lengths = {"response_mask": len(trajectory.response_mask)}
+    if trajectory.response_logprobs is not None:
+        lengths["response_logprobs"] = len(trajectory.response_logprobs)
+    for name, found in lengths.items():
+        if found != length:
+            raise ValueError(f"lengths differ: {length} response_ids, {found} {name}")
+    if not set(trajectory.response_mask) <= {0, 1}:
+        raise ValueError("response_mask has values other than 0 and 1")
+    if trajectory.reward is not None:
+        given: Any = trajectory.reward
+        if isinstance(given, str | bytes):
+            raise TypeError(f"the reward must be a number, not {given!r}")
+        trajectory.reward = float(given)
+        if not math.isfinite(trajectory.reward):
+            raise ValueError(f"the reward must be finite, not {trajectory.reward}")
 
 
 _ROW_KEYS = frozenset(

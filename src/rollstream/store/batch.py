@@ -8,16 +8,19 @@ that has its name has a line. (Readers of Parquet folders pass over names that b
 
 import hashlib
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rollstream.errors import DamageError
+from rollstream.errors import DamageError, RunDirectoryError, StorageError
 from rollstream.store.journal import sync_folder, write_all, write_file_durably
 from rollstream.store.records import RolloutRecord, TrajectoryRecord
 
@@ -30,6 +33,9 @@ METRIC_NAMES = (
     "engine_calls",
     "cached_prompt_tokens",
 )
+
+BATCH_FORMAT = "rollstream.batch/1"
+"""Stands in the metadata of every batch and artifact; another one is not read."""
 
 SCHEMA = pa.schema(
     [
@@ -80,6 +86,8 @@ class BatchKeys:
     reward: npt.NDArray[np.float64]
     """NaN = not scored."""
     final: npt.NDArray[np.bool_]
+    unscored: int
+    """Final trajectories whose reward function failed."""
 
 
 def build_table(records: Sequence[RolloutRecord]) -> pa.Table:
@@ -175,25 +183,51 @@ def commit_file(temporary: Path, path: Path) -> None:
     finally:
         os.close(fd)
     line = f"{file_digest(temporary)}  {path.name}\n".encode()
-    sums = _sums_file(path)
-    fd = os.open(sums, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        write_all(fd, line)
-        os.fdatasync(fd)
-    finally:
-        os.close(fd)
+    _append_line(_sums_file(path), line)
     temporary.rename(path)
     sync_folder(path.parent)
+
+
+def _append_line(path: Path, line: bytes) -> None:
+    """Appends a line durably, or not at all; an unfinished line before it (a crash) stays one by itself."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        size = os.fstat(fd).st_size
+        begin = b"" if size == 0 or os.pread(fd, 1, size - 1) == b"\n" else b"\n"
+        try:
+            write_all(fd, begin + line)
+            os.fdatasync(fd)
+        except OSError:
+            os.ftruncate(fd, size)
+            raise
+    finally:
+        os.close(fd)
 
 
 def _sums_file(path: Path) -> Path:
     return path.with_name("_SHA256SUMS") if path.parent.name == "batches" else Path(f"{path}.sha256")
 
 
+def note_digest(path: Path) -> None:
+    """Notes the checksum of a file that has lost its line."""
+    _append_line(_sums_file(path), f"{file_digest(path)}  {path.name}\n".encode())
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def forget_digests(folder: Path, names: set[str]) -> None:
+    """Takes batches that are not in their folder any more out of its checksum file."""
+    sums = folder / "_SHA256SUMS"
+    if names and sums.exists():
+        lines = sums.read_bytes().splitlines(keepends=True)
+        kept = [
+            line for line in lines if line.decode(errors="replace").strip().partition("  ")[2] not in names
+        ]
+        write_file_durably(sums, b"".join(kept))
 
 
 def forget_old_digests(artifact: Path) -> None:
@@ -219,28 +253,76 @@ def recorded_digests(path: Path) -> dict[str, set[str]]:
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
-    """Opens a batch or artifact with page checksums verified. Raises `DamageError`."""
-    try:
+    """Opens a batch or artifact with page checksums verified.
+
+    Raises:
+        DamageError: its bytes are not what was written.
+        StorageError: it cannot be read right now (I/O error, no memory, too many open files).
+        RunDirectoryError: another version of rollstream wrote it.
+    """
+    with reading(path):
         file = pq.ParquetFile(path, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        raise DamageError(f"{path.name} is not a readable Parquet file: {error}") from error
-    if not file.schema_arrow.equals(SCHEMA):
+    written_as = (file.metadata.metadata or {}).get(b"rollstream.format", b"").decode(errors="replace")
+    if written_as != BATCH_FORMAT and re.fullmatch(r"rollstream\.batch/\d+", written_as):
         file.close()
-        raise DamageError(f"{path.name} does not have the columns of a batch")
+        raise RunDirectoryError(
+            f"{path} has format {written_as!r}; this version of rollstream reads {BATCH_FORMAT!r}"
+        )
+    if written_as != BATCH_FORMAT or not file.schema_arrow.equals(SCHEMA):
+        file.close()
+        raise DamagedFileError(path, f"{path.name} does not have the columns of a batch")
     return file
 
 
-def read_keys(path: Path) -> BatchKeys:
-    """Reads the key columns of a batch. Raises `DamageError`."""
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Tells damage from a passing failure to read: only the former makes a file be kept aside.
+
+    Arrow says both with the same exceptions; an operating system's error has an errno, a checksum's has not.
+    """
+    try:
+        yield
+    except pa.ArrowMemoryError as error:
+        raise StorageError(f"cannot read {path}: not enough memory") from error
+    except OSError as error:
+        if error.errno is not None:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        raise DamagedFileError(path, f"{path.name} is damaged: {error}") from error
+    except pa.ArrowException as error:
+        raise DamagedFileError(path, f"{path.name} is damaged: {error}") from error
+
+
+def read_tables(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """A batch's or artifact's rows, row group by row group; raises as `open_parquet`."""
     with open_parquet(path) as file:
-        try:
-            table = file.read([*KEY_COLUMNS, "reward", "is_snapshot"], use_threads=False)
-        except (pa.ArrowException, OSError) as error:
-            raise DamageError(f"{path.name}: {error}") from error
+        for group in range(file.num_row_groups):
+            with reading(path):
+                table = file.read_row_group(group, columns=columns)
+            yield table
+
+
+class DamagedFileError(DamageError):
+    """A file's bytes are not what was written; `path` says which."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(reason)
+        self.path = path
+
+
+def read_keys(path: Path) -> BatchKeys:
+    """Reads the key columns of a batch. Raises as `open_parquet`."""
+    with open_parquet(path) as file, reading(path):
+        table = file.read([*KEY_COLUMNS, "reward", "is_snapshot"], use_threads=False)
+        unscored = 0
+        if table["reward"].null_count:
+            extras = file.read(["reward_extra"], use_threads=False)["reward_extra"]
+            failed = pc.and_(pc.is_null(table["reward"]), pc.match_substring(extras, '"error":'))
+            unscored = pc.sum(pc.and_(failed, pc.invert(table["is_snapshot"]))).as_py() or 0
     return BatchKeys(
         index=table["index"].to_numpy(),
         repeat=table["repeat"].to_numpy(),
         trajectory=table["trajectory"].to_numpy(),
         reward=table["reward"].to_numpy().astype(np.float64, copy=False),
         final=~table["is_snapshot"].to_numpy(),
+        unscored=unscored,
     )

@@ -2,7 +2,8 @@
 
 What was done stays with its prompt row, found by content hash (prompt key). Where a row stands at another
 position now, its rollouts are renumbered; rows with the same content are matched in order of position.
-Rollouts of rows that are gone leave the run; their batches are kept in `replaced/`.
+Rollouts of rows that are gone, or not selected any more, leave the run; their batches are kept in
+`replaced/`.
 
 When nothing moves (rows were only appended), only the manifest changes. Otherwise everything is written
 anew beside the old, and one rename makes it count:
@@ -12,6 +13,7 @@ anew beside the old, and one rename makes it count:
 A crash before the rename leaves the old run, a crash after it is finished by the next opening.
 """
 
+import logging
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -22,8 +24,8 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from rollstream.errors import StorageError
-from rollstream.store.batch import open_parquet, write_table_durably
+from rollstream.errors import DamageError, StorageError
+from rollstream.store.batch import DamagedFileError, read_tables, write_table_durably
 from rollstream.store.journal import (
     ScanReport,
     encode_file_header,
@@ -34,25 +36,28 @@ from rollstream.store.journal import (
 )
 from rollstream.store.manifest import Manifest, check_identity, read_manifest, write_manifest
 from rollstream.store.records import RecordCodec
-from rollstream.store.run_dir import RunPaths, recover
+from rollstream.store.run_dir import RunPaths, recover, set_aside
 from rollstream.store.sealing import batch_metadata, seal_journal
 from rollstream.trajectory import Failure
 
+logger = logging.getLogger(__name__)
+
 
 def extend_run(
-    root: Path, wanted: Manifest, prompt_keys: Callable[[], Iterable[str]], config_yaml: str
+    root: Path, wanted: Manifest, prompt_keys: Callable[[], Iterable[str | None]], config_yaml: str
 ) -> None:
     """Gives the run in `root` the dataset of `wanted`. The lock must be held; nothing to do for a new run.
 
     Args:
         root: the run directory.
         wanted: the manifest asked for; may differ from the run's in its dataset rows only.
-        prompt_keys: the new dataset's prompt keys by index.
+        prompt_keys: the new dataset's prompt keys by index; None for a row that is not to be visited.
         config_yaml: the resolved configuration.
 
     Raises:
         IdentityMismatchError: more than the dataset differs; nothing was touched.
-        StorageError: the disk is full; nothing was touched.
+        DamageError: a batch is damaged; it was kept aside, and the run is as it was otherwise.
+        StorageError: the disk is full; the run is as it was.
     """
     manifest = read_manifest(root)
     if manifest is None or not check_identity(root, manifest.identity, wanted.identity, extend=True):
@@ -65,24 +70,38 @@ def extend_run(
         for number in [*state.unsealed, *open_journals]:
             seal_journal(paths.journal(number), paths.batch(number), manifest.run_id_bytes)
             paths.journal(number).unlink()
+        sync_folder(paths.journals)
         moved = _match(_old_keys(paths, manifest), prompt_keys())
         if all(old == target for old, target in moved.items()):
             write_file_durably(root / "config.yaml", config_yaml.encode())
             write_manifest(root, new)
             return
+        gone = sum(target is None for target in moved.values())
+        if gone:
+            logger.warning(
+                "%d of %d prompt rows with finished rollouts are not in the dataset any more; their rollouts "
+                "leave the run and are kept in %s",
+                *(gone, len(moved), root / "replaced"),
+            )
         _rewrite(paths, manifest, new, moved, config_yaml)
+        finish_extend(root)
+    except DamagedFileError as error:
+        kept = set_aside(paths, error.path)
+        raise DamageError(
+            f"{error}. It was kept aside as {kept}; its rollouts are owed again: run the same command "
+            "once more."
+        ) from error
     except OSError as error:
         raise StorageError(
-            f"cannot extend {root}: {error.strerror}; the run is as it was. Free space and run the same "
-            "command again."
+            f"cannot extend {root}: {error.strerror}; nothing was lost. Free space and run the same command "
+            "again."
         ) from error
-    finish_extend(root)
 
 
 def finish_extend(root: Path) -> None:
     """Puts a rewritten run in place; resumes where a crash left it. The lock must be held."""
-    shutil.rmtree(root / "extend.tmp", ignore_errors=True)
-    ready = root / "extend.ready"
+    ready, temporary = root / "extend.ready", root / "extend.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
     if not ready.is_dir():
         return
     replaced = root / "replaced" / orjson.loads((ready / "name.json").read_bytes())["name"]
@@ -96,17 +115,17 @@ def finish_extend(root: Path) -> None:
         if (ready / name).exists():
             (ready / name).rename(root / name)
     sync_folder(root)
-    shutil.rmtree(ready)
+    ready.rename(temporary)  # first: half deleted, it would look like one that is ready
     sync_folder(root)
+    shutil.rmtree(temporary)
 
 
 def _old_keys(paths: RunPaths, manifest: Manifest) -> dict[int, str]:
     """Prompt key of every row with a finished rollout, by index."""
     keys: dict[int, str] = {}
     for number in paths.batch_numbers():
-        with open_parquet(paths.batch(number)) as file:
-            for table in file.iter_batches(columns=["index", "prompt_key"]):
-                keys.update(zip(table["index"].to_pylist(), table["prompt_key"].to_pylist(), strict=True))
+        for table in read_tables(paths.batch(number), ["index", "prompt_key"]):
+            keys.update(zip(table["index"].to_pylist(), table["prompt_key"].to_pylist(), strict=True))
     codec = RecordCodec()
     for path in paths.failure_files():
         for frame in scan(path, manifest.run_id_bytes, ScanReport()):
@@ -114,7 +133,7 @@ def _old_keys(paths: RunPaths, manifest: Manifest) -> dict[int, str]:
     return keys
 
 
-def _match(old: dict[int, str], new_keys: Iterable[str]) -> dict[int, int | None]:
+def _match(old: dict[int, str], new_keys: Iterable[str | None]) -> dict[int, int | None]:
     """New index of every old one, None for a row that is gone.
 
     A row that still stands at its position stays there; others go to the first free positions of their
@@ -124,7 +143,7 @@ def _match(old: dict[int, str], new_keys: Iterable[str]) -> dict[int, int | None
     places: dict[str, list[int]] = defaultdict(list)
     staying: set[int] = set()
     for index, key in enumerate(new_keys):
-        if key in wanted:
+        if key is not None and key in wanted:
             if old.get(index) == key:
                 staying.add(index)
             else:
@@ -146,8 +165,7 @@ def _rewrite(
     target.failures.mkdir()
     metadata = batch_metadata(manifest.run_id_bytes)
     for number in paths.batch_numbers():
-        with open_parquet(paths.batch(number)) as file:
-            table = _renumber(file.read(), moved)
+        table = _renumber(pa.concat_tables(read_tables(paths.batch(number))), moved)
         if len(table):
             write_table_durably(target.batch(number), table, metadata)
     failures = b"".join(_moved_failures(paths, manifest, moved))

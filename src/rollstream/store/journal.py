@@ -29,6 +29,9 @@ _FRAME_MAGIC = b"\xd7RSF"
 _FRAME_HEADER = struct.Struct("<4sIII")
 _FRAME_START = struct.Struct("<4sI")
 _KEY = struct.Struct("<qii")
+_TORN_ZEROS = 32
+"""Zeros at the end of a frame that mark it as unfinished: a crash leaves blocks of them, chance does not."""
+
 _MAX_PAYLOAD = 1 << 30
 """A length above this is damage, not a reason to allocate."""
 
@@ -143,7 +146,7 @@ def _read_frame(file: BinaryIO, offset: int, size: int) -> tuple[Frame | None, s
     payload = file.read(length)
     if zlib.crc32(payload) != payload_crc:
         rest = file.tell()
-        torn = _zero_to_end(file, rest - 1, size)
+        torn = _zero_to_end(file, max(offset, rest - _TORN_ZEROS), size)
         file.seek(rest)
         return None, None if torn else "payload does not match its checksum"
     index, repeat, rows = _KEY.unpack_from(payload)

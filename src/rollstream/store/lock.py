@@ -1,5 +1,6 @@
 """One writer per run directory."""
 
+import errno
 import fcntl
 import os
 import socket
@@ -9,6 +10,8 @@ from pathlib import Path
 import orjson
 
 from rollstream.errors import RunDirectoryError
+
+_PATIENCE_S = 0.3
 
 
 class RunLock:
@@ -25,9 +28,11 @@ class RunLock:
         """Raises `RunDirectoryError` naming the holder when another process has it."""
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_patiently(fd)
         except OSError as error:
             os.close(fd)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise RunDirectoryError(f"cannot lock {self._path}: {error.strerror}") from error
             holder = lock_holder(self._path)
             raise RunDirectoryError(
                 f"{self._path.parent} is being written by another run: {holder}. "
@@ -46,6 +51,18 @@ class RunLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _lock_patiently(fd: int) -> None:
+    """Takes the lock; one who only looks whether it is held (`is_locked`) has it for an instant."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def lock_holder(path: Path) -> str:

@@ -1,18 +1,19 @@
 """The merge: all batches into one artifact, sorted by key, in bounded memory.
 
-A bucket sort on disk. The keys alone (20 bytes a row) are sorted first; they say where in the artifact
-each row goes, and cut the artifact into buckets of at most `bucket_bytes`. Then every batch is read once
-and its rows are spread over the buckets (Arrow IPC files in a temporary folder), and every bucket is
-read, sorted and appended to the artifact. Where one bucket is enough, nothing is spread.
+A bucket sort on disk. The keys alone (16 bytes a row) are sorted first; they say where in the artifact each
+row goes. Then every batch is read once and its rows are spread over buckets of consecutive ranks (Arrow IPC
+files in a temporary folder), and every bucket is read, sorted and appended to the artifact. A bucket that
+turns out too large is cut again in the same way. Where one bucket is enough, nothing is spread.
 
 Rows of keys that stand in several batches come from the batch with the lowest number.
 """
 
 import hashlib
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,42 +21,30 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollstream.errors import DamageError, StorageError
+from rollstream.errors import StorageError
 from rollstream.store.batch import (
-    KEY_COLUMNS,
     ROW_GROUP_ROWS,
     SCHEMA,
     BatchKeys,
     commit_file,
     forget_old_digests,
-    open_parquet,
     parquet_writer,
     read_keys,
+    read_tables,
 )
-from rollstream.store.run_dir import RunPaths
+from rollstream.store.run_dir import MERGE_FOLDER, RunPaths
 from rollstream.store.sealing import batch_metadata
+
+logger = logging.getLogger(__name__)
 
 _BUCKET_BYTES = 32 << 20
 """Uncompressed bytes of a bucket: sorting it takes about three times that."""
 
 _MAX_BUCKETS = 512
-"""Open files while rows are spread; buckets grow beyond `_BUCKET_BYTES` in artifacts above 16 GB."""
+"""Open files while rows are spread; in artifacts above 16 GB buckets are cut twice."""
 
 SOURCE_KEY = b"rollstream.source"
 """Metadata key of the artifact: which batches it was made of."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where every row goes. Arrays of shape (rows,), in the order batch by batch, row by row."""
-
-    bucket: npt.NDArray[np.int32]
-    """-1 for a row that is left out because its key stands in an earlier batch."""
-    starts: npt.NDArray[np.int64]
-    """First row of each batch, shape (batches + 1,)."""
-    buckets: int
-    rows: int
-    """Rows of the artifact."""
 
 
 def source_digest(paths: RunPaths, numbers: list[int]) -> str:
@@ -77,11 +66,15 @@ def artifact_source(path: Path) -> str | None:
     return None if value is None else value.decode()
 
 
+class MergeCancelledError(Exception):
+    """A merge was told to stop. The old artifact, if any, stays."""
+
+
 def merge_batches(
     paths: RunPaths,
     run_id: bytes,
     *,
-    on_progress: Callable[[int, int], None] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
     bucket_bytes: int = _BUCKET_BYTES,
 ) -> int:
     """Writes the artifact; returns its rows. An artifact that is up to date is left as it is.
@@ -89,12 +82,13 @@ def merge_batches(
     Args:
         paths: of the run; everything must be sealed.
         run_id: 16 bytes.
-        on_progress: called with (rows done, rows in all) now and then.
-        bucket_bytes: uncompressed bytes sorted in memory at once.
+        cancelled: asked between row groups.
+        bucket_bytes: bytes sorted in memory at once.
 
     Raises:
-        DamageError: a batch is damaged; its path is in `path`. The old artifact, if any, stays.
+        DamagedFileError: a batch is damaged. The old artifact, if any, stays.
         StorageError: the disk is full. The old artifact, if any, stays.
+        MergeCancelledError: `cancelled` said so.
     """
     numbers = paths.batch_numbers()
     source = source_digest(paths, numbers)
@@ -102,20 +96,30 @@ def merge_batches(
         return int(pq.read_metadata(paths.artifact).num_rows)
     batches = [paths.batch(number) for number in numbers]
     temporary = paths.artifact.with_name("trajectories.parquet.tmp")
-    spread = paths.root / "merge.tmp"
+    spread = paths.root / MERGE_FOLDER
     shutil.rmtree(spread, ignore_errors=True)
+    logger.info("merging %d batches into %s", len(batches), paths.artifact)
+
+    def rows_of_batches() -> Iterator[pa.Table]:
+        for path in batches:
+            for table in read_tables(path):
+                if cancelled():
+                    raise MergeCancelledError
+                yield table.replace_schema_metadata(None)
+
     try:
-        layout = _plan(batches, bucket_bytes)
+        order = _order([read_keys(path) for path in batches])
+        total = sum(_decoded_bytes(path) for path in batches)
         metadata = {**batch_metadata(run_id), SOURCE_KEY.decode(): source}
         done = 0
         with parquet_writer(temporary, metadata) as writer:
-            for table in _sorted_buckets(batches, layout, spread):
+            for table in _sorted_tables(rows_of_batches, order, total, bucket_bytes, spread):
+                if cancelled():
+                    raise MergeCancelledError
                 writer.write_table(table.replace_schema_metadata(metadata), row_group_size=ROW_GROUP_ROWS)
                 done += len(table)
-                if on_progress is not None:
-                    on_progress(done, layout.rows)
-        if done != layout.rows:
-            raise DamageError(f"merging gave {done} rows instead of {layout.rows}")
+        if done != int((order >= 0).sum()):
+            raise StorageError(f"merging gave {done} rows instead of {int((order >= 0).sum())}")
         commit_file(temporary, paths.artifact)
         forget_old_digests(paths.artifact)
         return done
@@ -129,100 +133,102 @@ def merge_batches(
         shutil.rmtree(spread, ignore_errors=True)
 
 
-def _plan(batches: list[Path], bucket_bytes: int) -> _Layout:
-    keys = [_read_keys_or_damage(path) for path in batches]
-    starts = np.concatenate([[0], np.cumsum([len(one.index) for one in keys])]).astype(np.int64)
+def _order(keys: list[BatchKeys]) -> npt.NDArray[np.int64]:
+    """Where each row goes in the artifact, batch by batch, row by row; -1 for one that is left out.
+
+    Shape (rows of all batches,).
+    """
     index = np.concatenate([one.index for one in keys] or [np.zeros(0, np.int64)])
     repeat = np.concatenate([one.repeat for one in keys] or [np.zeros(0, np.int32)])
-    batch = np.repeat(np.arange(len(batches), dtype=np.int32), np.diff(starts))
-    order = np.lexsort((batch, repeat, index))
-    same = np.zeros(len(order), bool)
-    if len(order):
-        ordered_index, ordered_repeat, ordered_batch = index[order], repeat[order], batch[order]
-        new_key = np.ones(len(order), bool)
-        new_key[1:] = (ordered_index[1:] != ordered_index[:-1]) | (ordered_repeat[1:] != ordered_repeat[:-1])
-        first = np.maximum.accumulate(np.where(new_key, np.arange(len(order)), 0))
-        same = ordered_batch != ordered_batch[first]
-    total = sum(_uncompressed_bytes(path) for path in batches)
-    buckets = int(min(max(1, -(-total // bucket_bytes)), _MAX_BUCKETS, max(1, len(order))))
-    kept = order[~same]
-    bucket = np.full(len(order), -1, np.int32)
-    if len(kept):
-        ranks = (np.arange(len(kept)) * buckets // len(kept)).astype(np.int32)
-        bucket[kept] = ranks
-    return _Layout(bucket, starts, buckets, len(kept))
+    batch = np.repeat(np.arange(len(keys), dtype=np.int32), [len(one.index) for one in keys])
+    by_key = np.lexsort((batch, repeat, index))  # stable: within a rollout in the order of its trajectories
+    new_key = np.ones(len(by_key), bool)
+    new_key[1:] = (np.diff(index[by_key]) != 0) | (np.diff(repeat[by_key]) != 0)
+    first = np.maximum.accumulate(np.where(new_key, np.arange(len(by_key)), 0))
+    kept = by_key[batch[by_key] == batch[by_key[first]]] if len(by_key) else by_key
+    order = np.full(len(by_key), -1, np.int64)
+    order[kept] = np.arange(len(kept))
+    return order
 
 
-def _read_keys_or_damage(path: Path) -> BatchKeys:
-    try:
-        return read_keys(path)
-    except DamageError as error:
-        raise DamagedBatchError(path, str(error)) from error
-
-
-class DamagedBatchError(DamageError):
-    """A batch is damaged; `path` says which."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(reason)
-        self.path = path
-
-
-def _uncompressed_bytes(path: Path) -> int:
+def _decoded_bytes(path: Path) -> int:
     metadata = pq.read_metadata(path)
     return sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
 
 
-def _read_rows(path: Path) -> Iterator[pa.Table]:
-    """Row group by row group."""
-    with open_parquet(path) as file:
-        for group in range(file.num_row_groups):
-            try:
-                yield file.read_row_group(group)
-            except (pa.ArrowException, OSError) as error:
-                raise DamagedBatchError(path, f"{path.name}: {error}") from error
+def _sorted_tables(
+    tables: Callable[[], Iterator[pa.Table]],
+    order: npt.NDArray[np.int64],
+    total_bytes: int,
+    bucket_bytes: int,
+    folder: Path,
+) -> Iterator[pa.Table]:
+    """The rows of `tables` in order, as tables of about `bucket_bytes`.
 
-
-def _sorted_buckets(batches: list[Path], layout: _Layout, spread: Path) -> Iterator[pa.Table]:
-    if layout.buckets == 1:
-        tables = [table for _, table in _kept_rows(batches, layout)]
-        if tables:
-            yield _sort(pa.concat_tables(tables))
+    Args:
+        tables: gives the rows, each time it is called, in the same order.
+        order: rank of each row, -1 to leave it out; shape (rows,).
+        total_bytes: of all rows, about.
+        bucket_bytes: sorted in memory at once.
+        folder: for temporary files.
+    """
+    kept = np.sort(order[order >= 0])
+    buckets = int(min(-(-total_bytes // bucket_bytes), _MAX_BUCKETS, len(kept)))
+    if buckets <= 1:
+        picked = [(rows, table) for rows, table in _kept_rows(tables(), order) if len(table)]
+        if picked:
+            rank = np.concatenate([rows for rows, _ in picked])
+            yield _take(pa.concat_tables([table for _, table in picked]), np.argsort(rank))
         return
-    spread.mkdir()
+    folder.mkdir()
+    # Cut by rank: bucket b has the ranks from edges[b] on.
+    edges = kept[np.arange(buckets) * len(kept) // buckets]
+    ranks: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(buckets)]
+    sizes = np.zeros(buckets, np.int64)
     with ExitStack() as files:
         writers = [
-            files.enter_context(pa.ipc.new_file(str(spread / f"{number}.arrow"), SCHEMA))
-            for number in range(layout.buckets)
+            files.enter_context(pa.ipc.new_file(str(folder / f"{number}.arrow"), SCHEMA))
+            for number in range(buckets)
         ]
-        for rows, table in _kept_rows(batches, layout):
-            for number in np.unique(rows):
-                writers[number].write_table(table.filter(pa.array(rows == number)))
-    for number in range(layout.buckets):
-        path = spread / f"{number}.arrow"
-        with pa.OSFile(str(path)) as file:
-            table = pa.ipc.open_file(file).read_all()
+        for rows, table in _kept_rows(tables(), order):
+            bucket_of = np.searchsorted(edges, rows, side="right") - 1
+            for number in np.unique(bucket_of):
+                chosen = bucket_of == number
+                part = table.filter(pa.array(chosen))
+                writers[number].write_table(part)
+                ranks[number].append(rows[chosen])
+                sizes[number] += part.nbytes
+    for number in range(buckets):
+        path = folder / f"{number}.arrow"
+        inner = folder / f"{number}"
+        rank = np.concatenate(ranks[number]) if ranks[number] else np.zeros(0, np.int64)
+        ranks[number] = []
+        # A bucket of unusually long rows, or one of very many, is cut again.
+        again = sizes[number] > 2 * bucket_bytes
+        yield from _sorted_tables(
+            partial(_read_ipc, path), rank, int(sizes[number]) if again else 0, bucket_bytes, inner
+        )
+        shutil.rmtree(inner, ignore_errors=True)
         path.unlink()
-        yield _sort(table)
 
 
-def _kept_rows(batches: list[Path], layout: _Layout) -> Iterator[tuple[npt.NDArray[np.int32], pa.Table]]:
-    """Row groups of all batches with the bucket of each row, rows that are left out removed."""
-    for number, path in enumerate(batches):
-        at = int(layout.starts[number])
-        for table in _read_rows(path):
-            rows = layout.bucket[at : at + len(table)]
-            at += len(table)
-            kept = rows >= 0
-            if not kept.all():
-                table, rows = table.filter(pa.array(kept)), rows[kept]
-            if len(table):
-                yield rows, table.replace_schema_metadata(None)
+def _read_ipc(path: Path) -> Iterator[pa.Table]:
+    with pa.OSFile(str(path)) as source, pa.ipc.open_file(source) as file:
+        for number in range(file.num_record_batches):
+            yield pa.Table.from_batches([file.get_batch(number)])
 
 
-def _sort(table: pa.Table) -> pa.Table:
-    keys = [table[name].to_numpy() for name in reversed(KEY_COLUMNS)]
-    order = np.lexsort(keys)
-    if (np.diff(order) == 1).all():
-        return table
-    return table.take(pa.array(order))
+def _kept_rows(
+    tables: Iterator[pa.Table], order: npt.NDArray[np.int64]
+) -> Iterator[tuple[npt.NDArray[np.int64], pa.Table]]:
+    """Tables with the rank of each row, without the rows that are left out."""
+    at = 0
+    for table in tables:
+        rows = order[at : at + len(table)]
+        at += len(table)
+        kept = rows >= 0
+        yield (rows, table) if kept.all() else (rows[kept], table.filter(pa.array(kept)))
+
+
+def _take(table: pa.Table, order: npt.NDArray[np.int64]) -> pa.Table:
+    return table if (np.diff(order) == 1).all() else table.take(pa.array(order))

@@ -6,6 +6,7 @@ single tokens in Python.
 """
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
 
@@ -18,6 +19,10 @@ from rollstream.trajectory import Failure, Rollout, Trajectory
 
 _COMPRESSION_LEVEL = 1
 """A frame lives until its batch is sealed; speed counts more than size here."""
+
+
+MAX_BODY_BYTES = 1 << 29
+"""Of one rollout, uncompressed: far beyond any real one, and safely within what a frame can hold."""
 
 
 class EncodingError(RollstreamError):
@@ -110,8 +115,11 @@ class RecordCodec:
         self._compressor = zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL)
         self._decompressor = zstandard.ZstdDecompressor()
 
-    def encode_rollout(self, rollout: Rollout) -> bytes:
-        """Raises `EncodingError` when the rollout holds something that cannot be stored."""
+    def encode_rollout(self, rollout: Rollout) -> tuple[bytes, int]:
+        """A rollout as a frame body, and its bytes before compression.
+
+        Raises `EncodingError` when it holds something that cannot be stored.
+        """
         try:
             if not rollout.trajectories:
                 raise EncodingError("a rollout needs at least one trajectory")
@@ -124,8 +132,11 @@ class RecordCodec:
                 attempts=rollout.attempts,
                 trajectories=[_trajectory_record(trajectory) for trajectory in rollout.trajectories],
             )
-            return self._compressor.compress(_encoder.encode(record))
-        except (TypeError, ValueError, OverflowError, EncodingError) as error:
+            raw = _encoder.encode(record)
+            if len(raw) > MAX_BODY_BYTES:
+                raise EncodingError(f"it takes {len(raw)} bytes, more than {MAX_BODY_BYTES}")
+            return self._compressor.compress(raw), len(raw)
+        except (AttributeError, TypeError, ValueError, OverflowError, EncodingError) as error:
             raise EncodingError(
                 f"rollout (index {rollout.index}, repeat {rollout.repeat}) cannot be stored: {error}"
             ) from error
@@ -157,6 +168,11 @@ class RecordCodec:
             return self._decompressor.decompress(body)
         except zstandard.ZstdError as error:
             raise ValueError(str(error)) from error
+
+
+def scoring_failed(reward_extra: Mapping[str, Any]) -> bool:
+    """Whether a rollout without reward is one whose reward function failed."""
+    return "error" in reward_extra
 
 
 def _printable(text: str) -> str:

@@ -18,15 +18,35 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import orjson
+
 from rollstream.errors import DamageError, RunDirectoryError, StorageError
-from rollstream.store.batch import BatchKeys, read_keys
+from rollstream.store.batch import BatchKeys, forget_digests, read_keys, recorded_digests
 from rollstream.store.journal import Damage, ScanReport, encode_file_header, encode_frame, scan, sync_folder
 from rollstream.store.journal import write_file_durably as _write
 from rollstream.store.keys import KeyStates
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import Manifest, check_identity, read_manifest, write_manifest
-from rollstream.store.records import RecordCodec
+from rollstream.store.records import RecordCodec, scoring_failed
 from rollstream.store.sealing import seal_journal
+
+_RAW_PER_COMPRESSED = 2
+"""Ids and log-probs compress to about half; where a continued journal stands need not be exact."""
+
+_WRITTEN_WHOLE = (
+    "run.json",
+    "config.yaml",
+    "checkpoint.json",
+    "trajectories.parquet",
+    "trajectories.parquet.sha256",
+    "trajectories.jsonl",
+)
+"""Files of the run's root that are written by way of a temporary name."""
+
+MERGE_FOLDER = "merge.tmp"
+"""Where a merge spreads rows."""
+
+_BATCH_NAME = r"batch_(\d{6,})\.parquet"
 
 _KEY_READERS = 4
 """Threads that read batch footers when a run is opened; reading waits more than it computes."""
@@ -68,6 +88,11 @@ class RunPaths:
         """The merged artifact."""
         return self.root / "trajectories.parquet"
 
+    def has_data(self) -> bool:
+        """Whether anything was ever finished here."""
+        kept = (self.artifact.exists(), self.damaged.is_dir(), (self.root / "replaced").is_dir())
+        return any(kept) or any((self.journal_numbers(), self.batch_numbers(), self.failure_files()))
+
     def journal(self, number: int) -> Path:
         """Journal file of this number."""
         return self.journals / f"{number:06d}.rsj"
@@ -82,7 +107,7 @@ class RunPaths:
 
     def batch_numbers(self) -> list[int]:
         """Numbers of the batches there are, ascending."""
-        return _numbers(self.batches, r"batch_(\d{6,})\.parquet")
+        return _numbers(self.batches, _BATCH_NAME)
 
     def failure_files(self) -> list[Path]:
         """Journal files of failures, oldest first."""
@@ -102,24 +127,25 @@ def _numbers(folder: Path, pattern: str) -> list[int]:
 
 @dataclass(slots=True)
 class RewardTotals:
-    """Sum over final trajectories that were scored."""
+    """Sum over final trajectories."""
 
     total: float = 0.0
     scored: int = 0
     unscored: int = 0
+    """Those whose reward function failed; one without a reward function is in neither count."""
 
     @property
     def mean(self) -> float | None:
         """Mean reward; None when nothing was scored."""
         return self.total / self.scored if self.scored else None
 
-    def add(self, reward: float | None) -> None:
-        """Counts one final trajectory."""
-        if reward is None:
-            self.unscored += 1
-        else:
+    def add(self, reward: float | None, failed: bool) -> None:
+        """Counts one final trajectory; `failed`: its reward function failed."""
+        if reward is not None:
             self.total += reward
             self.scored += 1
+        elif failed:
+            self.unscored += 1
 
     def add_batch(self, keys: BatchKeys) -> None:
         """Counts the final trajectories of a batch."""
@@ -127,7 +153,7 @@ class RewardTotals:
         scored = rewards[rewards == rewards]
         self.total += float(scored.sum())
         self.scored += len(scored)
-        self.unscored += len(rewards) - len(scored)
+        self.unscored += keys.unscored
 
 
 @dataclass(slots=True)
@@ -146,6 +172,8 @@ class RunState:
     """Where in it the next frame belongs."""
     journal_rows: int = 0
     """Rows in the journal to continue."""
+    journal_bytes: int = 0
+    """Bytes of them, uncompressed (about)."""
     rows: int = 0
     """Trajectories in batches and journals."""
     torn: int = 0
@@ -185,11 +213,17 @@ class RunDirectory:
 def lock_run(root: Path) -> RunLock:
     """Creates the folder if need be and takes its lock. Raises `RunDirectoryError`."""
     try:
+        created = [folder for folder in (root, *root.parents) if not folder.exists()]
         root.mkdir(parents=True, exist_ok=True)
+        for folder in created:
+            sync_folder(folder.parent)
         lock = RunLock(root / "run.lock")
         lock.acquire()
     except (FileExistsError, NotADirectoryError) as error:
-        raise RunDirectoryError(f"{root} is a file; trainer.default_local_dir must be a folder") from error
+        blocking = next(path for path in (root, *root.parents) if path.exists() and not path.is_dir())
+        raise RunDirectoryError(
+            f"{blocking} is a file; trainer.default_local_dir ({root}) must be a folder"
+        ) from error
     except OSError as error:
         raise RunDirectoryError(f"cannot write to {root}: {error.strerror}") from error
     return lock
@@ -203,7 +237,7 @@ def open_run(lock: RunLock, root: Path, wanted: Manifest, *, config_yaml: str, f
         root: the run directory.
         wanted: manifest of the run asked for; its run id is used for a new run only.
         config_yaml: the resolved configuration, written to `config.yaml` of a new run.
-        fresh: refuse a folder that holds a run (`generation.resume=never`).
+        fresh: refuse a folder that holds a run with anything in it (`generation.resume=never`).
 
     Raises:
         IdentityMismatchError: the folder holds a run of another identity; nothing was touched.
@@ -213,7 +247,8 @@ def open_run(lock: RunLock, root: Path, wanted: Manifest, *, config_yaml: str, f
     paths = RunPaths(root)
     try:
         manifest = read_manifest(root)
-        if manifest is None:
+        if manifest is None or not paths.has_data():
+            # A run that never got to its first rollout (its engine refused, say) holds nothing to protect.
             refuse_foreign_data(paths)
             _create(paths, wanted, config_yaml)
             manifest = wanted
@@ -254,10 +289,11 @@ def recover(paths: RunPaths, manifest: Manifest) -> RunState:
     """Brings a run directory into a clean state and says what it holds. The lock must be held."""
     for folder in (paths.journals, paths.batches, paths.failures, paths.logs):
         folder.mkdir(exist_ok=True)
-    for folder in (paths.root, paths.batches):
-        for leftover in folder.glob("*.tmp"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    for leftover in _leftovers(paths):
+        leftover.unlink(missing_ok=True)
+    shutil.rmtree(paths.root / MERGE_FOLDER, ignore_errors=True)
     state = RunState(KeyStates(manifest.n))
+    _note_missing_batches(paths, state)
     for number, keys in _read_batches(paths, state):
         if keys is None:
             set_aside(paths, paths.batch(number))
@@ -266,6 +302,36 @@ def recover(paths: RunPaths, manifest: Manifest) -> RunState:
     _recover_journals(paths, manifest, state)
     _recover_failures(paths, manifest, state)
     return state
+
+
+def _leftovers(paths: RunPaths) -> list[Path]:
+    """Temporary files that an earlier process of this run left; nobody else's."""
+    mine = [paths.root / f"{name}.tmp" for name in _WRITTEN_WHOLE]
+    mine += [paths.failures / f"{path.name}.tmp" for path in paths.failure_files()]
+    mine += [
+        paths.batches / name
+        for name in os.listdir(paths.batches)  # noqa: PTH208
+        if re.fullmatch(r"batch_\d{6,}\.parquet\.tmp|_SHA256SUMS\.tmp", name)
+    ]
+    return mine
+
+
+def missing_batches(paths: RunPaths) -> list[str]:
+    """Names of batches that were sealed but are not there any more."""
+    there = {paths.batch(number).name for number in paths.batch_numbers()}
+    aside = {path.name for path in paths.damaged_files()}
+    recorded = (name for name in recorded_digests(paths.batch(0)) if re.fullmatch(_BATCH_NAME, name))
+    # A crash between noting a checksum and naming the batch leaves the journal: nothing is missing then.
+    journals = {paths.batch(number).name for number in paths.journal_numbers()}
+    return sorted(set(recorded) - there - aside - journals)
+
+
+def _note_missing_batches(paths: RunPaths, state: RunState) -> None:
+    missing = missing_batches(paths)
+    if missing and paths.artifact.exists():  # it may be all that is left of them
+        set_aside(paths, paths.artifact)
+    state.damage.extend(f"batches/{name} is missing" for name in missing)
+    forget_digests(paths.batches, set(missing))
 
 
 def inspect(root: Path) -> tuple[Manifest, RunState]:
@@ -296,9 +362,7 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
         state.damage.extend(str(damage) for damage in report.damage)
         state.torn += report.torn
     for path in paths.failure_files():
-        report = ScanReport()
-        for frame in scan(path, manifest.run_id_bytes, report):
-            state.keys.mark_failed(frame.index, frame.repeat)
+        report = _scan_failures(path, manifest, state)
         state.damage.extend(f"failed/{damage}" for damage in report.damage)
     return manifest, state
 
@@ -306,14 +370,21 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
 def set_aside(paths: RunPaths, path: Path) -> Path:
     """Moves a damaged file to `damaged/`, under a name that is not taken there."""
     paths.damaged.mkdir(exist_ok=True)
+    target = _free_name(paths, path)
+    path.rename(target)
+    sync_folder(path.parent)
+    sync_folder(paths.damaged)
+    if path.parent == paths.batches:
+        forget_digests(paths.batches, {path.name})
+    return target
+
+
+def _free_name(paths: RunPaths, path: Path) -> Path:
     target = paths.damaged / path.name
     count = 1
     while target.exists():
         target = paths.damaged / f"{path.name}.{count}"
         count += 1
-    path.rename(target)
-    sync_folder(path.parent)
-    sync_folder(paths.damaged)
     return target
 
 
@@ -349,7 +420,9 @@ def _scan_keys(path: Path, manifest: Manifest, state: RunState, report: ScanRepo
     codec = RecordCodec()
     for frame in scan(path, manifest.run_id_bytes, report):
         if state.keys.mark_done(frame.index, frame.repeat):
-            state.rewards.add(codec.decode_rollout(frame.body).trajectories[-1].reward)
+            final = codec.decode_rollout(frame.body).trajectories[-1]
+            state.rewards.add(final.reward, scoring_failed(orjson.loads(final.reward_extra)))
+            state.journal_bytes += _RAW_PER_COMPRESSED * len(frame.body)
         rows += frame.rows
     state.rows += rows
     return rows
@@ -361,9 +434,10 @@ def _recover_journals(paths: RunPaths, manifest: Manifest, state: RunState) -> N
     for number in numbers:
         path = paths.journal(number)
         if number in sealed:
-            path.unlink()
+            _drop_sealed_journal(paths, path, manifest, state)
             continue
         report = ScanReport()
+        state.journal_bytes = 0
         rows = _scan_keys(path, manifest, state, report)
         newest = number == numbers[-1]
         if report.torn and not newest:
@@ -384,18 +458,39 @@ def _recover_journals(paths: RunPaths, manifest: Manifest, state: RunState) -> N
             state.torn = report.torn
 
 
+def _drop_sealed_journal(paths: RunPaths, path: Path, manifest: Manifest, state: RunState) -> None:
+    """Deletes a journal whose batch is good; one that was damaged when it was sealed is kept aside."""
+    report = ScanReport()
+    for _ in scan(path, manifest.run_id_bytes, report):
+        pass
+    if report.damage or report.torn:
+        state.damage.extend(f"journal/{damage}" for damage in report.damage)
+        set_aside(paths, path)
+    else:
+        path.unlink()
+        sync_folder(path.parent)
+
+
+def _scan_failures(path: Path, manifest: Manifest, state: RunState) -> ScanReport:
+    report = ScanReport()
+    for frame in scan(path, manifest.run_id_bytes, report):
+        state.keys.mark_failed(frame.index, frame.repeat)
+    return report
+
+
 def _recover_failures(paths: RunPaths, manifest: Manifest, state: RunState) -> None:
     run_id = manifest.run_id_bytes
     for path in paths.failure_files():
-        report = ScanReport()
-        frames = []
-        for frame in scan(path, run_id, report):
-            state.keys.mark_failed(frame.index, frame.repeat)
-            frames.append(frame)
+        report = _scan_failures(path, manifest, state)
         if report.damage:
             state.damage.extend(f"failed/{damage}" for damage in report.damage)
-            kept = [encode_frame(frame.index, frame.repeat, frame.rows, frame.body) for frame in frames]
-            set_aside(paths, path)
-            _write(path, b"".join([encode_file_header(run_id), *kept]))
+            whole = [
+                encode_frame(frame.index, frame.repeat, frame.rows, frame.body)
+                for frame in scan(path, run_id, ScanReport())
+            ]
+            paths.damaged.mkdir(exist_ok=True)
+            os.link(path, _free_name(paths, path))
+            sync_folder(paths.damaged)
+            _write(path, b"".join([encode_file_header(run_id), *whole]))
         elif report.torn:
             os.truncate(path, report.end) if report.end else path.unlink()

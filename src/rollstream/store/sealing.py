@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from rollstream.store.batch import build_table, write_table_durably
+from rollstream.store.batch import BATCH_FORMAT, build_table, write_table_durably
 from rollstream.store.journal import Frame, ScanReport, scan
 from rollstream.store.records import RecordCodec, RolloutRecord
 
 
 def batch_metadata(run_id: bytes) -> dict[str, str]:
     """Key-value metadata of every Parquet file of a run."""
-    return {"rollstream.format": "rollstream.batch/1", "rollstream.run_id": run_id.hex()}
+    return {"rollstream.format": BATCH_FORMAT, "rollstream.run_id": run_id.hex()}
 
 
 def seal_journal(journal: Path, batch: Path, run_id: bytes) -> ScanReport:

@@ -18,6 +18,9 @@ from rollstream.store.manifest import Manifest
 from rollstream.store.records import FailureRecord, RecordCodec
 from rollstream.store.run_dir import RunPaths, RunState, inspect
 
+_MOST_RANGES = 1000
+"""Ranges in `checkpoint.json`: in shuffled order a run has as many as rows, and nobody reads them."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
@@ -90,13 +93,15 @@ def read_failures(root: Path) -> Iterator[FailureRecord]:
 
 def write_checkpoint(paths: RunPaths, manifest: Manifest, state: RunState, *, total: int) -> None:
     """Writes `checkpoint.json`."""
+    ranges = state.keys.done_ranges()
     content: dict[str, Any] = {
         "run_id": manifest.run_id,
         "updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "n": manifest.n,
         "total": total,
         "completed": state.keys.done,
-        "completed_rows": state.keys.done_ranges(),
+        "completed_rows": ranges[:_MOST_RANGES],
+        "completed_rows_cut": len(ranges) > _MOST_RANGES,
         "failed": state.keys.failed,
         "unscored": state.rewards.unscored,
         "mean_reward": state.rewards.mean,

@@ -10,16 +10,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollstream.errors import DamageError, RunDirectoryError
-from rollstream.store.batch import KEY_COLUMNS, file_digest, open_parquet, recorded_digests
+from rollstream.store.batch import (
+    KEY_COLUMNS,
+    file_digest,
+    note_digest,
+    open_parquet,
+    read_tables,
+    recorded_digests,
+)
 from rollstream.store.journal import ScanReport, scan
-from rollstream.store.lock import is_locked
+from rollstream.store.lock import RunLock, is_locked
 from rollstream.store.manifest import read_manifest
 from rollstream.store.merge import artifact_source, source_digest
 from rollstream.store.records import RecordCodec
-from rollstream.store.run_dir import RunPaths
+from rollstream.store.run_dir import RunPaths, missing_batches, set_aside
 
 _READ_ROWS = 1024
-"""Rows held in memory at once while token columns are checked."""
+"""Rows whose token columns are checked at once."""
+
+NO_CHECKSUM = "has no checksum"
 
 
 @dataclass(slots=True)
@@ -61,6 +70,7 @@ def validate_run(root: Path) -> Validation:
     parts: list[Keys] = []
     batches = paths.batch_numbers()
     digests = recorded_digests(paths.batch(0))
+    result.problems.extend(f"batches/{name} is missing" for name in missing_batches(paths))
     for number in batches:
         keys = _validate_parquet(paths.batch(number), manifest.run_id, digests, result)
         if keys is not None:
@@ -85,35 +95,39 @@ def validate_run(root: Path) -> Validation:
 def _validate_parquet(
     path: Path, run_id: str, digests: Mapping[str, set[str]], result: Validation
 ) -> Keys | None:
+    """Its keys; None when its rows cannot be read. What is wrong goes into `result`, in one line."""
     name = path.relative_to(path.parents[1] if path.parent.name == "batches" else path.parent)
-    keys: list[Keys] = []
     wanted = digests.get(path.name)
+    keys: list[Keys] = []
+    wrong: list[str] = []
     if wanted is None:
-        result.problems.append(f"{name} has no checksum")
+        wrong.append(NO_CHECKSUM)
     elif file_digest(path) not in wanted:
-        result.problems.append(f"{name} is damaged: it does not match its checksum")
+        wrong.append("does not match its checksum")
     try:
         with open_parquet(path) as file:
-            metadata = file.metadata.metadata or {}
-            if metadata.get(b"rollstream.run_id") != run_id.encode():
-                result.problems.append(f"{name} belongs to another run")
-            for table in file.iter_batches(_READ_ROWS):
-                keys.append(
-                    np.stack([table[column].to_numpy().astype(np.int64) for column in KEY_COLUMNS], 1)
-                )
-                result.problems.extend(f"{name}: {problem}" for problem in _row_problems(table))
-    except (DamageError, pa.ArrowException, OSError) as error:
-        result.problems.append(f"{name} is damaged: {error}")
+            if (file.metadata.metadata or {}).get(b"rollstream.run_id") != run_id.encode():
+                wrong.append("belongs to another run")
+        for table in read_tables(path):
+            for at in range(0, len(table), _READ_ROWS):
+                part = table.slice(at, _READ_ROWS)
+                keys.append(np.stack([part[column].to_numpy().astype(np.int64) for column in KEY_COLUMNS], 1))
+                wrong.extend(_row_problems(part))
+    except (DamageError, RunDirectoryError) as error:
+        wrong.append(str(error).partition(": ")[2] or str(error))
+        result.problems.append(f"{name} is damaged: {'; '.join(dict.fromkeys(wrong))}")
         return None
     joined = np.concatenate(keys) if keys else np.zeros((0, 3), np.int64)
     if len(joined) > 1 and not (np.lexsort(joined.T[::-1]) == np.arange(len(joined))).all():
-        result.problems.append(f"{name} is not sorted by key")
+        wrong.append("is not sorted by key")
+    if wrong:
+        result.problems.append(f"{name}: {'; '.join(dict.fromkeys(wrong))}")
     return joined
 
 
-def _row_problems(table: pa.RecordBatch) -> Iterator[str]:
+def _row_problems(table: pa.Table) -> Iterator[str]:
     """Rows that break R1's shape: one mask value and one log-prob per response id."""
-    ids, mask, logprobs = (table[f"response_{part}"] for part in ("ids", "mask", "logprobs"))
+    ids, mask, logprobs = (table[f"response_{part}"].combine_chunks() for part in ("ids", "mask", "logprobs"))
     if not pc.all(pc.equal(pc.list_value_length(ids), pc.list_value_length(mask))).as_py():
         yield "response_ids and response_mask differ in length"
     equal = pc.equal(pc.list_value_length(ids), pc.list_value_length(logprobs))
@@ -122,6 +136,37 @@ def _row_problems(table: pa.RecordBatch) -> Iterator[str]:
     values = mask.flatten()
     if len(values) and not pc.all(pc.is_in(values, value_set=pa.array([0, 1], pa.int8()))).as_py():
         yield "response_mask holds something else than 0 and 1"
+
+
+def repair_run(root: Path) -> list[str]:
+    """Makes a run sound again as far as its bytes allow; returns what was done, a line each.
+
+    Damaged batches and a damaged artifact are moved to `damaged/`, so that the run's own command generates
+    their rollouts again; good files that lost their checksum get one.
+
+    Raises:
+        RunDirectoryError: it is no run directory, or a run is writing there.
+    """
+    manifest = read_manifest(root)
+    if manifest is None:
+        raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
+    paths = RunPaths(root)
+    done: list[str] = []
+    lock = RunLock(root / "run.lock")
+    lock.acquire()
+    try:
+        files = [paths.batch(number) for number in paths.batch_numbers()]
+        for path in [*files, *([paths.artifact] if paths.artifact.exists() else [])]:
+            result = Validation()
+            _validate_parquet(path, manifest.run_id, recorded_digests(path), result)
+            if result.problems and result.problems[0].endswith(f": {NO_CHECKSUM}"):
+                note_digest(path)
+                done.append(f"{path.name}: noted its checksum")
+            elif result.problems:
+                done.append(f"{result.problems[0]}; kept aside as {set_aside(paths, path)}")
+    finally:
+        lock.release()
+    return done
 
 
 def _validate_journal(path: Path, run_id: bytes, result: Validation) -> Keys:

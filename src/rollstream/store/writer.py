@@ -10,8 +10,9 @@ alone. A group is what has gathered while the last fdatasync ran: no commit wait
 number of syncs falls by itself when the disk is slow.
 
 How it fails: an I/O error (a full disk) cuts the journal back to what was durable and breaks the writer
-for good: every commit from then on raises `StorageError` with the first cause, and `failed` is resolved
-with it. Nothing that was said to be done is touched.
+for good, as does anything unforeseen in one of its threads: every commit, waiting or to come, raises
+`StorageError` with the first cause, and `failed` is resolved with it. Nothing that was said to be done is
+touched. Nobody waits for a thread that is gone.
 """
 
 import asyncio
@@ -25,15 +26,16 @@ from functools import partial
 
 from rollstream.errors import StorageError
 from rollstream.store.journal import JournalFile, encode_frame, sync_folder
-from rollstream.store.records import EncodingError, RecordCodec
+from rollstream.store.records import EncodingError, RecordCodec, scoring_failed
 from rollstream.store.run_dir import RunDirectory
 from rollstream.store.sealing import seal_journal
 from rollstream.trajectory import Failure, Rollout
 
 logger = logging.getLogger(__name__)
 
-_SEGMENT_BYTES = 32 << 20
-"""A journal is closed at this size even with few rows: it bounds the memory that sealing takes."""
+_SEGMENT_BYTES = 64 << 20
+"""A journal is closed when its rollouts take this much uncompressed, even with few rows: sealing holds
+them about three times over."""
 
 _GROUP_ROLLOUTS = 1024
 """Rollouts of one group commit at most; bounds the bytes between two syncs."""
@@ -84,6 +86,8 @@ class StoreWriter:
         self._next_number = run.state.next_number
         self._journal: JournalFile | None = None
         self._journal_number = -1
+        self._journal_bytes = 0
+        self._closed = False
         self._failure_journal: JournalFile | None = None
         self._broken: StorageError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -109,35 +113,46 @@ class StoreWriter:
         return self._failed
 
     def start(self) -> None:
-        """Opens the journal and starts the threads. Call from the event loop that commits."""
+        """Opens the journal and starts the threads. Call from the event loop that commits.
+
+        What the opened journal held is durable when this returns. Raises `StorageError`.
+        """
         self._loop = asyncio.get_running_loop()
         self._failed = self._loop.create_future()
         state = self._run.state
+        if state.open_journal is not None:
+            path = self._paths.journal(state.open_journal)
+            try:
+                self._journal = JournalFile(path, self._run_id, resume_at=state.open_end)
+            except OSError as error:
+                raise StorageError(f"cannot write {path}: {error.strerror}") from error
+            self._journal_number = state.open_journal
+            self.journal_rows, self._journal_bytes = state.journal_rows, state.journal_bytes
         for number in state.unsealed:
             self._seal_queue.put(number)
-        if state.open_journal is not None:
-            self._journal_number = state.open_journal
-            path = self._paths.journal(state.open_journal)
-            self._journal = JournalFile(path, self._run_id, resume_at=state.open_end)
-            self.journal_rows = state.journal_rows
         for target in (self._write_forever, self._seal_forever):
             thread = threading.Thread(target=target, name=f"store{target.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
     async def commit(self, record: Rollout | Failure) -> None:
-        """Returns when the record is durable.
+        """Returns when the record is durable; raises as the future of `submit`."""
+        await self.submit(record)
 
-        Raises:
+    def submit(self, record: Rollout | Failure) -> "asyncio.Future[None]":
+        """Hands a record to the writer; the future is resolved when it is durable.
+
+        It raises:
             EncodingError: this record cannot be stored; nothing of it was.
-            StorageError: the writer is broken (disk full, I/O error).
+            StorageError: the writer is broken (disk full, I/O error) or closed.
         """
-        if self._broken is not None:
-            raise self._broken
         assert self._loop is not None, "start() first"
         future: asyncio.Future[None] = self._loop.create_future()
-        self._queue.put(_Pending(record, future))
-        await future
+        if self._broken is not None or self._closed:
+            future.set_exception(self._broken or StorageError(f"{self._paths.root} is closed"))
+        else:
+            self._queue.put(_Pending(record, future))
+        return future
 
     async def seal(self) -> None:
         """Seals everything that is durable; returns when it is in batches. Raises `StorageError`."""
@@ -154,6 +169,7 @@ class StoreWriter:
             if seal and self._broken is None:
                 await self.seal()
         finally:
+            self._closed = True
             self._queue.put(_Stop())
             writer, sealer = self._threads
             await asyncio.to_thread(writer.join)
@@ -178,10 +194,25 @@ class StoreWriter:
     # -- writer thread
 
     def _write_forever(self) -> None:
+        try:
+            self._write_until_stopped()
+        except BaseException as error:
+            self._break(error)
+            self._refuse_until_stopped()
+
+    def _refuse_until_stopped(self) -> None:
+        while not isinstance(item := self._queue.get(), _Stop):
+            if isinstance(item, _Rotate):
+                item.done.set()
+            else:
+                self._resolve([item], self._broken)
+
+    def _write_until_stopped(self) -> None:
         last_commit = time.monotonic()
         carried: _Pending | _Rotate | _Stop | None = None
         while True:
             idle = max(0.0, last_commit + self._pull_timeout - time.monotonic())
+            idle = min(idle, threading.TIMEOUT_MAX)
             try:
                 item = carried or self._queue.get(timeout=idle if self.journal_rows else None)
             except queue.Empty:
@@ -209,19 +240,20 @@ class StoreWriter:
 
     def _commit_group(self, group: list[_Pending]) -> None:
         at = 0
-        while at < len(group):
-            if self._broken is None:
-                at = self._guarded_commit(group, at)
-            else:
-                self._resolve(group[at:], self._broken)
-                return
+        try:
+            while at < len(group) and self._broken is None:
+                at = self._commit_segment(group, at)
+        except BaseException as error:
+            self._break(error)
+        if self._broken is not None:
+            self._resolve(group, self._broken)  # those that are durable were resolved before
 
-    def _guarded_commit(self, group: list[_Pending], start: int) -> int:
+    def _commit_segment(self, group: list[_Pending], start: int) -> int:
         """Commits from `start` until the journal is full; returns where to go on."""
         written: list[_Pending] = []
         rollouts: list[bytes] = []
         failures: list[bytes] = []
-        rows, size = self.journal_rows, 0 if self._journal is None else self._journal.size
+        rows, size = self.journal_rows, self._journal_bytes
         at = start
         while at < len(group) and rows < self._save_batch_size and size < self._segment_bytes:
             pending = group[at]
@@ -229,11 +261,10 @@ class StoreWriter:
             record = pending.record
             try:
                 if isinstance(record, Rollout):
-                    body = self._codec.encode_rollout(record)
-                    frame = encode_frame(record.index, record.repeat, len(record.trajectories), body)
-                    rollouts.append(frame)
+                    body, raw_bytes = self._codec.encode_rollout(record)
+                    rollouts.append(encode_frame(record.index, record.repeat, len(record.trajectories), body))
                     rows += len(record.trajectories)
-                    size += len(frame)
+                    size += raw_bytes
                 else:
                     body = self._codec.encode_failure(record)
                     failures.append(encode_frame(record.index, record.repeat, 0, body))
@@ -248,18 +279,17 @@ class StoreWriter:
                 self._append(self._open_failure_journal(), failures)
         except OSError as error:
             self._break(error)
-            self._resolve(written, self._broken)
             return at
         state = self._run.state
         for pending in written:
             record = pending.record
             if isinstance(record, Rollout):
                 if state.keys.mark_done(record.index, record.repeat):
-                    state.rewards.add(record.final.reward)
+                    state.rewards.add(record.final.reward, scoring_failed(record.final.reward_extra))
                 state.rows += len(record.trajectories)
             else:
                 state.keys.mark_failed(record.index, record.repeat)
-        self.journal_rows = rows
+        self.journal_rows, self._journal_bytes = rows, size
         self._resolve(written, None)
         if rows >= self._save_batch_size or size >= self._segment_bytes:
             self._guarded(self._rotate)
@@ -270,7 +300,7 @@ class StoreWriter:
         try:
             journal.append(b"".join(frames))
             journal.sync()
-        except OSError:
+        except BaseException:
             journal.rollback()
             raise
 
@@ -297,7 +327,7 @@ class StoreWriter:
         self._journal.close()
         self._journal = None
         self._closed_rows[self._journal_number] = self.journal_rows
-        self.journal_rows = 0
+        self.journal_rows = self._journal_bytes = 0
         with self._sealed:
             self._unsealed += 1
         self._seal_queue.put(self._journal_number)
@@ -330,16 +360,16 @@ class StoreWriter:
     def _guarded(self, step: Callable[[], None]) -> None:
         try:
             step()
-        except Exception as error:
+        except BaseException as error:
             self._break(error)
 
-    def _break(self, error: Exception) -> None:
+    def _break(self, error: BaseException) -> None:
         if self._broken is not None:
             return
         if isinstance(error, StorageError):
             self._broken = error
         else:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
             self._broken = StorageError(
                 f"cannot write to {self._paths.root}: {reason}. What was counted as done is safe; "
                 "free space (or mend the disk) and run the same command again."

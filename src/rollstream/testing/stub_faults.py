@@ -6,7 +6,7 @@ from typing import Literal
 
 from rollstream.errors import ConfigError
 
-Fault = Literal["error", "bad_request", "hang", "truncate", "short_logprobs", "wrong_rid", "drop"]
+Fault = Literal["error", "bad_request", "hang", "truncate", "short_logprobs", "wrong_rid", "abort", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,22 @@ class Faults:
     """One log-prob fewer than there are ids."""
     wrong_rid: float = 0.0
     """A reply that names another request."""
+    abort: float = 0.0
+    """Half an answer with finish reason `abort`, which the client did not ask for."""
     drop: float = 0.0
     """The connection is closed without a reply."""
     error_status: int = 500
     """Which 5xx (or 429)."""
+    info_status: int = 200
+    """Of `/get_model_info` and `/get_server_info`."""
     die_after: int | None = None
     """The server dies when this many requests have been answered, with all that are in flight."""
     unhealthy: bool = False
     """`/health` and `/health_generate` answer 503."""
+    unready: bool = False
+    """`/readiness` answers 503, as that of a router without servers; else there is none, as in SGLang."""
+    broken_http: bool = False
+    """Every route answers with something that is not HTTP."""
 
     def choose(self, draw: float) -> Fault | None:
         """The fault of a request for a uniform draw in [0, 1)."""
@@ -51,6 +59,7 @@ _SHARES: tuple[Fault, ...] = (
     "truncate",
     "short_logprobs",
     "wrong_rid",
+    "abort",
     "drop",
 )
 assert set(_SHARES) < {field.name for field in fields(Faults)}

@@ -38,6 +38,7 @@ class Stats:
     faults: int = 0
     aborts: int = 0
     """`/abort_request` calls that named a request in flight."""
+    health_checks: int = 0
     in_flight: int = 0
     peak_in_flight: int = 0
 
@@ -109,6 +110,7 @@ class StubServer:
             "/abort_request": self._abort,
             "/health": self._health,
             "/health_generate": self._health,
+            "/readiness": self._readiness,
             "/get_model_info": self._model_info,
             "/get_server_info": self._server_info,
             "/stub/stats": self._report_stats,
@@ -159,6 +161,9 @@ class StubServer:
             flight.ended.set()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if self.faults.broken_http and request.transport is not None:
+            request.transport.write(b"NOT/HTTP what is this\r\n\r\n")
+            request.transport.close()
         route = self._routes.get(request.path)
         if route is None:
             return _json({"error": {"message": f"no route {request.path}"}}, 404)
@@ -195,6 +200,8 @@ class StubServer:
             if early := self._fail_early(fault, request):
                 return early
         length = min(max_tokens, self.response_tokens or max_tokens)
+        if fault == "abort" and share is None:
+            share = 0.5
         body = self._answer(query, rid, digest, length, share, fault)
         stats.answered += 1
         if self.faults.die_after is not None and stats.answered > self.faults.die_after:
@@ -290,10 +297,14 @@ class StubServer:
         return web.Response()
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.stats.health_checks += 1
         return web.Response(status=503 if self.faults.unhealthy else 200)
 
+    async def _readiness(self, request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(status=503 if self.faults.unready else 404)
+
     async def _model_info(self, request: web.BaseRequest) -> web.StreamResponse:
-        return _json(
+        return self._describe(
             {
                 "model_path": self.model_path,
                 "tokenizer_path": self.model_path,
@@ -303,7 +314,7 @@ class StubServer:
         )
 
     async def _server_info(self, request: web.BaseRequest) -> web.StreamResponse:
-        return _json(
+        return self._describe(
             {
                 "model_path": self.model_path,
                 "context_length": self.context_length,
@@ -313,6 +324,10 @@ class StubServer:
                 "version": "stub",
             }
         )
+
+    def _describe(self, info: dict[str, Any]) -> web.Response:
+        status = self.faults.info_status
+        return _json(info if status == 200 else {"error": {"message": "stub says nothing"}}, status)
 
     async def _report_stats(self, request: web.BaseRequest) -> web.StreamResponse:
         return _json(asdict(self.stats))
@@ -341,12 +356,12 @@ def _parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fault-seed", type=int, default=0)
     for field in fields(Faults):
         name = "--" + field.name.replace("_", "-")
-        if field.name == "unhealthy":
+        if isinstance(field.default, bool):
             parser.add_argument(name, action="store_true")
         else:
             parser.add_argument(
                 name,
-                type=int if field.name in ("error_status", "die_after") else float,
+                type=int if field.name in ("error_status", "info_status", "die_after") else float,
                 default=field.default,
             )
     return parser.parse_args(argv)

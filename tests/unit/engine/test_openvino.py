@@ -9,7 +9,7 @@ import pytest
 from rollstream.demo import MODEL_PATH
 from rollstream.engine import openvino_protocol as protocol
 from rollstream.engine.openvino import OpenVINOEngine
-from rollstream.engine.openvino_worker import Worker
+from rollstream.engine.openvino_worker import Worker, cause_of
 from rollstream.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def make(folder: Path, **kwargs: Any) -> OpenVINOEngine:
 
 def test_wrong_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openvino_genai")
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="there is no folder"):
         make(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="optimum-cli export openvino"):
         make(tmp_path)
@@ -30,6 +30,19 @@ def test_wrong_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         make(tmp_path, cachesize=3)
     with pytest.raises(ConfigError, match="max_num_seqs 300"):
         make(tmp_path, max_num_seqs=300)
+    for key, value in {
+        "cache_size": 0,
+        "num_kv_blocks": -1,
+        "max_num_seqs": 0,
+        "max_num_batched_tokens": 0,
+        "num_threads": -1,
+        "start_timeout": 0.0,
+    }.items():
+        with pytest.raises(ConfigError, match=rf"engine_kwargs\.{key} is {value}, want"):
+            make(tmp_path, **{key: value})
+    with pytest.raises(ConfigError, match=r"set engine_kwargs\.num_kv_blocks"):
+        make(tmp_path, cache_size=0)
+    make(MODEL_PATH, cache_size=0, num_kv_blocks=4)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'rollstream\[openvino\]'"):
         make(tmp_path)
@@ -84,6 +97,14 @@ def test_the_worker_survives_what_the_pipeline_cannot_do(capfd: pytest.CaptureFi
     assert "the model broke" in outbox.done[0].error
     assert worker._free_blocks == 8
     assert "Traceback" in capfd.readouterr().err
+
+
+def test_causes_are_one_line_without_the_source_of_openvino() -> None:
+    wrapped = "Exception from src/a.cpp:84:\nCheck 'x' failed at src/b.cpp:9:\nEmpty weights!\n\n"
+    assert cause_of(RuntimeError(wrapped)) == "Empty weights!"
+    assert cause_of(RuntimeError("Exception from src/a.cpp:84:")) == "Exception from src/a.cpp:84:"
+    assert cause_of(KeyError("a")) == "KeyError: 'a'"
+    assert cause_of(RuntimeError()) == "RuntimeError: "
 
 
 def test_ids_and_floats_survive_the_wire() -> None:

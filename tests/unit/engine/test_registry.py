@@ -2,11 +2,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import Capabilities
-from rollstream.engine.registry import check_capabilities, create_engine
+from rollstream.engine.registry import (
+    check_capabilities,
+    check_engine_config,
+    create_engine,
+    data_deciding_kwargs,
+)
 from rollstream.errors import ConfigError
 from rollstream.trajectory import SamplingParams
 
@@ -51,6 +58,26 @@ def test_lengths_that_cannot_fit() -> None:
     check(replace(STRONG, max_model_len=None), SamplingParams(4000))
 
 
+def test_a_limit_is_named_by_what_sets_it() -> None:
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.cache_size or num_kv_blocks") as caught:
+        check(STRONG, SamplingParams(41), limit=200)
+    assert "rollout.max_model_len" not in str(caught.value)
+    # An engine that was told the user's limit gives it back as its own.
+    with pytest.raises(ConfigError, match=r"by actor_rollout_ref\.rollout\.max_model_len"):
+        check(STRONG, SamplingParams(41), limit=100)
+
+
+def test_stop_ids_are_in_the_vocabulary() -> None:
+    strong = replace(STRONG, vocab_size=512)
+    check(strong, SamplingParams(40, stop_token_ids=(0, 511)))
+    for token in (512, 99999, -1):
+        with pytest.raises(ConfigError, match=rf"stop_token_ids has {token}, but its ids are below 512"):
+            check(strong, SamplingParams(40, stop_token_ids=(3, token)))
+    check(STRONG, SamplingParams(40, stop_token_ids=(99999,)))
+    with pytest.raises(ConfigError, match="fit 31 bits"):
+        check(STRONG, SamplingParams(40, stop_token_ids=(2**31,)))
+
+
 def test_unknown_engines_and_missing_parts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'openvino'"):
         create_engine("openvin", model_path=None, log_dir=tmp_path)
@@ -72,3 +99,41 @@ def test_engines_are_imported_only_when_asked_for() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_a_configuration_is_checked_without_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_engine_config("sglang", model_path="org/name", server_urls=["http://a:1"])
+    for kwargs, message in [
+        ({"name": "openvin"}, "did you mean 'openvino'"),
+        ({"name": "sglang"}, "server_urls"),
+        ({"name": "sglang", "server_urls": ["http://a:1"], "engine_kwargs": {"x": 1}}, "unknown key"),
+        ({"model_path": None}, r"model\.path"),
+        ({"server_urls": ["http://a:1"]}, "embedded"),
+        ({"engine_kwargs": {"cachesize": 3}}, "did you mean 'cache_size'"),
+    ]:
+        given: dict[str, Any] = {"name": "openvino", "model_path": MODEL_PATH} | kwargs
+        with pytest.raises(ConfigError, match=message):
+            check_engine_config(given.pop("name"), **given)
+    pytest.importorskip("openvino_genai")
+    check_engine_config("openvino", model_path=MODEL_PATH)
+    with pytest.raises(ConfigError, match=r"no folder Qwen/Qwen3-8B.*local folder with openvino_model\.xml"):
+        check_engine_config("openvino", model_path="Qwen/Qwen3-8B")
+    with pytest.raises(ConfigError, match=r"has no openvino_model\.xml"):
+        check_engine_config("openvino", model_path=tmp_path)
+    (tmp_path / "openvino_model.xml").touch()
+    with pytest.raises(ConfigError, match="vocab_size"):
+        check_engine_config("openvino", model_path=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["openvino_model.xml"]
+
+
+def test_the_settings_that_decide_data() -> None:
+    defaults = {"enable_prefix_caching": False, "inference_precision": "f32", "kv_cache_precision": "f32"}
+    assert data_deciding_kwargs("openvino") == defaults
+    given = {"kv_cache_precision": "u8", "num_threads": 2}
+    assert data_deciding_kwargs("openvino", given) == defaults | {"kv_cache_precision": "u8"}
+    assert data_deciding_kwargs("sglang", {"connect_timeout": 3.0}) == {}
+    with pytest.raises(ConfigError, match="unknown engine"):
+        data_deciding_kwargs("vllm")
+    with pytest.raises(ConfigError, match="unknown key"):
+        data_deciding_kwargs("openvino", {"kv_precision": "u8"})

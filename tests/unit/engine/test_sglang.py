@@ -3,6 +3,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from rollstream.engine.base import Engine
@@ -90,6 +91,13 @@ async def test_another_model_is_warned_about(
         (Faults(truncate=1.0), TransientEngineError, "cannot be read"),
         (Faults(short_logprobs=1.0), TransientEngineError, "16 ids do not match 15"),
         (Faults(wrong_rid=1.0), TransientEngineError, "instead of"),
+        (Faults(abort=1.0), TransientEngineError, "aborted the request, which nobody here asked for"),
+        (Faults(error=1.0, error_status=503), TransientEngineError, "answers 503: stub error"),
+        (Faults(error=1.0, error_status=502, unhealthy=True), EngineUnavailableError, "not healthy"),
+        (Faults(error=1.0, error_status=503, unhealthy=True), EngineUnavailableError, "not healthy"),
+        (Faults(error=1.0, error_status=504, unready=True), EngineUnavailableError, "not healthy"),
+        (Faults(error=1.0, error_status=500, unhealthy=True), TransientEngineError, "500"),
+        (Faults(broken_http=True), EngineUnavailableError, "Bad status line|Expected HTTP"),
         (Faults(drop=1.0), EngineUnavailableError, "no SGLang server answers"),
     ],
     ids=lambda value: str(value)[:30],
@@ -191,10 +199,70 @@ async def test_dying_in_the_middle_of_many_requests(server: StubServer, engine: 
     assert all(isinstance(r, EngineUnavailableError) or len(r.token_ids) == 16 for r in results)  # type: ignore[union-attr]
 
 
-async def test_an_unhealthy_server(server: StubServer, engine: SGLangEngine) -> None:
+@pytest.mark.parametrize(
+    "faults", [Faults(unhealthy=True), Faults(unready=True), Faults(broken_http=True)], ids=str
+)
+async def test_an_unhealthy_server(server: StubServer, engine: SGLangEngine, faults: Faults) -> None:
     assert await engine.health()
-    server.faults = Faults(unhealthy=True)
+    server.faults = faults
     assert not await engine.health()
+    server.faults = Faults()
+    assert await engine.health()
+
+
+async def test_a_server_behind_a_router_that_is_gone_gives_way_to_another(server: StubServer) -> None:
+    async with StubServer(response_tokens=16) as second:
+        engine = SGLangEngine([server.url, second.url])
+        await engine.start()
+        second.faults = gone = Faults(error=1.0, error_status=503, unhealthy=True)
+        completions = await asyncio.gather(
+            *(engine.generate([i], SAMPLING, request_id=str(i)) for i in range(40))
+        )
+        assert [c.token_ids for c in completions] == [server.book.answer([i], 5, 16)[0] for i in range(40)]
+        server.faults = gone
+        with pytest.raises(EngineUnavailableError, match=f"{second.url} answers 503"):
+            await engine.generate([1], SAMPLING, request_id="a")
+        await engine.close()
+
+
+async def test_requests_that_fail_together_share_one_health_check(
+    server: StubServer, engine: SGLangEngine
+) -> None:
+    server.faults = Faults(error=1.0, error_status=502, unhealthy=True)
+    results = await asyncio.gather(
+        *(engine.generate([i], SAMPLING, request_id=str(i)) for i in range(64)), return_exceptions=True
+    )
+    assert {type(result) for result in results} == {EngineUnavailableError}
+    assert server.stats.health_checks < 16
+    server.faults = Faults()
+    assert len((await engine.generate([1], SAMPLING, request_id="a")).token_ids) == 16
+
+
+async def test_abort_while_the_server_goes_away_asks_no_other(server: StubServer) -> None:
+    async with StubServer(response_tokens=16) as second:
+        engine = SGLangEngine([server.url, second.url])
+        await engine.start()
+        server.faults = second.faults = Faults(hang=1.0)
+        task = asyncio.create_task(engine.generate([1], SAMPLING, request_id="a"))
+        await eventually(lambda: server.stats.in_flight + second.stats.in_flight == 1)
+        busy = server if server.stats.in_flight else second
+        busy.kill()  # the abort can no longer arrive
+        await engine.abort("a")
+        completion = await asyncio.wait_for(task, 5)
+        assert (completion.token_ids, completion.logprobs) == ([], [])
+        assert completion.finish_reason == "abort"
+        assert server.stats.requests + second.stats.requests == 1
+        await engine.close()
+
+
+async def test_an_abort_by_somebody_else_is_tried_again(server: StubServer, engine: SGLangEngine) -> None:
+    server.latency = Latency("fixed", 30.0)
+    task = asyncio.create_task(engine.generate([1], SAMPLING, request_id="a"))
+    await eventually(lambda: server.stats.in_flight == 1)
+    async with aiohttp.ClientSession(server.url) as client:
+        await client.post("/abort_request", json={"abort_all": True})
+    with pytest.raises(TransientEngineError, match="Aborted"):
+        await asyncio.wait_for(task, 5)
 
 
 async def test_start_needs_one_server(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -204,8 +272,33 @@ async def test_start_needs_one_server(server: StubServer, caplog: pytest.LogCapt
     half = SGLangEngine([free_url(), server.url])
     await half.start()
     assert "going on without it" in caplog.text
+    assert half.capabilities.max_model_len == 64
     assert len((await half.generate([1], SAMPLING, request_id="a")).token_ids) == 16
     await half.close()
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        (Faults(broken_http=True), "check that actor_rollout_ref.rollout.server_urls names SGLang servers"),
+        (Faults(info_status=503), "answers 503"),
+    ],
+    ids=str,
+)
+async def test_start_at_a_server_that_is_not_there_yet(
+    server: StubServer, faults: Faults, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.faults = faults
+    engine = SGLangEngine([server.url])
+    with pytest.raises(EngineUnavailableError, match=message) as caught:
+        await engine.start()
+    assert server.url in str(caught.value)
+    assert not await engine.health()
+    async with StubServer(response_tokens=16) as second:
+        both = SGLangEngine([server.url, second.url])
+        await both.start()
+        assert "going on without it" in caplog.text
+        await both.close()
 
 
 async def test_close_ends_what_is_in_flight(server: StubServer, engine: SGLangEngine) -> None:

@@ -190,6 +190,7 @@ async def test_a_request_that_brings_the_engine_down_each_time_ends_some_time(
         assert (run.state.keys.done, run.state.keys.failed) == (5, 1)
     (failed,) = read_failures(tmp_path)
     assert (failed.index, failed.attempts) == (1, 3)
+    assert {find_trajectory(tmp_path, index, 1).row["attempts"] for index in range(3)} == {1}
     assert "died of this request" in failed.error
 
 
@@ -211,6 +212,17 @@ class HangingAgent(AgentLoop):
         ]
         if row["index"] == 6:
             parts[0].response_mask = [1]
+        if row["index"] == 7:
+            parts[2].response_mask = [1]
+            parts[2].messages = []
+        if row["index"] == 8:
+            raise asyncio.CancelledError
+        if row["index"] == 9:
+            parts[2].reward = "0.5"  # type: ignore[assignment]
+        if row["index"] == 10:
+            parts[2].reward = float("nan")
+        if row["index"] == 11:
+            parts[2].extra = None  # type: ignore[assignment]
         return parts
 
 
@@ -219,13 +231,18 @@ async def test_loops_that_misbehave_hurt_only_themselves(tmp_path: Path, tokeniz
     await engine.start()
     with open_dir(tmp_path) as run:
         harness = Harness(run, engine, tokenizer, loop="hanging_agent", attempt_timeout=0.05)
-        await harness.work(7)
+        await harness.work(12)
+        assert run.state.keys.done + run.state.keys.failed == 24
     failures = {one.index: one for one in read_failures(tmp_path) if one.repeat == 0}
     assert "attempt 3 took longer than 0.05 s" in failures[0].error
     assert "bug in the loop" in failures[1].error
     assert "must return trajectories" in failures[2].error
     assert "lengths differ" in failures[6].error
-    assert failures.keys() == {0, 1, 2, 5, 6}
+    assert "lengths differ" in failures[7].error
+    assert "CancelledError" in failures[8].error
+    assert "must be a number" in failures[9].error
+    assert "must be finite" in failures[10].error
+    assert failures.keys() == {0, 1, 2, *range(5, 12)}
     assert keys_on_disk(tmp_path) == [(i, r, t) for i in (3, 4) for r in range(N) for t in range(3)]
 
 

@@ -1,13 +1,15 @@
 """`generation.resume=extend`: what was done stays with its prompt row."""
 
 import contextlib
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from rollstream.errors import IdentityMismatchError
+from rollstream.errors import DamageError, IdentityMismatchError
 from rollstream.store.extend import extend_run, finish_extend
 from rollstream.store.manifest import DATASET_IDENTITY
 from rollstream.store.run_dir import lock_run
@@ -91,27 +93,57 @@ async def test_another_difference_is_refused(tmp_path: Path) -> None:
     assert state(tmp_path, "abc")[0] == {0: "a", 1: "b", 2: "c"}
 
 
-@pytest.mark.parametrize("crash_at", range(1, 14))
-async def test_a_crash_at_any_rename_is_finished_by_the_next_opening(
+@pytest.mark.parametrize("crash_at", range(1, 40))
+async def test_a_crash_at_any_change_of_folders_is_finished_by_the_next_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
 ) -> None:
     await start(tmp_path, "abcd", failed=[3])
-    renames = 0
-    rename = Path.rename
+    changes = 0
 
     class Crash(BaseException):
         pass
 
-    def counted(self: Path, target: Path) -> Path:
-        nonlocal renames
-        renames += 1
-        if renames == crash_at:
-            raise Crash
-        return rename(self, target)
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def change(*arguments: Any, **named: Any) -> Any:
+            nonlocal changes
+            changes += 1
+            if changes == crash_at:
+                raise Crash
+            return real(*arguments, **named)
 
-    monkeypatch.setattr(Path, "rename", counted)
+        return change
+
+    for name in ("rename", "unlink", "rmdir", "mkdir"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
     with contextlib.suppress(Crash):
         extend(tmp_path, "dcba")
     monkeypatch.undo()
     extend(tmp_path, "dcba")
     assert state(tmp_path, "dcba") == ({3: "a", 2: "b", 1: "c"}, 1)
+    assert not (tmp_path / "extend.ready").exists()
+
+
+async def test_rows_not_selected_any_more_leave_the_run(tmp_path: Path) -> None:
+    await start(tmp_path, "abc")
+    lock = lock_run(tmp_path)
+    keys = ["a", None, "c"]
+    extend_run(tmp_path, manifest(**{ROWS: "abc'"}), lambda: keys, "a: 2\n")
+    lock.release()
+    assert state(tmp_path, "abc'") == ({0: "a", 2: "c"}, 0)
+
+
+async def test_a_damaged_batch_is_kept_aside(tmp_path: Path) -> None:
+    await start(tmp_path, "abc")
+    with open_dir(tmp_path, **{ROWS: "abc"}):
+        pass
+    batch = next((tmp_path / "batches").glob("*.parquet"))
+    data = bytearray(batch.read_bytes())
+    for at in range(len(data) // 4, len(data) // 4 + 60):
+        data[at] ^= 0x55
+    batch.write_bytes(data)
+    with pytest.raises(DamageError, match=batch.name):
+        extend(tmp_path, "cba")
+    extend(tmp_path, "cba")
+    assert (tmp_path / "damaged" / batch.name).exists()
+    with open_dir(tmp_path, **{ROWS: "cba"}) as run:
+        assert 0 < run.state.keys.done < 6

@@ -4,16 +4,17 @@ import random
 import tempfile
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.errors import RunDirectoryError
-from rollstream.store.batch import build_table, write_table_durably
-from rollstream.store.export.jsonl import read_rows
-from rollstream.store.export.run import export_run
-from rollstream.store.merge import DamagedBatchError, merge_batches
+from rollstream.store import merge
+from rollstream.store.batch import DamagedFileError, build_table, write_table_durably
+from rollstream.store.merge import merge_batches
 from rollstream.store.records import RecordCodec
 from rollstream.store.run_dir import RunPaths
 from rollstream.store.sealing import batch_metadata
@@ -27,7 +28,7 @@ codec = RecordCodec()
 
 def write_batch(root: Path, number: int, rollouts: list[Rollout]) -> None:
     (root / "batches").mkdir(exist_ok=True)
-    table = build_table([codec.decode_rollout(codec.encode_rollout(one)) for one in rollouts])
+    table = build_table([codec.decode_rollout(codec.encode_rollout(one)[0]) for one in rollouts])
     write_table_durably(RunPaths(root).batch(number), table, batch_metadata(RUN_ID))
 
 
@@ -57,6 +58,36 @@ def test_merge_is_every_key_once_in_order(
         assert not (root / "merge.tmp").exists()
 
 
+def test_long_rows_do_not_make_large_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [rollout(index) for index in range(300)]
+    for one in rows[200:]:
+        one.final.response_ids = list(range(2000))
+        one.final.response_mask = [1] * 2000
+        one.final.response_logprobs = None
+    random.Random(1).shuffle(rows)
+    for number in range(6):
+        write_batch(tmp_path, number, rows[number * 50 : number * 50 + 50])
+    largest = 0
+    take = merge._take
+
+    def measured(table: pa.Table, order: npt.NDArray[np.int64]) -> pa.Table:
+        nonlocal largest
+        largest = max(largest, table.nbytes)
+        return take(table, order)
+
+    monkeypatch.setattr(merge, "_take", measured)
+    assert merge_batches(RunPaths(tmp_path), RUN_ID, bucket_bytes=50_000) == 300
+    assert keys_in(tmp_path / "trajectories.parquet") == [(index, 0, 0) for index in range(300)]
+    assert largest <= 2 * 50_000
+
+
+def test_a_cancelled_merge_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    write_batch(tmp_path, 0, [rollout(1)])
+    with pytest.raises(merge.MergeCancelledError):
+        merge_batches(RunPaths(tmp_path), RUN_ID, cancelled=lambda: True)
+    assert [path.name for path in tmp_path.iterdir()] == ["batches"]
+
+
 def test_of_a_key_in_two_batches_the_first_counts(tmp_path: Path) -> None:
     write_batch(tmp_path, 0, [rollout(1, trajectories=2, reward=0.0), rollout(2)])
     write_batch(tmp_path, 1, [rollout(0), rollout(1, trajectories=3, reward=1.0)])
@@ -84,7 +115,7 @@ def test_a_damaged_batch_is_named_and_the_old_artifact_stays(tmp_path: Path) -> 
     data[len(data) // 3] ^= 0xFF
     batch.write_bytes(data)
     old = (tmp_path / "trajectories.parquet").read_bytes()
-    with pytest.raises(DamagedBatchError, match=r"batch_000001\.parquet"):
+    with pytest.raises(DamagedFileError, match=r"batch_000001\.parquet"):
         merge_batches(RunPaths(tmp_path), RUN_ID)
     assert (tmp_path / "trajectories.parquet").read_bytes() == old
     assert not list(tmp_path.glob("*.tmp"))
@@ -110,19 +141,3 @@ async def test_validate_says_what_is_wrong(tmp_path: Path) -> None:
             detected += not validate_run(tmp_path).sound
         target.write_bytes(good)
         assert detected == len(places), target.name
-
-
-async def test_export_jsonl_holds_the_rows(tmp_path: Path) -> None:
-    await commit_all(tmp_path, [rollout(i) for i in (3, 1, 2)])
-    target, rows = export_run(tmp_path, "jsonl", None)
-    assert (target.name, rows) == ("trajectories.jsonl", 3)
-    decoded = list(read_rows(tmp_path / "trajectories.parquet"))
-    assert [row["index"] for row in decoded] == [1, 2, 3]
-    assert decoded[0]["ground_truth"] == {"answer": 1}
-    copy, _ = export_run(tmp_path, "parquet", tmp_path / "copy.parquet")
-    assert copy.read_bytes() == (tmp_path / "trajectories.parquet").read_bytes()
-
-
-def test_export_of_nothing_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="not a run directory"):
-        export_run(tmp_path, "jsonl", None)

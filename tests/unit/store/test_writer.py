@@ -1,16 +1,20 @@
 """R2, R3, R4: commits are durable, in order, whole, and survive damage elsewhere."""
 
 import asyncio
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from rollstream.errors import IdentityMismatchError, RunDirectoryError, StorageError
-from rollstream.store.journal import ScanReport, scan
+from rollstream.store.journal import JournalFile, ScanReport, scan
+from rollstream.store.merge import merge_batches
 from rollstream.store.records import EncodingError, RecordCodec
 from rollstream.store.run_dir import inspect, lock_run
+from rollstream.store.validate import repair_run, validate_run
 from rollstream.store.writer import StoreWriter
 from tests.unit.store.fabric import commit_all, failure, keys_on_disk, open_dir, rollout
 
@@ -188,8 +192,9 @@ async def test_another_identity_touches_nothing(tmp_path: Path) -> None:
     assert before == after
 
 
-def test_never_refuses_a_folder_with_a_run(tmp_path: Path) -> None:
+async def test_never_refuses_a_folder_with_a_run(tmp_path: Path) -> None:
     open_dir(tmp_path, fresh=True).close()
+    await commit_all(tmp_path, [rollout(0)], seal=False)
     with pytest.raises(RunDirectoryError, match="resume=never"):
         open_dir(tmp_path, fresh=True)
 
@@ -214,3 +219,211 @@ async def test_a_broken_writer_says_so_to_everyone(tmp_path: Path, monkeypatch: 
         await writer.close()
     with open_dir(tmp_path) as run:
         assert (run.state.keys.done, run.state.damage, run.state.torn) == (1, [], 0)
+
+
+async def test_a_run_that_holds_nothing_gives_way(tmp_path: Path) -> None:
+    open_dir(tmp_path, **{"engine": "mistyped"}).close()
+    await commit_all(tmp_path, [rollout(0)], **{"engine": "right"})
+    with pytest.raises(IdentityMismatchError):
+        open_dir(tmp_path, **{"engine": "mistyped"})
+
+
+@pytest.mark.parametrize("where", ["encode_rollout", "append", "mark_done"])
+async def test_an_unforeseen_error_in_the_writer_thread_reaches_everyone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("no room")
+
+    with open_dir(tmp_path) as run:
+        writer = StoreWriter(run, save_batch_size=10, pull_timeout=float("inf"))
+        writer.start()
+        await writer.commit(rollout(0))
+        target = {"encode_rollout": RecordCodec, "append": JournalFile, "mark_done": type(run.state.keys)}[
+            where
+        ]
+        monkeypatch.setattr(target, where, fail)
+        async with asyncio.timeout(20):
+            results = await asyncio.gather(
+                *(writer.commit(rollout(index)) for index in range(1, 5)), return_exceptions=True
+            )
+            assert all(isinstance(result, StorageError) for result in results), results
+            with pytest.raises(StorageError, match="no room"):
+                await writer.failed
+            await writer.close()
+            with pytest.raises(StorageError):
+                await writer.commit(rollout(9))
+        monkeypatch.undo()
+    with open_dir(tmp_path) as run:
+        assert run.state.keys.is_done(0, 0)
+        assert not run.state.damage
+
+
+async def test_commit_after_close_is_refused(tmp_path: Path) -> None:
+    with open_dir(tmp_path) as run:
+        writer = StoreWriter(run, save_batch_size=10, pull_timeout=60)
+        writer.start()
+        await writer.close()
+        async with asyncio.timeout(10):
+            with pytest.raises(StorageError, match="closed"):
+                await writer.commit(rollout(0))
+
+
+async def test_a_passing_read_error_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await commit_all(tmp_path, [rollout(index) for index in range(4)], size=2)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rollstream.store.batch.pq.ParquetFile", fail)
+        with pytest.raises(StorageError, match="Too many open files"):
+            open_dir(tmp_path)
+    with open_dir(tmp_path) as run:
+        assert (run.state.keys.done, run.state.damage) == (4, [])
+
+
+async def test_a_missing_batch_is_named_and_owed_again(tmp_path: Path) -> None:
+    await commit_all(tmp_path, [rollout(index) for index in range(4)], size=2)
+    with open_dir(tmp_path) as run:
+        merge_batches(run.paths, run.manifest.run_id_bytes)
+    (tmp_path / "batches" / "batch_000000.parquet").unlink()
+    assert "batches/batch_000000.parquet is missing" in validate_run(tmp_path).problems
+    artifact = (tmp_path / "trajectories.parquet").read_bytes()
+    with open_dir(tmp_path) as run:
+        assert run.state.damage == ["batches/batch_000000.parquet is missing"]
+        assert run.state.keys.done == 2
+    assert (tmp_path / "damaged" / "trajectories.parquet").read_bytes() == artifact
+    await commit_all(tmp_path, [rollout(0), rollout(1)])
+    assert validate_run(tmp_path).sound
+
+
+async def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.tmp").mkdir()
+    (tmp_path / "mine.tmp" / "precious").write_text("x")
+    (tmp_path / "notes.tmp").write_text("y")
+    await commit_all(tmp_path, [rollout(0)])
+    assert (tmp_path / "mine.tmp" / "precious").read_text() == "x"
+    assert (tmp_path / "notes.tmp").exists()
+
+
+async def test_an_unfinished_checksum_line_spoils_only_itself(tmp_path: Path) -> None:
+    await commit_all(tmp_path, [rollout(0)])
+    sums = tmp_path / "batches" / "_SHA256SUMS"
+    sums.write_bytes(sums.read_bytes() + b"0123456789abcdef")
+    await commit_all(tmp_path, [rollout(1)])
+    assert validate_run(tmp_path).sound
+
+
+async def test_repair_sets_damage_aside_and_restores_checksums(tmp_path: Path) -> None:
+    await commit_all(tmp_path, [rollout(index) for index in range(6)], size=2)
+    with open_dir(tmp_path) as run:
+        merge_batches(run.paths, run.manifest.run_id_bytes)
+    batch = tmp_path / "batches" / "batch_000001.parquet"
+    data = bytearray(batch.read_bytes())
+    data[len(data) // 4] ^= 1
+    batch.write_bytes(data)
+    assert not validate_run(tmp_path).sound
+    assert any("batch_000001.parquet" in line for line in repair_run(tmp_path))
+    with open_dir(tmp_path) as run:
+        assert run.state.keys.done == 4
+    await commit_all(tmp_path, [rollout(2), rollout(3)])
+    with open_dir(tmp_path) as run:
+        merge_batches(run.paths, run.manifest.run_id_bytes)
+    assert validate_run(tmp_path).sound
+    (tmp_path / "batches" / "_SHA256SUMS").write_bytes(b"")
+    assert not validate_run(tmp_path).sound
+    repair_run(tmp_path)
+    assert validate_run(tmp_path).sound
+
+
+async def test_a_journal_damaged_before_sealing_is_kept_aside(tmp_path: Path) -> None:
+    with open_dir(tmp_path) as run:
+        writer = StoreWriter(run, save_batch_size=100, pull_timeout=60)
+        writer.start()
+        for index in range(3):
+            await writer.commit(rollout(index))
+        journal = run.paths.journal(0)
+        data = bytearray(journal.read_bytes())
+        data[len(data) // 2] ^= 1
+        journal.write_bytes(data)
+        with pytest.raises(StorageError, match="changed under the run"):
+            await writer.close()
+    with open_dir(tmp_path) as run:
+        assert run.state.keys.done == 2
+        assert "000000.rsj" in run.state.damage[0]
+    assert (tmp_path / "damaged" / "000000.rsj").read_bytes() == data
+
+
+async def test_big_rollouts_close_a_journal_by_their_bytes(tmp_path: Path) -> None:
+    with open_dir(tmp_path) as run:
+        writer = StoreWriter(run, save_batch_size=1000, pull_timeout=60, segment_bytes=20_000)
+        writer.start()
+        for index in range(10):
+            one = rollout(index)
+            one.final.response_ids = [7] * 1000  # compresses to next to nothing
+            one.final.response_mask = [1] * 1000
+            one.final.response_logprobs = None
+            await writer.commit(one)
+        await writer.close()
+    sizes = [pq.read_metadata(path).num_rows for path in sorted((tmp_path / "batches").glob("*.parquet"))]
+    assert max(sizes) <= 4
+    assert sum(sizes) == 10
+
+
+class Recorder:
+    """Records the system calls that decide what survives a crash, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        for name in ("fsync", "fdatasync"):
+            real = getattr(os, name)
+
+            def sync(fd: int, name: str = name, real: Callable[[int], None] = real) -> None:
+                self.calls.append(f"{name} {Path(f'/proc/self/fd/{fd}').readlink().name}")
+                real(fd)
+
+            monkeypatch.setattr(os, name, sync)
+        rename, unlink = Path.rename, Path.unlink
+
+        def renaming(path: Path, target: Path) -> Path:
+            self.calls.append(f"rename {path.name} {Path(target).name}")
+            return rename(path, target)
+
+        def unlinking(path: Path, missing_ok: bool = False) -> None:
+            if path.exists():
+                self.calls.append(f"unlink {path.name}")
+            unlink(path, missing_ok)
+
+        monkeypatch.setattr(Path, "rename", renaming)
+        monkeypatch.setattr(Path, "unlink", unlinking)
+
+
+async def test_order_of_syncs_renames_and_deletions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R2 after a power cut, not only after a kill: which call comes before which."""
+    with open_dir(tmp_path) as run:
+        writer = StoreWriter(run, save_batch_size=1, pull_timeout=60)
+        recorder = Recorder(monkeypatch)
+        writer.start()
+        await writer.commit(rollout(0))
+        before_seal = list(recorder.calls)
+        await writer.close()
+        merge_batches(run.paths, run.manifest.run_id_bytes)
+    monkeypatch.undo()
+    assert before_seal[:3] == ["fdatasync 000000.rsj", "fsync journal", "fdatasync 000000.rsj"]
+    sealing = recorder.calls[3:]
+    assert sealing == [
+        "fsync batch_000000.parquet.tmp",
+        "fdatasync _SHA256SUMS",
+        "rename batch_000000.parquet.tmp batch_000000.parquet",
+        "fsync batches",
+        "unlink 000000.rsj",
+        "fsync journal",
+        "fsync trajectories.parquet.tmp",
+        "fdatasync trajectories.parquet.sha256",
+        "rename trajectories.parquet.tmp trajectories.parquet",
+        f"fsync {tmp_path.name}",
+        "fsync trajectories.parquet.sha256.tmp",
+        "rename trajectories.parquet.sha256.tmp trajectories.parquet.sha256",
+        f"fsync {tmp_path.name}",
+    ]

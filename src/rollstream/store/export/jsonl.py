@@ -1,14 +1,16 @@
 """The artifact as JSON Lines: one trajectory a line, JSON columns as JSON."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pyarrow.parquet as pq
 
-from rollstream.store.batch import open_parquet
+from rollstream.errors import StorageError
+from rollstream.store.batch import DamagedFileError, open_parquet, reading
+from rollstream.store.merge import MergeCancelledError
 
 JSON_COLUMNS = ("messages", "reward_extra", "ground_truth", "extra")
 """Columns that hold JSON text."""
@@ -17,17 +19,39 @@ _READ_ROWS = 256
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Trajectories of an artifact or batch as dicts, JSON columns decoded. Raises `DamageError`."""
+    """Trajectories of an artifact or batch as dicts, JSON columns decoded.
+
+    Raises:
+        DamageError: its bytes are not what was written.
+        StorageError: it cannot be read right now.
+    """
     with open_parquet(path) as file:
-        for table in file.iter_batches(_READ_ROWS):
-            for row in table.to_pylist():
-                for column in JSON_COLUMNS:
-                    row[column] = orjson.loads(row[column])
-                yield row
+        tables = file.iter_batches(_READ_ROWS)
+        while True:
+            with reading(path):
+                rows = next(tables, None)
+            if rows is None:
+                return
+            for row in rows.to_pylist():
+                yield decode_row(row, path)
 
 
-def export_jsonl(artifact: Path, target: Path) -> int:
-    """Writes `target` (by a temporary name); returns its lines."""
+def decode_row(row: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A row with its JSON columns decoded. Raises `DamageError` naming `path`."""
+    try:
+        return {key: orjson.loads(value) if key in JSON_COLUMNS else value for key, value in row.items()}
+    except ValueError as error:
+        raise DamagedFileError(path, f"{path.name} is damaged: {error}") from error
+
+
+def export_jsonl(artifact: Path, target: Path, cancelled: Callable[[], bool] = lambda: False) -> int:
+    """Writes `target` (by a temporary name); returns its lines.
+
+    Raises:
+        DamageError: the artifact is damaged.
+        StorageError: the disk is full, or `target` cannot be written.
+        MergeCancelledError: `cancelled`, asked now and then, said so. An older `target` stays.
+    """
     temporary = target.with_name(target.name + ".tmp")
     lines = 0
     try:
@@ -35,9 +59,13 @@ def export_jsonl(artifact: Path, target: Path) -> int:
             for row in read_rows(artifact):
                 file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
                 lines += 1
+                if lines % _READ_ROWS == 0 and cancelled():
+                    raise MergeCancelledError
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(target)
+    except OSError as error:
+        raise StorageError(f"cannot write {target}: {error.strerror}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return lines

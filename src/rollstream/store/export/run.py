@@ -1,50 +1,162 @@
-"""`rollstream export`: a run directory's trajectories in another format."""
+"""`rollstream export`: a run directory's trajectories in a file of their own.
+
+Of a finished run, the artifact is merged if it is not there, and converted. Of an unfinished one, what is
+done so far (batches and journals) is merged in a temporary folder beside the output; the run directory is
+left as it is, and no file there ever passes for the artifact of a finished run.
+"""
 
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from rollstream.errors import RunDirectoryError, StorageError
+from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
 from rollstream.store.export.jsonl import artifact_rows, export_jsonl
 from rollstream.store.lock import RunLock
-from rollstream.store.manifest import read_manifest
+from rollstream.store.manifest import Manifest, read_manifest
 from rollstream.store.merge import merge_batches
 from rollstream.store.run_dir import RunPaths
+from rollstream.store.sealing import seal_journal
+from rollstream.store.summary import RunStatus, read_status
 
 
-def export_run(root: Path, name: str, output: Path | None) -> tuple[Path, int]:
-    """Merges what is sealed and writes it as `parquet` or `jsonl`; returns the file and its rows.
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What was exported."""
 
-    Works on unfinished runs too: rollouts that are in no batch yet are not in the export.
+    target: Path
+    rows: int
+    """Trajectories in `target`."""
+    status: RunStatus
+    """Of the run, when it was exported."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run was at its end."""
+        return is_finished(self.status)
+
+
+def is_finished(status: RunStatus) -> bool:
+    """Whether every rollout is settled and sealed: then the artifact is the run's last word."""
+    return status.owed == 0 and status.pending_rows == 0
+
+
+def export_run(root: Path, name: str, output: Path | None = None, *, force: bool = False) -> Export:
+    """Writes a run's trajectories as `parquet` or `jsonl`.
+
+    Args:
+        root: the run directory.
+        name: the format.
+        output: the file to write; `trajectories.<name>` in the run directory by default, which only a
+            finished run has.
+        force: overwrite an existing `output`. Files of the run itself are never overwritten.
 
     Raises:
-        RunDirectoryError: no run directory, nothing sealed in it, or a run is writing there.
-        DamageError: a batch is damaged.
+        ConfigError: `output` must not be written.
+        RunDirectoryError: no run directory, nothing done in it, unfinished and no `output`, or a run is
+            writing there.
+        DamageError: a batch or journal is damaged.
         StorageError: the disk is full.
     """
     manifest = read_manifest(root)
     if manifest is None:
         raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
-    paths = RunPaths(root)
-    if not paths.batch_numbers():
-        raise RunDirectoryError(f"{root} has no sealed batch yet; run `rollstream generate` to its end first")
+    own = root / f"trajectories.{name}"
+    target = output or own
+    in_run = target.resolve() == own.resolve()
+    _check_output(root, target, own, force=force)
+    with _nobody_writes(root):
+        status = read_status(root)
+        if not status.rows:
+            raise RunDirectoryError(f"{root} holds no finished rollout yet")
+        if is_finished(status):
+            paths = RunPaths(root)
+            merge_batches(paths, manifest.run_id_bytes)
+            return Export(target, _write(paths.artifact, name, target), status)
+        if in_run:
+            total = "?" if status.total is None else status.total
+            raise RunDirectoryError(
+                f"{root}: {status.completed} of {total} rollouts done; the run is unfinished. To export what "
+                "is there, name a file outside with --output; or run the same `rollstream generate` to its end"
+            )
+        with _merged_aside(RunPaths(root), manifest, target) as artifact:
+            return Export(target, _write(artifact, name, target), status)
+
+
+def _check_output(root: Path, target: Path, own: Path, *, force: bool) -> None:
+    place = target.resolve()
+    if place.is_relative_to(root.resolve()):
+        if place != own.resolve():
+            raise ConfigError(
+                f"--output {target} is inside the run directory, where only {own.name} may be written"
+            )
+        return
+    if place.is_dir():
+        raise ConfigError(f"--output {target} is a folder; name a file")
+    if not place.parent.is_dir():
+        raise ConfigError(f"--output {target}: there is no folder {place.parent}")
+    if place.exists() and not force:
+        raise ConfigError(f"--output {target} exists; --force overwrites it")
+
+
+@contextmanager
+def _nobody_writes(root: Path) -> Iterator[None]:
     lock = RunLock(root / "run.lock")
-    lock.acquire()
     try:
-        merge_batches(paths, manifest.run_id_bytes)
+        lock.acquire()
+    except OSError as error:
+        raise RunDirectoryError(f"cannot lock {root}: {error.strerror}") from error
+    try:
+        yield
     finally:
         lock.release()
-    target = output or root / f"trajectories.{name}"
+
+
+@contextmanager
+def _merged_aside(paths: RunPaths, manifest: Manifest, target: Path) -> Iterator[Path]:
+    """An artifact of batches and journals, in a temporary folder on the disk of `target`."""
     try:
-        if name == "jsonl":
-            return target, export_jsonl(paths.artifact, target)
-        if target.resolve() != paths.artifact.resolve():
-            temporary = target.with_name(target.name + ".tmp")
-            try:
-                shutil.copyfile(paths.artifact, temporary)
-                os.replace(temporary, target)  # noqa: PTH105
-            finally:
-                temporary.unlink(missing_ok=True)
+        folder = tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.resolve().parent)
+    except OSError as error:
+        raise StorageError(f"cannot write beside {target}: {error.strerror}") from error
+    aside = RunPaths(Path(folder))
+    try:
+        try:
+            aside.batches.mkdir()
+            batches = paths.batch_numbers()
+            for number in batches:
+                aside.batch(number).symlink_to(paths.batch(number).resolve())
+            for number in paths.journal_numbers():
+                if number in batches:  # sealed already; a crash came before the journal was deleted
+                    continue
+                report = seal_journal(paths.journal(number), aside.batch(number), manifest.run_id_bytes)
+                if report.damage:
+                    raise DamageError(
+                        f"journal/{report.damage[0]}. The same `rollstream generate` keeps it aside and "
+                        "generates its rollouts again"
+                    )
+        except OSError as error:
+            raise StorageError(f"cannot write beside {target}: {error.strerror}") from error
+        merge_batches(aside, manifest.run_id_bytes)
+        yield aside.artifact
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(artifact: Path, name: str, target: Path) -> int:
+    if name == "jsonl":
+        return export_jsonl(artifact, target)
+    if target.resolve() == artifact.resolve():
+        return artifact_rows(artifact)
+    temporary = target.with_name(target.name + ".tmp")
+    try:
+        shutil.copyfile(artifact, temporary)
+        os.replace(temporary, target)  # noqa: PTH105
     except OSError as error:
         raise StorageError(f"cannot write {target}: {error.strerror}") from error
-    return target, artifact_rows(paths.artifact)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return artifact_rows(target)

@@ -1,0 +1,198 @@
+"""SGLang's wire format: request bodies out, completions or errors in. No I/O.
+
+Source: https://docs.sglang.io/basic_usage/native_api.html and sampling_params.html.
+"""
+
+from typing import Any
+
+import msgspec
+import orjson
+from yarl import URL
+
+from rollstream.engine.checks import ids_fit
+from rollstream.errors import ConfigError, EngineError, TransientEngineError
+from rollstream.trajectory import Completion, FinishReason, SamplingParams
+
+AWAY_STATUSES = frozenset((502, 503, 504))
+"""What a router answers for a server that is gone, and SGLang while it starts; also a server that is only
+busy. Which of them it is, its health says."""
+
+
+class ServerInfo(msgspec.Struct):
+    """What a server says of itself at start."""
+
+    max_model_len: int | None
+    vocab_size: int | None
+    deterministic: bool
+    """Seeds work only with --enable-deterministic-inference; without it they are silently ignored."""
+    skips_tokenizer: bool
+    """Without its tokenizer a server cannot match stop strings."""
+
+
+class _FinishReason(msgspec.Struct):
+    type: str
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _TokenLogprob(msgspec.Struct, array_like=True, gc=False):
+    """`[logprob, id, text or null]`. Hundreds per reply: without gc, and without the text."""
+
+    logprob: float
+    token_id: int
+
+
+class _MetaInfo(msgspec.Struct):
+    id: str | None = None
+    finish_reason: _FinishReason | None = None
+    output_token_logprobs: list[_TokenLogprob] | None = None
+    cached_tokens: int = 0
+    weight_version: Any = None
+
+
+class _Reply(msgspec.Struct):
+    meta_info: _MetaInfo
+    output_ids: list[int] | None = None
+
+
+_REPLY = msgspec.json.Decoder(_Reply)
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def base_url(url: str) -> str:
+    """A server's URL without its last slash; raises `ConfigError` if it is none."""
+    parsed = URL(url)
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"server URL {url!r} must look like http://host:port")
+    return url.rstrip("/")
+
+
+def request_body(prompt_ids: list[int], sampling: SamplingParams, rid: str) -> bytes:
+    """The body of a `/generate` request that the server knows by `rid`."""
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    if sampling.stop:
+        params["stop"] = sampling.stop
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = sampling.stop_token_ids
+    if sampling.ignore_eos:
+        params["ignore_eos"] = True
+    return orjson.dumps(
+        {
+            "rid": rid,
+            "input_ids": prompt_ids,
+            "sampling_params": params,
+            "return_logprob": sampling.logprobs,
+            "stream": False,
+        }
+    )
+
+
+def read_reply(
+    server: str,
+    payload: bytes,
+    sampling: SamplingParams,
+    *,
+    rid: str,
+    vocab_size: int | None,
+    aborted: bool,
+) -> Completion:
+    """Checks a `/generate` reply and makes a completion of it.
+
+    Args:
+        server: named in errors.
+        payload: the body of an HTTP 200.
+        sampling: what was asked for.
+        rid: of the request that this must answer.
+        vocab_size: ids must be below it; None where nobody said.
+        aborted: whether we asked for an abort. One that nobody asked for (another client's `abort_all`, a
+            server that is being emptied) is no completion.
+
+    Raises:
+        TransientEngineError: the reply is broken, or cut short by somebody else.
+        EngineError: it says that the request can't be served.
+    """
+    try:
+        reply = _REPLY.decode(payload)
+    except msgspec.DecodeError as error:
+        raise _broken(server, f"it cannot be read: {error} ({len(payload)} bytes)") from error
+    meta = reply.meta_info
+    if meta.id is not None and meta.id != rid:
+        raise _broken(server, f"it answers request {meta.id!r} instead of {rid!r}")
+    reason = meta.finish_reason
+    if reason is None or reason.type not in _FINISH_REASONS:
+        raise _broken(server, f"its finish reason is {reason!r}")
+    if reason.status_code is not None:
+        raise _status_error(server, reason.status_code, str(reason.message))
+    if reason.type == "abort" and not aborted:
+        raise TransientEngineError(
+            f"{server} aborted the request, which nobody here asked for: {reason.message or '(no message)'}"
+        )
+
+    logprobs: list[float] | None = None
+    if sampling.logprobs:
+        if meta.output_token_logprobs is None:
+            raise _broken(server, "it has no log-probs, which were asked for")
+        ids = [entry.token_id for entry in meta.output_token_logprobs]
+        logprobs = [entry.logprob for entry in meta.output_token_logprobs]
+        if reply.output_ids is not None and reply.output_ids != ids:
+            raise _broken(server, f"{len(reply.output_ids)} ids do not match {len(ids)} log-probs")
+    elif reply.output_ids is not None:
+        ids = reply.output_ids
+    else:
+        raise _broken(server, "it has no output_ids; this SGLang gives ids only with log-probs")
+    if not ids_fit(ids, vocab_size):
+        raise _broken(server, f"it has ids outside the vocabulary of {vocab_size} ids")
+    if len(ids) > sampling.max_tokens:
+        raise _broken(server, f"it has {len(ids)} tokens, more than max_tokens {sampling.max_tokens}")
+    return Completion(
+        token_ids=ids,
+        logprobs=logprobs,
+        finish_reason=_FINISH_REASONS[reason.type],
+        policy_versions=[(0, _parse_version(meta.weight_version))],
+        cached_prompt_tokens=meta.cached_tokens,
+    )
+
+
+def http_error(server: str, status: int, payload: bytes) -> EngineError:
+    """The error for an HTTP status other than 200, in the server's own words."""
+    return _status_error(server, status, _error_message(payload))
+
+
+def _parse_version(weight_version: object) -> int:
+    """SGLang's weight version is free text, "default" until the first update: that is version 0."""
+    try:
+        return int(str(weight_version))
+    except ValueError:
+        return 0
+
+
+def _broken(server: str, what: str) -> TransientEngineError:
+    return TransientEngineError(f"broken reply from {server}: {what}")
+
+
+def _status_error(server: str, status: int, message: str) -> EngineError:
+    text = f"{server} answers {status}: {message}"
+    if status in (408, 429) or status >= 500:
+        return TransientEngineError(text)
+    return EngineError(text)
+
+
+def _error_message(payload: bytes) -> str:
+    """The server's own words: `{"error": {"message": ...}}`, `{"message": ...}`, or the text as it is."""
+    try:
+        value = orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        value = None
+    if isinstance(value, dict):
+        inner = value.get("error", value)
+        message = inner.get("message") if isinstance(inner, dict) else inner
+        if message:
+            return str(message)
+    return payload[:500].decode(errors="replace") or "(no message)"

@@ -1,0 +1,166 @@
+"""Exports: what is done is in them, finished or not, and files of the run are never overwritten."""
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from rollstream.errors import ConfigError, DamageError, RunDirectoryError
+from rollstream.store.export.jsonl import read_rows
+from rollstream.store.export.run import export_run
+from rollstream.store.find import find_trajectory
+from rollstream.store.lock import RunLock
+from rollstream.store.run_dir import RunPaths
+from rollstream.store.summary import write_checkpoint
+from rollstream.store.validate import validate_run
+from tests.unit.store.fabric import commit_all, failure, keys_in, open_dir, rollout
+
+
+def set_total(root: Path, total: int) -> None:
+    with open_dir(root) as run:
+        write_checkpoint(run.paths, run.manifest, run.state, total=total)
+
+
+def content(root: Path) -> dict[str, bytes]:
+    files = (path for path in root.rglob("*") if path.is_file() and path.name != "run.lock")
+    return {str(path): path.read_bytes() for path in files}
+
+
+async def finished(root: Path) -> Path:
+    await commit_all(root, [*(rollout(i, trajectories=2) for i in range(3)), failure(9)], size=2)
+    set_total(root, 4)
+    return root
+
+
+async def unfinished(root: Path) -> Path:
+    """Two rollouts in a batch, two in the journal, of ten."""
+    await commit_all(root, [rollout(5), rollout(1)], size=2)
+    await commit_all(root, [rollout(4), rollout(0)], seal=False)
+    set_total(root, 10)
+    assert RunPaths(root).journal_numbers()
+    return root
+
+
+async def test_a_finished_run_in_both_formats(tmp_path: Path) -> None:
+    run = await finished(tmp_path / "run")
+    done = export_run(run, "jsonl")
+    assert (done.target, done.rows, done.finished) == (run / "trajectories.jsonl", 6, True)
+    lines = [orjson.loads(line) for line in done.target.read_bytes().splitlines()]
+    assert lines == orjson.loads(orjson.dumps(list(read_rows(run / "trajectories.parquet"))))
+    assert lines[2]["messages"] == [{"role": "user", "content": "q1"}]
+    assert export_run(run, "jsonl").rows == 6  # its own name may be written again
+    copy = export_run(run, "parquet", tmp_path / "copy.parquet")
+    assert keys_in(copy.target) == keys_in(run / "trajectories.parquet")
+    assert validate_run(run).sound
+
+
+@pytest.mark.parametrize("name", ["parquet", "jsonl"])
+async def test_an_unfinished_run_with_what_is_in_the_journal(tmp_path: Path, name: str) -> None:
+    run = await unfinished(tmp_path / "run")
+    before = content(run)
+    for output in (None, run / f"trajectories.{name}"):
+        with pytest.raises(RunDirectoryError, match=r"4 of 10 rollouts done; the run is unfinished"):
+            export_run(run, name, output)
+    done = export_run(run, name, tmp_path / "part")
+    assert (done.rows, done.finished, done.status.completed, done.status.total) == (4, False, 4, 10)
+    if name == "parquet":
+        assert [key[0] for key in keys_in(done.target)] == [0, 1, 4, 5]
+    else:
+        rows = [orjson.loads(line) for line in done.target.read_bytes().splitlines()]
+        assert [row["index"] for row in rows] == [0, 1, 4, 5]
+    assert content(run) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part", "run"]
+
+
+async def test_everything_done_but_not_sealed_is_unfinished(tmp_path: Path) -> None:
+    await commit_all(tmp_path / "run", [rollout(0)], seal=False)
+    set_total(tmp_path / "run", 1)
+    with pytest.raises(RunDirectoryError, match="1 of 1 rollouts done; the run is unfinished"):
+        export_run(tmp_path / "run", "parquet")
+
+
+async def test_files_of_the_run_are_never_overwritten(tmp_path: Path) -> None:
+    run = await finished(tmp_path / "run")
+    before = content(run)
+    (tmp_path / "link").symlink_to(run / "run.json")
+    outputs = ["run/run.json", "run/batches/batch_000000.parquet", "run/new.jsonl", "link", "run", "run/../run/x"]
+    for output in [*outputs, "run/trajectories.parquet"]:
+        with pytest.raises(ConfigError, match=r"only trajectories\.jsonl"):
+            export_run(run, "jsonl", tmp_path / output, force=True)
+    assert content(run) == before
+
+
+async def test_another_file_only_with_force(tmp_path: Path) -> None:
+    run, target = await finished(tmp_path / "run"), tmp_path / "mine"
+    target.write_text("precious")
+    with pytest.raises(ConfigError, match="exists; --force"):
+        export_run(run, "jsonl", target)
+    assert target.read_text() == "precious"
+    assert export_run(run, "jsonl", target, force=True).rows == 6
+    with pytest.raises(ConfigError, match="is a folder"):
+        export_run(run, "jsonl", tmp_path)
+    with pytest.raises(ConfigError, match="no folder"):
+        export_run(run, "jsonl", tmp_path / "none" / "x")
+
+
+async def test_while_a_run_writes_and_without_anything_done(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"no run\.json"):
+        export_run(tmp_path, "jsonl")
+    open_dir(tmp_path / "empty").close()
+    with pytest.raises(RunDirectoryError, match="no finished rollout"):
+        export_run(tmp_path / "empty", "jsonl")
+    run = await unfinished(tmp_path / "run")
+    lock = RunLock(run / "run.lock")
+    lock.acquire()
+    try:
+        with pytest.raises(RunDirectoryError, match="being written by another run"):
+            export_run(run, "jsonl", tmp_path / "x")
+    finally:
+        lock.release()
+
+
+def damage(path: Path, at: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 0xFF
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("at", [0.1, 0.2, 0.4, 0.6, 0.8, 0.99])
+async def test_a_damaged_batch_is_an_error_or_shows_what_was_written(tmp_path: Path, at: float) -> None:
+    run = await finished(tmp_path / "run")
+    whole = {index: find_trajectory(run, index).row for index in range(2)}
+    damage(RunPaths(run).batch(0), at)
+    for index in range(2):
+        try:
+            assert find_trajectory(run, index).row == whole[index]
+        except DamageError as error:
+            assert "batch_000000" in str(error)
+    with pytest.raises(DamageError, match="batch_000000"):
+        export_run(run, "jsonl", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+async def test_a_damaged_journal_is_an_error(tmp_path: Path) -> None:
+    run = await unfinished(tmp_path / "run")
+    journal = RunPaths(run).journal(RunPaths(run).journal_numbers()[-1])
+    damage(journal, 0.4)
+    with pytest.raises(DamageError, match=journal.name):
+        export_run(run, "jsonl", tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+async def test_a_trajectory_that_is_not_there_says_why(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    identity = {"data.rows.count": 12}
+    await commit_all(run, [rollout(0, trajectories=2), failure(3)], seal=True, **identity)
+    assert find_trajectory(run, None).row["trajectory"] == 1
+    assert find_trajectory(run, 0, 0, 0).siblings == 2
+    for index, repeat, message in [
+        (12, 0, "numbered from 0 to 11"),
+        (-1, 0, "numbered from 0 to 11"),
+        (0, 2, "2 rollouts, repeats 0 to 1"),
+        (3, 0, "it failed: ValueError: no"),
+        (4, 0, "not done yet"),
+    ]:
+        with pytest.raises(RunDirectoryError, match=message):
+            find_trajectory(run, index, repeat)
