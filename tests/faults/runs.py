@@ -57,6 +57,11 @@ def overrides(run_dir: Path, prompts: Path, url: str, **settings: object) -> lis
     return [f"{key}={value}" for key, value in chosen.items()]
 
 
+def has_rollouts(root: Path) -> bool:
+    """Whether a rollout is in a journal of the run: more than a file header and a bit."""
+    return any(path.stat().st_size > 200 for path in (root / "journal").glob("*.rsj"))
+
+
 class Runner:
     """`rollstream generate` in a process."""
 

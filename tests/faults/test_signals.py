@@ -1,6 +1,9 @@
 """Ctrl-C and SIGTERM: stop, seal, say how to go on; a second Ctrl-C stops at once and loses nothing."""
 
+import shlex
 import signal
+import socket
+import sys
 import time
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 from rollstream.store.run_dir import RunPaths
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
-from tests.faults.runs import Runner, overrides, run_to_end, stub_server, write_prompts
+from tests.faults.runs import Runner, has_rollouts, overrides, run_to_end, stub_server, write_prompts
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -19,11 +22,12 @@ def test_a_signal_seals_and_says_how_to_resume(tmp_path: Path, number: signal.Si
     with stub_server("--response-tokens", "64", "--latency", "fixed:0.1") as url:
         command = overrides(paths.root, prompts, url, generation__max_in_flight=16)
         runner = Runner(command, log=tmp_path / "stopped.log")
-        assert runner.wait_until(lambda: any(paths.journals.glob("*.rsj")))
+        assert runner.wait_until(lambda: has_rollouts(paths.root))
         runner.process.send_signal(number)
         assert runner.wait() == 128 + number
         output = runner.output()
-        assert f"resume with: python -m rollstream.generation.main {command[0]}" in output
+        words = [sys.executable, "-m", "rollstream.generation.main", *command]
+        assert f"resume with: {shlex.join(words)}\n" in output
         status = read_status(paths.root)
         assert 0 < status.completed < 300
         assert (status.pending_rows, status.saved_batches) == (0, 1)
@@ -40,7 +44,7 @@ def test_a_second_ctrl_c_stops_at_once_and_loses_nothing(tmp_path: Path) -> None
             paths.root, prompts, url, generation__max_in_flight=16, generation__grace_period=100
         )
         runner = Runner(command, log=tmp_path / "stopped.log")
-        assert runner.wait_until(lambda: any(paths.journals.glob("*.rsj")))
+        assert runner.wait_until(lambda: has_rollouts(paths.root))
         runner.process.send_signal(signal.SIGINT)
         assert runner.wait_until(lambda: "stopping:" in runner.output())
         before = read_status(paths.root).completed
@@ -52,12 +56,15 @@ def test_a_second_ctrl_c_stops_at_once_and_loses_nothing(tmp_path: Path) -> None
         assert read_status(paths.root).completed >= before > 0
 
 
-def test_a_signal_while_setting_up_changes_nothing(tmp_path: Path) -> None:
+def test_a_signal_while_the_engine_starts_leaves_nothing_behind(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 4)
-    run_dir = tmp_path / "run"
-    with stub_server("--response-tokens", "8", "--unhealthy") as url:
-        command = overrides(run_dir, prompts, url)
-        runner = Runner(command, log=tmp_path / "stopped.log")
-        runner.wait_until(lambda: (run_dir / "run.json").exists())
+    paths = RunPaths(tmp_path / "run")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        runner = Runner(overrides(paths.root, prompts, url), log=tmp_path / "stopped.log")
+        assert runner.wait_until(lambda: "4 owed" in runner.output())
         runner.process.send_signal(signal.SIGINT)
-        assert runner.wait() in (130, 1, 2)
+        assert runner.wait() == 130
+    assert "stopped before anything was generated" in runner.output()
+    assert "Traceback" not in runner.output()
+    assert not paths.has_data()

@@ -3,11 +3,18 @@
 import hashlib
 import logging
 import os
+import string
 from pathlib import Path
 from typing import Any
 
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Message
+
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
+"""Files that hold a vocabulary, by their usual names; for messages."""
+
+_PROBE = " ".join(string.ascii_letters + string.digits)
+"""Text of which every tokenizer of a language model knows something."""
 
 
 class ChatTokenizer:
@@ -97,7 +104,7 @@ def load_tokenizer(
         trust_remote_code: run tokenizer code that ships with the model.
 
     Raises:
-        ConfigError: no tokenizer there, or it has no chat template.
+        ConfigError: no tokenizer there, one without a vocabulary, or it has no chat template.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -110,11 +117,18 @@ def load_tokenizer(
         source = str(local) if local.is_dir() else path
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = _missing_files(local) or next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
             f"no tokenizer found at {path!r}: {reason}. actor_rollout_ref.model.path (or tokenizer_path) "
             "must be a folder with tokenizer files, or a hub name that can be reached."
         ) from error
+    if _is_empty(tokenizer):
+        # transformers makes one without a word when the files with the vocabulary are not there.
+        raise ConfigError(
+            f"the tokenizer at {path!r} has no vocabulary: "
+            f"{_missing_files(local) or 'its files hold no tokens'}. Put the tokenizer's files there, or "
+            "name a folder that has them by actor_rollout_ref.model.tokenizer_path"
+        )
     if custom_chat_template is not None:
         try:
             tokenizer.chat_template = Path(custom_chat_template).expanduser().read_text()
@@ -126,3 +140,26 @@ def load_tokenizer(
             "actor_rollout_ref.model.custom_chat_template=FILE.jinja"
         )
     return ChatTokenizer(tokenizer, template_kwargs=template_kwargs)
+
+
+def _is_empty(tokenizer: Any) -> bool:
+    """Whether it has no tokens but special ones, or makes nothing of text."""
+    chat = ChatTokenizer(tokenizer)
+    ids = chat.encode(_PROBE)
+    if chat.decode(ids).strip():
+        return False
+    special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+    # sentencepiece's mark of a space is there without a vocabulary, too
+    return not ids or not any(
+        token.strip("\u2581 ") for token in tokenizer.get_vocab() if token not in special
+    )
+
+
+def _missing_files(folder: Path) -> str:
+    """What a local folder lacks; nothing if it has a vocabulary, or is no folder."""
+    if not folder.is_dir():
+        return ""
+    names = {path.name for path in folder.iterdir()}
+    if names & set(_VOCABULARY_FILES) or any(name.endswith((".model", ".tiktoken")) for name in names):
+        return ""
+    return f"the folder has none of {', '.join(_VOCABULARY_FILES)}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from rollstream.config.settings import DataSettings
 from rollstream.data.user_class import load_class
-from rollstream.data.values import BadRow, Row, kind_name, to_jsonable
+from rollstream.data.values import BadRow, Row, described, to_jsonable
 from rollstream.errors import DataError
 
 
@@ -31,7 +31,7 @@ class CustomRows:
         try:
             self._dataset: Any = cls(files=data.files, data=data)
             self._length = len(self._dataset)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{self._label}: cannot be made ({type(error).__name__}: {error})") from error
         if not hasattr(cls, "__getitem__"):
             raise DataError(f"{self._label}: has no __getitem__(position)")
@@ -44,10 +44,10 @@ class CustomRows:
     def row(self, position: int) -> Row:
         try:
             row = self._dataset[position]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BadRow(f"the dataset raised {type(error).__name__}: {error}") from error
         if not isinstance(row, dict):
-            raise BadRow(f"the dataset gave a {kind_name(row)}, want a dict")
+            raise BadRow(f"the dataset gave {described(row)}, want a dict")
         copied: Row = to_jsonable(row)
         return copied
 

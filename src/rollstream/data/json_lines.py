@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from rollstream.data.values import BadRow, Row, kind_name
+from rollstream.data.values import BadRow, Row, described
 from rollstream.errors import DataError
 
 _INDEX_CHUNK = 16 << 20
@@ -31,7 +31,7 @@ _TOO_MANY_DIGITS = b"0" * 19
 class JsonLines:
     """The rows of one JSON Lines file, by position.
 
-    Blank lines are no rows. The index costs 8 bytes a row.
+    Blank lines are no rows. The index costs 8 bytes a line.
 
     Args:
         file: Open for reading, with a file descriptor; kept open as long as this object lives.
@@ -45,7 +45,7 @@ class JsonLines:
         self._file = file
         self._fd = file.fileno()
         self._label = label
-        self._starts = index_lines(self._fd)
+        self._starts, self._blanks = index_lines(self._fd)
         if len(self) and os.pread(self._fd, 1, int(self._starts[0])) == b"[":
             raise DataError(
                 f"{label}: holds a JSON array, not JSON Lines (one object a line); "
@@ -79,7 +79,8 @@ class JsonLines:
             first = last
 
     def location(self, position: int) -> str:
-        line = 1 + _count_newlines(self._fd, int(self._starts[position]))
+        # From the index and not from the file, whose lines may have changed since.
+        line = 1 + position + int(np.searchsorted(self._blanks, self._starts[position]))
         return f"{self._label}, row {position} (line {line})"
 
     def _read(self, start: int, end: int) -> bytes:
@@ -95,7 +96,7 @@ class JsonLines:
         return data
 
 
-def index_lines(fd: int) -> npt.NDArray[np.int64]:
+def index_lines(fd: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Finds where the lines of a file begin, with numpy, in chunks.
 
     Args:
@@ -103,9 +104,10 @@ def index_lines(fd: int) -> npt.NDArray[np.int64]:
 
     Returns:
         int64 `[rows + 1]`: the offset of each line that is not blank, then the size of the file. A byte
-        order mark at the start is skipped.
+        order mark at the start is skipped. And int64 `[blank lines]`: the offset of each that is blank.
     """
     found: list[npt.NDArray[np.int64]] = []
+    empty: list[npt.NDArray[np.int64]] = []
     doubtful: list[npt.NDArray[np.int64]] = []  # begin with a space, tab or carriage return
     offset = 0
     at_line_start = True
@@ -119,15 +121,22 @@ def index_lines(fd: int) -> npt.NDArray[np.int64]:
         starts = starts[starts < len(data)]
         first = data[starts]
         found.append(starts[first > 0x20] + offset)
+        empty.append(starts[first == 0x0A] + offset)
         doubtful.append(starts[(first <= 0x20) & (first != 0x0A)] + offset)
         offset += len(chunk)
-    indented = [start for starts in doubtful for start in starts.tolist() if not _is_blank(fd, start)]
     end = np.array([offset], dtype=np.int64)
-    if not indented:
-        return np.concatenate([*found, end])
-    merged = np.concatenate([*found, np.array(indented, dtype=np.int64)])
-    merged.sort()
-    return np.concatenate([merged, end])
+    unclear = np.concatenate([end[:0], *doubtful])
+    is_blank = np.fromiter((_is_blank(fd, start) for start in unclear), dtype=bool, count=len(unclear))
+    rows = _merged(found, unclear[~is_blank])
+    return np.concatenate([rows, end]), _merged(empty, unclear[is_blank])
+
+
+def _merged(parts: list[npt.NDArray[np.int64]], others: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Sorted; `parts` are so already, one after the other."""
+    merged = np.concatenate([*parts, others])
+    if len(others):
+        merged.sort()
+    return merged
 
 
 def _is_blank(fd: int, start: int) -> bool:
@@ -139,15 +148,6 @@ def _is_blank(fd: int, start: int) -> bool:
             return True
         start += len(piece)
     return True
-
-
-def _count_newlines(fd: int, end: int) -> int:
-    count = 0
-    offset = 0
-    while offset < end and (chunk := os.pread(fd, min(_INDEX_CHUNK, end - offset), offset)):
-        count += chunk.count(b"\n")
-        offset += len(chunk)
-    return count
 
 
 def decode_line(line: bytes) -> Row:
@@ -165,7 +165,7 @@ def decode_line(line: bytes) -> Row:
         if _TOO_MANY_DIGITS in line.translate(_DIGITS_TO_ZERO):
             value = _decode_carefully(line)
     if type(value) is not dict:
-        raise BadRow(f"the line holds a {kind_name(value)}, not a JSON object")
+        raise BadRow(f"the line holds {described(value)}, not a JSON object")
     return value
 
 

@@ -82,7 +82,7 @@ class PromptDataset:
         self._digests: BinaryIO | None = None  # content digests by index, 16 bytes each; once scanned
         self._visiting = _visiting_order(len(source), shuffle_seed)
         self.max_samples = max_samples
-        self.row(0)
+        self._agent_names = {self.row(0).agent_name}
 
     def __len__(self) -> int:
         """Rows in the files, before filter and cut."""
@@ -103,7 +103,8 @@ class PromptDataset:
         try:
             prompt_row, digest = parse_row(self._source.row(index), index, self._prompt_column)
         except BadRow as error:
-            raise DataError(f"{self._source.location(index)}: {error}") from error
+            changed = "" if self._digests is None else "; it could be read when the run began"
+            raise DataError(f"{self._source.location(index)}: {error}{changed}") from error
         if self._digests is not None:
             was = os.pread(self._digests.fileno(), _DIGEST_BYTES, index * _DIGEST_BYTES)
             if was != digest:
@@ -158,6 +159,18 @@ class PromptDataset:
                 self._fingerprint = self._scan()
         return self._fingerprint
 
+    def agent_names(self) -> set[str]:
+        """The agent loops that rows name, each by its `agent_name`; rows that name none add nothing.
+
+        Reads and checks every row if that was not done yet. When the files are those of `known`, rows are not
+        read: then it is the first row's name alone, if it has one.
+
+        Raises:
+            DataError: As `fingerprint`.
+        """
+        _ = self.fingerprint
+        return {name for name in self._agent_names if name is not None}
+
     def prompt_keys(self) -> Iterator[str]:
         """The prompt keys of all rows, by index. Reads and checks every row if that was not done yet.
 
@@ -187,12 +200,13 @@ class PromptDataset:
                 try:
                     if isinstance(row, BadRow):
                         raise row
-                    _, digest = parse_row(row, index, self._prompt_column)
+                    prompt_row, digest = parse_row(row, index, self._prompt_column)
                 except BadRow as error:
                     bad += 1
                     if len(shown) < _SHOWN_ERRORS:
                         shown.append(f"{self._source.location(index)}: {error}")
                     continue
+                self._agent_names.add(prompt_row.agent_name)
                 fingerprint.update(digest)
                 digests.write(digest)
         if bad:

@@ -4,7 +4,7 @@ from typing import Any
 
 import orjson
 
-from rollstream.data.values import BadRow, Row, content_digest, kind_name
+from rollstream.data.values import BadRow, Row, content_digest, described
 from rollstream.trajectory import Message, PromptRow
 
 UNKNOWN_SOURCE = "unknown"
@@ -74,14 +74,14 @@ def _mapping(value: Any, column: str) -> dict[str, Any]:
             raise BadRow(f"{column} is text but not JSON ({error})") from error
         if type(decoded) is dict:
             return decoded
-        raise BadRow(f"{column} holds JSON of a {kind_name(decoded)}, want a mapping")
-    raise BadRow(f"{column} is a {kind_name(value)}, want a mapping (or one as JSON text)")
+        raise BadRow(f"{column} holds JSON that is {described(decoded)}, want a mapping")
+    raise BadRow(f"{column} is {described(value)}, want a mapping (or one as JSON text)")
 
 
 def _text(value: Any, column: str) -> str | None:
     if value is None or type(value) is str:
         return value
-    raise BadRow(f"{column} is a {kind_name(value)}, want text")
+    raise BadRow(f"{column} is {described(value)}, want text")
 
 
 def _take_ground_truth(columns: Row) -> Any:
@@ -117,7 +117,7 @@ def _messages(prompt: Any, column: str) -> list[Message]:
             raise BadRow(f"{column} is empty")
         return [{"role": "user", "content": prompt}]
     if type(prompt) is not list:
-        raise BadRow(f"{column} is a {kind_name(prompt)}, want text or a list of messages")
+        raise BadRow(f"{column} is {described(prompt)}, want text or a list of messages")
     if not prompt:
         raise BadRow(f"{column} is an empty list, want at least one message")
     return [_message(message, f"{column}[{i}]") for i, message in enumerate(prompt)]
@@ -125,7 +125,7 @@ def _messages(prompt: Any, column: str) -> list[Message]:
 
 def _message(given: Any, where: str) -> Message:
     if type(given) is not dict:
-        raise BadRow(f"{where} is a {kind_name(given)}, want a mapping with role and content")
+        raise BadRow(f"{where} is {described(given)}, want a mapping with role and content")
     message: Message = {key: value for key, value in given.items() if value is not None}
     role = message.get("role")
     if type(role) is not str or not role:
@@ -140,7 +140,7 @@ def _message(given: Any, where: str) -> Message:
             raise BadRow(f"{where} (role {role}) has no content")
         return message | {"content": None}
     if type(content) is not list:
-        raise BadRow(f"{where}.content is a {kind_name(content)}, want text or a list of parts")
+        raise BadRow(f"{where}.content is {described(content)}, want text or a list of parts")
     for i, part in enumerate(content):
         if type(part) is not dict or type(part.get("type")) is not str:
             raise BadRow(

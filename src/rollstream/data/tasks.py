@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rollstream.data.prompt_template import PromptTemplate
-from rollstream.data.values import BadRow, Row, kind_name, to_jsonable
+from rollstream.data.values import BadRow, Row, described, to_jsonable
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Message
 
@@ -232,7 +232,7 @@ class Task:
                 raise
             except BadRow as error:
                 raise DataError(f"{self.label}, example {position}: {error}") from error
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise DataError(
                     f"{self.label}, example {position}: {type(error).__name__}: {error}"
                 ) from error
@@ -246,14 +246,14 @@ class Task:
             yield from self.load()
         except (ConfigError, DataError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{self.label}: loading failed ({type(error).__name__}: {error})") from error
 
     def _chat_messages(self, example: Mapping[str, Any]) -> list[Message]:
         name = self.config.chat_messages_field
         messages = _column(example, name, "chat_messages_field")
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise BadRow(f"column {name!r} is a {kind_name(messages)}, want a list of messages")
+            raise BadRow(f"column {name!r} is {described(messages)}, want a list of messages")
         end = len(messages)
         while end and messages[end - 1].get("role") == "assistant":
             end -= 1

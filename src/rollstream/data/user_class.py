@@ -49,7 +49,9 @@ def _run_file(file: Path, setting: str) -> ModuleType:
     sys.modules[module_name] = module  # dataclasses and pickle look their module up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:  # sys.exit() in the file must not end the program without a word
         del sys.modules[module_name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise ConfigError(f"{setting}: {file} raised {type(error).__name__}: {error}") from error
     return module

@@ -96,6 +96,28 @@ def kind_name(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
+_SHOWN_CHARACTERS = 40
+"""Of a text in a message: enough to find it again."""
+
+
+def described(value: Any) -> str:
+    """A value as it reads after "is" in a message: `null`, `a number (17)`, `a list`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return f"a number ({value})"
+    if isinstance(value, str):
+        shown = value if len(value) <= _SHOWN_CHARACTERS else f"{value[: _SHOWN_CHARACTERS - 1]}…"
+        return f"text ({shown!r})"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    return f"a value of type {kind_name(value)}"
+
+
 def content_digest(row: Row) -> bytes:
     """Hashes a row's content: 16 bytes of BLAKE2b over its canonical JSON.
 

@@ -27,6 +27,7 @@ def build_identity(
     reward_digest: str | None,
     dataset_fingerprint: str,
     dataset_rows: int,
+    engine_settings: dict[str, Any],
 ) -> dict[str, Any]:
     """The identity of a run. Paths and speeds are not in it: moving a model or a dataset changes nothing."""
     model = settings.actor_rollout_ref.model
@@ -35,6 +36,7 @@ def build_identity(
         "model.digest": model_digest(model.path) if model.path is not None else None,
         "model.tokenizer": tokenizer_digest,
         "engine": rollout.name,
+        **{f"engine.{key}": value for key, value in engine_settings.items()},
         "agent.default_agent_loop": rollout.agent.default_agent_loop,
         "tools": tools_digest,
         "reward": reward_digest,

@@ -23,7 +23,12 @@ from rollstream.data.prompts import KnownDataset, PromptDataset, load_prompts
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.data.tool_schemas import load_tool_schemas
 from rollstream.engine.base import Engine
-from rollstream.engine.registry import check_capabilities, create_engine
+from rollstream.engine.registry import (
+    check_capabilities,
+    check_engine_config,
+    create_engine,
+    data_deciding_kwargs,
+)
 from rollstream.errors import ConfigError, DataError
 from rollstream.generation.identity import build_identity
 from rollstream.generation.stopping import in_daemon_thread
@@ -162,7 +167,14 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None) -> Prepared:
     given = to_settings(config)
     if given.actor_rollout_ref.model.path is None:
         raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder")
-    get_agent_loop(given.actor_rollout_ref.rollout.agent.default_agent_loop)
+    rollout = given.actor_rollout_ref.rollout
+    check_engine_config(
+        rollout.name,
+        model_path=given.actor_rollout_ref.model.path,
+        server_urls=rollout.server_urls,
+        engine_kwargs=rollout.engine_kwargs,
+    )
+    get_agent_loop(rollout.agent.default_agent_loop)
     resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     assert isinstance(resolved, DictConfig)
     resolve_tasks_into_config(resolved)
@@ -201,7 +213,10 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None) -> Prepared:
         reward_digest=reward.source_digest,
         dataset_fingerprint=dataset.fingerprint,
         dataset_rows=len(dataset),
+        engine_settings=data_deciding_kwargs(rollout.name, rollout.engine_kwargs),
     )
+    for name in dataset.agent_names():
+        get_agent_loop(name)
     resolved_config = OmegaConf.to_container(resolved, resolve=True)
     assert isinstance(resolved_config, dict)
     return Prepared(

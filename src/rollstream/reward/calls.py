@@ -220,7 +220,7 @@ class LoopThread:
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
-        loop.run_forever()
+        _run_forever(loop)
         loop.run_until_complete(
             asyncio.sleep(0)
         )  # calls that came just before the end begin, to be cancelled
@@ -231,6 +231,20 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Runs it until it is stopped, whatever tasks raise that a function of the user's started.
+
+    asyncio lets SystemExit and KeyboardInterrupt of a task end the loop, besides giving them to whoever
+    awaits the task: other calls would wait for their timeouts.
+    """
+    while True:
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            continue
+        return
 
 
 async def _collect(function: Callable[[], Awaitable[Any]]) -> Outcome:

@@ -27,6 +27,8 @@ def load_reward(
 ) -> FunctionReward:
     """Loads a reward function from a Python file, which runs here.
 
+    Its `source_digest` covers that file, `name` and `reward_kwargs`; not what the file imports.
+
     Args:
         path: The file.
         name: What in it: a function, sync or async; an object that can be called; or a class whose objects
@@ -76,8 +78,10 @@ def _run_file(file: Path) -> ModuleType:
     sys.modules[module_name] = module  # dataclasses and pickle look their module up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:  # sys.exit() in the file must not end the program without a word
         del sys.modules[module_name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise ConfigError(
             f"custom_reward_function.path: {file} raised {type(error).__name__}: {error}"
         ) from error
@@ -93,7 +97,7 @@ def _find_function(module: ModuleType, name: str, file: Path) -> ComputeScore:
     if isinstance(found, type):
         try:
             found = found()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"custom_reward_function.name: the class {name} in {file} cannot be made without arguments "
                 f"({type(error).__name__}: {error})"

@@ -1,5 +1,6 @@
 """The tokenizer's fast path gives what transformers gives."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,33 @@ def test_missing_tokenizer_or_template_is_named(tmp_path: Path) -> None:
         (tmp_path / file).write_bytes((MODEL_PATH / file).read_bytes())
     with pytest.raises(ConfigError, match="has no chat template"):
         load_tokenizer(str(tmp_path))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gpt2", "gemma2", "t5", "bert", "llama"])
+@pytest.mark.parametrize("gone", [["tokenizer.json", "tokenizer_config.json"], ["tokenizer.json"]])
+def test_a_folder_without_its_vocabulary_is_refused(tmp_path: Path, model_type: str, gone: list[str]) -> None:
+    # transformers makes an empty tokenizer of such a folder; what is in it depends on the kind of model.
+    for file in {"tokenizer.json", "tokenizer_config.json", "config.json", "chat_template.jinja"} - {*gone}:
+        (tmp_path / file).write_bytes((MODEL_PATH / file).read_bytes())
+    change_config(tmp_path, model_type=model_type, architectures=None)
+    with pytest.raises(ConfigError, match=r"the folder has none of tokenizer\.json, tokenizer\.model, vocab"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_vocabulary_of_a_few_words_will_do(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"[UNK]": 0, "yes": 1, "no": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    made.chat_template = "{{ messages[0].content }}"
+    made.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).render([{"role": "user", "content": "yes no"}]) == [1, 2]

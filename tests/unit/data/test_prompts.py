@@ -104,7 +104,7 @@ def test_bad_rows_are_named_and_counted(tmp_path: Path) -> None:
         _ = dataset.fingerprint
     lines = str(caught.value).splitlines()
     assert lines[0] == "8 of 9 rows cannot be used:"
-    assert lines[1] == f"  {path}, row 1 (line 3): prompt is a int, want text or a list of messages"
+    assert lines[1] == f"  {path}, row 1 (line 3): prompt is a number (5), want text or a list of messages"
     assert lines[5].startswith(f"  {path}, row 5 (line 7): not JSON")
     assert lines[6] == "  … and 3 more" and len(lines) == 7
     with pytest.raises(DataError, match=r"row 8 \(line 10\): no column 'prompt'; the row has: text"):
@@ -127,6 +127,27 @@ def test_a_row_that_changes_under_the_run_is_an_error(tmp_path: Path) -> None:
     assert dataset.row(2).ground_truth == "3"
     with pytest.raises(DataError, match=r"row 3 \(line 4\): the row has changed"):
         dataset.row(3)
+
+
+def test_a_row_that_cannot_be_read_any_more_says_so(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    dataset = load_prompts(data_settings(path))
+    _ = dataset.fingerprint
+    path.write_bytes(b"oops " * 2000)
+    with pytest.raises(DataError, match=r"row 3 \(line 4\): not JSON.*; it could be read when the run began"):
+        dataset.row(3)
+
+
+def test_the_agent_loops_that_rows_name(tmp_path: Path) -> None:
+    names = ["tool_agent", None, "judge", "tool_agent"]
+    rows = [row | {"agent_name": name} for row, name in zip(ROWS, names, strict=False)] + ROWS[4:]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    dataset = load_prompts(data_settings(path))
+    assert dataset.agent_names() == {"tool_agent", "judge"}
+    assert dataset.file_digests is not None
+    known = KnownDataset(dataset.file_digests, dataset.fingerprint)
+    assert PromptDataset(Explodes(dataset._source), files=[path], known=known).agent_names() == {"tool_agent"}
+    assert load_prompts(data_settings(write_jsonl(path, ROWS))).agent_names() == set()
 
 
 def test_a_replaced_file_keeps_its_rows(tmp_path: Path) -> None:
@@ -163,6 +184,14 @@ class Empty(Squares):
     def __len__(self):
         return 0
 
+class Leaves(Squares):
+    def __init__(self, files, data):
+        raise SystemExit(3)
+
+class LeavesLater(Squares):
+    def __getitem__(self, i):
+        raise SystemExit(3)
+
 class Picky:
     def __init__(self, files):
         pass
@@ -188,6 +217,10 @@ def test_custom_class(tmp_path: Path) -> None:
         load("Empty")
     with pytest.raises(DataError, match=r"Picky .*cannot be made .*TypeError"):
         load("Picky")
+    with pytest.raises(DataError, match=r"Leaves .*cannot be made \(SystemExit: 3\)"):
+        load("Leaves")
+    with pytest.raises(DataError, match=r"row 0: the dataset raised SystemExit: 3"):
+        load("LeavesLater")
     with pytest.raises(ConfigError, match=r"data\.custom_cls: .*has no class Square; did you mean Squares"):
         load("Square")
     with pytest.raises(ConfigError, match=r"data\.custom_cls: no such file"):
@@ -196,4 +229,10 @@ def test_custom_class(tmp_path: Path) -> None:
         load_prompts(data_settings(custom_cls=CustomClassSettings(None, "A")))
     path.write_text("1 / 0")
     with pytest.raises(ConfigError, match=r"mine\.py raised ZeroDivisionError"):
+        load("Squares")
+    path.write_text("import sys; sys.exit(3)")
+    with pytest.raises(ConfigError, match=r"mine\.py raised SystemExit: 3"):
+        load("Squares")
+    path.write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
         load("Squares")

@@ -7,6 +7,7 @@ import pytest
 
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
+from rollstream.engine.registry import data_deciding_kwargs
 from rollstream.generation.identity import build_identity, model_digest
 
 
@@ -19,6 +20,9 @@ def identity(*words: str, model: Path = MODEL_PATH) -> dict[str, object]:
         reward_digest="r",
         dataset_fingerprint="f",
         dataset_rows=3,
+        engine_settings=data_deciding_kwargs(
+            settings.actor_rollout_ref.rollout.name, settings.actor_rollout_ref.rollout.engine_kwargs
+        ),
     )
 
 
@@ -30,6 +34,7 @@ def identity(*words: str, model: Path = MODEL_PATH) -> dict[str, object]:
         "actor_rollout_ref.rollout.stop=[x]",
         "actor_rollout_ref.rollout.response_length=8",
         "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.rollout.engine_kwargs.kv_cache_precision=u8",
         "generation.seed=1",
         "data.max_prompt_length=10",
         "data.truncation=left",
@@ -46,6 +51,7 @@ def test_what_decides_the_data_is_in(word: str) -> None:
     "word",
     [
         "generation.max_in_flight=3",
+        "actor_rollout_ref.rollout.engine_kwargs.num_threads=1",
         "generation.save_batch_size=3",
         "generation.retry_failed=true",
         "trainer.default_local_dir=elsewhere",

@@ -70,6 +70,25 @@ async def raises_later(**kwargs):
 def exits(**kwargs):
     raise SystemExit(1)
 
+def interrupts(**kwargs):
+    raise KeyboardInterrupt("by hand")
+
+async def exits_later(**kwargs):
+    raise SystemExit(1)
+
+async def interrupts_later(**kwargs):
+    raise KeyboardInterrupt("by hand")
+
+async def exits_in_a_task(**kwargs):
+    async def leave():
+        raise SystemExit(1)
+
+    await asyncio.gather(asyncio.create_task(leave()))
+
+class Leaves:
+    def __init__(self):
+        raise SystemExit(1)
+
 def returns_text(**kwargs):
     return "1"
 
@@ -144,10 +163,21 @@ async def test_what_it_raises_is_the_cause(path: str, name: str) -> None:
     reward.close()
 
 
-async def test_an_exit_is_the_functions_own(path: str) -> None:
-    reward = load_reward(path, "exits")
-    with pytest.raises(RewardError, match="raised SystemExit: 1"):
-        await reward.score(ROW, "4")
+@pytest.mark.parametrize(
+    ("name", "raised"),
+    [
+        ("exits", "SystemExit: 1"),
+        ("exits_later", "SystemExit: 1"),
+        ("exits_in_a_task", "SystemExit: 1"),
+        ("interrupts", "KeyboardInterrupt: by hand"),
+        ("interrupts_later", "KeyboardInterrupt: by hand"),
+    ],
+)
+async def test_an_exit_is_the_functions_own(path: str, name: str, raised: str) -> None:
+    reward = load_reward(path, name, timeout=20.0)
+    for _ in range(2):
+        with pytest.raises(RewardError, match=f"raised {raised}"):
+            await reward.score(ROW, "4")
     reward.close()
 
 
@@ -192,6 +222,7 @@ async def test_many_at_once(path: str) -> None:
         ),
         ("compute_score", {"bonsu": 1}, "cannot be called with .*bonsu"),
         ("compute_score", {"extra_info": 1}, "extra_info comes from the prompt row"),
+        ("Leaves", {}, r"class Leaves .* cannot be made without arguments \(SystemExit: 1\)"),
         ("NeedsArguments", {}, "class NeedsArguments .* cannot be made without arguments"),
     ],
 )
@@ -206,6 +237,12 @@ def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("import nothing_of_the_kind")
     with pytest.raises(ConfigError, match=r"bad\.py raised ModuleNotFoundError"):
+        load_reward(str(bad))
+    bad.write_text("import sys; sys.exit(3)")
+    with pytest.raises(ConfigError, match=r"bad\.py raised SystemExit: 3"):
+        load_reward(str(bad))
+    bad.write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
         load_reward(str(bad))
     bad.rename(tmp_path / "bad.txt")
     with pytest.raises(ConfigError, match="not a Python file"):

@@ -132,18 +132,18 @@ async def test_rows_not_selected_any_more_leave_the_run(tmp_path: Path) -> None:
     assert state(tmp_path, "abc'") == ({0: "a", 2: "c"}, 0)
 
 
-async def test_a_damaged_batch_is_kept_aside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.25, 0.5])
+async def test_a_damaged_batch_is_kept_aside(tmp_path: Path, share: float) -> None:
+    """In a key column, the opening sees it; elsewhere the rewriting does, and asks for another go."""
     await start(tmp_path, "abc")
-    with open_dir(tmp_path, **{ROWS: "abc"}):
-        pass
-    batch = next((tmp_path / "batches").glob("*.parquet"))
+    batch = tmp_path / "batches" / "batch_000000.parquet"
     data = bytearray(batch.read_bytes())
-    for at in range(len(data) // 4, len(data) // 4 + 60):
-        data[at] ^= 0x55
+    middle = int(len(data) * share)
+    data[middle : middle + 60] = bytes(byte ^ 0x55 for byte in data[middle : middle + 60])
     batch.write_bytes(data)
-    with pytest.raises(DamageError, match=batch.name):
+    with contextlib.suppress(DamageError):
         extend(tmp_path, "cba")
     extend(tmp_path, "cba")
     assert (tmp_path / "damaged" / batch.name).exists()
     with open_dir(tmp_path, **{ROWS: "cba"}) as run:
-        assert 0 < run.state.keys.done < 6
+        assert run.state.keys.done == 3
