@@ -39,6 +39,7 @@ def phases(paths: RunPaths, rng: random.Random) -> dict[str, Callable[[], bool]]
     """When to kill, by what is being done. Each is polled until it holds."""
     started: list[float] = []
     moment = rng.uniform(0.0, 0.5)
+    begun, opening_moment = time.monotonic(), rng.uniform(0.5, 3.0)
 
     def generating() -> bool:
         if durable_bytes(paths) and not started:
@@ -56,6 +57,7 @@ def phases(paths: RunPaths, rng: random.Random) -> dict[str, Callable[[], bool]]
         "generating": generating,
         "committing": committing,
         "sealing": lambda: any(paths.batches.glob("*.tmp")),
+        "opening": lambda: time.monotonic() - begun > opening_moment,
         "merging": lambda: (paths.root / "trajectories.parquet.tmp").exists(),
     }
 
@@ -70,7 +72,7 @@ def test_thirty_kills_lose_nothing_and_repeat_at_most_what_was_in_flight(tmp_pat
         "generation__save_batch_size": 40,
         "generation__show_progress": "false",
     }
-    with stub_server("--response-tokens", "64", "--latency", "lognormal:0.1,0.5") as url:
+    with stub_server("--response-tokens", "64", "--latency", "lognormal:0.15,0.5") as url:
         whole, killed = tmp_path / "whole", tmp_path / "killed"
         run_to_end(overrides(whole, prompts, url, **settings), tmp_path / "whole.log")
         first = served(url)
@@ -78,27 +80,26 @@ def test_thirty_kills_lose_nothing_and_repeat_at_most_what_was_in_flight(tmp_pat
 
         paths = RunPaths(killed)
         command = overrides(killed, prompts, url, **settings)
-        plan = ["generating"] * 14 + ["committing"] * 6 + ["sealing"] * 5
+        plan = ["generating"] * 11 + ["committing"] * 4 + ["sealing"] * 4 + ["opening"] * 2
         rng.shuffle(plan)
-        plan += ["merging"] * (KILLS - len(plan))
+        plan += ["sealing", "opening", "committing", "generating"]  # popped first: one of each for certain
         kills: dict[str, int] = {}
-        for number, phase in enumerate(plan):
-            runner = Runner(command, log=tmp_path / f"kill-{number}.log")
-            if not runner.wait_until(phases(paths, rng)[phase]):
-                # It ended first: only a merge can be over before it is seen. Merge again.
-                assert phase == "merging", runner.output()[-2000:]
+        while sum(kills.values()) < KILLS:
+            phase = plan.pop() if plan else "merging"
+            runner = Runner(command, log=tmp_path / f"kill-{sum(kills.values())}.log")
+            if runner.wait_until(phases(paths, rng)[phase]):
+                runner.kill()
+                kills[phase] = kills.get(phase, 0) + 1
+            else:  # it ended before it was seen in this phase; then only merging is left to be killed
                 assert runner.process.returncode == 0, runner.output()[-2000:]
+                plan.clear()
                 paths.artifact.unlink()
-                continue
-            runner.kill()
-            kills[phase] = kills.get(phase, 0) + 1
         run_to_end(command, tmp_path / "last.log")
         repeated = served(url) - first - ROWS * N
 
-    assert sum(kills.values()) >= KILLS - 3, kills
-    assert set(kills) == {"generating", "committing", "sealing", "merging"}
-    generating_kills = sum(count for phase, count in kills.items() if phase != "merging")
-    assert 0 < repeated <= IN_FLIGHT * generating_kills
+    assert sum(kills.values()) == KILLS
+    assert set(kills) == {"generating", "committing", "sealing", "opening", "merging"}
+    assert 0 < repeated <= IN_FLIGHT * (KILLS - kills["merging"])
     result = validate_run(killed)
     assert result.sound, result.problems
     assert not paths.damaged_files()
