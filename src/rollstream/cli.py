@@ -1,7 +1,6 @@
 """The command line: `rollstream COMMAND …`."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -11,26 +10,36 @@ import orjson
 
 import rollstream
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
+from rollstream.generation import main as generation  # light, as everything here must be
+from rollstream.generation.main import guarded, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    options = build_parser().parse_args(arguments)
+    return guarded(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    options = parse(build_parser(), arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)
     except RollstreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | DataError | RunDirectoryError) else 1
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        # A file that may not be read, an I/O error; the latter is how pyarrow meets a damaged footer.
+        if not hasattr(options, "run_dir"):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        print(f"error: {getattr(error, 'filename', None) or options.run_dir}: {reason}", file=sys.stderr)
+        return 1
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    from rollstream.generation import main as generation
-
     parser = argparse.ArgumentParser(
         prog="rollstream", description="Prompts in, durable, training-ready LLM trajectories out."
     )
@@ -47,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **kwargs,  # type: ignore[arg-type]
         )
-        added.set_defaults(command=command)
+        added.set_defaults(command=command, parser=added)
         return added
 
     generate = add(
@@ -74,12 +83,23 @@ def build_parser() -> argparse.ArgumentParser:
 
     validate = add("validate", _validate, "read every byte of a run directory and say whether it is sound")
     validate.add_argument("run_dir", type=Path)
+    validate.add_argument(
+        "--repair",
+        action="store_true",
+        help="move damaged files to damaged/, so that the run's own command generates their rollouts again",
+    )
     validate.add_argument("--json", action="store_true")
 
     export = add("export", _export, "write a run's trajectories in another format")
     export.add_argument("run_dir", type=Path)
     export.add_argument("--format", choices=["parquet", "jsonl"], default="parquet")
-    export.add_argument("--output", type=Path, help="default: trajectories.FORMAT in the run directory")
+    export.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: trajectories.FORMAT in the run directory; needed for an unfinished run",
+    )
+    export.add_argument("--force", action="store_true", help="overwrite FILE if it exists")
 
     show = add("show", _show, "show one trajectory: messages, reward, masks")
     show.add_argument("run_dir", type=Path)
@@ -94,7 +114,6 @@ def build_parser() -> argparse.ArgumentParser:
 def _demo(options: argparse.Namespace) -> int:
     from rollstream import config
     from rollstream.demo import MODEL_PATH
-    from rollstream.generation import main as generation
 
     demo = Path(config.__file__).with_name("demo.yaml")
     return generation.run(options, [demo, {"actor_rollout_ref": {"model": {"path": str(MODEL_PATH)}}}])
@@ -133,13 +152,16 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from rollstream.store.validate import validate_run
+    from rollstream.store.validate import repair_run, validate_run
 
+    repaired = repair_run(options.run_dir) if options.repair else []
     result = validate_run(options.run_dir)
     if options.json:
-        report = {**asdict(result), "sound": result.sound}
+        report = {**asdict(result), "sound": result.sound, "repaired": repaired}
         print(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())
         return 0 if result.sound else 1
+    for line in repaired:
+        print(f"repaired: {line}")
     for note in result.notes:
         print(f"note: {note}")
     for problem in result.problems:
@@ -150,14 +172,21 @@ def _validate(options: argparse.Namespace) -> int:
         f"{options.run_dir} is {verdict}: {result.rollouts} rollouts, {result.rows} trajectories in "
         f"{result.batches} batches and {result.journals} journals, {merged}"
     )
+    if result.problems and not options.repair:
+        print(f"to mend it: rollstream validate --repair {shlex.quote(str(options.run_dir))}")
+    if repaired:
+        print("now the run's own command generates what is owed again and merges anew")
     return 0 if result.sound else 1
 
 
 def _export(options: argparse.Namespace) -> int:
     from rollstream.store.export.run import export_run
 
-    target, rows = export_run(options.run_dir, options.format, options.output)
-    print(f"wrote {target} ({rows} rows)")
+    done = export_run(options.run_dir, options.format, options.output, force=options.force)
+    print(f"wrote {done.target} ({done.rows} rows)")
+    if not done.finished:
+        total = "?" if done.status.total is None else done.status.total
+        print(f"{done.status.completed} of {total} rollouts done; the run is unfinished")
     return 0
 
 

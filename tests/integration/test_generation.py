@@ -196,7 +196,7 @@ def test_damage_is_redone(tmp_path: Path, sums: Path) -> None:
     ("changes", "error", "message"),
     [
         ({"data__train_files": "none.jsonl"}, DataError, "none.jsonl"),
-        ({"actor_rollout_ref__model__path": "./nowhere"}, ConfigError, "does not exist"),
+        ({"actor_rollout_ref__model__path": "./nowhere"}, ConfigError, "nowhere"),
         ({"actor_rollout_ref__model__path": None}, ConfigError, "model.path is not set"),
         ({"actor_rollout_ref__rollout__name": "openvin"}, ConfigError, "did you mean 'openvino'"),
         ({"actor_rollout_ref__rollout__n": 0}, ConfigError, "at least 1"),
@@ -260,6 +260,13 @@ def test_command_line_from_generate_to_export(
     assert cli(["generate", "--config", str(run_dir / "config.yaml")]) == 0
     assert "nothing left to do" in capsys.readouterr().out
     batch = next((run_dir / "batches").glob("*.parquet"))
-    batch.write_bytes(batch.read_bytes()[:-9])
+    data = bytearray(batch.read_bytes())
+    data[len(data) // 3] ^= 1
+    batch.write_bytes(data)
     assert cli(["validate", str(run_dir)]) == 1
-    assert "PROBLEM" in capsys.readouterr().out
+    assert "rollstream validate --repair" in capsys.readouterr().out
+    cli(["validate", "--repair", str(run_dir)])
+    assert "kept aside" in capsys.readouterr().out
+    assert cli(["generate", "--config", str(run_dir / "config.yaml")]) == 0
+    assert "12/12 rollouts done" in capsys.readouterr().out
+    assert cli(["validate", str(run_dir)]) == 0

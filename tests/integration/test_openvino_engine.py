@@ -320,18 +320,81 @@ async def test_close_ends_the_worker_and_what_is_in_flight(tmp_path: Path) -> No
         await engine.generate([1], LONG, request_id="b")
 
 
-async def test_a_model_that_cannot_be_loaded_shows_the_log(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+FAILS_TO_START = """
+import asyncio, sys
+from pathlib import Path
+from rollstream.engine.openvino import OpenVINOEngine
+
+engine = OpenVINOEngine(sys.argv[1], log_path=Path(sys.argv[2]))
+# Not asyncio.run, which turns the loop a few times more before it closes it.
+loop = asyncio.new_event_loop()
+try:
+    loop.run_until_complete(engine.start())
+except Exception as error:
+    print(type(error).__name__, error)
+loop.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "cause"),
+    [
+        ("openvino_model.bin", None, "Empty weights data in bin file or bin file cannot be found!"),
+        ("openvino_model.bin", b"x" * 1000, "Incorrect weights in bin file!"),
+        ("openvino_model.xml", b"<net>", "Unable to read the model"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_one_line(
+    tmp_path: Path, file: str, content: bytes | None, cause: str
+) -> None:
+    folder, log = tmp_path / "model", tmp_path / "engine.log"
     folder.mkdir()
     for path in MODEL.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    (folder / "openvino_model.xml").write_text("<net>")
-    engine = OpenVINOEngine(folder, log_path=tmp_path / "engine.log")
-    with pytest.raises(EngineError, match="cannot load") as caught:
-        await engine.start()
-    assert "Traceback" in str(caught.value)
-    assert str(tmp_path / "engine.log") in str(caught.value)
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(content)
+    # A process of its own: a transport that is not closed complains on stderr after the loop has ended.
+    command = [sys.executable, "-X", "dev", "-c", FAILS_TO_START, str(folder), str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"EngineError engine 'openvino' cannot load {folder}: {cause}")
+    assert line.count(cause) == 1 and "Traceback" not in line
+    assert str(log) in line and "Traceback" in log.read_text()
+
+
+CANCELLED_STARTS = """
+import asyncio, sys
+from pathlib import Path
+from rollstream.engine.openvino import OpenVINOEngine
+
+async def main(delay):
+    engine = OpenVINOEngine(sys.argv[1], log_path=Path(sys.argv[2]))
+    task = asyncio.create_task(engine.start())
+    await asyncio.sleep(delay)
+    task.cancel()
+    await asyncio.sleep(0)
     await engine.close()
+    await asyncio.gather(task, return_exceptions=True)
+
+for delay in (0.0, 0.01, 0.1):
+    asyncio.run(main(delay))
+"""
+
+
+def test_a_cancelled_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "dev", "-c", CANCELLED_STARTS, str(MODEL), str(tmp_path / "engine.log")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+async def test_settings_that_the_model_refuses_are_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        EngineError, match=r"cannot load .*: Wrong value q7 for property key KV_CACHE_PRECISION"
+    ):
+        await started(tmp_path, kv_cache_precision="q7")
 
 
 PARENT = """

@@ -3,12 +3,19 @@
 Composition is Hydra's, in this order: `generation.yaml`, then a configuration file if there is one, then
 the overrides in Hydra's grammar (`a.b=1`, `+a.b=1`, `~a.b`, lists, dicts, quotes). A key that
 `generation.yaml` does not have is an error with the nearest known name, except below the free-form keys.
+
+For a setting that is a text (a path, a name) the text behind `=` is taken as it is where Hydra's grammar
+cannot read it (`~/x.jsonl`, letters beyond ASCII, brackets) or reads a number or a truth value in it.
 """
 
 import difflib
+import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from omegaconf import DictConfig, OmegaConf
@@ -26,6 +33,14 @@ FREE_FORM = frozenset(
     }
 )
 """Keys whose content is not ours to know."""
+
+_SIMPLE_WORD = re.compile(r"(?:\+\+?)?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+
+_NEAR = 0.6
+"""How alike (difflib's ratio) two last words must be for "did you mean"."""
+
+_LARGEST = 1e9
+"""No setting is meaningful beyond it (as seconds: thirty years), and waits overflow not far above."""
 
 
 def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any] | Path] = ()) -> DictConfig:
@@ -68,7 +83,8 @@ def to_settings(config: DictConfig | Mapping[str, Any]) -> Settings:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         where = path.rstrip("`") or "configuration"
-        raise ConfigError(f"{where}: {message}{_found(tree, where)}") from error
+        described = _wrong_choice(where, message) or f"{message}{_found(tree, where)}"
+        raise ConfigError(f"{where}: {described}") from error
     _check_values(settings)
     return settings
 
@@ -85,13 +101,54 @@ def check_known(path: str, known: set[str], *, where: str = "") -> None:
     parents = {key.rpartition(".")[0] for key in known}
     if path in parents:
         return
-    near = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
-    if not near:  # right last word, wrong place
-        last = path.rpartition(".")[2]
-        near = [key for key in sorted(known) if key.rpartition(".")[2] == last][:1]
-        near = near or difflib.get_close_matches(last, [key.rpartition(".")[2] for key in known], n=1)
+    near = _nearest(path, known)
+    hint = f"; did you mean {near!r}?" if near else "."
+    raise ConfigError(f"{where}unknown key {path!r}{hint} All keys: `rollstream generate --help-config`.")
+
+
+def _nearest(path: str, known: set[str]) -> str | None:
+    """The known key most like `path`: first by its last word, which must be alike, then as a whole."""
+
+    def likeness(key: str) -> tuple[float, float]:
+        last, asked = key.rpartition(".")[2], path.rpartition(".")[2]
+        by_word = difflib.SequenceMatcher(None, asked, last).ratio()
+        return by_word, difflib.SequenceMatcher(None, path, key).ratio()
+
+    best = max(sorted(known), key=likeness)
+    return best if likeness(best)[0] >= _NEAR else None
+
+
+@cache
+def setting_types() -> dict[str, Any]:
+    """The type of every setting, by dotted key."""
+
+    def walk(cls: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, kind in get_type_hints(cls).items():
+            if isinstance(kind, type) and is_dataclass(kind):
+                yield from walk(kind, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", kind
+
+    return dict(walk(Settings, ""))
+
+
+def _takes_text(key: str) -> bool:
+    kind = setting_types().get(key)
+    return kind is str or (get_origin(kind) is not list and str in get_args(kind))
+
+
+def _wrong_choice(where: str, message: str) -> str | None:
+    """A better message for a value that is none of a setting's choices; None for other errors."""
+    found = re.fullmatch(r"Invalid enum value '(.*)'", message, re.DOTALL)
+    kind = setting_types().get(where.partition("[")[0])
+    if get_origin(kind) is list:
+        kind = get_args(kind)[0]
+    if found is None or get_origin(kind) is not Literal:
+        return None
+    choices = [str(choice) for choice in get_args(kind)]
+    near = difflib.get_close_matches(found[1], choices, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{where}unknown key {path!r}{hint} All keys: `rollstream generate --show-config`.")
+    return f"must be one of {', '.join(choices)} (it is {found[1]!r}){hint}"
 
 
 def _paths(config: Any, prefix: str = "") -> Iterator[str]:
@@ -118,26 +175,57 @@ def _read_yaml(path: Path) -> DictConfig:
 
 
 def _apply_overrides(config: Any, overrides: Sequence[str], known: set[str]) -> None:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     for text in overrides:
+        key, value = _read_override(text, known)
         try:
-            override = OverridesParser.create().parse_override(text)
-        except HydraException as error:
-            detail = str(error).splitlines()[0]
-            raise ConfigError(f"cannot read {text!r} as key=value: {detail}") from error
-        if override.is_sweep_override():
-            raise ConfigError(f"{text!r} is a sweep; one run takes one value per key")
-        key = override.key_or_group
-        check_known(key, known)
-        try:
-            if override.is_delete():
+            if value is _DELETE:
                 OmegaConf.update(config, key, None)
             else:
-                OmegaConf.update(config, key, override.value(), merge=False, force_add=True)
+                OmegaConf.update(config, key, value, merge=False, force_add=True)
         except (OmegaConfBaseException, HydraException) as error:
             raise ConfigError(f"{text!r}: {error}") from error
+
+
+_DELETE = object()
+
+
+def _read_override(text: str, known: set[str]) -> tuple[str, Any]:
+    """Key and value of one `key=value` word; the value of `~key` is `_DELETE`. Raises `ConfigError`."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    simple = _SIMPLE_WORD.fullmatch(text)
+    takes_text = simple is not None and _takes_text(simple[1])
+    try:
+        override = OverridesParser.create().parse_override(text)
+        value = _DELETE if override.is_delete() else override.value()
+    except HydraException as error:
+        if simple is None:
+            detail = str(error).splitlines()[0]
+            raise ConfigError(f"cannot read {text!r} as key=value: {detail}") from error
+        check_known(simple[1], known)
+        if takes_text and simple[2][:1] not in tuple("[{'\""):  # those begin something that goes wrong later
+            return simple[1], simple[2]
+        example = _quoted(simple) if simple[2][:1] not in tuple("[{'\"") else f'\'{simple[1]}=["a b", "c"]\''
+        raise ConfigError(
+            f"cannot read the value of {text!r}; put texts in quotes, for a shell like this: {example}"
+        ) from error
+    key = override.key_or_group
+    check_known(key, known)
+    if override.is_sweep_override():
+        hint = "" if simple is None else f"; if the comma is part of it: {_quoted(simple)}"
+        raise ConfigError(f"{text!r} is a sweep; one run takes one value per key{hint}")
+    if simple is not None and takes_text and isinstance(value, bool | int | float):
+        value = simple[2].strip()
+    return key, value
+
+
+def _quoted(word: re.Match[str]) -> str:
+    """A `key=value` word with its value in quotes, as it is typed in a shell."""
+    escaped = word[2].replace('"', '\\"')
+    return shlex.quote(f'{word[1]}="{escaped}"')
 
 
 def _found(tree: Any, path: str) -> str:
@@ -150,6 +238,7 @@ def _found(tree: Any, path: str) -> str:
 
 
 def _check_values(settings: Settings) -> None:
+    _check_texts_and_numbers(settings)
     rollout, data, generation = settings.actor_rollout_ref.rollout, settings.data, settings.generation
     reward = settings.custom_reward_function
     at_least: list[tuple[str, float, float]] = [
@@ -163,6 +252,7 @@ def _check_values(settings: Settings) -> None:
         ("generation.max_attempts", generation.max_attempts, 1),
         ("generation.save_batch_size", generation.save_batch_size, 1),
         ("generation.retry_delay", generation.retry_delay, 0),
+        ("generation.retry_delay_max", generation.retry_delay_max, 0),
         ("generation.grace_period", generation.grace_period, 0),
         ("generation.max_failed_share", generation.max_failed_share, 0),
         ("custom_reward_function.max_concurrency", reward.max_concurrency, 1),
@@ -204,3 +294,18 @@ def _check_values(settings: Settings) -> None:
             f"{rollout.response_length} = {longest} tokens, but actor_rollout_ref.rollout.max_model_len is "
             f"{rollout.max_model_len}"
         )
+
+
+def _check_texts_and_numbers(settings: Settings) -> None:
+    """What holds for every setting of a type: no empty text, no infinite number."""
+    for key, kind in setting_types().items():
+        value: Any = settings
+        for part in key.split("."):
+            value = getattr(value, part)
+        if kind is float and not abs(value) <= _LARGEST:
+            raise ConfigError(f"{key} must be a number of at most {_LARGEST:g} (it is {value})")
+        texts = value if isinstance(value, list) else [value]
+        if any(isinstance(text, str) and not text for text in texts):
+            where = "holds an empty text" if isinstance(value, list) else "must not be empty"
+            hint = " (null is 'not set')" if type(None) in get_args(kind) else ""
+            raise ConfigError(f"{key} {where}{hint}")

@@ -2,20 +2,23 @@
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.logging import RichHandler
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def log_to_file(folder: Path, level: str) -> Iterator[Path]:
     """Writes what `rollstream` logs into a new file of `folder` while the context lasts."""
     path = folder / f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
-    handler = logging.FileHandler(path, delay=True)
+    handler = _PatientFileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("rollstream")
     before = logger.level
@@ -41,3 +44,28 @@ def log_to_console(console: Console, level: str) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+class _PatientFileHandler(logging.FileHandler):
+    """A log file that may be full or gone: the run goes on without it and says so once."""
+
+    _told = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record, or leaves it out where the file takes nothing."""
+        try:
+            super().emit(record)
+        except OSError:  # the file cannot even be created
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Warns the first time."""
+        if not self._told:
+            self._told = True
+            reason = getattr(sys.exc_info()[1], "strerror", None) or sys.exc_info()[1]
+            logger.warning("cannot write the log file %s: %s; going on without", self.baseFilename, reason)
+
+    def close(self) -> None:
+        """Closes the file; what it cannot take any more is lost."""
+        with suppress(OSError):
+            super().close()

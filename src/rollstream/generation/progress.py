@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -66,30 +67,60 @@ class RateMeter:
         return ((finished_now - finished) / span, (tokens_now - tokens) / span) if span > 0 else (0.0, 0.0)
 
 
-def format_line(snapshot: Snapshot, rate: float, tokens_rate: float) -> str:
-    """The progress line."""
-    settled = snapshot.done + snapshot.failed
-    share = f" {100 * settled / snapshot.total:.0f}%" if snapshot.total else ""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece of the progress line."""
+
+    text: str
+    short: str
+    worth: int
+    """What is worth least goes first where the line is too long; 0 stays."""
+
+
+def format_line(snapshot: Snapshot, rate: float, tokens_rate: float, width: int | None = None) -> str:
+    """The progress line, in at most `width` columns: with shorter words first, then with fewer parts.
+
+    The share is of what is done; the time left is until everything is done or has failed.
+    """
+    # Rounded down: 100% is said when all of it is done.
+    share = f" {100 * snapshot.done // snapshot.total}%" if snapshot.total else ""
+    left = max(0, snapshot.total - snapshot.done - snapshot.failed)
+    reward = "-" if snapshot.mean_reward is None else f"{snapshot.mean_reward:.3f}"
+    head = f"{snapshot.done}/{snapshot.total}{share}"
     parts = [
-        f"{snapshot.done}/{snapshot.total}{share}",
-        f"{rate:.1f}/s",
-        f"{tokens_rate:,.0f} tok/s",
-        f"saved batches {snapshot.saved_batches}",
-        f"pending {snapshot.pending_rows}",
-        f"in flight {snapshot.in_flight}",
-        f"failed {snapshot.failed}",
+        _Part(head, head, 0),
+        _Part(f"{rate:.1f}/s", f"{rate:.1f}/s", 7),
+        _Part(f"{tokens_rate:,.0f} tok/s", f"{_thousands(tokens_rate)} tok/s", 5),
+        _Part(f"saved batches {snapshot.saved_batches}", f"saved {snapshot.saved_batches}", 2),
+        _Part(f"pending {snapshot.pending_rows}", f"pend {snapshot.pending_rows}", 1),
+        _Part(f"in flight {snapshot.in_flight}", f"fly {snapshot.in_flight}", 4),
+        _Part(f"failed {snapshot.failed}", f"fail {snapshot.failed}", 9 if snapshot.failed else 3),
     ]
     if snapshot.retries:
-        parts.append(f"retries {snapshot.retries}")
+        parts.append(_Part(f"retries {snapshot.retries}", f"retry {snapshot.retries}", 3))
     if snapshot.unscored:
-        parts.append(f"unscored {snapshot.unscored}")
-    reward = "-" if snapshot.mean_reward is None else f"{snapshot.mean_reward:.3f}"
-    parts.append(f"mean reward {reward}")
+        parts.append(_Part(f"unscored {snapshot.unscored}", f"unscored {snapshot.unscored}", 8))
+    parts.append(_Part(f"mean reward {reward}", f"reward {reward}", 6))
     if snapshot.waiting:
-        parts.append("WAITING FOR THE ENGINE")
+        parts.append(_Part("WAITING FOR THE ENGINE", "NO ENGINE", 0))
     else:
-        parts.append(f"ETA {format_duration((snapshot.total - settled) / rate) if rate > 0 else '-'}")
-    return " | ".join(parts)
+        eta = f"ETA {format_duration(left / rate) if rate > 0 else '-'}"
+        parts.append(_Part(eta, eta, 8))
+    line = " | ".join(part.text for part in parts)
+    if width is None or len(line) <= width:
+        return line
+    while True:
+        line = " | ".join(part.short for part in parts)
+        least = min((part for part in parts if part.worth), key=lambda part: part.worth, default=None)
+        if len(line) <= width or least is None:
+            return line[: max(width, 1)]
+        parts.remove(least)
+
+
+def _thousands(number: float) -> str:
+    if number < 1000:
+        return f"{number:.0f}"
+    return f"{number / 1e3:.1f}k" if number < 1e6 else f"{number / 1e6:.1f}M"
 
 
 def format_duration(seconds: float) -> str:
@@ -105,34 +136,61 @@ def format_duration(seconds: float) -> str:
 
 
 async def show_progress(observe: Callable[[], Snapshot], console: Console) -> None:
-    """Shows the line until cancelled, and once more then."""
+    """Shows the line until cancelled, and once more then.
+
+    A console that takes nothing (a log on a full disk) does not stop the run.
+    """
     meter = RateMeter()
     started = observe()
     base = started.done + started.failed
 
-    def line() -> str:
+    def line(width: int | None = None) -> str:
         snapshot = observe()
         meter.observe(time.monotonic(), snapshot.done + snapshot.failed - base, snapshot.tokens)
-        return format_line(snapshot, *meter.rates())
+        return format_line(snapshot, *meter.rates(), width)
+
+    def fitted() -> Text:
+        return Text(line(console.width - 1), no_wrap=True)
 
     meter.observe(time.monotonic(), 0, started.tokens)
     if console.is_terminal:
-        with Live(Text(line()), console=console, refresh_per_second=1 / _TERMINAL_EVERY_S) as live:
+        with Live(fitted(), console=console, refresh_per_second=1 / _TERMINAL_EVERY_S) as live:
+            if isinstance(console, ProgressConsole):
+                console.live = live
             try:
                 while True:
                     await asyncio.sleep(_TERMINAL_EVERY_S)
-                    live.update(Text(line()))
+                    live.update(fitted())
             finally:
-                live.update(Text(line()))
+                live.update(fitted())
     else:
+
+        def show() -> None:
+            with suppress(OSError):
+                console.print(line(), highlight=False, markup=False, soft_wrap=True)
+
         try:
             while True:
                 await asyncio.sleep(_PLAIN_EVERY_S)
-                console.print(line(), highlight=False, markup=False, soft_wrap=True)
+                show()
         finally:
-            console.print(line(), highlight=False, markup=False, soft_wrap=True)
+            show()
 
 
-def progress_console() -> Console:
+class ProgressConsole(Console):
+    """Standard error, and the progress line that may stand on it."""
+
+    live: Live | None = None
+    """The progress line, once it was shown."""
+
+    def say(self, text: str) -> None:
+        """Ends the progress line and writes lines below it, never wrapped: they can be copied."""
+        if self.live is not None:
+            self.live.stop()
+        self.file.write(f"{text}\n")
+        self.file.flush()
+
+
+def progress_console() -> ProgressConsole:
     """Progress goes to standard error; standard output is for what a script would read."""
-    return Console(file=sys.stderr)
+    return ProgressConsole(file=sys.stderr)

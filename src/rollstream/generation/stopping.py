@@ -79,5 +79,5 @@ async def in_daemon_thread(function: Callable[..., _T], *arguments: Any) -> _T:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, caught)
 
-    threading.Thread(target=run, name=f"rollstream-{function.__name__}", daemon=True).start()
+    threading.Thread(target=run, name="rollstream-work", daemon=True).start()
     return await future

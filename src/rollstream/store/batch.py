@@ -287,9 +287,14 @@ def reading(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is not None:
             raise StorageError(f"cannot read {path}: {error.strerror}") from error
-        raise DamagedFileError(path, f"{path.name} is damaged: {error}") from error
-    except pa.ArrowException as error:
-        raise DamagedFileError(path, f"{path.name} is damaged: {error}") from error
+        raise DamagedFileError(path, f"{path.name} is damaged: {_first_line(error)}") from error
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise DamagedFileError(path, f"{path.name} is damaged: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """Arrow's messages have several lines; the first says it."""
+    return str(error).partition("\n")[0]
 
 
 def read_tables(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:

@@ -44,18 +44,48 @@ def test_overrides_in_hydras_grammar() -> None:
         ("actor_rollout_ref.rollout.n=two", r"actor_rollout_ref\.rollout\.n: Expected `int`, got `str`"),
         ("actor_rollout_ref.rollout.top_p=0", r"top_p must be above 0"),
         ("actor_rollout_ref.rollout.top_k=0", r"top_k must be -1 \(off\) or at least 1"),
-        ("generation.resume=maybe", r"generation\.resume: Invalid enum value 'maybe'"),
+        ("generation.resume=maybe", r"resume: must be one of auto, never, extend \(it is 'maybe'\)$"),
+        ("data.truncation=middel", "error, left, right, middle .*did you mean 'middle'"),
+        ("generation.export=[jsn]", r"export\[0\]: must be one of jsonl .*did you mean 'jsonl'"),
+        ("generation.bogus=1", r"unknown key 'generation\.bogus'\. All keys"),
+        ("generatoin.seed=1", "did you mean 'generation.seed'"),
+        ("trainer.default_local_dir=''", r"trainer\.default_local_dir must not be empty$"),
+        ("data.train_files=", "data.train_files must not be empty"),
+        ("data.train_files=['']", "data.train_files holds an empty text"),
+        ('actor_rollout_ref.rollout.stop=[""]', r"rollout\.stop holds an empty text"),
+        ("generation.pull_timeout=inf", r"generation\.pull_timeout must be a number .*inf"),
+        ("generation.attempt_timeout=1e300", r"generation\.attempt_timeout must be a number"),
+        ("actor_rollout_ref.rollout.temperature=nan", r"rollout\.temperature must be a number .*nan"),
         ("actor_rollout_ref.rollout.max_model_len=100", "lengths cannot fit"),
         ("actor_rollout_ref.rollout.prompt_length=7", "one limit by two names"),
         ("generation.max_failed_share=1.5", "at most 1"),
         ("generation.seed=-1", "generation.seed"),
         ("data.train_files", "cannot read 'data.train_files' as key=value"),
         ("actor_rollout_ref.rollout.n=1,2", "sweep"),
+        ("data.train_files=a,b", r"""if the comma is part of it: 'data\.train_files="a,b"'"""),
+        ("data.train_files=[dír/a]", r"""like this: 'data\.train_files=\["a b", "c"\]'"""),
+        ("generation.grace_period=x[", r"""like this: 'generation\.grace_period="x\["'"""),
+        ("generation.bogus=x[", "unknown key"),
     ],
 )
 def test_wrong_words_are_named(word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         to_settings(compose([word]))
+
+
+@pytest.mark.parametrize(
+    "text", ["dír/p.jsonl", "~/x.jsonl", "outputs/sig a [1]", "a=b(1)", "1e3", "007", "true", "c:\\d", "it's"]
+)
+def test_texts_beyond_hydras_grammar_are_taken_as_they_are(text: str) -> None:
+    settings = to_settings(compose([f"data.train_files={text}", f"+trainer.default_local_dir={text}"]))
+    assert settings.data.files == [text]
+    assert settings.trainer.default_local_dir == text
+
+
+def test_quotes_still_mean_quotes() -> None:
+    settings = to_settings(compose(["data.train_files='a [1]'", 'trainer.default_local_dir="a,b"']))
+    assert (settings.data.files, settings.trainer.default_local_dir) == (["a [1]"], "a,b")
+    assert to_settings(compose(["data.train_files=[dir/a.jsonl,'b c']"])).data.files == ["dir/a.jsonl", "b c"]
 
 
 def test_files_lie_over_defaults_and_under_overrides(tmp_path: Path) -> None:

@@ -1,10 +1,21 @@
 """The progress line: pure parts."""
 
+import asyncio
+import contextlib
+import io
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.generation.progress import RateMeter, Snapshot, format_duration, format_line
+from rollstream.generation.progress import (
+    ProgressConsole,
+    RateMeter,
+    Snapshot,
+    format_duration,
+    format_line,
+    show_progress,
+)
 
 
 def snapshot(**changes: object) -> Snapshot:
@@ -23,12 +34,55 @@ def snapshot(**changes: object) -> Snapshot:
 
 def test_line_says_everything() -> None:
     assert format_line(snapshot(), 10.0, 1234.0) == (
-        "40/100 50% | 10.0/s | 1,234 tok/s | saved batches 2 | pending 3 | in flight 8 | failed 10 | "
+        "40/100 40% | 10.0/s | 1,234 tok/s | saved batches 2 | pending 3 | in flight 8 | failed 10 | "
         "mean reward 0.250 | ETA 5s"
     )
     assert "WAITING FOR THE ENGINE" in format_line(snapshot(waiting=True), 0.0, 0.0)
     assert "mean reward - | ETA -" in format_line(snapshot(mean_reward=None), 0.0, 0.0)
     assert "retries 2 | unscored 1" in format_line(snapshot(retries=2, unscored=1), 1.0, 1.0)
+
+
+def test_share_is_of_what_is_done() -> None:
+    assert format_line(snapshot(done=0, failed=100), 1.0, 1.0).startswith("0/100 0% |")
+    assert format_line(snapshot(done=0, failed=100), 1.0, 1.0).endswith("ETA 0s")
+    assert format_line(snapshot(done=999, failed=0, total=1000), 1.0, 1.0).startswith("999/1000 99% |")
+    assert format_line(snapshot(done=0, failed=0, total=0), 1.0, 1.0).startswith("0/0 |")
+
+
+def test_line_fits_the_console() -> None:
+    big = snapshot(total=1000000, done=123456, in_flight=256, pending_rows=998, retries=7, unscored=3)
+    for width in range(1, 200):
+        assert len(format_line(big, 123.4, 98765.4, width)) <= width
+    assert format_line(snapshot(), 10.0, 1234.0, 200) == format_line(snapshot(), 10.0, 1234.0)
+    assert format_line(snapshot(), 10.0, 1234.0, 79) == (
+        "40/100 40% | 10.0/s | 1.2k tok/s | fly 8 | fail 10 | reward 0.250 | ETA 5s"
+    )
+    narrow = format_line(snapshot(waiting=True), 0.0, 0.0, 24)
+    assert narrow == "40/100 40% | NO ENGINE"
+
+
+async def test_a_progress_line_on_a_terminal_ends_before_what_is_said() -> None:
+    file = io.StringIO()
+    console = ProgressConsole(file=file, force_terminal=True, width=60)
+    shown = asyncio.ensure_future(show_progress(snapshot, console))
+    while console.live is None:
+        await asyncio.sleep(0)
+    words = "resume with: " + "long " * 40
+    console.say(words)
+    shown.cancel()
+    await asyncio.gather(shown, return_exceptions=True)
+    assert file.getvalue().endswith(words + "\n")
+
+
+async def test_a_console_that_takes_nothing_stops_no_run() -> None:
+    with open("/dev/full", "w") as full:  # noqa: ASYNC230, PTH123
+        shown = asyncio.ensure_future(show_progress(snapshot, ProgressConsole(file=full)))
+        await asyncio.sleep(0)
+        shown.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await shown
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 @pytest.mark.parametrize(

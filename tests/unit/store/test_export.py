@@ -6,10 +6,12 @@ import orjson
 import pytest
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError
-from rollstream.store.export.jsonl import read_rows
+from rollstream.store.export.jsonl import export_jsonl, read_rows
 from rollstream.store.export.run import export_run
 from rollstream.store.find import find_trajectory
 from rollstream.store.lock import RunLock
+from rollstream.store.manifest import read_manifest
+from rollstream.store.merge import MergeCancelledError, merge_batches
 from rollstream.store.run_dir import RunPaths
 from rollstream.store.summary import write_checkpoint
 from rollstream.store.validate import validate_run
@@ -83,7 +85,14 @@ async def test_files_of_the_run_are_never_overwritten(tmp_path: Path) -> None:
     run = await finished(tmp_path / "run")
     before = content(run)
     (tmp_path / "link").symlink_to(run / "run.json")
-    outputs = ["run/run.json", "run/batches/batch_000000.parquet", "run/new.jsonl", "link", "run", "run/../run/x"]
+    outputs = [
+        "run/run.json",
+        "run/batches/batch_000000.parquet",
+        "run/new.jsonl",
+        "link",
+        "run",
+        "run/../run/x",
+    ]
     for output in [*outputs, "run/trajectories.parquet"]:
         with pytest.raises(ConfigError, match=r"only trajectories\.jsonl"):
             export_run(run, "jsonl", tmp_path / output, force=True)
@@ -164,3 +173,19 @@ async def test_a_trajectory_that_is_not_there_says_why(tmp_path: Path) -> None:
     ]:
         with pytest.raises(RunDirectoryError, match=message):
             find_trajectory(run, index, repeat)
+
+
+async def test_a_cancelled_export_leaves_what_was_there(tmp_path: Path) -> None:
+    await commit_all(tmp_path, [rollout(i) for i in range(300)])
+    merge_batches(RunPaths(tmp_path), run_id_of(tmp_path))
+    target = tmp_path / "x.jsonl"
+    target.write_text("old")
+    with pytest.raises(MergeCancelledError):
+        export_jsonl(tmp_path / "trajectories.parquet", target, lambda: True)
+    assert (target.read_text(), list(tmp_path.glob("*.tmp"))) == ("old", [])
+
+
+def run_id_of(root: Path) -> bytes:
+    manifest = read_manifest(root)
+    assert manifest is not None
+    return manifest.run_id_bytes

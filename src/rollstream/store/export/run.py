@@ -70,6 +70,12 @@ def export_run(root: Path, name: str, output: Path | None = None, *, force: bool
     _check_output(root, target, own, force=force)
     with _nobody_writes(root):
         status = read_status(root)
+        damage = [line for line in status.damage if not line.startswith("failed/")]
+        if damage:
+            raise DamageError(
+                f"{root}: {damage[0]}. The same `rollstream generate` keeps it aside and generates its "
+                "rollouts again"
+            )
         if not status.rows:
             raise RunDirectoryError(f"{root} holds no finished rollout yet")
         if is_finished(status):
@@ -80,7 +86,7 @@ def export_run(root: Path, name: str, output: Path | None = None, *, force: bool
             total = "?" if status.total is None else status.total
             raise RunDirectoryError(
                 f"{root}: {status.completed} of {total} rollouts done; the run is unfinished. To export what "
-                "is there, name a file outside with --output; or run the same `rollstream generate` to its end"
+                "is there, name a file outside with --output; or run `rollstream generate` to its end"
             )
         with _merged_aside(RunPaths(root), manifest, target) as artifact:
             return Export(target, _write(artifact, name, target), status)
@@ -132,12 +138,7 @@ def _merged_aside(paths: RunPaths, manifest: Manifest, target: Path) -> Iterator
             for number in paths.journal_numbers():
                 if number in batches:  # sealed already; a crash came before the journal was deleted
                     continue
-                report = seal_journal(paths.journal(number), aside.batch(number), manifest.run_id_bytes)
-                if report.damage:
-                    raise DamageError(
-                        f"journal/{report.damage[0]}. The same `rollstream generate` keeps it aside and "
-                        "generates its rollouts again"
-                    )
+                seal_journal(paths.journal(number), aside.batch(number), manifest.run_id_bytes)
         except OSError as error:
             raise StorageError(f"cannot write beside {target}: {error.strerror}") from error
         merge_batches(aside, manifest.run_id_bytes)

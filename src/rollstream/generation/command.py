@@ -1,0 +1,272 @@
+"""What `rollstream generate` does, from a parsed command line to the exit code."""
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import orjson
+from omegaconf import DictConfig, OmegaConf
+
+import rollstream.config
+from rollstream.config.load import compose, to_settings, to_yaml
+from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
+from rollstream.generation.logs import log_to_console
+from rollstream.generation.progress import ProgressConsole, format_duration, progress_console
+from rollstream.generation.runner import GenerationResult, generate
+from rollstream.generation.setup import Prepared, peek_manifest, prepare
+from rollstream.generation.stopping import StoppedEarly, StopSignals
+from rollstream.store.manifest import Manifest, check_identity, identity_differences
+
+logger = logging.getLogger(__name__)
+
+_PROMPT_SHOWN = 300
+"""Characters of the first prompt that a dry run shows to a person."""
+
+
+def run(options: argparse.Namespace, layers: Sequence[Mapping[str, Any] | Path] = ()) -> int:
+    """Executes a parsed `generate` command line; `layers` are laid under its `--config`."""
+    err = progress_console()
+    with _standard_output(kept_clean=options.json) as out:
+        try:
+            return _run(options, layers, out, err)
+        except RollstreamError as error:
+            err.print(f"error: {error}", style="bold red", markup=False, emoji=False, soft_wrap=True)
+            logger.debug("%s", traceback.format_exc())
+            return 2 if isinstance(error, ConfigError | DataError | RunDirectoryError) else 1
+
+
+def _run(
+    options: argparse.Namespace,
+    layers: Sequence[Mapping[str, Any] | Path],
+    out: TextIO,
+    err: ProgressConsole,
+) -> int:
+    if options.help_config:
+        out.write(Path(rollstream.config.__file__).with_name("generation.yaml").read_text())
+        return 0
+    files = [options.config] if options.config is not None else []
+    config = compose(options.overrides, layers=[*layers, *files])
+    settings = to_settings(config)
+    if options.show_config:
+        out.write(_json(OmegaConf.to_container(config, resolve=True)) if options.json else to_yaml(config))
+        return 0
+    log_to_console(err, settings.generation.log_level)
+    if options.dry_run:
+        asyncio.run(_dry_run(config, out, as_json=options.json))
+        return 0
+    return _generate(config, out, err, as_json=options.json)
+
+
+def _generate(config: DictConfig, out: TextIO, err: ProgressConsole, *, as_json: bool) -> int:
+    resume = f"resume with: {shlex.join(command_line())}"
+
+    def stop_at_once(number: int) -> None:
+        err.say(f"stopped at once; what was counted as done is on disk\n{resume}")
+        _leave(128 + number, out)
+
+    async def run_until_stopped() -> GenerationResult:
+        stop = StopSignals(on_second=stop_at_once)
+        stop.install()
+        try:
+            return await generate(config, stop=stop, console=err, on_ready=_freeze_garbage)
+        except StoppedEarly:
+            assert stop.signal is not None
+            err.say(f"stopped before anything was generated\n{resume}")
+            _leave(128 + stop.signal, out)
+            raise
+
+    result = asyncio.run(run_until_stopped())
+    if as_json:
+        out.write(_json({**asdict(result), "exit_code": result.exit_code, "complete": result.complete}))
+    else:
+        out.write(summarise(result) + "\n")
+    if result.signal is not None:
+        out.flush()
+        err.say(resume)
+        _leave(result.exit_code, out)
+    return result.exit_code
+
+
+def summarise(result: GenerationResult) -> str:
+    """How a run ended, for people."""
+    reward = "" if result.mean_reward is None else f", mean reward {result.mean_reward:.4f}"
+    counts = f"{result.completed}/{result.total} rollouts done, {result.failed} failed{reward}"
+    failed_now: int = getattr(result, "failed_now", 0)
+    this_call = f"{result.generated} generated"
+    if failed_now:
+        this_call += f" and {failed_now} failed"
+    this_call += f" in {format_duration(result.elapsed_s)}"
+    if result.signal is not None:
+        first = f"stopped: {counts}; {this_call}"
+    elif result.generated == failed_now == 0 and result.complete:
+        first = f"nothing left to do: {counts}"
+    else:
+        first = f"{'done' if result.complete else 'ended'}: {counts}; {this_call}"
+    lines = [first, f"run directory: {result.run_dir}"]
+    if result.artifact is not None:
+        lines.append(f"artifact: {result.artifact} ({result.artifact_rows} rows)")
+    if result.failed:
+        lines.append(
+            f"why they failed: rollstream status --failed {shlex.quote(str(result.run_dir))}; "
+            "try them again with generation.retry_failed=true"
+        )
+    if result.unscored:
+        lines.append(
+            f"{result.unscored} rollouts could not be scored: their reward is null, see reward_extra"
+        )
+    if result.damage:
+        lines.append(
+            f"{len(result.damage)} damaged places were found and redone, see {result.run_dir}/damaged"
+        )
+    if result.exit_code == 1:
+        lines.append(f"that is more than generation.max_failed_share={result.max_failed_share:g} allows")
+    return "\n".join(lines)
+
+
+async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
+    """Prints what a run would be. Raises `RunDirectoryError` when the run directory would refuse it."""
+    manifest = peek_manifest(config)
+    prepared = await prepare(config, manifest)
+    with tempfile.TemporaryDirectory(prefix="rollstream-dry-run-") as folder:
+        engine = prepared.create_engine(Path(folder))
+        try:
+            await engine.start()
+            prepared.check_engine(engine)
+            capabilities = asdict(engine.capabilities)
+        finally:
+            await engine.close()
+    row = prepared.dataset.row(int(prepared.dataset.order[0]))
+    report: dict[str, Any] = {
+        "run_dir": str(prepared.run_dir),
+        "holds": "nothing yet" if manifest is None else f"a run created {manifest.created}",
+        "would_differ": []
+        if manifest is None
+        else identity_differences(manifest.identity, prepared.manifest.identity),
+        "prompt_rows": len(prepared.dataset.order),
+        "rows_in_files": len(prepared.dataset),
+        "overlong_left_out": None if prepared.overlong is None else prepared.overlong.removed,
+        "rollouts": prepared.total,
+        "first_prompt_tokens": prepared.prompts.length(row.messages),
+        "first_prompt": row.messages,
+        "engine": capabilities,
+        "identity": prepared.manifest.identity,
+    }
+    out.write(_json(report) if as_json else _dry_run_text(report, prepared))
+    out.flush()
+    _refuse_like_a_run(prepared, manifest)
+    if not as_json:
+        out.write("dry run: everything resolves, nothing was generated\n")
+
+
+def _dry_run_text(report: Mapping[str, Any], prepared: Prepared) -> str:
+    rollout = prepared.settings.actor_rollout_ref.rollout
+    prompt = "\n".join(
+        f"{message.get('role')}: {message.get('content')}" for message in report["first_prompt"]
+    )
+    if len(prompt) > _PROMPT_SHOWN:
+        prompt = prompt[:_PROMPT_SHOWN] + "…"
+    rows = f"{report['prompt_rows']} prompt rows x {rollout.n}"
+    if report["prompt_rows"] != report["rows_in_files"]:
+        rows += f", of {report['rows_in_files']} rows in the files"
+    lines = [
+        f"run directory: {report['run_dir']} (holds {report['holds']})",
+        f"rollouts:      {report['rollouts']} ({rows})",
+        f"engine:        {rollout.name}",
+        *(f"  {name}: {value}" for name, value in report["engine"].items()),
+        f"first prompt:  {report['first_prompt_tokens']} tokens",
+        *(f"  {line}" for line in prompt.splitlines()),
+    ]
+    if report["overlong_left_out"] is not None:
+        lines.insert(2, f"left out:      {report['overlong_left_out']} prompts that are too long")
+    return "\n".join(lines) + "\n"
+
+
+def _refuse_like_a_run(prepared: Prepared, manifest: Manifest | None) -> None:
+    """Raises the `RunDirectoryError` with which the run itself would refuse its run directory."""
+    if manifest is None:
+        return
+    resume = prepared.settings.generation.resume
+    if resume == "never":
+        raise RunDirectoryError(
+            f"{prepared.run_dir} already holds a run (created {manifest.created}) and generation.resume=never"
+        )
+    old, new = manifest.identity, prepared.manifest.identity
+    check_identity(prepared.run_dir, old, new, extend=resume == "extend")
+
+
+def command_line() -> list[str]:
+    """The command line of this process, as a person types it again.
+
+    A program on PATH by its name, one elsewhere by the path it was called by, and everything else
+    (`python -m …`, a script) word for word.
+    """
+    program = Path(sys.argv[0])
+    if not program.is_file() or program.suffix == ".py":
+        return list(sys.orig_argv)
+    on_path = shutil.which(program.name)
+    known = on_path is not None and Path(on_path).samefile(program)
+    return [program.name if known else sys.argv[0], *sys.argv[1:]]
+
+
+@contextmanager
+def _standard_output(*, kept_clean: bool) -> Iterator[TextIO]:
+    """Standard output; `kept_clean`: what others write there meanwhile goes to standard error.
+
+    Others are a `print` in the user's reward function, and libraries and processes that write to file
+    descriptor 1.
+    """
+    if not kept_clean:
+        yield sys.stdout
+        return
+    real = sys.stdout
+    real.flush()
+    try:
+        number = real.fileno()
+    except (OSError, ValueError):  # not a file: a test's or a notebook's
+        number = -1
+    if number != 1:
+        with redirect_stdout(sys.stderr):
+            yield real
+        return
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr), open(kept, "w", encoding=real.encoding, closefd=False) as out:
+            yield out
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode() + "\n"
+
+
+def _freeze_garbage() -> None:
+    """Takes what the start made (a million objects of imported modules) out of the garbage collector's way.
+
+    Walking them again and again costs a tenth of a run's CPU. Only the command line does this: a process
+    that embeds rollstream is not ours to tune.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def _leave(code: int, out: TextIO) -> None:
+    """Ends the process without waiting for threads: everything that counts is on disk."""
+    for stream in (out, sys.stdout, sys.stderr):
+        stream.flush()
+    logging.shutdown()
+    os._exit(code)

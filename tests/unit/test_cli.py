@@ -1,0 +1,170 @@
+"""Command lines: words between options, resume commands that can be pasted, and quick, quiet endings."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+from rollstream.cli import build_parser, main
+from rollstream.generation.command import command_line, summarise
+from rollstream.generation.main import parse
+from rollstream.generation.runner import GenerationResult
+from rollstream.store.run_dir import RunPaths
+from tests.unit.store.fabric import commit_all, rollout
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a=b c=d --config f.yaml --dry-run",
+        "a=b --config f.yaml c=d --dry-run",
+        "--config f.yaml a=b --dry-run c=d",
+        "--dry-run --config f.yaml a=b c=d",
+        "a=b --dry-run c=d --config=f.yaml",
+    ],
+)
+def test_words_may_stand_between_options(line: str) -> None:
+    for command in ("generate", "demo"):
+        options = parse(build_parser(), [command, *line.split()])
+        assert (options.overrides, options.config, options.dry_run) == (["a=b", "c=d"], Path("f.yaml"), True)
+
+
+@pytest.mark.parametrize(
+    "line", ["generate a=b --jsn c=d", "generate a=b -x", "status run c=d", "show run 1 2 3"]
+)
+def test_unknown_words_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert f"usage: rollstream {line.split()[0]}" in printed
+    assert "unrecognized arguments: " in printed
+
+
+def test_the_command_line_as_a_person_types_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "rollstream"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    module = tmp_path / "cli.py"
+    module.touch()
+    words = ["demo", "a=b c"]
+    monkeypatch.chdir(tmp_path)
+
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setattr(sys, "argv", ["bin/rollstream", *words])
+    assert command_line() == ["bin/rollstream", "demo", "a=b c"]
+    monkeypatch.setenv("PATH", f"/usr/bin:{program.parent}")
+    monkeypatch.setattr(sys, "argv", [str(program), *words])
+    assert command_line() == ["rollstream", "demo", "a=b c"]
+    other = tmp_path / "other" / "rollstream"
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\n")
+    monkeypatch.setattr(sys, "argv", [str(other), *words])
+    assert command_line() == [str(other), "demo", "a=b c"]
+
+    monkeypatch.setattr(sys, "argv", [str(module), *words])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "rollstream.cli", *words])
+    assert shlex.join(command_line()) == "python -m rollstream.cli demo 'a=b c'"
+
+
+def result(**changes: object) -> GenerationResult:
+    values = {
+        "run_dir": Path("a run"),
+        "total": 30,
+        "completed": 30,
+        "failed": 0,
+        "unscored": 0,
+        "generated": 0,
+        "failed_now": 0,
+        "mean_reward": None,
+        "artifact": None,
+        "artifact_rows": 0,
+        "elapsed_s": 3.0,
+        "damage": [],
+    }
+    return GenerationResult(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_the_summary_says_what_this_call_did() -> None:
+    assert summarise(result()).startswith("nothing left to do: 30/30 rollouts done, 0 failed\n")
+    assert summarise(result(generated=30)).startswith(
+        "done: 30/30 rollouts done, 0 failed; 30 generated in 3s"
+    )
+    all_failed = summarise(result(completed=0, failed=30, failed_now=30))
+    assert all_failed.startswith("done: 0/30 rollouts done, 30 failed; 0 generated and 30 failed in 3s")
+    assert "rollstream status --failed 'a run'" in all_failed
+    assert summarise(result(completed=9, generated=2, signal=2)).startswith("stopped: 9/30 rollouts done")
+    assert summarise(result(completed=9, generated=2)).startswith("ended: 9/30")
+
+
+def test_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--help-config"]) == 0
+    assert "# rollouts per prompt row" in capsys.readouterr().out
+    assert main(["generate", "generation.seed=3", "--show-config"]) == 0
+    assert "  seed: 3\n" in capsys.readouterr().out
+    assert main(["generate", "generation.seed=3", "--show-config", "--json"]) == 0
+    assert orjson.loads(capsys.readouterr().out)["generation"]["seed"] == 3
+    assert main(["generate", "generation.bogus=3", "--show-config"]) == 2
+
+
+async def test_damaged_files_are_errors_not_tracebacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await commit_all(tmp_path, [rollout(i) for i in range(20)])
+    batch = RunPaths(tmp_path).batch(0)
+    whole = batch.read_bytes()
+    commands = [["show", "RUN"], ["show", "RUN", "7", "--json"], ["status", "RUN"], ["validate", "RUN"]]
+    commands.append(["export", "RUN", "--format", "jsonl", "--output", str(tmp_path / "../x"), "--force"])
+    for at in range(0, len(whole), 97):
+        batch.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        codes = [main([str(tmp_path) if word == "RUN" else word for word in command]) for command in commands]
+        assert codes[3] == 1  # a checksum of the whole file; the others read what they need
+        assert set(codes) <= {0, 1, 2}
+    capsys.readouterr()
+
+
+ENTRIES = [["-m", "rollstream.generation.main"], ["-m", "rollstream.cli", "generate"]]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=["module", "command"])
+def test_an_interrupt_at_any_time_of_the_start_is_one_line(entry: list[str]) -> None:
+    """Interrupts come while the imports go on: when a module is loaded that is loaded late or early."""
+    for module in ("omegaconf", "rollstream.store.batch", "rich.live"):
+        code = (
+            "import os, runpy, signal, sys\n"
+            "class Interrupt:\n"
+            "    def find_spec(self, name, *_):\n"
+            f"        if name == {module!r}:\n"
+            "            os.kill(os.getpid(), signal.SIGINT)\n"
+            "sys.meta_path.insert(0, Interrupt())\n"
+            f"sys.argv = ['x', *{entry[2:]!r}]\n"
+            f"runpy.run_module({entry[1]!r}, run_name='__main__')\n"
+        )
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+
+
+def test_importing_the_command_line_is_light() -> None:
+    heavy = {"hydra", "omegaconf", "pyarrow", "rich", "numpy"}
+    code = f"import sys, rollstream.cli; print(sorted({heavy!r} & set(sys.modules)))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rollstream.cli", "generate", "--help-config"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert process.stderr.read() == b""
