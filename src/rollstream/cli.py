@@ -1,6 +1,7 @@
 """The command line: `rollstream COMMAND …`."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
