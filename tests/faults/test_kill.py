@@ -10,7 +10,7 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
-from rollstream.store.run_dir import RunPaths
+from rollstream.store.paths import RunPaths
 from rollstream.store.validate import validate_run
 from tests.faults.runs import Runner, overrides, run_to_end, stub_server, write_prompts
 

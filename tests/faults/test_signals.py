@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.store.run_dir import RunPaths
+from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
 from tests.faults.runs import Runner, has_rollouts, overrides, run_to_end, stub_server, write_prompts

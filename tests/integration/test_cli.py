@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from rollstream.cli import main as cli
-from rollstream.store.run_dir import RunPaths
+from rollstream.store.paths import RunPaths
 from tests.faults.runs import overrides, stub_server, write_prompts
 
 MODULE = [sys.executable, "-m", "rollstream.cli", "generate"]

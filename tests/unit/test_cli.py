@@ -13,7 +13,7 @@ from rollstream.cli import build_parser, main
 from rollstream.generation.command import command_line, summarise
 from rollstream.generation.main import parse
 from rollstream.generation.runner import GenerationResult
-from rollstream.store.run_dir import RunPaths
+from rollstream.store.paths import RunPaths
 from tests.unit.store.fabric import commit_all, rollout
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from rollstream.config.load import compose
 from rollstream.errors import DamageError
 from rollstream.generation.logs import log_to_file
 from rollstream.generation.progress import Snapshot, progress_console, show_progress
+from rollstream.generation.result import GenerationResult
 from rollstream.generation.setup import Prepared, peek_manifest, prepare
 from rollstream.generation.stopping import StoppedEarly, StopSignals, in_daemon_thread
 from rollstream.rollout.gate import EngineGate
@@ -28,7 +28,8 @@ from rollstream.store.batch import DamagedFileError
 from rollstream.store.export.jsonl import export_jsonl
 from rollstream.store.extend import extend_run, finish_extend
 from rollstream.store.merge import merge_batches
-from rollstream.store.run_dir import RunDirectory, lock_run, open_run, set_aside
+from rollstream.store.paths import set_aside
+from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.summary import write_checkpoint
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, Rollout
@@ -40,46 +41,6 @@ _FAILURES_SAID = 5
 
 _CHECKPOINT_EVERY_S = 10.0
 """`checkpoint.json` is for people and scripts that look on; a kill costs it at most this much."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationResult:
-    """How a run ended. Counts of rollouts."""
-
-    run_dir: Path
-    total: int
-    completed: int
-    """Durable, earlier runs included."""
-    failed: int
-    unscored: int
-    """Completed, but the reward function failed on them."""
-    generated: int
-    """Completed by this call."""
-    failed_now: int
-    """Recorded as failed by this call."""
-    mean_reward: float | None
-    artifact: Path | None
-    """The merged artifact, when it was made and is up to date."""
-    artifact_rows: int
-    elapsed_s: float
-    damage: list[str]
-    """What was found damaged, kept aside and owed again."""
-    signal: int | None = None
-    """The signal that stopped the run before its end."""
-    max_failed_share: float = 0.0
-
-    @property
-    def complete(self) -> bool:
-        """Whether every rollout is done or recorded as failed."""
-        return self.completed + self.failed >= self.total
-
-    @property
-    def exit_code(self) -> int:
-        """0 done; 1 more failed (or unscored by an error) than allowed; 128 + signal when stopped."""
-        if self.signal is not None:
-            return 128 + self.signal
-        allowed = self.max_failed_share * self.total
-        return 1 if self.failed + self.unscored > allowed or not self.complete else 0
 
 
 def run_generation(config: Mapping[str, Any] | Sequence[str] | DictConfig) -> GenerationResult:

@@ -35,8 +35,9 @@ from rollstream.store.journal import (
     write_file_durably,
 )
 from rollstream.store.manifest import Manifest, check_identity, read_manifest, write_manifest
+from rollstream.store.paths import RunPaths, set_aside
 from rollstream.store.records import RecordCodec
-from rollstream.store.run_dir import RunPaths, recover, set_aside
+from rollstream.store.recovery import recover
 from rollstream.store.sealing import batch_metadata, seal_journal
 from rollstream.trajectory import Failure
 

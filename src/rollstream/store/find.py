@@ -12,8 +12,8 @@ from rollstream.store.batch import build_table, read_keys, read_tables
 from rollstream.store.export.jsonl import decode_row
 from rollstream.store.journal import ScanReport, scan
 from rollstream.store.manifest import DATASET_IDENTITY, Manifest, read_manifest
+from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
-from rollstream.store.run_dir import RunPaths
 
 
 @dataclass(frozen=True, slots=True)

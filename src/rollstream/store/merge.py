@@ -32,7 +32,7 @@ from rollstream.store.batch import (
     read_keys,
     read_tables,
 )
-from rollstream.store.run_dir import MERGE_FOLDER, RunPaths
+from rollstream.store.paths import MERGE_FOLDER, RunPaths
 from rollstream.store.sealing import batch_metadata
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,10 @@ import orjson
 from rollstream.store.journal import ScanReport, scan, write_file_durably
 from rollstream.store.lock import is_locked, lock_holder
 from rollstream.store.manifest import Manifest
+from rollstream.store.paths import RunPaths
 from rollstream.store.records import FailureRecord, RecordCodec
-from rollstream.store.run_dir import RunPaths, RunState, inspect
+from rollstream.store.recovery import inspect
+from rollstream.store.state import RunState
 
 _MOST_RANGES = 1000
 """Ranges in `checkpoint.json`: in shuffled order a run has as many as rows, and nobody reads them."""

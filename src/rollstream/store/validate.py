@@ -22,8 +22,8 @@ from rollstream.store.journal import ScanReport, scan
 from rollstream.store.lock import RunLock, is_locked
 from rollstream.store.manifest import read_manifest
 from rollstream.store.merge import artifact_source, source_digest
+from rollstream.store.paths import RunPaths, missing_batches, set_aside
 from rollstream.store.records import RecordCodec
-from rollstream.store.run_dir import RunPaths, missing_batches, set_aside
 
 _READ_ROWS = 1024
 """Rows whose token columns are checked at once."""

@@ -12,7 +12,7 @@ from rollstream.store.find import find_trajectory
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import read_manifest
 from rollstream.store.merge import MergeCancelledError, merge_batches
-from rollstream.store.run_dir import RunPaths
+from rollstream.store.paths import RunPaths
 from rollstream.store.summary import write_checkpoint
 from rollstream.store.validate import validate_run
 from tests.unit.store.fabric import commit_all, failure, keys_in, open_dir, rollout

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rollstream.store import merge
 from rollstream.store.batch import DamagedFileError, build_table, write_table_durably
 from rollstream.store.merge import merge_batches
+from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
-from rollstream.store.run_dir import RunPaths
 from rollstream.store.sealing import batch_metadata
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Rollout

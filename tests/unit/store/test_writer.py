@@ -13,7 +13,8 @@ from rollstream.errors import IdentityMismatchError, RunDirectoryError, StorageE
 from rollstream.store.journal import JournalFile, ScanReport, scan
 from rollstream.store.merge import merge_batches
 from rollstream.store.records import EncodingError, RecordCodec
-from rollstream.store.run_dir import inspect, lock_run
+from rollstream.store.recovery import inspect
+from rollstream.store.run_dir import lock_run
 from rollstream.store.validate import repair_run, validate_run
 from rollstream.store.writer import StoreWriter
 from tests.unit.store.fabric import commit_all, failure, keys_on_disk, open_dir, rollout

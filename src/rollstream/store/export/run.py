@@ -18,7 +18,7 @@ from rollstream.store.export.jsonl import artifact_rows, export_jsonl
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import Manifest, read_manifest
 from rollstream.store.merge import merge_batches
-from rollstream.store.run_dir import RunPaths
+from rollstream.store.paths import RunPaths
 from rollstream.store.sealing import seal_journal
 from rollstream.store.summary import RunStatus, read_status
 

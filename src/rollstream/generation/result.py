@@ -1,0 +1,44 @@
+"""How a generation run ended."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """How a run ended. Counts of rollouts."""
+
+    run_dir: Path
+    total: int
+    completed: int
+    """Durable, earlier runs included."""
+    failed: int
+    unscored: int
+    """Completed, but the reward function failed on them."""
+    generated: int
+    """Completed by this call."""
+    failed_now: int
+    """Recorded as failed by this call."""
+    mean_reward: float | None
+    artifact: Path | None
+    """The merged artifact, when it was made and is up to date."""
+    artifact_rows: int
+    elapsed_s: float
+    damage: list[str]
+    """What was found damaged, kept aside and owed again."""
+    signal: int | None = None
+    """The signal that stopped the run before its end."""
+    max_failed_share: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rollout is done or recorded as failed."""
+        return self.completed + self.failed >= self.total
+
+    @property
+    def exit_code(self) -> int:
+        """0 done; 1 more failed (or unscored by an error) than allowed; 128 + signal when stopped."""
+        if self.signal is not None:
+            return 128 + self.signal
+        allowed = self.max_failed_share * self.total
+        return 1 if self.failed + self.unscored > allowed or not self.complete else 0

@@ -1,0 +1,141 @@
+"""Where things are in a run directory, and moving what is damaged out of the way."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollstream.store.batch import forget_digests, recorded_digests
+from rollstream.store.journal import sync_folder
+
+_WRITTEN_WHOLE = (
+    "run.json",
+    "config.yaml",
+    "checkpoint.json",
+    "trajectories.parquet",
+    "trajectories.parquet.sha256",
+    "trajectories.jsonl",
+)
+"""Files of the run's root that are written by way of a temporary name."""
+
+MERGE_FOLDER = "merge.tmp"
+"""Where a merge spreads rows."""
+
+_BATCH_NAME = r"batch_(\d{6,})\.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """Where things are in a run directory."""
+
+    root: Path
+
+    @property
+    def journals(self) -> Path:
+        """Folder of the journal files."""
+        return self.root / "journal"
+
+    @property
+    def batches(self) -> Path:
+        """Folder of the sealed batches."""
+        return self.root / "batches"
+
+    @property
+    def failures(self) -> Path:
+        """Folder of the failed rollouts' journal files."""
+        return self.root / "failed"
+
+    @property
+    def damaged(self) -> Path:
+        """Folder where damaged files are kept aside."""
+        return self.root / "damaged"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of log files."""
+        return self.root / "logs"
+
+    @property
+    def artifact(self) -> Path:
+        """The merged artifact."""
+        return self.root / "trajectories.parquet"
+
+    def has_data(self) -> bool:
+        """Whether anything was ever finished here."""
+        kept = (self.artifact.exists(), self.damaged.is_dir(), (self.root / "replaced").is_dir())
+        return any(kept) or any((self.journal_numbers(), self.batch_numbers(), self.failure_files()))
+
+    def journal(self, number: int) -> Path:
+        """Journal file of this number."""
+        return self.journals / f"{number:06d}.rsj"
+
+    def batch(self, number: int) -> Path:
+        """Batch of this number."""
+        return self.batches / f"batch_{number:06d}.parquet"
+
+    def journal_numbers(self) -> list[int]:
+        """Numbers of the journal files there are, ascending."""
+        return _numbers(self.journals, r"(\d{6,})\.rsj")
+
+    def batch_numbers(self) -> list[int]:
+        """Numbers of the batches there are, ascending."""
+        return _numbers(self.batches, _BATCH_NAME)
+
+    def failure_files(self) -> list[Path]:
+        """Journal files of failures, oldest first."""
+        return [self.failures / f"{number:06d}.rsj" for number in _numbers(self.failures, r"(\d{6,})\.rsj")]
+
+    def damaged_files(self) -> list[Path]:
+        """What was kept aside."""
+        return sorted(self.damaged.iterdir()) if self.damaged.is_dir() else []
+
+
+def _numbers(folder: Path, pattern: str) -> list[int]:
+    if not folder.is_dir():
+        return []
+    matches = (re.fullmatch(pattern, name) for name in os.listdir(folder))  # noqa: PTH208
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def missing_batches(paths: RunPaths) -> list[str]:
+    """Names of batches that were sealed but are not there any more."""
+    there = {paths.batch(number).name for number in paths.batch_numbers()}
+    aside = {path.name for path in paths.damaged_files()}
+    recorded = (name for name in recorded_digests(paths.batch(0)) if re.fullmatch(_BATCH_NAME, name))
+    # A crash between noting a checksum and naming the batch leaves the journal: nothing is missing then.
+    journals = {paths.batch(number).name for number in paths.journal_numbers()}
+    return sorted(set(recorded) - there - aside - journals)
+
+
+def leftovers(paths: RunPaths) -> list[Path]:
+    """Temporary files that an earlier process of this run left; nobody else's."""
+    mine = [paths.root / f"{name}.tmp" for name in _WRITTEN_WHOLE]
+    mine += [paths.failures / f"{path.name}.tmp" for path in paths.failure_files()]
+    mine += [
+        paths.batches / name
+        for name in os.listdir(paths.batches)  # noqa: PTH208
+        if re.fullmatch(r"batch_\d{6,}\.parquet\.tmp|_SHA256SUMS\.tmp", name)
+    ]
+    return mine
+
+
+def set_aside(paths: RunPaths, path: Path) -> Path:
+    """Moves a damaged file to `damaged/`, under a name that is not taken there."""
+    paths.damaged.mkdir(exist_ok=True)
+    target = free_name(paths, path)
+    path.rename(target)
+    sync_folder(path.parent)
+    sync_folder(paths.damaged)
+    if path.parent == paths.batches:
+        forget_digests(paths.batches, {path.name})
+    return target
+
+
+def free_name(paths: RunPaths, path: Path) -> Path:
+    """A name in `damaged/` that is not taken, after the file's own."""
+    target = paths.damaged / path.name
+    count = 1
+    while target.exists():
+        target = paths.damaged / f"{path.name}.{count}"
+        count += 1
+    return target
