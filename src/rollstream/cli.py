@@ -174,7 +174,8 @@ def _validate(options: argparse.Namespace) -> int:
         f"{result.batches} batches and {result.journals} journals, {merged}"
     )
     if result.problems and not options.repair:
-        print(f"to mend it: rollstream validate --repair {shlex.quote(str(options.run_dir))}")
+        where = shlex.quote(str(options.run_dir))
+        print(f"to mend it: rollstream validate --repair {where}, then the run's own command again")
     if repaired:
         print("now the run's own command generates what is owed again and merges anew")
     return 0 if result.sound else 1

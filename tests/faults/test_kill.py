@@ -12,7 +12,7 @@ import pytest
 
 from rollstream.store.paths import RunPaths
 from rollstream.store.validate import validate_run
-from tests.faults.runs import Runner, overrides, run_to_end, stub_server, write_prompts
+from tests.faults.runs import Runner, file_size, overrides, run_to_end, stub_server, write_prompts
 
 ROWS, N, IN_FLIGHT, KILLS = 500, 3, 32, 30
 TOKEN_COLUMNS = [
@@ -32,7 +32,7 @@ def served(url: str) -> int:
 
 
 def durable_bytes(paths: RunPaths) -> int:
-    return sum(path.stat().st_size for path in paths.journals.glob("*.rsj") if path.exists())
+    return sum(file_size(path) for path in paths.journals.glob("*.rsj"))
 
 
 def phases(paths: RunPaths, rng: random.Random) -> dict[str, Callable[[], bool]]:

@@ -28,6 +28,7 @@ from rollstream.generation.runner import GenerationResult, generate
 from rollstream.generation.setup import Prepared, peek_manifest, prepare
 from rollstream.generation.stopping import StoppedEarly, StopSignals
 from rollstream.store.manifest import Manifest, check_identity, identity_differences
+from rollstream.store.paths import RunPaths
 
 logger = logging.getLogger(__name__)
 
@@ -103,14 +104,13 @@ def summarise(result: GenerationResult) -> str:
     """How a run ended, for people."""
     reward = "" if result.mean_reward is None else f", mean reward {result.mean_reward:.4f}"
     counts = f"{result.completed}/{result.total} rollouts done, {result.failed} failed{reward}"
-    failed_now: int = getattr(result, "failed_now", 0)
     this_call = f"{result.generated} generated"
-    if failed_now:
-        this_call += f" and {failed_now} failed"
+    if result.failed_now:
+        this_call += f" and {result.failed_now} failed"
     this_call += f" in {format_duration(result.elapsed_s)}"
     if result.signal is not None:
         first = f"stopped: {counts}; {this_call}"
-    elif result.generated == failed_now == 0 and result.complete:
+    elif result.generated == result.failed_now == 0 and result.complete:
         first = f"nothing left to do: {counts}"
     else:
         first = f"{'done' if result.complete else 'ended'}: {counts}; {this_call}"
@@ -195,7 +195,7 @@ def _dry_run_text(report: Mapping[str, Any], prepared: Prepared) -> str:
 
 def _refuse_like_a_run(prepared: Prepared, manifest: Manifest | None) -> None:
     """Raises the `RunDirectoryError` with which the run itself would refuse its run directory."""
-    if manifest is None:
+    if manifest is None or not RunPaths(prepared.run_dir).has_data():
         return
     resume = prepared.settings.generation.resume
     if resume == "never":

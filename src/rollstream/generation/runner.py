@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from rollstream.config.load import compose
-from rollstream.errors import DamageError
+from rollstream.errors import DamageError, StorageError
 from rollstream.generation.logs import log_to_file
 from rollstream.generation.progress import Snapshot, progress_console, show_progress
 from rollstream.generation.result import GenerationResult
@@ -291,6 +291,11 @@ class _Run:
                 f"{error}. It was kept aside as {kept}; its rollouts are owed again: run the same command "
                 "once more."
             ) from error
+        if rows != run.state.rows:
+            raise StorageError(
+                f"{run.paths.root} has {run.state.rows} trajectories, but its batches {rows}: not everything "
+                "could be sealed. What was counted as done is safe; run the same command again."
+            )
         for name in self._settings.export:
             exporter = _EXPORTERS[name]
             target = run.paths.root / f"trajectories.{name}"
@@ -335,7 +340,12 @@ class _Run:
     async def _write_checkpoints(self) -> None:
         while True:
             await asyncio.sleep(_CHECKPOINT_EVERY_S)
-            await asyncio.to_thread(self._write_checkpoint)
+            writing = asyncio.ensure_future(asyncio.to_thread(self._write_checkpoint))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await asyncio.wait({writing})
+                raise
 
     def _write_checkpoint(self) -> None:
         run = self._directory

@@ -17,6 +17,9 @@ _FIRST_PROBE_S = 0.2
 _PROBE_S_MAX = 2.0
 """Between probes; also the longest that a returned engine waits for work."""
 
+_QUIET_S = 10.0
+"""After an opening that held this long, the next closing is a new one: pauses begin short again."""
+
 
 class EngineGate:
     """Lets work through while the engine is there."""
@@ -29,6 +32,8 @@ class EngineGate:
         self._closed_by: EngineUnavailableError | None = None
         self._closed_at = 0.0
         self._opened = 0
+        self._opened_at = -_QUIET_S
+        self._pause = _FIRST_PROBE_S
 
     @property
     def is_open(self) -> bool:
@@ -45,6 +50,8 @@ class EngineGate:
         if self._closed_by is None and generation == self._opened:
             self._closed_by = error
             self._closed_at = time.monotonic()
+            if self._closed_at - self._opened_at > _QUIET_S:
+                self._pause = _FIRST_PROBE_S
             logger.warning("no engine: %s; work waits for up to %g s", error, self._timeout)
 
     async def wait(self) -> None:
@@ -53,14 +60,13 @@ class EngineGate:
         Raises:
             EngineLostError: it stayed away for longer than `timeout`; the cause is the first report.
         """
-        delay = _FIRST_PROBE_S
         while self._closed_by is not None:
             async with self._probing:
                 while self._closed_by is not None:
                     # The pause comes first: an engine whose health is fine while its requests fail must
                     # not be asked in a hot loop.
-                    await asyncio.sleep(delay)
-                    delay = min(delay * 2, _PROBE_S_MAX)
+                    await asyncio.sleep(self._pause)
+                    self._pause = min(self._pause * 2, _PROBE_S_MAX)
                     if await self._probe():
                         break
                     away = time.monotonic() - self._closed_at
@@ -83,4 +89,5 @@ class EngineGate:
             logger.warning("the engine is back after %.1f s", time.monotonic() - self._closed_at)
             self._closed_by = None
             self._opened += 1
+            self._opened_at = time.monotonic()
         return healthy

@@ -9,9 +9,9 @@ The life of a rollout:
 
 A worker never raises for what one rollout does; it raises when the engine is lost for good.
 
-A request that brings its engine down would do so for ever, uncharged, with all others. So a rollout that was
-in flight at `_FREE_OUTAGES` outages is a suspect, and suspects run one at a time: the one that is in flight
-at the next outage is charged an attempt. When one has failed so, the others are cleared.
+A request that brings its engine down would do so for ever, uncharged, with all others. So a rollout that
+was in flight at `_FREE_OUTAGES` outages is a suspect; a suspect that is alone in flight at an outage is
+charged an attempt (see `quarantine`).
 """
 
 import asyncio
@@ -22,7 +22,6 @@ import random
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -32,17 +31,18 @@ from rollstream.errors import (
     ConfigError,
     DataError,
     EngineError,
-    EngineLostError,
     RewardError,
 )
 from rollstream.rollout.gate import EngineGate
+from rollstream.rollout.quarantine import Quarantine
 from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
 from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 
-_FREE_OUTAGES = 5
-"""Outages in a row that one rollout lives through unsuspected; see `_Suspects`."""
+_FREE_OUTAGES = 8
+"""Outages that one rollout lives through unsuspected. With the gate's pauses that is some ten seconds of an
+engine that says it is well and is not."""
 
 _SAID_LOUDLY = 5
 
@@ -104,50 +104,57 @@ class RolloutWorker:
         self._gate = gate
         self._reward = reward
         self._loops: dict[str, AgentLoopFactory] = {default_agent_loop: get_agent_loop(default_agent_loop)}
-        self._suspects = asyncio.Lock()
-        self._cleared = 0
+        self._quarantine = Quarantine()
         self._jitter = random.Random()
         self.counters = WorkerCounters()
 
     async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
         """Executes one rollout to its end. Raises `EngineLostError` when the engine stays away."""
         dispatched = time.monotonic()
-        attempt, outages, cleared = 1, 0, self._cleared
-        while True:
-            if cleared != self._cleared:
-                outages, cleared = 0, self._cleared
-            suspect = outages >= _FREE_OUTAGES
-            try:
-                async with self._suspects if suspect else nullcontext():
-                    await self._gate.wait()
-                    generation = self._gate.generation
-                    started = time.monotonic()
+        attempt, outages, suspected, passed = 1, 0, False, False
+        try:
+            while True:
+                await self._gate.wait()
+                alone = await self._quarantine.enter(suspected=suspected)
+                generation = self._gate.generation
+                started = time.monotonic()
+                unavailable = None
+                try:
+                    if not self._gate.is_open:
+                        continue  # it closed while this one waited
                     trajectories = await self._attempt(row, repeat, attempt)
-            except EngineLostError:
-                raise
-            except Exception as error:
-                unavailable = find_unavailable(error)
+                except Exception as error:
+                    unavailable = find_unavailable(error)
+                    failure = error
+                else:
+                    passed = True
+                    break
+                finally:
+                    self._quarantine.leave(outage=unavailable is not None)
                 if unavailable is not None:
                     self._gate.close(unavailable, generation)
                     self.counters.unavailable += 1
                     outages += 1
-                    if not suspect:
+                    if outages >= _FREE_OUTAGES and not suspected:
+                        suspected = True
+                        self._quarantine.suspect()
+                    if not alone:
                         continue
-                again = unavailable is not None or is_transient(error)
+                again = unavailable is not None or is_transient(failure)
                 if not again or attempt >= self._retry.max_attempts:
-                    self._cleared += suspect
-                    return make_failure(row.index, repeat, row.prompt_key, attempt, _stage(error), error)
+                    return make_failure(row.index, repeat, row.prompt_key, attempt, _stage(failure), failure)
                 self.counters.retries += 1
                 wait = self._retry.wait(attempt, self._jitter)
                 self._say(
                     "rollout (%d, %d): attempt %d: %s; again in %.1f s",
-                    *(row.index, repeat, attempt, _one_line(error), wait),
+                    *(row.index, repeat, attempt, _one_line(failure), wait),
                     often=self.counters.retries,
                 )
                 attempt += 1
                 await asyncio.sleep(wait)
-                continue
-            break
+        finally:
+            if suspected:
+                self._quarantine.resolve(passed=passed)
         try:
             row_extra = {**row.columns, **({"extra_info": row.extra_info} if row.extra_info else {})}
             for trajectory in trajectories:

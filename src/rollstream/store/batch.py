@@ -16,13 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollstream.errors import DamageError, RunDirectoryError, StorageError
 from rollstream.store.journal import sync_folder, write_all, write_file_durably
-from rollstream.store.records import RolloutRecord, TrajectoryRecord
+from rollstream.store.records import RolloutRecord, TrajectoryRecord, scoring_failed
 
 METRIC_NAMES = (
     "queue_s",
@@ -322,7 +323,8 @@ def read_keys(path: Path) -> BatchKeys:
         if table["reward"].null_count:
             extras = file.read(["reward_extra"], use_threads=False)["reward_extra"]
             failed = pc.and_(pc.is_null(table["reward"]), pc.match_substring(extras, '"error":'))
-            unscored = pc.sum(pc.and_(failed, pc.invert(table["is_snapshot"]))).as_py() or 0
+            texts = extras.filter(pc.and_(failed, pc.invert(table["is_snapshot"]))).to_pylist()
+            unscored = sum(scoring_failed(orjson.loads(text)) for text in texts)
     return BatchKeys(
         index=table["index"].to_numpy(),
         repeat=table["repeat"].to_numpy(),

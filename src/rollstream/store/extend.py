@@ -61,7 +61,9 @@ def extend_run(
         StorageError: the disk is full; the run is as it was.
     """
     manifest = read_manifest(root)
-    if manifest is None or not check_identity(root, manifest.identity, wanted.identity, extend=True):
+    if manifest is None or not RunPaths(root).has_data():
+        return
+    if not check_identity(root, manifest.identity, wanted.identity, extend=True):
         return
     new = msgspec.structs.replace(wanted, run_id=manifest.run_id, created=manifest.created)
     paths = RunPaths(root)

@@ -222,9 +222,9 @@ class JournalFile:
 
     def close(self) -> None:
         """Closes the file. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def write_all(fd: int, data: bytes) -> None:

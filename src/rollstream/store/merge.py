@@ -175,7 +175,17 @@ def _sorted_tables(
     kept = np.sort(order[order >= 0])
     buckets = int(min(-(-total_bytes // bucket_bytes), _MAX_BUCKETS, len(kept)))
     if buckets <= 1:
-        picked = [(rows, table) for rows, table in _kept_rows(tables(), order) if len(table)]
+        picked, held = [], 0
+        for rows, table in _kept_rows(tables(), order):
+            if len(table):
+                picked.append((rows, table))
+                held += table.nbytes
+            if held > 4 * bucket_bytes and len(kept) > 1:
+                # Encoded it was small, decoded it is not (a long text in every row, say).
+                picked.clear()
+                decoded = sum(table.nbytes for _, table in _kept_rows(tables(), order))
+                yield from _sorted_tables(tables, order, decoded, bucket_bytes, folder)
+                return
         if picked:
             rank = np.concatenate([rows for rows, _ in picked])
             yield _take(pa.concat_tables([table for _, table in picked]), np.argsort(rank))

@@ -63,7 +63,8 @@ class RunPaths:
     def has_data(self) -> bool:
         """Whether anything was ever finished here."""
         kept = (self.artifact.exists(), self.damaged.is_dir(), (self.root / "replaced").is_dir())
-        return any(kept) or any((self.journal_numbers(), self.batch_numbers(), self.failure_files()))
+        files = (self.journal_numbers(), self.batch_numbers(), self.failure_files(), missing_batches(self))
+        return any(kept) or any(files)
 
     def journal(self, number: int) -> Path:
         """Journal file of this number."""
@@ -100,11 +101,10 @@ def _numbers(folder: Path, pattern: str) -> list[int]:
 def missing_batches(paths: RunPaths) -> list[str]:
     """Names of batches that were sealed but are not there any more."""
     there = {paths.batch(number).name for number in paths.batch_numbers()}
-    aside = {path.name for path in paths.damaged_files()}
     recorded = (name for name in recorded_digests(paths.batch(0)) if re.fullmatch(_BATCH_NAME, name))
     # A crash between noting a checksum and naming the batch leaves the journal: nothing is missing then.
     journals = {paths.batch(number).name for number in paths.journal_numbers()}
-    return sorted(set(recorded) - there - aside - journals)
+    return sorted(set(recorded) - there - journals)
 
 
 def leftovers(paths: RunPaths) -> list[Path]:
@@ -126,7 +126,7 @@ def set_aside(paths: RunPaths, path: Path) -> Path:
     path.rename(target)
     sync_folder(path.parent)
     sync_folder(paths.damaged)
-    if path.parent == paths.batches:
+    if path.parent == paths.batches:  # a crash before this is a batch that is missing: named, owed again
         forget_digests(paths.batches, {path.name})
     return target
 

@@ -161,7 +161,11 @@ class StoreWriter:
     async def close(self, *, seal: bool = True) -> None:
         """Commits what is queued, seals unless told not to, and ends the threads. Idempotent.
 
-        Without sealing it takes no longer than the syncs and the batch being written.
+        Without sealing it takes no longer than the syncs and the batch being written. When it returns or
+        raises, the threads have ended, however often it was cancelled: only then may the lock be given back.
+
+        Raises:
+            StorageError: with `seal`, when not everything is in batches.
         """
         if not self._threads:
             return
@@ -170,19 +174,26 @@ class StoreWriter:
                 await self.seal()
         finally:
             self._closed = True
-            self._queue.put(_Stop())
-            writer, sealer = self._threads
-            await asyncio.to_thread(writer.join)
-            self._seal_queue.put(None)
-            await asyncio.to_thread(sealer.join)
-            self._threads = []
+            await _to_the_end(self._end_threads)
             for journal in (self._journal, self._failure_journal):
                 if journal is not None:
                     journal.close()
             if self._failed is not None and not self._failed.done():
                 self._failed.cancel()
+        if seal and self._broken is not None:
+            raise self._broken
+
+    def _end_threads(self) -> None:
+        writer, sealer = self._threads
+        self._queue.put(_Stop())
+        writer.join()
+        self._seal_queue.put(None)
+        sealer.join()
+        self._threads = []
 
     def _seal_all(self) -> None:
+        if self._closed:
+            raise self._broken or StorageError(f"{self._paths.root} is closed")
         rotated = _Rotate(threading.Event())
         self._queue.put(rotated)
         rotated.done.wait()
@@ -199,13 +210,19 @@ class StoreWriter:
         except BaseException as error:
             self._break(error)
             self._refuse_until_stopped()
+        # Nobody may wait for what came behind the stop.
+        while not self._queue.empty():
+            self._refuse(self._queue.get())
 
     def _refuse_until_stopped(self) -> None:
         while not isinstance(item := self._queue.get(), _Stop):
-            if isinstance(item, _Rotate):
-                item.done.set()
-            else:
-                self._resolve([item], self._broken)
+            self._refuse(item)
+
+    def _refuse(self, item: "_Pending | _Rotate | _Stop") -> None:
+        if isinstance(item, _Rotate):
+            item.done.set()
+        elif isinstance(item, _Pending):
+            self._resolve([item], self._broken or StorageError(f"{self._paths.root} is closed"))
 
     def _write_until_stopped(self) -> None:
         last_commit = time.monotonic()
@@ -214,7 +231,8 @@ class StoreWriter:
             idle = max(0.0, last_commit + self._pull_timeout - time.monotonic())
             idle = min(idle, threading.TIMEOUT_MAX)
             try:
-                item = carried or self._queue.get(timeout=idle if self.journal_rows else None)
+                waits = self.journal_rows and self._broken is None
+                item = carried or self._queue.get(timeout=idle if waits else None)
             except queue.Empty:
                 self._guarded(self._rotate)
                 continue
@@ -324,8 +342,8 @@ class StoreWriter:
         """Closes the journal and hands it to the sealer. The next one is opened when it is needed."""
         if self._journal is None or not self.journal_rows:
             return
-        self._journal.close()
-        self._journal = None
+        journal, self._journal = self._journal, None
+        journal.close()
         self._closed_rows[self._journal_number] = self.journal_rows
         self.journal_rows = self._journal_bytes = 0
         with self._sealed:
@@ -393,6 +411,20 @@ class StoreWriter:
             self._loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:
             logger.debug("the event loop is closed; nobody waits for this commit any more")
+
+
+async def _to_the_end(work: Callable[[], None]) -> None:
+    """Runs `work` in a thread and waits for its end through any number of cancellations."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = cancelled or error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
 
 
 def _resolve_futures(futures: list[asyncio.Future[None]], error: Exception | None) -> None:

@@ -27,7 +27,7 @@ from rollstream.store.run_dir import RunDirectory
 from rollstream.store.summary import read_failures
 from rollstream.store.writer import StoreWriter
 from rollstream.testing.scripted import ScriptedEngine
-from rollstream.trajectory import PromptRow, Rollout, SamplingParams, Trajectory
+from rollstream.trajectory import Completion, PromptRow, Rollout, SamplingParams, Trajectory
 from tests.unit.store.fabric import N, keys_on_disk, open_dir
 
 
@@ -178,20 +178,45 @@ async def test_an_engine_that_stays_away_ends_the_run_with_its_cause(
         assert (run.state.keys.done, run.state.keys.failed) == (0, 0)
 
 
-async def test_a_request_that_brings_the_engine_down_each_time_ends_some_time(
-    tmp_path: Path, tokenizer: ChatTokenizer
+class CrashingEngine(ScriptedEngine):
+    """Goes down with all that is in flight whenever one of the deadly rows reaches it; back at once."""
+
+    deadly: frozenset[int] = frozenset()
+
+    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, **named: Any) -> Completion:
+        if int(named["request_id"].split("-")[0]) in self.deadly:
+            await asyncio.sleep(0)
+            self.go_down()
+            self.come_back()
+            raise EngineUnavailableError("the engine died of this request")
+        return await super().generate(prompt_ids, sampling, **named)
+
+
+@pytest.mark.parametrize("deadly", [{3}, {2, 4, 9}])
+async def test_deadly_requests_are_found_and_nobody_else_is_charged(
+    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, deadly: set[int]
 ) -> None:
-    engine = ScriptedEngine()
+    monkeypatch.setattr("rollstream.rollout.gate._FIRST_PROBE_S", 0.001)
+    monkeypatch.setattr("rollstream.rollout.gate._PROBE_S_MAX", 0.001)
+    engine = CrashingEngine(latency=0.002)
     await engine.start()
-    deadly = EngineUnavailableError("the engine died of this request")
-    engine.fail(lambda request: request.request_id.startswith("1-0-"), deadly, times=None)
+    engine.deadly = frozenset(deadly)
+    rows = [index for index in range(60) if index != 5]  # row 5 cannot be loaded
     with open_dir(tmp_path) as run:
-        await Harness(run, engine, tokenizer).work(3)
-        assert (run.state.keys.done, run.state.keys.failed) == (5, 1)
-    (failed,) = read_failures(tmp_path)
-    assert (failed.index, failed.attempts) == (1, 3)
-    assert {find_trajectory(tmp_path, index, 1).row["attempts"] for index in range(3)} == {1}
-    assert "died of this request" in failed.error
+        harness = Harness(run, engine, tokenizer, max_in_flight=8)
+        try:
+            await harness.executor.run(run.state.keys.owed(rows[:20], retry_failed=False))
+            assert harness.worker._quarantine.suspects == 0
+            engine.peak_in_flight = 0
+            await harness.executor.run(run.state.keys.owed(rows, retry_failed=False))
+            assert engine.peak_in_flight > 4  # full concurrency again
+        finally:
+            await harness.writer.close()
+    failures = list(read_failures(tmp_path))
+    assert {(one.index, one.repeat) for one in failures} == {(i, r) for i in deadly for r in range(N)}
+    assert {one.attempts for one in failures} == {3}
+    for index in set(rows) - deadly:
+        assert [find_trajectory(tmp_path, index, repeat).row["attempts"] for repeat in range(N)] == [1, 1]
 
 
 @register("hanging_agent")

@@ -217,7 +217,8 @@ async def test_a_broken_writer_says_so_to_everyone(tmp_path: Path, monkeypatch: 
             await writer.failed
         with pytest.raises(StorageError, match="No space left"):
             await writer.commit(rollout(2))
-        await writer.close()
+        with pytest.raises(StorageError, match="No space left"):
+            await writer.close()
     with open_dir(tmp_path) as run:
         assert (run.state.keys.done, run.state.damage, run.state.torn) == (1, [], 0)
 
@@ -251,7 +252,10 @@ async def test_an_unforeseen_error_in_the_writer_thread_reaches_everyone(
             assert all(isinstance(result, StorageError) for result in results), results
             with pytest.raises(StorageError, match="no room"):
                 await writer.failed
-            await writer.close()
+            with pytest.raises(StorageError, match="no room"):
+                await writer.close()
+            with pytest.raises(StorageError):
+                await writer.seal()
             with pytest.raises(StorageError):
                 await writer.commit(rollout(9))
         monkeypatch.undo()
@@ -268,6 +272,41 @@ async def test_commit_after_close_is_refused(tmp_path: Path) -> None:
         async with asyncio.timeout(10):
             with pytest.raises(StorageError, match="closed"):
                 await writer.commit(rollout(0))
+
+
+async def test_a_seal_that_fails_is_never_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await commit_all(tmp_path, [rollout(index) for index in range(9)], seal=False)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for _ in range(2):
+        with open_dir(tmp_path) as run:
+            writer = StoreWriter(run, save_batch_size=4, pull_timeout=60)
+            with monkeypatch.context() as patch:
+                patch.setattr("rollstream.store.sealing.write_table_durably", full)
+                writer.start()
+                with pytest.raises(StorageError, match="No space left"):
+                    await writer.close()
+    await commit_all(tmp_path, [])
+    assert len(keys_on_disk(tmp_path)) == 9
+
+
+async def test_cancelled_closing_ends_only_when_the_threads_have(tmp_path: Path) -> None:
+    with open_dir(tmp_path) as run:
+        writer = StoreWriter(run, save_batch_size=4, pull_timeout=60)
+        writer.start()
+        await asyncio.gather(*(writer.commit(rollout(index)) for index in range(30)))
+        threads = list(writer._threads)
+        closing = asyncio.create_task(writer.close())
+        for _ in range(3):
+            await asyncio.sleep(0)
+            closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert not any(thread.is_alive() for thread in threads)
 
 
 async def test_a_passing_read_error_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +336,15 @@ async def test_a_missing_batch_is_named_and_owed_again(tmp_path: Path) -> None:
     assert (tmp_path / "damaged" / "trajectories.parquet").read_bytes() == artifact
     await commit_all(tmp_path, [rollout(0), rollout(1)])
     assert validate_run(tmp_path).sound
+
+
+async def test_a_run_whose_batches_are_all_gone_still_holds_something(tmp_path: Path) -> None:
+    await commit_all(tmp_path, [rollout(0)])
+    (tmp_path / "batches" / "batch_000000.parquet").unlink()
+    with pytest.raises(IdentityMismatchError):
+        open_dir(tmp_path, engine="another")
+    with open_dir(tmp_path) as run:
+        assert run.state.damage == ["batches/batch_000000.parquet is missing"]
 
 
 async def test_files_of_others_are_left_alone(tmp_path: Path) -> None:

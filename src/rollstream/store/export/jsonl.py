@@ -52,7 +52,7 @@ def export_jsonl(artifact: Path, target: Path, cancelled: Callable[[], bool] = l
         StorageError: the disk is full, or `target` cannot be written.
         MergeCancelledError: `cancelled`, asked now and then, said so. An older `target` stays.
     """
-    temporary = target.with_name(target.name + ".tmp")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     lines = 0
     try:
         with temporary.open("wb") as file:

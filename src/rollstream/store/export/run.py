@@ -152,7 +152,7 @@ def _write(artifact: Path, name: str, target: Path) -> int:
         return export_jsonl(artifact, target)
     if target.resolve() == artifact.resolve():
         return artifact_rows(artifact)
-    temporary = target.with_name(target.name + ".tmp")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         shutil.copyfile(artifact, temporary)
         os.replace(temporary, target)  # noqa: PTH105
