@@ -303,7 +303,7 @@ def read_tables(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa
     with open_parquet(path) as file:
         for group in range(file.num_row_groups):
             with reading(path):
-                table = file.read_row_group(group, columns=columns)
+                table = file.read_row_group(group, columns=columns, use_threads=False)
             yield table
 
 

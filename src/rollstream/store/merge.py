@@ -37,11 +37,11 @@ from rollstream.store.sealing import batch_metadata
 
 logger = logging.getLogger(__name__)
 
-_BUCKET_BYTES = 32 << 20
+_BUCKET_BYTES = 16 << 20
 """Uncompressed bytes of a bucket: sorting it takes about three times that."""
 
 _MAX_BUCKETS = 512
-"""Open files while rows are spread; in artifacts above 16 GB buckets are cut twice."""
+"""Open files while rows are spread; in artifacts above 8 GB buckets are cut twice."""
 
 SOURCE_KEY = b"rollstream.source"
 """Metadata key of the artifact: which batches it was made of."""
