@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import string
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,17 @@ class ChatTokenizer:
         """Number of ids, added tokens included."""
         return len(self._tokenizer)
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that stand for structure, not text: end of turn, start of a role, padding."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset({*self._tokenizer.all_special_ids, *(i for i, token in added if token.special)})
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its exact text; None if the vocabulary has none."""
+        found: int | None = self._tokenizer.get_vocab().get(token)
+        return found
+
     def render(
         self,
         messages: list[Message],
@@ -45,8 +57,20 @@ class ChatTokenizer:
         Raises:
             DataError: the chat template refuses these messages.
         """
+        return self.encode(
+            self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        )
+
+    def render_text(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """A conversation as the chat template writes it. Raises `DataError` when the template refuses."""
         try:
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools or None,
                 add_generation_prompt=add_generation_prompt,
@@ -55,7 +79,7 @@ class ChatTokenizer:
             )
         except Exception as error:
             raise DataError(f"the chat template refuses this prompt: {error}") from error
-        return self.encode(text)
+        return text
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text as it stands: no special tokens are added."""

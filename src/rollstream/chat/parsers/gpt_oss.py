@@ -1,0 +1,106 @@
+"""Harmony: messages with roles, channels and recipients: gpt-oss.
+
+`<|start|>assistant<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`; the
+recipient may also stand in the role part, before the channel. The channel `analysis` is thinking; `final` and
+a `commentary` without a recipient are content. The prompt ends with `<|start|>assistant`, so a turn begins in
+a header.
+Format: the guide to harmony, https://cookbook.openai.com/articles/openai-harmony.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rollstream.chat.parsers.base import ParsedOutput, register_parser
+from rollstream.chat.parsers.calls import broken_call, call_of_arguments
+from rollstream.chat.parsers.strict_json import UnreadableError
+from rollstream.chat.parsers.turn import TurnReader
+
+_START, _CHANNEL, _MESSAGE, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
+_CLOSINGS = ("<|end|>", "<|return|>", _CALL)
+_ROLE_PART = re.compile(r"\s*(?:assistant\b\s*)?(?:to=\S+\s*)?")
+_CHANNEL_NAME = re.compile(r"\s*(\w*)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_NO_TOOLS = ("assistant", "user", "all")
+"""Recipients that are parties of the conversation."""
+
+
+@register_parser("gpt-oss")
+@register_parser("gpt_oss")
+class GptOssParser:
+    """Messages up to their end tokens; a message to a recipient is a call, whatever its channel."""
+
+    stop_tokens: tuple[str, ...] = (_CALL,)
+
+    def parse(
+        self, text: str, *, in_thinking: bool = False, tools: Sequence[dict[str, Any]] = ()
+    ) -> ParsedOutput:
+        turn = TurnReader(text, end_tokens=("<|endoftext|>",))
+        if in_thinking:
+            _take_body(turn, "analysis")
+        while turn.position < turn.end:
+            _read_message(turn)
+        return turn.finish()
+
+
+def _read_message(turn: TurnReader) -> None:
+    start = turn.position
+    closing = _next_closing(turn, start)
+    header_start = min(turn.find(_START), turn.find(_CHANNEL), turn.find(_MESSAGE), closing)
+    if not _ROLE_PART.fullmatch(turn.text, start, header_start):
+        turn.take("content", header_start)  # text without a header
+        return
+    message = turn.find(_MESSAGE)
+    header = turn.text[start : min(message, closing)]
+    _, _, after_channel = header.rpartition(_CHANNEL)
+    channel_name = _CHANNEL_NAME.match(after_channel) if _CHANNEL in header else None
+    channel = channel_name[1] if channel_name else ""
+    addressee = _RECIPIENT.search(header)
+    recipient = addressee[1] if addressee and addressee[1] not in _NO_TOOLS else ""
+    if message >= closing:
+        end = _past_closing(turn, closing)
+        if recipient:
+            name = recipient.removeprefix("functions.")
+            turn.take_call(end, broken_call(turn.text[start:end], f"no {_MESSAGE} in the call", name=name))
+        else:
+            turn.take("markup", end)
+        return
+    body = message + len(_MESSAGE)
+    closing = _next_closing(turn, body)
+    if recipient:
+        _take_call(turn, recipient.removeprefix("functions."), body, closing)
+    elif channel != "analysis" and turn.at(_CALL, closing):
+        end = closing + len(_CALL)
+        turn.take_call(
+            end, broken_call(turn.text[start:end], "the call has no recipient (to=functions.name)")
+        )
+    else:
+        turn.take("markup", body)
+        _take_body(turn, channel)
+
+
+def _take_body(turn: TurnReader, channel: str) -> None:
+    closing = _next_closing(turn, turn.position)
+    turn.take("thinking" if channel == "analysis" else "content", closing)
+    turn.take("markup", _past_closing(turn, closing))
+
+
+def _take_call(turn: TurnReader, name: str, body: int, closing: int) -> None:
+    start = turn.position
+    try:
+        arguments, closing = turn.decode_between(body, closing, _CLOSINGS)
+    except UnreadableError as error:
+        end = _past_closing(turn, closing)
+        reason = f"the arguments are not valid JSON: {error}"
+        turn.take_call(end, broken_call(turn.text[start:end], reason, name=name))
+        return
+    end = _past_closing(turn, closing)
+    turn.take_call(end, call_of_arguments(name, arguments, turn.text[start:end]))
+
+
+def _next_closing(turn: TurnReader, start: int) -> int:
+    return min(turn.find(mark, start) for mark in _CLOSINGS)
+
+
+def _past_closing(turn: TurnReader, closing: int) -> int:
+    return max(turn.past(mark, closing) for mark in _CLOSINGS)

@@ -1,0 +1,238 @@
+"""What a chat template puts between the turns of a conversation.
+
+The prompt of the next turn is the prompt of this turn, the ids the model sampled, and the ids of what comes
+between: the end of the assistant's turn, new messages, the beginning of the next answer. Only the last part
+is rendered here, by the difference of two renderings of a short conversation, so its cost does not grow with
+the history and no sampled id is ever rendered again (R1).
+
+    question | answer: ...MARK | end of turn                                     rendered alone
+    question | answer: ...MARK | end of turn | new messages | generation prompt  rendered with what is new
+                               ^---------------- what this module returns ----^
+
+The same for any template. What the template would do to *earlier* turns when the whole conversation were
+rendered again (drop their thinking, move a list of tools) is not done: those tokens were seen by the model.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rollstream.chat.processor import ChatProcessor
+from rollstream.chat.tokenizer import ChatTokenizer
+from rollstream.errors import DataError
+from rollstream.trajectory import Message
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_MARK = "ROLLSTREAMMARK"
+"""Stands for an answer. Letters only: no template trims, escapes or splits it."""
+
+_QUESTION: Message = {"role": "user", "content": "."}
+
+_REMEMBERED_CLOSES = 128
+"""One for each way a turn may end: without calls, or with calls of these tools in this order."""
+
+_TAIL = 16
+"""Sampled ids that are compared with what follows: an end of turn is a few tokens."""
+
+THINKING_OPENERS = ("<think>", "[THINK]")
+"""With these at its end, a prompt leaves the model inside a thinking block."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    """How the template ends an assistant's turn."""
+
+    calls: int
+    """How many of the turn's calls, from the last, are rendered: some templates refuse more than one."""
+    marks: int
+    """How often the mark was rendered; what follows the last one counts."""
+    syntax: str
+    """What closes the last call. The model has written it itself."""
+    end: str
+    """The marker of the turn's end and what follows it, such as `<|im_end|>\\n`. May be empty."""
+
+    def cut(self, rendered: str) -> str | None:
+        """What follows the answer in a rendering; None if it does not end there as expected."""
+        parts = rendered.split(_MARK, self.marks)
+        if len(parts) <= self.marks or not parts[-1].startswith(self.syntax):
+            return None
+        return parts[-1].removeprefix(self.syntax)
+
+
+class TurnTemplate:
+    """The ids between an answer and the next one, for one tokenizer. Shared by all rollouts of a worker."""
+
+    def __init__(self, tokenizer: ChatTokenizer, processor: ChatProcessor | None = None) -> None:
+        """`processor`: for messages with images."""
+        self._tokenizer = tokenizer
+        self._processor = processor
+        self._closes: OrderedDict[tuple[object, ...], _Close] = OrderedDict()
+
+    def ids_after(
+        self,
+        answer: Message,
+        added: list[Message],
+        *,
+        sampled_ids: Sequence[int],
+        tools: list[dict[str, Any]] | None = None,
+        images: Sequence["Image"] = (),
+    ) -> list[int]:
+        """Ids to put between an answer and the next one; none of them was sampled.
+
+        Args:
+            answer: the assistant's message; only its `tool_calls` matter.
+            added: what follows it: tool results, a user's message.
+            sampled_ids: what the model sampled for the answer. When it ends with (a part of) the end of the
+                turn, that part is not added again; when it ends with another end token than the template's
+                own, that token stands for it.
+            tools: schemas, as for the prompt.
+            images: one for each image part of `added`, in order. They take time: call it in a thread then.
+
+        Raises:
+            DataError: the template refuses these messages, or there is no processor for the images.
+        """
+        text, has_end = self.text_after(answer, added, tools=tools)
+        if images and self._processor is None:
+            raise DataError("the model has no image processor")
+        ids = (
+            self._processor.encode(text, images)
+            if images and self._processor
+            else self._tokenizer.encode(text)
+        )
+        return ids[self._already_there(sampled_ids, ids, has_end=has_end) :]
+
+    def text_after(
+        self, answer: Message, added: list[Message], *, tools: list[dict[str, Any]] | None = None
+    ) -> tuple[str, bool]:
+        """The same as text, the whole end of the turn included; and whether the template marks that end."""
+        calls: list[dict[str, Any]] = answer.get("tool_calls") or []
+        close = self._close(calls, tools)
+        marked = _marked_answer(calls[len(calls) - close.calls :])
+        rendered = self._tokenizer.render_text([_QUESTION, marked, *added], tools=tools)
+        after = close.cut(rendered)
+        if after is None:
+            close = self._find_close(calls, tools)  # the ids of these calls stand behind the mark
+            after = close.cut(rendered)
+        if after is None:
+            raise DataError(
+                "the chat template renders an assistant's turn in another way when messages follow it, so "
+                "what it puts between turns cannot be told; use a template that does not "
+                "(actor_rollout_ref.model.custom_chat_template)"
+            )
+        return after, bool(close.end)
+
+    @cached_property
+    def has_tool_role(self) -> bool:
+        """Whether the template shows messages of role `tool`; some refuse them, some leave them out."""
+        call = {"type": "function", "id": "c00000000", "function": {"name": "f", "arguments": {}}}
+        result = {"role": "tool", "content": "RESULT", "tool_call_id": "c00000000", "name": "f"}
+        try:
+            text, _ = self.text_after({"role": "assistant", "content": "", "tool_calls": [call]}, [result])
+        except DataError:
+            return False
+        return "RESULT" in text
+
+    def tool_messages(self, calls: list[dict[str, Any]], contents: Sequence[Any]) -> list[Message]:
+        """Tool results as messages of role `tool`, in order; one user message where there is no such role.
+
+        Args:
+            calls: of the assistant's message, in OpenAI's form.
+            contents: one for each call: text, or a list of parts.
+        """
+        if self.has_tool_role:
+            return [
+                {
+                    "role": "tool",
+                    "content": content,
+                    "tool_call_id": call["id"],
+                    "name": call["function"]["name"],
+                }
+                for call, content in zip(calls, contents, strict=True)
+            ]
+        if all(isinstance(content, str) for content in contents):
+            return [{"role": "user", "content": "\n".join(_framed(content) for content in contents)}]
+        parts: list[dict[str, Any]] = []
+        for content in contents:
+            inner = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            parts += [
+                {"type": "text", "text": "<tool_response>\n"},
+                *inner,
+                {"type": "text", "text": "\n</tool_response>"},
+            ]
+        return [{"role": "user", "content": parts}]
+
+    def in_thinking(self, context: Sequence[int]) -> bool:
+        """Whether a prompt leaves the model inside a thinking block that the template has opened."""
+        tail = self._tokenizer.decode(list(context[-_TAIL:]), skip_special_tokens=False).rstrip()
+        return tail.endswith(THINKING_OPENERS)
+
+    def _close(self, calls: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> _Close:
+        key = (tuple(call["function"]["name"] for call in calls), bool(tools))
+        close = self._closes.get(key)
+        if close is None:
+            close = self._find_close(calls, tools)
+            self._closes[key] = close
+            if len(self._closes) > _REMEMBERED_CLOSES:
+                self._closes.popitem(last=False)
+        return close
+
+    def _find_close(self, calls: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> _Close:
+        plain_marks, plain_end = self._after_mark([], tools)
+        refusal: DataError | None = None
+        for count in dict.fromkeys((len(calls), 1)) if calls else ():
+            try:
+                marks, after = self._after_mark(calls[-count:], tools)
+            except DataError as error:
+                refusal = error
+                continue
+            if marks == 0:
+                break  # the template does not show calls: the turn ends as any other
+            start = len(after) - len(plain_end) if after.endswith(plain_end) else self._last_special(after)
+            return _Close(count, marks, after[:start], after[start:])
+        if plain_marks == 0:
+            raise refusal or DataError("the chat template does not show the assistant's messages")
+        return _Close(0, plain_marks, "", plain_end)
+
+    def _after_mark(self, calls: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[int, str]:
+        """How often the mark is rendered, and what follows the last one."""
+        rendered = self._tokenizer.render_text(
+            [_QUESTION, _marked_answer(calls)], tools=tools, add_generation_prompt=False
+        )
+        return rendered.count(_MARK), rendered.rpartition(_MARK)[2]
+
+    def _last_special(self, text: str) -> int:
+        """Where the last special token of a text begins; its end when there is none."""
+        special = self._tokenizer.special_ids
+        ids = self._tokenizer.encode(text)
+        for at in range(len(ids) - 1, -1, -1):
+            if ids[at] in special:
+                token = self._tokenizer.decode([ids[at]], skip_special_tokens=False)
+                return text.rfind(token) if token in text else len(text)
+        return len(text)
+
+    def _already_there(self, sampled: Sequence[int], ids: list[int], *, has_end: bool) -> int:
+        """How many of `ids` the sampled ids already end with."""
+        tail = list(sampled[-_TAIL:])
+        for length in range(min(len(tail), len(ids)), 0, -1):
+            if tail[-length:] == ids[:length]:
+                return length
+        special = self._tokenizer.special_ids
+        if has_end and tail and ids and tail[-1] in special and ids[0] in special:
+            return 1
+        return 0
+
+
+def _marked_answer(calls: list[dict[str, Any]]) -> Message:
+    """An assistant's message whose last words are the mark."""
+    if not calls:
+        return {"role": "assistant", "content": _MARK}
+    marked = [{**call, "function": {**call["function"], "arguments": {"mark": _MARK}}} for call in calls]
+    return {"role": "assistant", "content": "", "tool_calls": marked}
+
+
+def _framed(text: str) -> str:
+    return f"<tool_response>\n{text}\n</tool_response>"

@@ -1,0 +1,92 @@
+"""OpenAI tool schemas, and the files that hold them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from rollstream.errors import ConfigError
+
+ToolSchema = dict[str, Any]
+"""An OpenAI tool schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+
+def read_tool_entries(path: str | Path, *, key: str) -> list[Any]:
+    """Reads a tool file as verl has it: YAML with `tools:`, a list of tools.
+
+    Args:
+        path: The file.
+        key: The configuration key, for messages.
+
+    Returns:
+        The entries, interpolations resolved; what is in them is not checked.
+
+    Raises:
+        ConfigError: No such file, not YAML, or no tools.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{key}: no such file: {file}")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{key}: {file} cannot be read as YAML ({error})") from error
+    tools = content.get("tools") if isinstance(content, dict) else None
+    if not isinstance(tools, list) or not tools:
+        raise ConfigError(f"{key}: {file} needs `tools:` with a list of tools")
+    return tools
+
+
+def check_tool_schema(schema: Any, where: str) -> ToolSchema:
+    """Checks that a schema is whole.
+
+    Args:
+        schema: Anything.
+        where: What the schema is, for messages.
+
+    Returns:
+        `schema` itself.
+
+    Raises:
+        ConfigError: It is not; names the tool and what is wrong.
+    """
+    if not isinstance(schema, dict):
+        raise ConfigError(f"{where}: needs a tool_schema (a mapping with type and function)")
+    if schema.get("type") != "function":
+        raise ConfigError(f"{where}: tool_schema.type is {schema.get('type')!r}, want 'function'")
+    function = schema.get("function")
+    if not isinstance(function, dict):
+        raise ConfigError(f"{where}: tool_schema.function is missing, want name, description and parameters")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{where}: tool_schema.function.name is {name!r}, want text")
+    description = function.get("description", "")
+    if not isinstance(description, str):
+        raise ConfigError(f"{where} ({name}): description is {description!r}, want text")
+    parameters = function.get("parameters")
+    if parameters is None:
+        return schema
+    if not isinstance(parameters, dict) or parameters.get("type") != "object":
+        raise ConfigError(f"{where} ({name}): parameters must be a JSON schema with `type: object`")
+    properties = parameters.get("properties", {})
+    if not isinstance(properties, dict):
+        raise ConfigError(f"{where} ({name}): parameters.properties must be a mapping")
+    required = parameters.get("required") or []
+    if not isinstance(required, list) or any(item not in properties for item in required):
+        raise ConfigError(f"{where} ({name}): parameters.required names more than parameters.properties")
+    return schema
+
+
+def check_names_differ(names: Iterable[str], where: str) -> None:
+    """Checks that no two tools have the same name.
+
+    Raises:
+        ConfigError: Some do; names them.
+    """
+    names = list(names)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{where} has more than one tool named {', '.join(twice)}")

@@ -1,0 +1,169 @@
+"""What holds for every format: calls, thinking and content are read as their templates write them."""
+
+from typing import Any
+
+import pytest
+
+from rollstream.chat.parsers.base import ParsedOutput, get_parser
+from tests.unit.chat.parsers.formats import FORMATS, TOOLS, Calls, Format
+
+ONE: Calls = [("search", {"query": "weather in Paris", "limit": 3})]
+TRICKY: Calls = [
+    (
+        "search",
+        {
+            "query": 'a "quoted" {brace}} and ]; a \\ backslash, naïve 日本語 🙂\n```json\n{"x": 1}\n```',
+            "weights": [1, 2.5, -3],
+            "where": {"a": {"b": [{"c": "}"}]}},
+            "factor": 0.5,
+        },
+    ),
+    ("now", {}),
+    ("search", {"query": "", "limit": 0}),
+]
+
+
+@pytest.fixture(params=FORMATS.values(), ids=FORMATS.keys())
+def form(request: pytest.FixtureRequest) -> Format:
+    result: Format = request.param
+    return result
+
+
+JSON_FORMATS = {name: form for name, form in FORMATS.items() if form.parser not in ("qwen3_coder", "glm45")}
+"""The others write values as bare text."""
+
+
+@pytest.fixture(params=JSON_FORMATS.values(), ids=JSON_FORMATS.keys())
+def json_form(request: pytest.FixtureRequest) -> Format:
+    result: Format = request.param
+    return result
+
+
+def read(form: Format, text: str, **kwargs: Any) -> ParsedOutput:
+    parsed = get_parser(form.parser).parse(text, tools=TOOLS, **kwargs)
+    assert "".join(segment.text for segment in parsed.segments) == text
+    return parsed
+
+
+def executable(parsed: ParsedOutput) -> Calls:
+    assert [call.error for call in parsed.calls] == [None] * len(parsed.calls)
+    return [(call.name, call.arguments or {}) for call in parsed.calls]
+
+
+def test_one_call(form: Format) -> None:
+    parsed = read(form, form.turn(ONE))
+    assert executable(parsed) == ONE
+    assert parsed.content.strip() == "" and parsed.reasoning == ""
+    assert [segment.text for segment in parsed.segments if segment.kind == "call"] == [parsed.calls[0].text]
+
+
+def test_parallel_calls_with_difficult_values(form: Format) -> None:
+    parsed = read(form, form.turn(TRICKY))
+    assert executable(parsed) == TRICKY
+    assert parsed.content.strip() == ""
+    assert all(call.text in form.turn(TRICKY) for call in parsed.calls)
+
+
+def test_thinking_and_content_before_calls(form: Format) -> None:
+    content = "Let me look." if form.content_first else ""
+    parsed = read(form, form.turn(ONE, content, thinking="What do I know?"))
+    assert executable(parsed) == ONE
+    assert parsed.reasoning.strip() == "What do I know?"
+    assert parsed.content.strip() == content
+
+
+def test_content_alone(form: Format) -> None:
+    content = "It is <b>4 < 5</b>; [see] {this}."
+    if form.parser == "gpt_oss":
+        text = f"<|channel|>final<|message|>{content}<|return|>"
+    else:
+        text = content + form.end
+    parsed = read(form, text)
+    assert parsed.content == content
+    assert parsed.calls == () and parsed.reasoning == ""
+    assert parsed.segments[-1].kind == "markup"
+
+
+def test_the_prompt_opened_the_thinking(form: Format) -> None:
+    _, closing = form.opened
+    start = "<|start|>assistant" if form.parser == "gpt_oss" else ""
+    parsed = read(form, f"I think.{closing}{start}{form.turn(ONE)}", in_thinking=True)
+    assert parsed.reasoning == "I think."
+    assert executable(parsed) == ONE
+
+
+def test_a_call_in_thinking_is_no_call(form: Format) -> None:
+    opening, closing = form.opened
+    # A call ends the message of a harmony turn, so there thinking can hold only the begin of one.
+    thought = "I could write " + form.calls(ONE).partition("<|call|>")[0]
+    start = "<|start|>assistant" if form.parser == "gpt_oss" else ""
+    for text, in_thinking in ((opening + thought, False), (thought, True)):
+        unclosed = read(form, text, in_thinking=in_thinking)
+        assert unclosed.calls == () and unclosed.content == ""
+        assert unclosed.reasoning == thought
+        closed = read(form, f"{text}{closing}{start}{form.turn(ONE)}", in_thinking=in_thinking)
+        assert closed.reasoning == thought
+        assert executable(closed) == ONE
+
+
+def test_an_unclosed_thought_keeps_its_end_token_out(form: Format) -> None:
+    end = "<|return|>" if form.parser == "gpt_oss" else form.end
+    parsed = read(form, "hm" + end, in_thinking=True)
+    assert [(segment.kind, segment.text) for segment in parsed.segments] == [
+        ("thinking", "hm"),
+        ("markup", end),
+    ]
+
+
+def test_a_stopped_call_without_its_end(json_form: Format) -> None:
+    """Engines may leave out the token or string they stopped at; JSON shows by itself that it is whole."""
+    text = json_form.calls(ONE)
+    for ending in ("\n</tool_call>", "<|call|>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"):
+        text = text.removesuffix(ending)
+    assert executable(read(json_form, text)) == ONE
+
+
+def test_every_cut_is_an_error_or_whole(form: Format) -> None:
+    """However a call is cut off, it is neither dropped once its format shows, nor made into another call."""
+    text = form.calls(ONE)
+    for length in range(len(text)):
+        parsed = read(form, text[:length])
+        for call in parsed.calls:
+            if call.error is None:
+                assert (call.name, call.arguments) == ONE[0]
+            else:
+                assert call.arguments is None
+                assert len(call.error) < 200
+
+
+@pytest.mark.parametrize(
+    "payload", ["NaN", "-Infinity", "1e999", "9" * 30, "9" * 6000, '"\\ud800"', "[" * 5000]
+)
+def test_values_that_cannot_be_stored(json_form: Format, payload: str) -> None:
+    text = json_form.turn([("search", {"query": "HERE"})]).replace('"HERE"', payload)
+    (call,) = read(json_form, text).calls
+    assert call.arguments is None and call.error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ('"{\\"query\\": \\"x\\"}"', None),
+        ('"{\\"query\\": "', "the arguments are not valid JSON"),
+        ('"plain"', "the arguments are a string that is not valid JSON"),
+        ('"[1]"', "the arguments are not a JSON object"),
+        ("[1]", "the arguments are not a JSON object"),
+        ("null", "the arguments are not a JSON object"),
+        ('{"query": "x"', "the arguments are not valid JSON"),
+        ('{"query" "x"}', "Expecting ':' delimiter: line 1 column"),
+    ],
+)
+def test_arguments_of_other_forms(json_form: Format, arguments: str, error: str | None) -> None:
+    text = json_form.turn([("search", {"HERE": 1})]).replace('{"HERE": 1}', arguments)
+    (call,) = read(json_form, text).calls
+    if error is None:
+        assert call.error is None and call.arguments == {"query": "x"}
+    else:
+        assert call.arguments is None and call.error
+        # Where the whole call is one JSON value, that is what is not valid.
+        assert error.removeprefix("the arguments are ") in call.error

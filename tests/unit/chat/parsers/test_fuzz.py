@@ -1,0 +1,180 @@
+"""Noise of all kinds: no parser raises, loses text, or lets through what cannot be executed."""
+
+import random
+
+import orjson
+import pytest
+
+from rollstream.chat.parsers.base import ParsedOutput, get_parser, parser_names
+from tests.unit.chat.parsers.formats import FORMATS, TOOLS, Calls, Format
+
+ROUNDS = 10_000
+
+MARKERS = [
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<|python_tag|>", ";"),
+    *("<function=search>", "</function>", "<parameter=query>", "</parameter>", "<function=", "<parameter="),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    *("<｜tool▁sep｜>", "```json\n", "\n```", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|start|>assistant"),
+    *("<|channel|>analysis", "<|channel|>commentary to=functions.search", "<|message|>", "<|end|>"),
+    *("<|call|>", "<|return|>", "<|constrain|>json", "<|im_end|>", "</s>", "<|eot_id|>", "<|endoftext|>"),
+    *('"', "\\", "{", "}", "[", "]", ",", ":", "\n", "\0", "\ud800", "\\ud800", "NaN", "1e999", "9" * 25),
+    *('"name"', '"arguments"', '"parameters"', "null", "true", '{"name": "f", "parameters": {}}'),
+]
+
+VALUES = ["x", 'a "b" {c}', "日本🙂", "</tool_call>", 7, -1.5, True, None, [1, [2]], {"a": {"b": []}}, ""]
+
+
+def random_calls(rng: random.Random) -> Calls:
+    keys = ["query", "limit", "weights", "where", "exact", "factor", "since", "other"]
+    return [
+        (
+            rng.choice(["search", "now", "unknown"]),
+            {key: rng.choice(VALUES) for key in rng.sample(keys, rng.randint(0, 3))},
+        )
+        for _ in range(rng.randint(1, 3))
+    ]
+
+
+def random_turn(rng: random.Random, form: Format) -> str:
+    content = rng.choice(["", "Let me see. "])
+    return form.turn(random_calls(rng), content, rng.choice(["", "", "Hm <tool_call> hm."]))
+
+
+def mutate(rng: random.Random, text: str, other: str) -> str:
+    for _ in range(rng.randint(0, 4)):
+        start, end = sorted(rng.randint(0, len(text)) for _ in range(2))
+        end = min(end, start + rng.choice([1, 8, 200]))
+        match rng.randrange(6):
+            case 0:
+                text = text[:start]
+            case 1:
+                text = text[:start] + text[end:]
+            case 2:
+                text = text[:end] + text[start:]
+            case 3:
+                text = text[:start] + rng.choice(MARKERS) + text[start:]
+            case 4:
+                text = text[:start] + other[start:end] + text[end:]
+            case _:
+                text = text[:start] + rng.randbytes(rng.randint(1, 6)).decode("latin-1") + text[start:]
+    return text
+
+
+def end_of_leading_thinking(form: Format, text: str, in_thinking: bool) -> int:
+    """Where the thinking ends that a turn begins with; 0 if it begins with something else."""
+    opening, closing = form.opened
+    openings = {"[THINK]", "<think>"} if form.parser == "mistral" else {opening}
+    opened = next((mark for mark in openings if text.lstrip().startswith(mark)), None)
+    if not in_thinking and opened is None:
+        return 0
+    if not in_thinking and opened == "<think>":
+        closing = "</think>"
+    closings = ["<|end|>", "<|call|>", "<|return|>"] if form.parser == "gpt_oss" else [closing]
+    return min((at for mark in closings if (at := text.find(mark)) >= 0), default=len(text))
+
+
+def check(text: str, parsed: ParsedOutput, thinking_end: int) -> None:
+    assert "".join(segment.text for segment in parsed.segments) == text
+    assert all(segment.text for segment in parsed.segments)
+    assert [call.text for call in parsed.calls] == [s.text for s in parsed.segments if s.kind == "call"]
+    position = 0
+    for segment in parsed.segments:
+        assert segment.kind != "call" or position >= thinking_end
+        position += len(segment.text)
+    for call in parsed.calls:
+        assert (call.error is None) == isinstance(call.arguments, dict)
+        assert call.name or call.error
+        stored = orjson.dumps([call.name, call.arguments, call.error, call.call_id])
+        assert orjson.loads(stored) == [call.name, call.arguments, call.error, call.call_id]
+
+
+@pytest.mark.parametrize("name", sorted({form.parser for form in FORMATS.values()}))
+def test_mutated_turns(name: str) -> None:
+    rng = random.Random(f"parsers {name}")
+    forms = [form for form in FORMATS.values() if form.parser == name]
+    others = list(FORMATS.values())
+    parser = get_parser(name)
+    fine = broken = thoughts = 0
+    for _ in range(ROUNDS):
+        form = rng.choice(forms)
+        text = mutate(rng, random_turn(rng, form), random_turn(rng, rng.choice(others)))
+        in_thinking = rng.random() < 0.1
+        parsed = parser.parse(text, in_thinking=in_thinking, tools=TOOLS)
+        check(text, parsed, end_of_leading_thinking(form, text, in_thinking))
+        fine += any(call.error is None for call in parsed.calls)
+        broken += any(call.error is not None for call in parsed.calls)
+        thoughts += bool(parsed.reasoning)
+    # Mutations that left nothing to read, or broke nothing, would prove nothing.
+    assert min(fine, broken, thoughts) > ROUNDS // 20
+
+
+@pytest.mark.parametrize("name", sorted({form.parser for form in FORMATS.values()}))
+def test_unmutated_turns_are_read(name: str) -> None:
+    """The turns that the fuzz test mutates are good ones."""
+    rng = random.Random(f"whole {name}")
+    parser = get_parser(name)
+    for form in (form for form in FORMATS.values() if form.parser == name):
+        for _ in range(200):
+            calls = random_calls(rng)
+            parsed = parser.parse(form.turn(calls), tools=TOOLS)
+            assert [(call.name, call.error) for call in parsed.calls] == [(name, None) for name, _ in calls]
+
+
+@pytest.mark.parametrize("name", parser_names())
+@pytest.mark.parametrize("in_thinking", [False, True])
+def test_text_of_markers_only(name: str, in_thinking: bool) -> None:
+    rng = random.Random(0)
+    parser = get_parser(name)
+    for _ in range(500):
+        text = "".join(rng.choices(MARKERS, k=rng.randint(0, 30)))
+        check(text, parser.parse(text, in_thinking=in_thinking, tools=TOOLS), 0)
+
+
+PATHOLOGICAL = {
+    "hermes": ["<tool_call>", '<tool_call>{"a": "', '<tool_call>{"</tool_call>', '<tool_call>"</tool_call>"'],
+    "qwen3_coder": ["<tool_call>", "<tool_call><function=f><parameter=a>", "<function=f></parameter>"],
+    "glm45": ["<tool_call>", "<tool_call>f<arg_key>a</arg_key><arg_value>", "<tool_call>f<arg_key>"],
+    "llama3_json": ["<|python_tag|>", '<|python_tag|>{"a": "', '{"name": "f", "parameters": {}};'],
+    "mistral": ["[TOOL_CALLS] [", '[TOOL_CALLS] [{"', '[TOOL_CALLS]f[ARGS]{"]', "[THINK]", "[THINK][/THINK]"],
+    "deepseek_v3": [
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜><｜tool▁sep｜>f\n```\n{",
+    ],
+    "deepseek_v3_1": [
+        '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"',
+        '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"<｜tool▁call▁end｜>',
+    ],
+    "kimi_k2": ["<|tool_call_begin|>", '<|tool_call_begin|>f<|tool_call_argument_begin|>{"<|tool_call_end|>'],
+    "gpt_oss": ["<|channel|>", "<|end|>", "{<|call|>", '<|channel|>final to=f<|message|>{"a": "<|call|>'],
+}
+"""What, repeated, would make a careless reader read the rest of the text at each repetition."""
+
+BEFORE = {
+    "hermes": "<tool_call>",
+    "llama3_json": '{"name": "f", "parameters": ',
+    "mistral": "[TOOL_CALLS]f[ARGS]",
+    "gpt_oss": "<|channel|>commentary to=functions.f<|message|>",
+}
+"""What makes JSON of what follows."""
+
+
+@pytest.mark.parametrize("unit", ["</s>", " ", "<think>", "</s>x", " x"])
+def test_a_megabyte_that_every_format_reads_alike(unit: str) -> None:
+    text = unit * (1_000_000 // len(unit))
+    parsed = get_parser("hermes").parse(text)
+    assert sum(len(segment.text) for segment in parsed.segments) == len(text)
+
+
+@pytest.mark.parametrize("name", PATHOLOGICAL)
+def test_a_megabyte_of_anything_is_read(name: str) -> None:
+    parser = get_parser(name)
+    units = [(unit, "") for unit in PATHOLOGICAL[name]]
+    units += [(unit, BEFORE[name]) for unit in ("[", '{"a":', "1", '"\\', "\n") if name in BEFORE]
+    for unit, before in units:
+        text = before + unit * (1_000_000 // len(unit))
+        parsed = parser.parse(text)
+        assert sum(len(segment.text) for segment in parsed.segments) == len(text)
+        assert all(call.error or unit.startswith('{"name"') for call in parsed.calls)

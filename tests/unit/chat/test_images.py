@@ -1,0 +1,192 @@
+import base64
+import hashlib
+import io
+import threading
+import zlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from rollstream.chat.images import MAX_FILE_BYTES, decode_data_url, encode_for_engine, image_part, load_image
+from rollstream.errors import DataError, TransientError
+
+from .vision import png
+
+
+def data_url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def pixels(image: Image.Image) -> list[tuple[int, int, int]]:
+    return [tuple(pixel) for row in np.asarray(image).tolist() for pixel in row]
+
+
+def test_the_same_image_from_everywhere(tmp_path: Path) -> None:
+    data = png(3, 2, "blue")
+    path = tmp_path / "an image.png"
+    path.write_bytes(data)
+    for source in (data, str(path), path.as_uri(), data_url(data)):
+        image = load_image(source)
+        assert (image.mode, image.size) == ("RGB", (3, 2))
+        assert pixels(image) == [(0, 0, 255)] * 6
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_formats(kind: str) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), "white").save(file, format=kind)
+    assert pixels(load_image(file.getvalue())) == [(255, 255, 255)] * 64
+
+
+def test_what_is_transparent_becomes_white() -> None:
+    image = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
+    image.putpixel((1, 0), (0, 0, 0, 0))
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    assert pixels(load_image(file.getvalue())) == [(255, 0, 0), (255, 255, 255)]
+
+
+def test_an_image_is_turned_upright() -> None:
+    image = Image.new("RGB", (2, 1), "red")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    file = io.BytesIO()
+    image.save(file, format="PNG", exif=exif)
+    assert load_image(file.getvalue()).size == ImageOps.exif_transpose(image).size[::-1] == (1, 2)
+
+
+def test_what_an_engine_gets_has_the_same_pixels() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (17, 31, 3), dtype=np.uint8)
+    image = Image.fromarray(noise)
+    url = encode_for_engine(image)
+    assert url.startswith("data:image/png;base64,")
+    assert np.array_equal(np.asarray(load_image(url)), noise)
+    assert decode_data_url(url).startswith(b"\x89PNG")
+
+
+def test_a_part_for_messages_is_small() -> None:
+    data = png(64, 64)
+    part = image_part(data)
+    assert part == {"type": "image", "sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    assert image_part(data_url(data)) == part
+    for source in ("a/b.png", "http://example.com/b.png"):
+        assert image_part(source) == {"type": "image", "image": source}
+    with pytest.raises(DataError, match="not base64"):
+        image_part("data:image/png;base64,?")
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG file of a few bytes that says it is large."""
+    data = bytearray(png(1, 1))
+    data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    return bytes(data)
+
+
+@pytest.mark.parametrize("size", [(7000, 7000), (10_000, 10_000), (60_000, 60_000)])
+def test_a_decompression_bomb_is_not_decoded(size: tuple[int, int]) -> None:
+    # Pillow itself says nothing of the first, warns of the second and refuses the third.
+    with pytest.raises(DataError, match="pixels"):
+        load_image(bomb(*size))
+
+
+def test_the_limit_of_pixels() -> None:
+    assert load_image(png(10, 10), max_pixels=100).size == (10, 10)
+    with pytest.raises(DataError, match="10 x 10 pixels are more than 99"):
+        load_image(png(10, 10), max_pixels=99)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not an image of a format that is read"),
+        (b"<svg></svg>", "image of 11 bytes: not an image of a format that is read .PNG, JPEG"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a format"),
+        (png(40, 40)[:60], "cannot be decoded"),
+        (png(40, 40)[:50] + bytes(20), "cannot be decoded"),
+    ],
+)
+def test_bytes_that_are_no_image(data: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_image(data)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.png: no such file"):
+        load_image(str(tmp_path / "none.png"))
+    with pytest.raises(DataError, match="no such file"):
+        load_image(str(tmp_path))
+    with pytest.raises(DataError, match="no such file"):
+        load_image("/dev/zero")
+    with pytest.raises(DataError, match="image \0"):
+        load_image("\0")
+    with pytest.raises(DataError, match=r"image a{199}…"):
+        load_image("a" * 100_000)
+    huge = tmp_path / "huge.png"
+    with huge.open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(DataError, match="more than"):
+        load_image(str(huge))
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("data:image/png;base64", "holds no data"),
+        ("data:image/png;base64,", "holds no data"),
+        ("data:image/png;base64,***", "not base64"),
+    ],
+)
+def test_a_broken_data_url(url: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_image(url)
+
+
+class Pictures(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/moved":
+            self.send_response(302)
+            self.send_header("Location", "/ok.png")
+        elif self.path == "/to-a-file":
+            self.send_response(302)
+            self.send_header("Location", "file:///etc/passwd")
+        else:
+            self.send_response({"/ok.png": 200, "/gone": 404, "/busy": 503}[self.path])
+        self.end_headers()
+        if self.path == "/ok.png":
+            self.wfile.write(png(5, 4))
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_nothing_is_fetched_unless_allowed(server: str) -> None:
+    with pytest.raises(DataError, match=r"ok\.png: not fetched, because"):
+        load_image(f"{server}/ok.png")
+    assert load_image(f"{server}/ok.png", allow_http=True).size == (5, 4)
+    assert load_image(f"{server}/moved", allow_http=True).size == (5, 4)
+
+
+def test_fetching_that_fails(server: str) -> None:
+    with pytest.raises(DataError, match="answers 404"):
+        load_image(f"{server}/gone", allow_http=True)
+    with pytest.raises(TransientError, match="answers 503"):
+        load_image(f"{server}/busy", allow_http=True)
+    with pytest.raises(DataError, match="answers 302"):
+        load_image(f"{server}/to-a-file", allow_http=True)
+    with pytest.raises(TransientError, match="cannot be fetched"):
+        load_image("http://127.0.0.1:1/x.png", allow_http=True)

@@ -1,0 +1,218 @@
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rollstream.chat.images import encode_for_engine
+from rollstream.chat.processor import ChatProcessor, load_processor
+from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
+from rollstream.engine.sglang import SGLangEngine
+from rollstream.errors import ConfigError, DataError, EngineError
+from rollstream.testing.stub_server import StubServer
+from rollstream.trajectory import SamplingParams
+
+from .vision import IMAGE_PAD, MERGE, TEXT_TEMPLATE, load_model, picture, write_model
+
+IMAGE = {"type": "image", "image": "a.png"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> ChatTokenizer:
+    return load_model(model)[0]
+
+
+@pytest.fixture(scope="module")
+def processor(model: Path) -> ChatProcessor:
+    return load_model(model)[1]
+
+
+def user(*content: object) -> list[dict[str, object]]:
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return [{"role": "user", "content": parts}]
+
+
+def grid_tokens(processor: ChatProcessor, *images: object) -> list[int]:
+    """How many tokens the image processor says each image is."""
+    grids = processor._processor.image_processor(images)["image_grid_thw"]
+    return [int(time * height * width) // MERGE**2 for time, height, width in grids]
+
+
+def runs(ids: list[int]) -> list[int]:
+    """Lengths of the runs of placeholders."""
+    found, last = [], -1
+    for token_id in ids:
+        if token_id == IMAGE_PAD:
+            if last != IMAGE_PAD:
+                found.append(0)
+            found[-1] += 1
+        last = token_id
+    return found
+
+
+def test_an_image_has_as_many_placeholders_as_its_grid_says(
+    tokenizer: ChatTokenizer, processor: ChatProcessor
+) -> None:
+    image = picture(140, 84)
+    ids = processor.render(user("look at", IMAGE, "."), [image])
+    assert runs(ids) == grid_tokens(processor, image) == [5 * 3]
+    # All else is as the tokenizer has it.
+    plain = tokenizer.render(user("look at", IMAGE, "."))
+    at = plain.index(IMAGE_PAD)
+    assert ids == plain[:at] + [IMAGE_PAD] * 15 + plain[at + 1 :]
+
+
+def test_two_images_keep_their_order(processor: ChatProcessor) -> None:
+    wide, tall = picture(280, 28), picture(56, 84)
+    messages = user(IMAGE, "and", IMAGE)
+    assert grid_tokens(processor, wide, tall) == [10, 6]
+    assert runs(processor.render(messages, [wide, tall])) == [10, 6]
+    assert runs(processor.render(messages, [tall, wide])) == [6, 10]
+
+
+def test_images_of_several_messages(processor: ChatProcessor) -> None:
+    messages = [*user(IMAGE), {"role": "assistant", "content": "."}, *user("and", IMAGE)]
+    assert runs(processor.render(messages, [picture(28, 28), picture(56, 28)])) == [1, 2]
+
+
+def test_a_later_message_alone(tokenizer: ChatTokenizer, processor: ChatProcessor) -> None:
+    """What comes between turns, such as a tool result with an image, is rendered and encoded by itself."""
+    first = user("look at", IMAGE)
+    added = [{"role": "tool", "content": [IMAGE, {"type": "text", "text": "that"}]}]
+    small, large = picture(56, 56), picture(112, 84)
+    whole = processor.render([*first, *added], [small, large], add_generation_prompt=True)
+    head = processor.render(first, [small], add_generation_prompt=False)
+    tail = processor.encode(tokenizer.render_text(added), [large])
+    assert runs(tail) == [12]
+    assert head + tail == whole
+
+
+def test_text_alone_is_as_the_tokenizer_has_it(tokenizer: ChatTokenizer, processor: ChatProcessor) -> None:
+    messages = [{"role": "user", "content": "look at this ."}]
+    assert processor.render(messages, []) == tokenizer.render(messages)
+
+
+def test_a_large_image_is_shrunk_as_the_processor_does(processor: ChatProcessor) -> None:
+    image = picture(2000, 1000)
+    (tokens,) = runs(processor.render(user(IMAGE), [image]))
+    assert [tokens] == grid_tokens(processor, image) and 32 < tokens <= 64
+
+
+@pytest.mark.parametrize(
+    ("messages", "images"),
+    [
+        (user(IMAGE, IMAGE), 1),
+        (user(IMAGE), 2),
+        (user("look"), 1),
+        (user(IMAGE), 0),
+        (user("look at <|image_pad|>", IMAGE), 1),
+    ],
+)
+def test_a_wrong_number_of_images(
+    processor: ChatProcessor, messages: list[dict[str, object]], images: int
+) -> None:
+    with pytest.raises(DataError, match=rf"has {images} images, but <\|image_pad\|> stands in it"):
+        processor.render(messages, [picture(28, 28)] * images)
+
+
+def test_an_image_that_the_processor_refuses(processor: ChatProcessor) -> None:
+    with pytest.raises(DataError, match=r"refuses the prompt's images \(1000 x 1 pixels\).*aspect ratio"):
+        processor.render(user(IMAGE), [picture(1000, 1)])
+
+
+def test_a_template_for_text_shows_no_images(tmp_path: Path) -> None:
+    _, processor = load_model(write_model(tmp_path, template=TEXT_TEMPLATE))
+    assert processor.placeholder is None
+    with pytest.raises(DataError, match="the chat template shows no images"):
+        processor.render(user(IMAGE), [picture(28, 28)])
+    assert processor.render(user("look"), [])
+
+
+def test_many_threads_at_once(processor: ChatProcessor) -> None:
+    images = [picture(28 * (1 + i % 8), 28) for i in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda image: runs(processor.render(user("look", IMAGE), [image])), images))
+    assert found == [[1 + i % 8] for i in range(64)]
+
+
+def test_a_folder_without_a_processor_is_of_a_model_for_text(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    (folder / "preprocessor_config.json").unlink()
+    (folder / "processor_config.json").unlink(missing_ok=True)
+    assert load_processor(str(folder), load_tokenizer(str(folder))) is None
+
+
+def test_a_processor_that_cannot_be_loaded(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    tokenizer = load_tokenizer(str(folder))
+    (folder / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"the image processor of .* cannot be loaded"):
+        load_processor(str(folder), tokenizer)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"feature_extractor_type": "WhatHears"}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert load_processor(str(folder), tokenizer) is None
+
+
+def test_the_digest_tells_settings_apart(tmp_path: Path, processor: ChatProcessor) -> None:
+    (tmp_path / "other").mkdir()
+    other = load_model(write_model(tmp_path / "other", max_pixels=28 * 28 * 32))[1]
+    (tmp_path / "same").mkdir()
+    same = load_model(write_model(tmp_path / "same"))[1]
+    assert processor.digest() == same.digest() != other.digest()
+
+
+@pytest.mark.parametrize("server_token", [IMAGE_PAD, None])
+async def test_a_server_gets_the_images_of_the_prompt(
+    model: Path, processor: ChatProcessor, server_token: int | None
+) -> None:
+    """With the model's folder, one placeholder for each image is sent, and the server's count is compared.
+
+    A server that does not expand them (here, one that does not know the token) is found out.
+    """
+    images = [picture(56, 28, "red"), picture(28, 28, "blue")]
+    prompt_ids = processor.render(user(IMAGE, "and", IMAGE), images)
+    sampling = SamplingParams(max_tokens=16)
+    encoded: list[object] = [encode_for_engine(image) for image in images]
+    async with StubServer(images=True, image_token_id=server_token) as server:
+        engine = SGLangEngine([server.url], model_path=str(model))
+        await engine.start()
+        try:
+            if server_token is None:
+                with pytest.raises(
+                    EngineError, match=f"{len(prompt_ids) - 1} tokens of a prompt with images"
+                ):
+                    await engine.generate(prompt_ids, sampling, request_id="a", images=encoded)
+                return
+            completion = await engine.generate(prompt_ids, sampling, request_id="a", images=encoded)
+            swapped_ids = processor.render(user(IMAGE, "and", IMAGE), images[::-1])
+            swapped = await engine.generate(swapped_ids, sampling, request_id="b", images=encoded[::-1])
+        finally:
+            await engine.close()
+    assert runs(prompt_ids) == [2, 1]
+    assert server.stats.images == 4
+    first, second, *rest = server.stats.image_digests
+    assert first != second and rest == [second, first]
+    assert len(completion.token_ids) == 16 and completion.token_ids != swapped.token_ids
+
+
+async def test_an_engine_that_sees_no_images_refuses_them(processor: ChatProcessor) -> None:
+    image = picture(28, 28)
+    async with StubServer() as server:
+        engine = SGLangEngine([server.url])
+        await engine.start()
+        try:
+            with pytest.raises(EngineError, match="the prompt has 1 images, but this engine takes none"):
+                await engine.generate(
+                    processor.render(user(IMAGE), [image]),
+                    SamplingParams(max_tokens=4),
+                    request_id="a",
+                    images=[encode_for_engine(image)],
+                )
+        finally:
+            await engine.close()
+    assert server.stats.requests == 0
