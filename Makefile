@@ -29,7 +29,7 @@ demo-model: .venv/.done
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP) torch
-	.venv/bin/python $(PIP) -e '.[openvino,hf,tasks,dev]'
+	.venv/bin/python $(PIP) -e '.[openvino,hf,tasks,mcp,images,dev]'
 	touch $@
 
 .venv-demo/.done: pyproject.toml constraints.txt

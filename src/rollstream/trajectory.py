@@ -42,6 +42,9 @@ class PromptRow:
     """Per-tool arguments for this row."""
     columns: dict[str, Any] = field(default_factory=dict)
     """The row's other columns."""
+    images: list[str | bytes] = field(default_factory=list)
+    """One for each image part of `messages`, in their order: a path or URL, or the bytes of an image file.
+    They are never stored: the image parts of `messages` say which they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +94,15 @@ class Metrics:
     """From dispatch until the attempt that succeeded began."""
     generate_s: float = 0.0
     tool_s: float = 0.0
+    """Tools and interactions."""
     reward_s: float = 0.0
     total_s: float = 0.0
     """From dispatch to scored, waits and earlier attempts included."""
     engine_calls: float = 0.0
     cached_prompt_tokens: float = 0.0
+    tool_calls: float = 0.0
+    tool_errors: float = 0.0
+    """Calls of unknown tools, with unreadable arguments, that raised or took too long."""
 
 
 @dataclass(slots=True)

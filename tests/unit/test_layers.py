@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2] / "src" / "rollstream"
 
 FLOORS: list[set[str]] = [
     {"trajectory", "errors"},
+    {"user_code", "daemon_threads"},
     {"config", "chat", "engine", "reward", "store"},
     {"data", "agent"},
     {"rollout"},
@@ -30,6 +31,7 @@ HEAVY = {
     "reasoning_gym",
     "verl",
     "trl",
+    "mcp",
 }
 
 

@@ -240,7 +240,8 @@ def _found(tree: Any, path: str) -> str:
 def _check_values(settings: Settings) -> None:
     _check_texts_and_numbers(settings)
     rollout, data, generation = settings.actor_rollout_ref.rollout, settings.data, settings.generation
-    reward = settings.custom_reward_function
+    reward, turns = settings.custom_reward_function, rollout.multi_turn
+    multi_turn = "actor_rollout_ref.rollout.multi_turn"
     at_least: list[tuple[str, float, float]] = [
         ("actor_rollout_ref.rollout.n", rollout.n, 1),
         ("actor_rollout_ref.rollout.response_length", rollout.response_length, 1),
@@ -256,7 +257,12 @@ def _check_values(settings: Settings) -> None:
         ("generation.grace_period", generation.grace_period, 0),
         ("generation.max_failed_share", generation.max_failed_share, 0),
         ("custom_reward_function.max_concurrency", reward.max_concurrency, 1),
+        (f"{multi_turn}.max_parallel_calls", turns.max_parallel_calls, 1),
+        (f"{multi_turn}.max_tool_response_length", turns.max_tool_response_length, 1),
     ]
+    for name in ("max_assistant_turns", "max_user_turns"):
+        if (limit := getattr(turns, name)) is not None:
+            at_least.append((f"{multi_turn}.{name}", limit, 1))
     for key, value, least in at_least:
         if not value >= least:
             raise ConfigError(f"{key} must be at least {least:g} (it is {value})")
@@ -266,6 +272,8 @@ def _check_values(settings: Settings) -> None:
         ("generation.engine_timeout", generation.engine_timeout),
         ("generation.pull_timeout", generation.pull_timeout),
         ("custom_reward_function.timeout", reward.timeout),
+        (f"{multi_turn}.tool_timeout", turns.tool_timeout),
+        (f"{multi_turn}.interaction_timeout", turns.interaction_timeout),
     ]
     for key, value in above_zero:
         if not value > 0:

@@ -22,6 +22,24 @@ class AgentSettings:
     """`actor_rollout_ref.rollout.agent`."""
 
     default_agent_loop: str
+    agent_loop_config_path: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class MultiTurnSettings:
+    """`actor_rollout_ref.rollout.multi_turn`. Times in seconds."""
+
+    max_assistant_turns: int | None
+    max_user_turns: int | None
+    tool_config_path: str | None
+    function_tool_path: str | None
+    format: str
+    max_parallel_calls: int
+    max_tool_response_length: int
+    tool_response_truncate_side: Literal["left", "right", "middle"]
+    tool_timeout: float
+    interaction_config_path: str | None
+    interaction_timeout: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +61,7 @@ class RolloutSettings:
     server_urls: list[str]
     engine_kwargs: dict[str, Any]
     agent: AgentSettings
+    multi_turn: MultiTurnSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +94,7 @@ class DataSettings:
     seed: int
     apply_chat_template_kwargs: dict[str, Any]
     tool_config_path: str | None
+    fetch_images: bool
     custom_cls: CustomClassSettings
 
     @property

@@ -38,6 +38,7 @@ class ArrowRows:
         label: What messages call the data.
         indices: Which row of the batches each row is, as a Hugging Face dataset may store it; None is as
             they come.
+        folder: Where the data lie; relative paths in rows are taken from there.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class ArrowRows:
         batches: Sequence[pa.RecordBatch],
         label: str,
         indices: npt.NDArray[np.int64] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._batches = [batch.select(_content_columns(batch.schema)) for batch in batches if batch.num_rows]
         self._begins = np.array([0, *itertools.accumulate(b.num_rows for b in self._batches)], dtype=np.int64)
         self._label = label
         self._indices = indices
+        self._folder = None if folder is None else folder.absolute()
         stored = int(self._begins[-1])
         if indices is not None and len(indices) and not 0 <= indices.min() <= indices.max() < stored:
             raise DataError(f"{label}: its indices point outside its {stored} rows; save the dataset again")
@@ -89,6 +92,9 @@ class ArrowRows:
 
     def location(self, position: int) -> str:
         return f"{self._label}, row {position}"
+
+    def folder(self, position: int) -> Path | None:
+        return self._folder
 
     def _row_or_error(self, position: int) -> Row | BadRow:
         try:
@@ -200,7 +206,9 @@ def open_parquet(path: Path, label: str, spool_dir: Path | None) -> ArrowRows:
     with spool:
         mapped = mmap.mmap(spool.fileno(), 0, access=mmap.ACCESS_READ)  # outlives the descriptor
     reader = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(mapped)))
-    return ArrowRows([reader.get_batch(i) for i in range(reader.num_record_batches)], label)
+    return ArrowRows(
+        [reader.get_batch(i) for i in range(reader.num_record_batches)], label, None, path.parent
+    )
 
 
 def _batch_rows(metadata: pq.FileMetaData) -> int:
@@ -242,9 +250,9 @@ def open_dataset_folder(folder: Path, label: str) -> ArrowRows:
     data_files, index_files = dataset_folder_files(folder)
     batches = [batch for file in data_files for batch in _stream_batches(file)]
     if not index_files:
-        return ArrowRows(batches, label)
+        return ArrowRows(batches, label, None, folder)
     columns = [batch.column(0).to_numpy() for file in index_files for batch in _stream_batches(file)]
-    return ArrowRows(batches, label, np.concatenate(columns).astype(np.int64))
+    return ArrowRows(batches, label, np.concatenate(columns).astype(np.int64), folder)
 
 
 def _stream_batches(file: Path) -> list[pa.RecordBatch]:

@@ -1,6 +1,7 @@
 """`data.custom_cls`: rows from a dataset class of the user's."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rollstream.config.settings import DataSettings
@@ -60,3 +61,6 @@ class CustomRows:
 
     def location(self, position: int) -> str:
         return f"{self._label}, row {position}"
+
+    def folder(self, position: int) -> Path | None:
+        return None  # only the class knows where its data lie

@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -36,15 +37,17 @@ class JsonLines:
     Args:
         file: Open for reading, with a file descriptor; kept open as long as this object lives.
         label: What messages call the file.
+        folder: Where it lies; relative paths in rows are taken from there.
 
     Raises:
         DataError: The file holds one JSON array.
     """
 
-    def __init__(self, file: BinaryIO, label: str) -> None:
+    def __init__(self, file: BinaryIO, label: str, folder: Path | None = None) -> None:
         self._file = file
         self._fd = file.fileno()
         self._label = label
+        self._folder = None if folder is None else folder.absolute()
         self._starts, self._blanks = index_lines(self._fd)
         if len(self) and os.pread(self._fd, 1, int(self._starts[0])) == b"[":
             raise DataError(
@@ -82,6 +85,9 @@ class JsonLines:
         # From the index and not from the file, whose lines may have changed since.
         line = 1 + position + int(np.searchsorted(self._blanks, self._starts[position]))
         return f"{self._label}, row {position} (line {line})"
+
+    def folder(self, position: int) -> Path | None:
+        return self._folder
 
     def _read(self, start: int, end: int) -> bytes:
         data = b""

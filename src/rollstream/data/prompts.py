@@ -12,6 +12,7 @@ import numpy.typing as npt
 from rollstream.config.settings import DataSettings
 from rollstream.data.custom_rows import CustomRows
 from rollstream.data.row import parse_row
+from rollstream.data.row_images import resolve
 from rollstream.data.source import Concatenated, RowSource, data_files, open_source
 from rollstream.data.spool import spool_for
 from rollstream.data.values import BadRow
@@ -41,6 +42,10 @@ class KnownDataset(NamedTuple):
 
     file_digests: list[FileDigest]
     fingerprint: str
+    agent_names: frozenset[str] = frozenset()
+    """As `PromptDataset.agent_names`."""
+    has_images: bool = False
+    """As `PromptDataset.has_images`."""
 
 
 class PromptDataset:
@@ -82,7 +87,9 @@ class PromptDataset:
         self._digests: BinaryIO | None = None  # content digests by index, 16 bytes each; once scanned
         self._visiting = _visiting_order(len(source), shuffle_seed)
         self.max_samples = max_samples
-        self._agent_names = {self.row(0).agent_name}
+        first = self.row(0)
+        self._agent_names: set[str | None] = {first.agent_name}
+        self._has_images = bool(first.images)
 
     def __len__(self) -> int:
         """Rows in the files, before filter and cut."""
@@ -112,6 +119,8 @@ class PromptDataset:
                     f"{self._source.location(index)}: the row has changed since the run began; "
                     "leave data files alone while a run uses them"
                 )
+        if prompt_row.images and (folder := self._source.folder(index)) is not None:
+            prompt_row.images = resolve(prompt_row.images, folder)
         return prompt_row
 
     @property
@@ -155,6 +164,8 @@ class PromptDataset:
         if self._fingerprint is None:
             if self._known is not None and self.file_digests is not None and self._same_files(self._known):
                 self._fingerprint = self._known.fingerprint
+                self._agent_names |= self._known.agent_names
+                self._has_images |= self._known.has_images
             else:
                 self._fingerprint = self._scan()
         return self._fingerprint
@@ -162,14 +173,24 @@ class PromptDataset:
     def agent_names(self) -> set[str]:
         """The agent loops that rows name, each by its `agent_name`; rows that name none add nothing.
 
-        Reads and checks every row if that was not done yet. When the files are those of `known`, rows are not
-        read: then it is the first row's name alone, if it has one.
+        Reads and checks every row if that was not done yet, or takes it from `known` if the files are those.
 
         Raises:
             DataError: As `fingerprint`.
         """
         _ = self.fingerprint
         return {name for name in self._agent_names if name is not None}
+
+    def has_images(self) -> bool:
+        """Whether a row has images.
+
+        Reads and checks every row if that was not done yet, or takes it from `known` if the files are those.
+
+        Raises:
+            DataError: As `fingerprint`.
+        """
+        _ = self.fingerprint
+        return self._has_images
 
     def prompt_keys(self) -> Iterator[str]:
         """The prompt keys of all rows, by index. Reads and checks every row if that was not done yet.
@@ -207,6 +228,7 @@ class PromptDataset:
                         shown.append(f"{self._source.location(index)}: {error}")
                     continue
                 self._agent_names.add(prompt_row.agent_name)
+                self._has_images = self._has_images or bool(prompt_row.images)
                 fingerprint.update(digest)
                 digests.write(digest)
         if bad:

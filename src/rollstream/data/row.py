@@ -4,11 +4,15 @@ from typing import Any
 
 import orjson
 
+from rollstream.data.row_images import has_images, take_images
 from rollstream.data.values import BadRow, Row, content_digest, described
 from rollstream.trajectory import Message, PromptRow
 
 UNKNOWN_SOURCE = "unknown"
 """`data_source` of a row that does not say."""
+
+_OTHER_MEDIA = {"videos": "<video>", "audios": "<audio>"}
+"""verl's columns of other media, and where they stand in a text: to be refused, never dropped."""
 
 _JSON_COLUMNS = ("extra_info", "reward_model", "tools_kwargs")
 """Columns that hold a mapping, which may also be given as JSON text."""
@@ -22,10 +26,12 @@ def parse_row(row: Row, index: int, prompt_column: str) -> tuple[PromptRow, byte
     | messages | the prompt column: text (one user message) or a list of messages |
     | ground_truth | `reward_model.ground_truth`, else column `ground_truth`, else column `answer` |
     | tools_kwargs | column `tools_kwargs`, else `extra_info.tools_kwargs` |
+    | images | the column `images`, and image parts of messages; see `row_images` |
     | data_source, extra_info, agent_name | the columns of those names |
     | columns | all columns not used above; `reward_model` without its ground truth, when more is in it |
 
     In messages, keys whose value is null are left out; an assistant message always has `content`, maybe None.
+    Images that are paths stay as the row has them: whoever knows the file resolves them.
 
     Args:
         row: Values that JSON knows. It is used up: parts of it go into the result.
@@ -48,16 +54,18 @@ def parse_row(row: Row, index: int, prompt_column: str) -> tuple[PromptRow, byte
         extra_info.get("tools_kwargs"), "extra_info.tools_kwargs"
     )
     ground_truth = _take_ground_truth(columns)
+    messages, images = _take_messages(columns, prompt_column)
     prompt_row = PromptRow(
         index=index,
         prompt_key=digest.hex(),
-        messages=_messages(_take_prompt(columns, prompt_column), prompt_column),
+        messages=messages,
         data_source=_text(columns.pop("data_source", None), "data_source") or UNKNOWN_SOURCE,
         ground_truth=ground_truth,
         extra_info=extra_info,
         agent_name=_text(columns.pop("agent_name", None), "agent_name"),
         tools_kwargs=tools_kwargs,
         columns=columns,
+        images=images,
     )
     return prompt_row, digest
 
@@ -99,6 +107,17 @@ def _take_ground_truth(columns: Row) -> Any:
     if rest:
         columns["reward_model"] = rest
     return ground_truth
+
+
+def _take_messages(columns: Row, prompt_column: str) -> tuple[list[Message], list[str | bytes]]:
+    messages = _messages(_take_prompt(columns, prompt_column), prompt_column)
+    image_column = columns.pop("images", None)
+    for column, marker in _OTHER_MEDIA.items():
+        if columns.get(column) and any(marker in str(message.get("content")) for message in messages):
+            raise BadRow(f"it has {column}, which are not known: only text and images are")
+    if not has_images(messages, image_column):
+        return messages, []
+    return take_images(messages, image_column)
 
 
 def _take_prompt(columns: Row, prompt_column: str) -> Any:

@@ -55,6 +55,10 @@ class RowSource(Protocol):
         """Where a row is, for people: `train.jsonl, row 17 (line 18)`. Rows count from 0, lines from 1."""
         ...
 
+    def folder(self, position: int) -> Path | None:
+        """The folder from which a row's relative paths are taken, absolute; None when there is none."""
+        ...
+
 
 class Concatenated:
     """Several sources, one after the other.
@@ -82,6 +86,10 @@ class Concatenated:
         source, inner = self._find(position)
         return source.location(inner)
 
+    def folder(self, position: int) -> Path | None:
+        source, inner = self._find(position)
+        return source.folder(inner)
+
     def _find(self, position: int) -> tuple[RowSource, int]:
         which = int(np.searchsorted(self._begins, position, side="right")) - 1
         return self._sources[which], position - int(self._begins[which])
@@ -106,9 +114,9 @@ def open_source(path: Path, spool_dir: Path | None = None) -> RowSource:
             if kind == "Parquet":
                 source = open_parquet(path, str(path), spool_dir)
             elif kind == "zstd":
-                source = JsonLines(decompress(path, spool_dir), str(path))
+                source = JsonLines(decompress(path, spool_dir), str(path), path.parent)
             else:
-                source = JsonLines(path.open("rb"), str(path))
+                source = JsonLines(path.open("rb"), str(path), path.parent)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error})") from error
     if not len(source):

@@ -85,7 +85,9 @@ def check_request(
     if sampling.top_k < 1 and sampling.top_k != -1:
         raise EngineError(f"top_k must be -1 (off) or at least 1, not {sampling.top_k}")
     if images and not capabilities.images:
-        raise EngineError("this engine takes no images")
+        raise EngineError(
+            f"the prompt has {len(images)} images, but this engine takes none, or its model sees none"
+        )
     if not ids_fit(prompt_ids, capabilities.vocab_size):
         raise EngineError(
             f"prompt ids from {min(prompt_ids)} to {max(prompt_ids)} do not fit the model's vocabulary "
@@ -112,6 +114,8 @@ class ModelLimits:
     """Rows of the embedding: may be more than the tokenizer has tokens."""
     eos_token_ids: tuple[int, ...]
     """End tokens: of `generation_config.json`, else of `config.json`."""
+    image_token_id: int | None = None
+    """What stands for an image in prompt ids, as often as the image has tokens; None for a text model."""
 
 
 def read_model_limits(model_path: Path) -> ModelLimits:
@@ -130,6 +134,7 @@ def read_model_limits(model_path: Path) -> ModelLimits:
         max_model_len=_int_or_none(text.get("max_position_embeddings")),
         vocab_size=_int_or_none(text.get("vocab_size")),
         eos_token_ids=tuple(i for i in eos_ids if isinstance(i, int)),
+        image_token_id=_int_or_none(config.get("image_token_id", config.get("image_token_index"))),
     )
 
 

@@ -32,6 +32,8 @@ from rollstream.engine.sglang_wire import (
     AWAY_STATUSES,
     ServerInfo,
     base_url,
+    check_images,
+    collapse_images,
     http_error,
     read_reply,
     request_body,
@@ -107,6 +109,7 @@ class SGLangEngine:
         self._generate_urls = {url: URL(url + "/generate") for url in self._servers.urls}
         self._model_path = model_path
         self._max_model_len = max_model_len
+        self._image_token_id: int | None = None
         kwargs = read_engine_kwargs("sglang", engine_kwargs or {}, ENGINE_KWARGS)
         self._connect_timeout: float = kwargs["connect_timeout"]
         self._health_timeout: float = kwargs["health_timeout"]
@@ -165,7 +168,11 @@ class SGLangEngine:
     ) -> Completion:
         check_request(prompt_ids, sampling, self.capabilities, images=images)
         flight = _Flight(f"{request_id}.{self._nonce}{next(self._counter)}")
-        body = request_body(prompt_ids, sampling, flight.rid)
+        if images:
+            sent_ids = collapse_images(prompt_ids, self._image_token_id, len(images))
+            body = request_body(sent_ids, sampling, flight.rid, check_images(images))
+        else:
+            body = request_body(prompt_ids, sampling, flight.rid)
         self._in_flight[request_id] = flight
         try:
             answer = await self._post(flight, body)
@@ -181,6 +188,7 @@ class SGLangEngine:
             rid=flight.rid,
             vocab_size=self.capabilities.vocab_size,
             aborted=flight.aborted,
+            image_prompt_tokens=len(prompt_ids) if images else None,
         )
 
     async def abort(self, request_id: str) -> None:
@@ -337,6 +345,7 @@ class SGLangEngine:
         for cause in silent:
             _LOG.warning("SGLang server does not answer, going on without it: %s", cause)
         limits = read_model_limits(Path(self._model_path)) if self._model_path else None
+        self._image_token_id = limits.image_token_id if limits else None
         lengths = [info.max_model_len for info in found] + [limits.max_model_len if limits else None]
         known = [length for length in (self._max_model_len, *lengths) if length is not None]
         vocab_sizes = [info.vocab_size for info in found if info.vocab_size is not None]
@@ -348,7 +357,7 @@ class SGLangEngine:
             seeds=all(info.deterministic for info in found),
             stop_strings=not any(info.skips_tokenizer for info in found),
             stop_token_ids=True,
-            images=False,
+            images=all(info.sees_images for info in found),
             update_weights=False,
             max_model_len=min(known, default=None),
             vocab_size=min(vocab_sizes, default=None),
@@ -371,4 +380,5 @@ class SGLangEngine:
             vocab_size=model.get("vocab_size") or info.get("vocab_size"),
             deterministic=bool(info.get("enable_deterministic_inference")),
             skips_tokenizer=bool(info.get("skip_tokenizer_init")),
+            sees_images=bool(model.get("has_image_understanding")),
         )

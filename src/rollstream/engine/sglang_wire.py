@@ -3,6 +3,7 @@
 Source: https://docs.sglang.io/basic_usage/native_api.html and sampling_params.html.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +28,8 @@ class ServerInfo(msgspec.Struct):
     """Seeds work only with --enable-deterministic-inference; without it they are silently ignored."""
     skips_tokenizer: bool
     """Without its tokenizer a server cannot match stop strings."""
+    sees_images: bool
+    """A server of a text model takes images without a word and ignores them."""
 
 
 class _FinishReason(msgspec.Struct):
@@ -47,6 +50,7 @@ class _MetaInfo(msgspec.Struct):
     finish_reason: _FinishReason | None = None
     output_token_logprobs: list[_TokenLogprob] | None = None
     cached_tokens: int = 0
+    prompt_tokens: int | None = None
     weight_version: Any = None
 
 
@@ -67,8 +71,27 @@ def base_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def request_body(prompt_ids: list[int], sampling: SamplingParams, rid: str) -> bytes:
-    """The body of a `/generate` request that the server knows by `rid`."""
+def check_images(images: list[object]) -> list[str]:
+    """The images of a request as they go over the wire.
+
+    Raises:
+        EngineError: one is no `data:` URL. A server takes other texts for a path or an address of its own.
+    """
+    urls = [image for image in images if isinstance(image, str) and image.startswith("data:image/")]
+    if len(urls) != len(images):
+        raise EngineError(
+            "engine 'sglang' takes images as data: URLs, as chat.images.encode_for_engine makes them"
+        )
+    return urls
+
+
+def request_body(
+    prompt_ids: list[int], sampling: SamplingParams, rid: str, images: Sequence[str] = ()
+) -> bytes:
+    """The body of a `/generate` request that the server knows by `rid`.
+
+    `images` are `data:` URLs, in the order of their placeholders in `prompt_ids`.
+    """
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -83,15 +106,42 @@ def request_body(prompt_ids: list[int], sampling: SamplingParams, rid: str) -> b
         params["stop_token_ids"] = sampling.stop_token_ids
     if sampling.ignore_eos:
         params["ignore_eos"] = True
-    return orjson.dumps(
-        {
-            "rid": rid,
-            "input_ids": prompt_ids,
-            "sampling_params": params,
-            "return_logprob": sampling.logprobs,
-            "stream": False,
-        }
-    )
+    body = {
+        "rid": rid,
+        "input_ids": prompt_ids,
+        "sampling_params": params,
+        "return_logprob": sampling.logprobs,
+        "stream": False,
+    }
+    if images:
+        body["image_data"] = images
+    return orjson.dumps(body)
+
+
+def collapse_images(prompt_ids: list[int], image_token_id: int | None, images: int) -> list[int]:
+    """Prompt ids with one placeholder for each image, as a server wants them.
+
+    A server runs its own image processor and writes each placeholder as often as the image has tokens. Given
+    one per image it keeps all other ids; given runs of them, many versions turn the ids into text and back
+    (https://github.com/sgl-project/sglang/pull/26555).
+
+    Args:
+        prompt_ids: with a run of placeholders for each image.
+        image_token_id: the placeholder; None where the model's folder does not say.
+        images: how many.
+
+    Returns:
+        `prompt_ids` as they are when their runs are not one for each image: images without anything between
+        them, or whose tokens are interrupted. Then the server has to find its way.
+    """
+    if image_token_id is None:
+        return prompt_ids
+    collapsed = [
+        token_id
+        for token_id, before in zip(prompt_ids, [None, *prompt_ids], strict=False)
+        if token_id != image_token_id or before != image_token_id
+    ]
+    return collapsed if collapsed.count(image_token_id) == images else prompt_ids
 
 
 def read_reply(
@@ -102,6 +152,7 @@ def read_reply(
     rid: str,
     vocab_size: int | None,
     aborted: bool,
+    image_prompt_tokens: int | None = None,
 ) -> Completion:
     """Checks a `/generate` reply and makes a completion of it.
 
@@ -113,10 +164,12 @@ def read_reply(
         vocab_size: ids must be below it; None where nobody said.
         aborted: whether we asked for an abort. One that nobody asked for (another client's `abort_all`, a
             server that is being emptied) is no completion.
+        image_prompt_tokens: tokens of a prompt with images; None for one without. A server processes images
+            itself, and a prompt of another length is not the one that is stored.
 
     Raises:
         TransientEngineError: the reply is broken, or cut short by somebody else.
-        EngineError: it says that the request can't be served.
+        EngineError: it says that the request can't be served, or that the prompt was another one.
     """
     try:
         reply = _REPLY.decode(payload)
@@ -133,6 +186,18 @@ def read_reply(
     if reason.type == "abort" and not aborted:
         raise TransientEngineError(
             f"{server} aborted the request, which nobody here asked for: {reason.message or '(no message)'}"
+        )
+
+    if (
+        image_prompt_tokens is not None
+        and reason.type != "abort"
+        and meta.prompt_tokens != image_prompt_tokens
+    ):
+        raise EngineError(
+            f"{server} made {meta.prompt_tokens} tokens of a prompt with images that has "
+            f"{image_prompt_tokens}: its image processor has other settings than that of "
+            "actor_rollout_ref.model.path, or this SGLang tokenizes such prompts again "
+            "(SGLANG_MM_AVOID_RETOKENIZE)"
         )
 
     logprobs: list[float] | None = None

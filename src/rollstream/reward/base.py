@@ -6,8 +6,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from rollstream.daemon_threads import Outcome, is_async
 from rollstream.errors import RewardError
-from rollstream.reward.calls import DaemonThreads, LoopThread, Outcome
+from rollstream.reward.calls import BoundedThreads, LoopThread
 from rollstream.reward.score import Score, read_score
 from rollstream.trajectory import PromptRow
 
@@ -93,7 +94,7 @@ class FunctionCaller:
 
     def __init__(self, timeout: float, max_concurrency: int) -> None:
         self._timeout = timeout
-        self._threads = DaemonThreads(max_concurrency, "rollstream-reward")
+        self._threads = BoundedThreads(max_concurrency, "rollstream-reward")
         self._loop = LoopThread(max_concurrency, "rollstream-reward-loop")
 
     async def score(
@@ -149,12 +150,3 @@ class FunctionCaller:
             return outcome
         awaitable: Awaitable[Any] = outcome.value  # a plain callable that wraps an async one
         return await self._loop.run(lambda: awaitable, self._timeout - (time.monotonic() - began))
-
-
-def is_async(function: ComputeScore) -> bool:
-    """Whether calling it gives a coroutine, as far as can be told: also for partials and callable objects."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004  asks whether it is async, not whether it is there
-    )

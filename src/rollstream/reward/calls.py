@@ -1,49 +1,25 @@
 """Calling functions of the user's off the event loop, such that one that hangs hurts itself only.
 
-`DaemonThreads` is for plain functions, `LoopThread` for async ones. Neither keeps the interpreter from
+`BoundedThreads` is for plain functions, `LoopThread` for async ones. Neither keeps the interpreter from
 exiting, which is why the executors of the standard library won't do: they join their threads at exit.
 """
 
 import asyncio
 import contextlib
-import queue
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
+from rollstream.daemon_threads import MAX_LOST, DaemonThreads, Outcome, deliver
 from rollstream.errors import RewardError
 
-MAX_LOST = 64
-"""Threads that may hang at once, at 8 MiB of address space and some 30 KiB of memory each. A function that
-hangs more often than this is broken; then calls are refused instead of filling the process with threads."""
 STUCK_AFTER = 1.0
 """Seconds without an answer after which an event loop counts as blocked. A healthy one answers in
 milliseconds; async code that computes for a second between two awaits does not belong on a loop."""
 
 
-@dataclass(slots=True)
-class Outcome:
-    """How a call ended: its value, or its error, whatever was raised."""
-
-    value: Any = None
-    error: BaseException | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    function: Callable[[], Any]
-    loop: asyncio.AbstractEventLoop
-    future: "asyncio.Future[Outcome]" = field(init=False)
-    finished: bool = False
-    abandoned: bool = False
-
-    def __post_init__(self) -> None:
-        self.future = self.loop.create_future()
-
-
-class DaemonThreads:
-    """Runs plain functions in daemon threads that are used again.
+class BoundedThreads:
+    """Runs plain functions in daemon threads, so many at once.
 
     A call that takes longer than its timeout is abandoned: its slot is free at once, its thread ends when the
     function returns, if ever. Belongs to one event loop.
@@ -55,18 +31,13 @@ class DaemonThreads:
 
     def __init__(self, limit: int, name: str) -> None:
         self._slots = asyncio.Semaphore(limit)
-        self._name = name
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards what follows
-        self._alive = 0
-        self._idle = 0
-        self._lost = 0
+        self._threads = DaemonThreads(name)
         self._closed = False
 
     @property
     def lost(self) -> int:
         """Abandoned calls that still run."""
-        return self._lost
+        return self._threads.lost
 
     async def run(self, function: Callable[[], Any], timeout: float) -> Outcome:
         """Calls `function` in a thread.
@@ -80,58 +51,22 @@ class DaemonThreads:
             RewardError: Closed, or `MAX_LOST` calls hang.
         """
         async with self._slots:
-            call = self._start(function)
+            if self._closed:
+                raise RewardError("the reward is closed")
+            if self.lost >= MAX_LOST:
+                raise RewardError(f"{self.lost} earlier calls still hang; the reward is not called any more")
+            call = self._threads.start(function)
             try:
                 async with asyncio.timeout(timeout):
                     return await call.future
             except (TimeoutError, asyncio.CancelledError):
-                self._abandon(call)
+                self._threads.abandon(call)
                 raise
 
     def close(self) -> None:
         """Ends the threads, each when its call returns. Waits for none."""
-        with self._lock:
-            self._closed = True
-            for _ in range(self._alive):
-                self._calls.put(None)
-
-    def _start(self, function: Callable[[], Any]) -> _Call:
-        call = _Call(function, asyncio.get_running_loop())
-        with self._lock:
-            if self._closed:
-                raise RewardError("the reward is closed")
-            if self._lost >= MAX_LOST:
-                raise RewardError(f"{self._lost} earlier calls still hang; the reward is not called any more")
-            if self._idle:
-                self._idle -= 1
-            else:
-                threading.Thread(target=self._work, name=self._name, daemon=True).start()
-                self._alive += 1
-            self._calls.put(call)
-        return call
-
-    def _abandon(self, call: _Call) -> None:
-        with self._lock:
-            if not call.finished and not call.abandoned:
-                call.abandoned = True
-                self._lost += 1
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            outcome = Outcome()
-            try:
-                outcome.value = call.function()
-            except BaseException as error:  # SystemExit, too: it is a thread's, not the program's
-                outcome.error = error
-            with self._lock:
-                call.finished = True
-                if call.abandoned:
-                    self._lost -= 1
-                    self._alive -= 1
-                    return
-                self._idle += 1
-            _deliver(call.loop, call.future, outcome)
-            del call, outcome  # an idle thread holds on to nothing
+        self._closed = True
+        self._threads.close()
 
 
 class LoopThread:
@@ -172,7 +107,7 @@ class LoopThread:
 
             def begin() -> None:
                 task = theirs.create_task(_collect(function))
-                task.add_done_callback(lambda task: _deliver(here, future, _ended(task)))
+                task.add_done_callback(lambda task: deliver(here, future, _ended(task)))
                 tasks.append(task)
 
             _call_soon(theirs, begin)
@@ -206,7 +141,7 @@ class LoopThread:
     async def _replace_if_stuck(self, theirs: asyncio.AbstractEventLoop) -> None:
         here = asyncio.get_running_loop()
         answer: asyncio.Future[Outcome] = here.create_future()
-        _call_soon(theirs, lambda: _deliver(here, answer, Outcome()))
+        _call_soon(theirs, lambda: deliver(here, answer, Outcome()))
         try:
             async with asyncio.timeout(STUCK_AFTER):
                 await answer
@@ -256,14 +191,6 @@ async def _collect(function: Callable[[], Awaitable[Any]]) -> Outcome:
 
 def _ended(task: "asyncio.Task[Outcome]") -> Outcome:
     return Outcome(error=asyncio.CancelledError()) if task.cancelled() else task.result()
-
-
-def _deliver(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Outcome]", outcome: Outcome) -> None:
-    def set_result() -> None:
-        if not future.done():
-            future.set_result(outcome)
-
-    _call_soon(loop, set_result)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:

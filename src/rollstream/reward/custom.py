@@ -2,9 +2,7 @@
 
 import difflib
 import hashlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +12,7 @@ import orjson
 
 from rollstream.errors import ConfigError
 from rollstream.reward.base import ComputeScore, FunctionReward
+from rollstream.user_code import run_file
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -47,12 +46,9 @@ def load_reward(
     if max_concurrency < 1:
         raise ConfigError(f"custom_reward_function.max_concurrency: {max_concurrency}, want 1 or more")
     file = Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(
-            f"custom_reward_function.path: no such file: {file} (looked in {file.absolute().parent})"
-        )
+    module = run_file(file, key="custom_reward_function.path")
     source = file.read_bytes()
-    function = _find_function(_run_file(file), name, file)
+    function = _find_function(module, name, file)
     label = f"{name} in {file.name}"
     _check_arguments(function, kwargs, label)
     digest = hashlib.blake2b(digest_size=16)
@@ -66,26 +62,6 @@ def load_reward(
         timeout=timeout,
         max_concurrency=max_concurrency,
     )
-
-
-def _run_file(file: Path) -> ModuleType:
-    tag = hashlib.blake2b(str(file.resolve()).encode(), digest_size=6).hexdigest()
-    module_name = f"rollstream_reward_{file.stem}_{tag}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"custom_reward_function.path: {file} is not a Python file (.py)")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:  # sys.exit() in the file must not end the program without a word
-        del sys.modules[module_name]
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise ConfigError(
-            f"custom_reward_function.path: {file} raised {type(error).__name__}: {error}"
-        ) from error
-    return module
 
 
 def _find_function(module: ModuleType, name: str, file: Path) -> ComputeScore:

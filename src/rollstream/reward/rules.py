@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import orjson
 
+from rollstream.daemon_threads import is_async
 from rollstream.errors import ConfigError, RewardError
-from rollstream.reward.base import ComputeScore, FunctionCaller, is_async
+from rollstream.reward.base import ComputeScore, FunctionCaller
 from rollstream.reward.score import Score
 from rollstream.trajectory import PromptRow
 

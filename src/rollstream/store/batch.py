@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +24,11 @@ import pyarrow.parquet as pq
 from rollstream.errors import DamageError, RunDirectoryError, StorageError
 from rollstream.store.journal import sync_folder, write_all, write_file_durably
 from rollstream.store.records import RolloutRecord, TrajectoryRecord, scoring_failed
+from rollstream.trajectory import Metrics
 
-METRIC_NAMES = (
-    "queue_s",
-    "generate_s",
-    "tool_s",
-    "reward_s",
-    "total_s",
-    "engine_calls",
-    "cached_prompt_tokens",
-)
+METRIC_NAMES = tuple(field.name for field in fields(Metrics))
 
-BATCH_FORMAT = "rollstream.batch/1"
+BATCH_FORMAT = "rollstream.batch/2"
 """Stands in the metadata of every batch and artifact; another one is not read."""
 
 SCHEMA = pa.schema(

@@ -12,7 +12,7 @@ import orjson
 from rollstream.errors import IdentityMismatchError, RunDirectoryError
 from rollstream.store.journal import write_file_durably
 
-FORMAT = "rollstream.run/1"
+FORMAT = "rollstream.run/2"
 
 DATASET_IDENTITY = "data.rows"
 """Identity keys below this one describe the dataset's rows; `resume=extend` allows them to differ."""

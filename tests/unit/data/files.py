@@ -24,6 +24,7 @@ def data_settings(*files: Path | str, **changes: Any) -> DataSettings:
         "seed": 0,
         "apply_chat_template_kwargs": {},
         "tool_config_path": None,
+        "fetch_images": False,
         "custom_cls": CustomClassSettings(None, None),
     }
     return DataSettings(**(values | changes))

@@ -10,7 +10,7 @@ import pytest
 
 from rollstream.errors import RewardError
 from rollstream.reward import calls
-from rollstream.reward.calls import DaemonThreads, LoopThread
+from rollstream.reward.calls import BoundedThreads, LoopThread
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ async def loop_thread() -> AsyncIterator[LoopThread]:
 
 
 async def test_values_and_errors_come_back_and_threads_are_used_again() -> None:
-    threads = DaemonThreads(2, "test")
+    threads = BoundedThreads(2, "test")
     names = set()
     for i in range(10):
         outcome = await threads.run(lambda i=i: (i, threading.get_ident()), 10)  # type: ignore[misc]
@@ -45,7 +45,7 @@ async def test_values_and_errors_come_back_and_threads_are_used_again() -> None:
 
 
 async def test_no_more_than_the_limit_at_once() -> None:
-    threads = DaemonThreads(3, "test")
+    threads = BoundedThreads(3, "test")
     lock, running, most = threading.Lock(), 0, 0
     full = threading.Barrier(3)
 
@@ -65,7 +65,7 @@ async def test_no_more_than_the_limit_at_once() -> None:
 
 
 async def test_a_hanging_call_frees_its_slot(release: threading.Event) -> None:
-    threads = DaemonThreads(1, "hanging")
+    threads = BoundedThreads(1, "hanging")
     for _ in range(3):
         with pytest.raises(TimeoutError):
             await threads.run(release.wait, 0.01)
@@ -80,7 +80,7 @@ async def test_a_hanging_call_frees_its_slot(release: threading.Event) -> None:
 
 
 async def test_a_cancelled_call_frees_its_slot(release: threading.Event) -> None:
-    threads = DaemonThreads(1, "test")
+    threads = BoundedThreads(1, "test")
     started = threading.Event()
 
     def hang() -> None:
@@ -100,7 +100,7 @@ async def test_too_many_hanging_calls_are_refused(
     release: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "MAX_LOST", 2)
-    threads = DaemonThreads(4, "test")
+    threads = BoundedThreads(4, "test")
     for _ in range(2):
         with pytest.raises(TimeoutError):
             await threads.run(release.wait, 0.01)
@@ -193,14 +193,14 @@ async def test_a_closed_loop_takes_no_calls(loop_thread: LoopThread) -> None:
 def test_hanging_calls_do_not_keep_the_interpreter() -> None:
     script = """
 import asyncio, threading
-from rollstream.reward.calls import DaemonThreads, LoopThread
+from rollstream.reward.calls import BoundedThreads, LoopThread
 
 async def block():
     threading.Event().wait()
 
 async def main():
     hang = threading.Event().wait
-    for call in (DaemonThreads(1, "a").run(hang, 0.01), LoopThread(1, "b").run(block, 0.01)):
+    for call in (BoundedThreads(1, "a").run(hang, 0.01), LoopThread(1, "b").run(block, 0.01)):
         try:
             await call
         except TimeoutError:
@@ -219,12 +219,12 @@ asyncio.run(main())
 
 async def test_a_loop_that_is_gone_is_no_trouble(release: threading.Event) -> None:
     """A call whose event loop has closed meanwhile ends without a word."""
-    threads = DaemonThreads(1, "test")
+    threads = BoundedThreads(1, "test")
 
     def elsewhere() -> None:
         async def main() -> None:
             with contextlib.suppress(TimeoutError):
-                await DaemonThreads(1, "other").run(release.wait, 0.01)
+                await BoundedThreads(1, "other").run(release.wait, 0.01)
 
         asyncio.run(main())
 

@@ -1,0 +1,183 @@
+"""The images of a row: found in its messages and its column `images`, and taken out of both.
+
+| in the row | in the messages afterwards |
+|---|---|
+| `<image>` in a text, where the row has images in its column | an image part between text parts |
+| `{"type": "image"}` | the same, for the next image of the column |
+| `{"type": "image", "image": IMAGE}`, also with `path`, `url` or `bytes` as the key | an image part |
+| `{"type": "image_url", "image_url": {"url": IMAGE}}` | an image part |
+
+An image part says which image it is, and is small: `{"type": "image", "image": "cats/1.png"}` for a path or
+URL, `{"type": "image", "sha256": ..., "size": bytes}` for one whose bytes are in the row. So messages can be
+stored; the images themselves go beside them.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rollstream.chat.images import ImageSource, decode_data_url, image_part
+from rollstream.data.values import BadRow, described
+from rollstream.errors import DataError
+from rollstream.trajectory import Message
+
+MARKER = "<image>"
+"""Where an image of the column stands in a text, as in verl."""
+
+_SOURCE_KEYS = ("bytes", "image", "image_url", "url", "path")
+"""Of a mapping that is an image; the first that is there counts. Hugging Face stores `bytes` and `path`, and
+`path` is only the name then."""
+
+_IMAGE_TYPES = ("image", "image_url")
+
+_OTHER_MEDIA = ("video", "audio", "input_audio")
+"""Parts that nothing here knows. A chat template may show them as tokens that stand for nothing."""
+
+
+def take_images(messages: list[Message], column: Any) -> tuple[list[Message], list[ImageSource]]:
+    """Finds the images of a row.
+
+    Args:
+        messages: of the row, checked: `content` is text, None or a list of parts.
+        column: the row's column `images`: one image, a list of them, or None.
+
+    Returns:
+        The messages, with an image part for each image, and the images in the order of those parts.
+
+    Raises:
+        BadRow: the column has not as many images as the messages have places for, or something is no image.
+    """
+    given = [] if column is None else column if type(column) is list else [column]
+    waiting = [_source(image, f"images[{i}]") for i, image in enumerate(given)]
+    contents = [_parts(message.get("content"), split=bool(waiting)) for message in messages]
+    places = sum(_is_bare(part) for parts in contents for part in parts or ())
+    if places != len(waiting):
+        raise BadRow(
+            f"its messages have {places} places for images ({MARKER} or an image part without an image), "
+            f"but column 'images' has {len(waiting)}"
+        )
+    found: list[ImageSource] = []
+    rest = iter(waiting)
+    for i, parts in enumerate(contents):
+        if parts is None:
+            continue
+        for j, part in enumerate(parts):
+            where = f"messages[{i}].content[{j}]"
+            if part["type"] in _IMAGE_TYPES:
+                found.append(_part_source(part, where, rest))
+                parts[j] = image_part(found[-1])
+            elif part["type"].removesuffix("_url") in _OTHER_MEDIA:
+                raise BadRow(f"{where} is of type {part['type']!r}: only text and images are known")
+    taken = [
+        message if parts is None else message | {"content": parts}
+        for message, parts in zip(messages, contents, strict=True)
+    ]
+    return taken, found
+
+
+def has_images(messages: list[Message], column: Any) -> bool:
+    """Whether `take_images` has anything to do; quick for rows that are text alone."""
+    return bool(column) or any(type(message.get("content")) is list for message in messages)
+
+
+def resolve(images: list[ImageSource], folder: Path) -> list[ImageSource]:
+    """The images with relative paths taken from `folder`."""
+    return [
+        str(folder / image) if isinstance(image, str) and not _is_url(image) else image for image in images
+    ]
+
+
+def _parts(content: Any, *, split: bool) -> list[dict[str, Any]] | None:
+    """The parts of a message's content; None for text that stays as it is.
+
+    Null keys are left out, because Arrow gives all parts all keys. With `split`, a marker in a text becomes
+    an image part that does not say which image it is.
+    """
+    if type(content) is list:
+        parts = [{key: value for key, value in part.items() if value is not None} for part in content]
+        return [piece for part in parts for piece in _pieces(part)] if split else parts
+    if split and type(content) is str and MARKER in content:
+        return _pieces({"type": "text", "text": content})
+    return None
+
+
+def _pieces(part: dict[str, Any]) -> list[dict[str, Any]]:
+    text = part.get("text")
+    if part["type"] != "text" or type(text) is not str or MARKER not in text:
+        return [part]
+    pieces = re.split(f"({MARKER})", text)
+    return [{"type": "image"} if piece == MARKER else {**part, "text": piece} for piece in pieces if piece]
+
+
+def _is_bare(part: dict[str, Any]) -> bool:
+    """Whether it is an image part that does not say which image it is: the next one of the column."""
+    return part["type"] in _IMAGE_TYPES and not any(key in part for key in _SOURCE_KEYS)
+
+
+def _part_source(part: dict[str, Any], where: str, column: Iterator[ImageSource]) -> ImageSource:
+    given = {key: value for key, value in part.items() if key != "type"}
+    if not _is_bare(part):
+        return _source(given, where)
+    _no_more(given, where)
+    return next(column)
+
+
+def _source(image: Any, where: str) -> ImageSource:
+    if type(image) is str:
+        return _text_source(image, where)
+    if type(image) is not dict:
+        raise BadRow(f"{where} is {described(image)}, want a path, a URL, or a mapping with bytes or path")
+    known = {key: image[key] for key in _SOURCE_KEYS if image.get(key) is not None}
+    if not known:
+        raise BadRow(
+            f"{where} has none of {', '.join(_SOURCE_KEYS)}; its keys are {', '.join(image) or '(none)'}"
+        )
+    _no_more({key: value for key, value in image.items() if key not in _SOURCE_KEYS}, where)
+    key = next(iter(known))
+    if key == "bytes":
+        return _decode(known[key], f"{where}.bytes")
+    return _source(known[key], f"{where}.{key}")
+
+
+def _no_more(rest: dict[str, Any], where: str) -> None:
+    """Refuses what would change the image: nothing that is asked for is left out silently."""
+    extra = sorted(
+        key for key, value in rest.items() if value is not None and (key, value) != ("detail", "auto")
+    )
+    if extra:
+        raise BadRow(
+            f"{where} has {', '.join(extra)}, which is not known for an image; "
+            "sizes are those of the model's processor"
+        )
+
+
+def _text_source(text: str, where: str) -> ImageSource:
+    if not text:
+        raise BadRow(f"{where} is empty, want a path or a URL")
+    if not text.startswith("data:"):
+        return text
+    try:
+        return decode_data_url(text)
+    except DataError as error:
+        raise BadRow(f"{where}: {error}") from error
+
+
+def _decode(value: Any, where: str) -> bytes:
+    """Bytes come as base64 text: so they are read from Arrow, and so JSON Lines must have them."""
+    if type(value) is not str:
+        raise BadRow(f"{where} is {described(value)}, want base64 text")
+    try:
+        data = base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRow(f"{where} is not base64 ({error})") from error
+    if not data:
+        raise BadRow(f"{where} is empty")
+    return data
+
+
+def _is_url(text: str) -> bool:
+    return urlsplit(text).scheme in ("http", "https", "file")

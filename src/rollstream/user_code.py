@@ -1,0 +1,153 @@
+"""Code of the user's: Python files that are run, names that are imported, and which source it was."""
+
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rollstream import __version__
+from rollstream.errors import ConfigError
+
+_SOURCE = "__rollstream_source__"
+"""The name under which a module that was run keeps the digest of the bytes that ran."""
+
+
+def run_file(path: str | Path, *, key: str) -> ModuleType:
+    """Runs a Python file, each time anew, as a module under a private name.
+
+    What it imports must be importable as in any program: `sys.path` is left alone. Nothing is written beside
+    the file, and no cached bytecode is used, so what runs is what the file says now.
+
+    Args:
+        path: The file.
+        key: The configuration key, for messages.
+
+    Raises:
+        ConfigError: No such file, not a Python file, or it raises when it runs; names its line. SystemExit
+            is an error like others; KeyboardInterrupt passes through.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{key}: no such file: {file} (looked in {file.absolute().parent})")
+    if file.suffix != ".py":
+        raise ConfigError(f"{key}: {file} is not a Python file (.py)")
+    source = file.read_bytes()
+    digest = hashlib.blake2b(source, digest_size=16).hexdigest()
+    # Another path or content has another name: classes of an edited file are not taken for those before it.
+    tag = hashlib.blake2b(f"{file.resolve()}\0{digest}".encode(), digest_size=6).hexdigest()
+    spec = importlib.util.spec_from_file_location(f"rollstream_user_{file.stem}_{tag}", file.absolute())
+    assert spec is not None and spec.loader is not None  # given for every name that ends with .py
+    module = importlib.util.module_from_spec(spec)
+    setattr(module, _SOURCE, digest)
+    before = sys.modules.get(module.__name__)
+    sys.modules[module.__name__] = module  # dataclasses and pickle look their module up by name
+    try:
+        exec(compile(source, str(file.absolute()), "exec", dont_inherit=True), module.__dict__)
+    except BaseException as error:  # sys.exit() in the file must not end the program without a word
+        if before is None:
+            del sys.modules[module.__name__]
+        else:
+            sys.modules[module.__name__] = before
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ConfigError(
+            f"{key}: {file} raised {type(error).__name__}: {error}{_line_of(error, file)}"
+        ) from error
+    return module
+
+
+def import_name(dotted: str, *, key: str) -> Any:
+    """What a name stands for: `package.module.Class`, or `path/to/file.py:Class`.
+
+    Args:
+        dotted: The name. A file is run by `run_file`, a package imported.
+        key: The configuration key, for messages.
+
+    Raises:
+        ConfigError: There is no such module or name, with the nearest one, or importing it raises.
+    """
+    path, colon, name = dotted.rpartition(":")
+    if colon:
+        if not path or not name.isidentifier():
+            raise ConfigError(f"{key}: {dotted!r} is not a name; write path/to/file.py:Name")
+        return _attribute(run_file(path, key=key), name, str(path), key)
+    module_name, dot, name = dotted.rpartition(".")
+    if not dot or not all(part.isidentifier() for part in dotted.split(".")):
+        raise ConfigError(
+            f"{key}: {dotted!r} is not a name; write package.module.Name or path/to/file.py:Name"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ConfigError(
+            f"{key}: {module_name} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    return _attribute(module, name, module_name, key)
+
+
+def source_digest(code: Any) -> str:
+    """Names by content the source of a module, class, function, or of an object's class.
+
+    It is of the file that defines it (and the files of a class' bases), not of what that imports. What
+    belongs to Python is not looked at; rollstream's own code goes by rollstream's version.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    parts = sorted({source for module in _modules_of(code) if (source := _source_of(module))})
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _modules_of(code: Any) -> list[ModuleType]:
+    while isinstance(code, functools.partial):
+        code = code.func
+    if isinstance(code, ModuleType):
+        return [code]
+    if inspect.isroutine(code):
+        code = inspect.unwrap(code)
+        classes = []
+        names = [code.__module__]
+    else:
+        classes = list(inspect.getmro(code if isinstance(code, type) else type(code)))
+        names = [cls.__module__ for cls in classes]
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def _source_of(module: ModuleType) -> str:
+    package = module.__name__.partition(".")[0]
+    if package in sys.stdlib_module_names:
+        return ""
+    if package == "rollstream":
+        return f"rollstream {__version__}"
+    if ran := getattr(module, _SOURCE, None):
+        return str(ran)
+    if file := getattr(module, "__file__", None):
+        return hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()
+    return module.__name__
+
+
+def _attribute(module: ModuleType, name: str, where: str, key: str) -> Any:
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, [known for known in vars(module) if known[:2] != "__"], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{key}: {where} has no {name}{hint}")
+    return getattr(module, name)
+
+
+def _line_of(error: BaseException, file: Path) -> str:
+    """The innermost line of the file that took part in an error, for a message."""
+    if isinstance(error, SyntaxError):
+        return ""  # says it itself
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file.absolute())
+    ]
+    return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
