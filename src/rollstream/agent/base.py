@@ -1,20 +1,38 @@
-"""The agent loop: what happens within one rollout, and the register of loops by name."""
+"""The agent loop: what happens within one rollout."""
 
-import difflib
+import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
+from rollstream.agent.images import ImageReader
+from rollstream.agent.interactions import Interactions
 from rollstream.agent.prompt import PromptRenderer
+from rollstream.agent.tools.toolbox import ToolBox
+from rollstream.chat.parsers.base import ToolCallParser, get_parser
+from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer
 from rollstream.engine.base import Engine
-from rollstream.errors import ConfigError
-from rollstream.trajectory import Completion, Metrics, SamplingParams, Trajectory
+from rollstream.trajectory import Completion, Message, Metrics, SamplingParams, Trajectory
+
+SnapshotScoring = Literal["outcome", "own", "none"]
+"""`outcome`: the reward of the rollout's final trajectory; `own`: the reward scores the snapshot's last
+answer, told so by `extra_info["is_snapshot"]`; `none`: it stays without one."""
 
 
 @dataclass(frozen=True, slots=True)
+class TurnLimits:
+    """How many turns a rollout may take; None is no limit."""
+
+    max_assistant_turns: int | None = None
+    max_user_turns: int | None = None
+    """Turns that are given to the model after the prompt: tool results count as one, as in verl."""
+
+
+@dataclass(frozen=True)
 class AgentResources:
     """What the loops of one worker share: built once, used by all."""
 
@@ -22,23 +40,79 @@ class AgentResources:
     tokenizer: ChatTokenizer
     prompts: PromptRenderer
     response_length: int
-    """Response tokens of a trajectory at most."""
+    """Response tokens of a trajectory at most, tool results included."""
     max_model_len: int | None = None
     """Prompt plus response tokens at most; None: no limit is known."""
+    tools: ToolBox = field(default_factory=ToolBox)
+    turns: TurnLimits = TurnLimits()
+    parser_name: str = "hermes"
+    """How the model writes tool calls."""
+    interactions: Interactions = field(default_factory=Interactions)
+    images: ImageReader | None = None
+    """Reads images that tools return; None: the model or its engine sees none."""
+
+    @cached_property
+    def template(self) -> TurnTemplate:
+        """What the chat template puts between turns."""
+        return TurnTemplate(self.tokenizer, None if self.images is None else self.images.processor)
+
+    @cached_property
+    def parser(self) -> ToolCallParser:
+        """Reads thinking and tool calls in what the model wrote."""
+        return get_parser(self.parser_name)
+
+    @cached_property
+    def parser_stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn after a call, where the vocabulary has them."""
+        ids = (self.tokenizer.token_id(token) for token in self.parser.stop_tokens)
+        return tuple(i for i in ids if i is not None)
 
 
 class AgentLoop(ABC):
-    """One rollout's loop; instantiated for each rollout.
+    """One rollout's loop; instantiated for each attempt at a rollout.
 
-    A subclass implements `run` and calls `generate` for every generation, so that time, calls and
-    request ids are kept in one place.
+    A subclass implements `run`. It asks the engine by `generate` only, so that time, calls, seeds and request
+    ids are kept in one place; `Conversation` does the same and keeps messages and exact tokens, too.
+
+    A subclass with options of its own (from the YAML of `agent_loop_config_path`) takes them as keywords:
+
+        def __init__(self, *args, max_hints: int = 3, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.max_hints = max_hints
     """
 
-    def __init__(self, resources: AgentResources, *, request_id: str) -> None:
-        """`request_id` stays the same over all turns, so that an engine can reuse its prefix cache."""
+    snapshot_scoring: SnapshotScoring = "outcome"
+    """Where a snapshot trajectory without a reward gets one from."""
+    needs_tools: ClassVar[bool] = False
+    """Whether a run without any tools and interactions makes no sense: an error at start, then."""
+
+    def __init__(self, resources: AgentResources, *, request_id: str, shared: Any = None) -> None:
+        """Args:
+        resources: shared by all rollouts of the worker.
+        request_id: the same over all turns, so that an engine can reuse its prefix cache.
+        shared: what `build_shared` returned.
+        """
         self.resources = resources
         self.request_id = request_id
+        self.shared = shared
         self.metrics = Metrics()
+        """Where the time goes; a loop that yields several trajectories starts a new one for each."""
+        self.images: list[str] = []
+        """Images that the context shows so far, as the engine takes them."""
+        self._engine_calls = 0
+
+    @classmethod
+    def build_shared(cls, resources: AgentResources, **options: Any) -> Any:
+        """Builds what is too expensive for every rollout; called once per worker, before the first one.
+
+        `options` are those of the YAML. The result is every instance's `self.shared`.
+        """
+        return None
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """The model's tokenizer with its chat template."""
+        return self.resources.tokenizer
 
     @abstractmethod
     async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory | list[Trajectory]:
@@ -47,18 +121,62 @@ class AgentLoop(ABC):
         Args:
             sampling: how to sample; `max_tokens` is the response length.
             row: `raw_prompt` (messages), `prompt_key`, `index`, `data_source`, `ground_truth`,
-                `extra_info`, `tools_kwargs`, and the prompt row's other columns.
+                `extra_info`, `tools_kwargs`, `images`, and the prompt row's other columns.
 
         Returns:
             One trajectory, or several: snapshots first, the final one last.
         """
 
+    async def render(
+        self,
+        messages: list[Message],
+        *,
+        prompt_key: str,
+        tools: list[dict[str, Any]] | None = None,
+        images: Sequence[Any] = (),
+    ) -> list[int]:
+        """Ids of the first prompt, within `data.max_prompt_length`. Do not change the list.
+
+        The images go to the engine with every generation from now on.
+
+        Args:
+            messages: the prompt.
+            prompt_key: of the prompt row: its repeats are rendered once. Other messages than the row's need
+                a key of their own.
+            tools: schemas to show; None shows those of the run.
+            images: the row's `images`, one for each image part of the messages.
+
+        Raises:
+            DataError: the template refuses the messages, an image cannot be read, or the prompt is too long
+                and truncation is `error`.
+        """
+        prompts = self.resources.prompts
+        if not images:
+            return prompts.render(messages, prompt_key=prompt_key, tools=tools)
+        prompt = await prompts.render_with_images(messages, images, prompt_key=prompt_key, tools=tools)
+        self.images = list(prompt.images)
+        return prompt.ids
+
+    def room(self, prompt_tokens: int, response_tokens: int) -> int:
+        """Tokens that may still be added to a trajectory; may be negative."""
+        room = self.resources.response_length - response_tokens
+        if self.resources.max_model_len is not None:
+            room = min(room, self.resources.max_model_len - prompt_tokens - response_tokens)
+        return room
+
     async def generate(self, prompt_ids: list[int], sampling: SamplingParams) -> Completion:
-        """Asks the engine for one continuation and counts it."""
+        """Asks the engine for one continuation and counts it.
+
+        The seed of the first call is the rollout's; later calls have seeds derived from it, so that turns do
+        not repeat each other's random numbers.
+        """
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=turn_seed(sampling.seed, self._engine_calls))
+        self._engine_calls += 1
         started = time.monotonic()
         try:
             completion = await self.resources.engine.generate(
-                prompt_ids, sampling, request_id=self.request_id
+                prompt_ids, sampling, request_id=self.request_id, images=list(self.images) or None
             )
         finally:
             self.metrics.generate_s += time.monotonic() - started
@@ -67,27 +185,9 @@ class AgentLoop(ABC):
         return completion
 
 
-AgentLoopFactory = Callable[..., AgentLoop]
-_LoopT = TypeVar("_LoopT", bound=type[AgentLoop])
-_loops: dict[str, AgentLoopFactory] = {}
-
-
-def register(name: str) -> Callable[[_LoopT], _LoopT]:
-    """Class decorator: makes an agent loop known under a name."""
-
-    def decorate(loop: _LoopT) -> _LoopT:
-        _loops[name] = loop
-        return loop
-
-    return decorate
-
-
-def get_agent_loop(name: str) -> AgentLoopFactory:
-    """The loop registered under a name. Raises `ConfigError` with the nearest name."""
-    import rollstream.agent.single_turn  # noqa: F401  (registers the built-in loop)
-
-    if name not in _loops:
-        near = difflib.get_close_matches(name, _loops, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"unknown agent loop {name!r}{hint} Known: {', '.join(sorted(_loops))}")
-    return _loops[name]
+def turn_seed(seed: int, call: int) -> int:
+    """The seed of a rollout's `call`-th engine call, `0 <= seed < 2**31`; that of call 0 is `seed`."""
+    if call == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{call}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1

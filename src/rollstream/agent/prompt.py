@@ -1,8 +1,12 @@
 """Prompt rows to prompt ids: rendering, length limit, and a small memory of the last rows."""
 
+import asyncio
 from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from rollstream.agent.images import ImageReader, shows_images
 from rollstream.chat.tokenizer import ChatTokenizer
 from rollstream.chat.truncation import Truncation, truncate
 from rollstream.errors import DataError
@@ -10,6 +14,20 @@ from rollstream.trajectory import Message
 
 _REMEMBERED_ROWS = 64
 """The repeats of a row are dispatched together; a few rows in flight are enough."""
+_REMEMBERED_IMAGE_ROWS = 8
+"""Fewer: an encoded photo is some megabytes."""
+
+_Key = tuple[str, tuple[str, ...] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """A prompt with images."""
+
+    ids: list[int]
+    """With as many placeholders as the images have tokens."""
+    images: list[str]
+    """As the engine takes them, in order."""
 
 
 class PromptRenderer:
@@ -22,32 +40,111 @@ class PromptRenderer:
         prompt_length: int,
         truncation: Truncation,
         tool_schemas: list[dict[str, Any]] | None = None,
+        images: ImageReader | None = None,
     ) -> None:
-        """`prompt_length` in tokens; `tool_schemas` are shown to the model by the chat template."""
+        """Args:
+        tokenizer: of the model.
+        prompt_length: in tokens.
+        truncation: what happens to a longer prompt. One with images is never cut.
+        tool_schemas: shown to the model by the chat template, unless a rendering says otherwise.
+        images: for rows that have some; None: the model sees none.
+        """
         self._tokenizer = tokenizer
         self._prompt_length = prompt_length
         self._truncation: Truncation = truncation
         self._tools = tool_schemas or None
-        self._remembered: OrderedDict[str, list[int]] = OrderedDict()
+        self._images = images
+        self._remembered: OrderedDict[_Key, list[int]] = OrderedDict()
+        self._remembered_images: OrderedDict[_Key, asyncio.Task[ImagePrompt]] = OrderedDict()
 
-    def length(self, messages: list[Message]) -> int:
-        """Tokens of a prompt before truncation."""
-        return len(self._tokenizer.render(messages, tools=self._tools))
+    def length(self, messages: list[Message], images: Sequence[Any] = ()) -> int:
+        """Tokens of a prompt before truncation. Blocks while images are read."""
+        if not images:
+            return len(self._render(messages, self._tools))
+        reader = self._reader()
+        pixels = [reader.read_one(source).pixels for source in images]
+        return len(reader.processor.render(messages, pixels, tools=self._tools))
 
-    def render(self, messages: list[Message], *, prompt_key: str) -> list[int]:
-        """Ids of a prompt, at most `prompt_length`. Do not change the list.
+    def render(
+        self, messages: list[Message], *, prompt_key: str, tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Ids of a prompt without images, at most `prompt_length`. Do not change the list.
+
+        Args:
+            messages: of the prompt.
+            prompt_key: stands for them.
+            tools: schemas of the run's tools to show, chosen for this row; None shows all.
 
         Raises:
             DataError: the template refuses the messages, or they are too long and truncation is `error`.
         """
-        ids = self._remembered.get(prompt_key)
+        key = (prompt_key, _names(tools))
+        ids = self._remembered.get(key)
         if ids is None:
-            ids = self._tokenizer.render(messages, tools=self._tools)
+            ids = self._render(messages, self._tools if tools is None else tools)
             if not ids:
                 raise DataError("the prompt renders to no tokens at all")
             if len(ids) > self._prompt_length:
                 ids = truncate(ids, self._prompt_length, self._truncation)
-            self._remembered[prompt_key] = ids
+            self._remembered[key] = ids
             if len(self._remembered) > _REMEMBERED_ROWS:
                 self._remembered.popitem(last=False)
         return ids
+
+    async def render_with_images(
+        self,
+        messages: list[Message],
+        images: Sequence[Any],
+        *,
+        prompt_key: str,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> ImagePrompt:
+        """Ids of a prompt with images, which are read in a thread, once for a row.
+
+        Args:
+            messages: of the prompt, with an image part for each image.
+            images: bytes, paths or URLs, in the order of the parts.
+            prompt_key: stands for both.
+            tools: as in `render`.
+
+        Raises:
+            DataError: as `render`; an image cannot be read; the model sees none; the prompt is too long.
+        """
+        key = (prompt_key, _names(tools))
+        task = self._remembered_images.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            shown = self._tools if tools is None else tools
+            task = asyncio.ensure_future(self._read_and_render(messages, images, shown))
+            self._remembered_images[key] = task
+            if len(self._remembered_images) > _REMEMBERED_IMAGE_ROWS:
+                self._remembered_images.popitem(last=False)
+        return await asyncio.shield(task)
+
+    async def _read_and_render(
+        self, messages: list[Message], sources: Sequence[Any], tools: list[dict[str, Any]] | None
+    ) -> ImagePrompt:
+        reader = self._reader()
+        images = await reader.read(sources)
+        pixels = [image.pixels for image in images]
+        ids = await asyncio.to_thread(reader.processor.render, messages, pixels, tools=tools)
+        if len(ids) > self._prompt_length:
+            raise DataError(
+                f"the prompt has {len(ids)} tokens with its images, more than "
+                f"data.max_prompt_length={self._prompt_length}; a prompt with images is never cut: raise the "
+                "length, or set data.filter_overlong_prompts"
+            )
+        return ImagePrompt(ids, [image.sent for image in images])
+
+    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
+        if shows_images(messages):
+            raise DataError("the messages have image parts, but no images are there for them")
+        return self._tokenizer.render(messages, tools=tools)
+
+    def _reader(self) -> ImageReader:
+        if self._images is None:
+            raise DataError("the row has images, but the model has no image processor")
+        return self._images
+
+
+def _names(tools: list[dict[str, Any]] | None) -> tuple[str, ...] | None:
+    return None if tools is None else tuple(tool["function"]["name"] for tool in tools)

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from rollstream.agent.base import AgentLoop, register
+from rollstream.agent.base import AgentLoop
+from rollstream.agent.registry import register
 from rollstream.agent.tokens import TokenTrack
 from rollstream.errors import EngineError
 from rollstream.trajectory import Message, SamplingParams, Trajectory
@@ -15,7 +16,7 @@ class SingleTurnAgent(AgentLoop):
 
     async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory:
         messages: list[Message] = row["raw_prompt"]
-        prompt_ids = self.resources.prompts.render(messages, prompt_key=row["prompt_key"])
+        prompt_ids = await self.render(messages, prompt_key=row["prompt_key"], images=row.get("images") or ())
         limit = min(sampling.max_tokens, self.resources.response_length)
         if self.resources.max_model_len is not None:
             limit = min(limit, self.resources.max_model_len - len(prompt_ids))

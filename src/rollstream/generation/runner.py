@@ -213,6 +213,7 @@ class _Run:
             stack.push_async_callback(engine.close)
             starting = asyncio.gather(engine.start(), prepared.prepare_reward())
             await self._stop.unless_stopped(starting)
+            stack.push_async_callback(prepared.agents.tools.close)
             prepared.check_engine(engine)
             stack.callback(prepared.reward.close)
             prepared.check_rows()
@@ -226,6 +227,7 @@ class _Run:
                 attempt_timeout=settings.attempt_timeout,
                 gate=gate,
                 reward=prepared.reward,
+                loops=prepared.agents.loops,
             )
             executor = LocalExecutor(
                 worker,

@@ -13,8 +13,10 @@ import orjson
 from omegaconf import DictConfig, OmegaConf
 
 import rollstream
-from rollstream.agent.base import AgentResources, get_agent_loop
+from rollstream.agent.base import AgentResources, TurnLimits
+from rollstream.agent.images import ImageReader
 from rollstream.agent.prompt import PromptRenderer
+from rollstream.chat.processor import load_processor
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.config.load import to_settings, to_yaml
 from rollstream.config.settings import RewardSettings, Settings
@@ -25,11 +27,11 @@ from rollstream.data.tool_schemas import load_tool_schemas
 from rollstream.engine.base import Engine
 from rollstream.engine.registry import (
     check_capabilities,
-    check_engine_config,
     create_engine,
     data_deciding_kwargs,
 )
 from rollstream.errors import ConfigError, DataError
+from rollstream.generation.agents import Agents, load_agents
 from rollstream.generation.identity import build_identity
 from rollstream.generation.stopping import in_daemon_thread
 from rollstream.reward.base import FunctionReward
@@ -55,6 +57,9 @@ class Prepared:
     settings: Settings
     tokenizer: ChatTokenizer
     prompts: PromptRenderer
+    agents: Agents
+    images: ImageReader | None
+    """None when the model, or the machine, cannot read images."""
     dataset: PromptDataset
     sampling: SamplingParams
     reward: FunctionReward | RuleReward
@@ -93,6 +98,10 @@ class Prepared:
     def check_engine(self, engine: Engine) -> None:
         """Refuses what a started engine cannot give (R8). Raises `ConfigError`."""
         rollout = self.settings.actor_rollout_ref.rollout
+        if self.dataset.has_images() and not engine.capabilities.images:
+            raise ConfigError(
+                f"the prompt rows have images, but engine {rollout.name!r} takes none: see docs/images.md"
+            )
         check_capabilities(
             engine.capabilities,
             self.sampling,
@@ -129,6 +138,8 @@ class Prepared:
         errors = []
         for index in rows:
             row = self.dataset.row(index)
+            if row.images:
+                return  # reading images takes its time; what is wrong with them shows in each rollout
             try:
                 self.prompts.render(row.messages, prompt_key=row.prompt_key)
             except DataError as error:
@@ -146,6 +157,11 @@ class Prepared:
             prompts=self.prompts,
             response_length=rollout.response_length,
             max_model_len=min(limits, default=None),
+            tools=self.agents.tools,
+            turns=TurnLimits(rollout.multi_turn.max_assistant_turns, rollout.multi_turn.max_user_turns),
+            parser_name=rollout.multi_turn.format,
+            interactions=self.agents.interactions,
+            images=self.images if engine.capabilities.images else None,
         )
 
 
@@ -160,31 +176,30 @@ async def prepare(config: DictConfig, run_dir_manifest: Manifest | None = None) 
         ConfigError: the configuration cannot work.
         DataError: a file or row cannot be used.
     """
-    return await in_daemon_thread(_prepare, config, run_dir_manifest)
+    agents = await in_daemon_thread(load_agents, config)
+    await agents.tools.describe()
+    return await in_daemon_thread(_prepare, config, run_dir_manifest, agents)
 
 
-def _prepare(config: DictConfig, known_manifest: Manifest | None) -> Prepared:
-    given = to_settings(config)
-    if given.actor_rollout_ref.model.path is None:
-        raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder")
-    rollout = given.actor_rollout_ref.rollout
-    check_engine_config(
-        rollout.name,
-        model_path=given.actor_rollout_ref.model.path,
-        server_urls=rollout.server_urls,
-        engine_kwargs=rollout.engine_kwargs,
-    )
-    get_agent_loop(rollout.agent.default_agent_loop)
+def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents) -> Prepared:
     resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     assert isinstance(resolved, DictConfig)
     resolve_tasks_into_config(resolved)
     settings = to_settings(resolved)
     model, rollout, data = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout, settings.data
 
-    tools = load_tool_schemas(data.tool_config_path) if data.tool_config_path else []
+    tools = agents.tools.schemas
+    if not tools and data.tool_config_path:
+        tools = load_tool_schemas(data.tool_config_path)
     known = None
     if known_manifest is not None and known_manifest.dataset.get("files"):
-        known = KnownDataset(known_manifest.dataset["files"], known_manifest.dataset["fingerprint"])
+        facts = known_manifest.dataset
+        known = KnownDataset(
+            facts["files"],
+            facts["fingerprint"],
+            frozenset(facts["agent_names"]),
+            facts["has_images"],
+        )
     dataset = load_prompts(data, known=known)
     reward = _load_reward(settings.custom_reward_function)
     assert model.path is not None
@@ -194,29 +209,39 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None) -> Prepared:
         template_kwargs=data.apply_chat_template_kwargs,
         trust_remote_code=model.trust_remote_code,
     )
+    images = _load_images(settings, tokenizer, dataset, agents)
     prompts = PromptRenderer(
-        tokenizer, prompt_length=rollout.prompt_length, truncation=data.truncation, tool_schemas=tools
+        tokenizer,
+        prompt_length=rollout.prompt_length,
+        truncation=data.truncation,
+        tool_schemas=tools,
+        images=images,
     )
     overlong = None
     if data.filter_overlong_prompts:
         overlong = filter_overlong(
-            dataset, lambda rows: [prompts.length(row.messages) for row in rows], rollout.prompt_length
+            dataset,
+            lambda rows: [prompts.length(row.messages, row.images) for row in rows],
+            rollout.prompt_length,
         )
         logger.info(
             "left out %d of %d prompts longer than %d tokens",
             *(overlong.removed, overlong.checked, rollout.prompt_length),
         )
+    loop_names = {rollout.agent.default_agent_loop, *dataset.agent_names()}
+    agents.check(loop_names, tokenizer)
     identity = build_identity(
         settings,
         tokenizer_digest=tokenizer.digest(),
-        tools_digest=_digest(tools) if tools else None,
+        loop_digests=agents.identity(loop_names),
+        interactions_digest=agents.interactions.digest,
+        images_digest=None if images is None else images.processor.digest(),
+        tools_digest=agents.tools.digest if agents.tools.schemas else _digest(tools) if tools else None,
         reward_digest=reward.source_digest,
         dataset_fingerprint=dataset.fingerprint,
         dataset_rows=len(dataset),
         engine_settings=data_deciding_kwargs(rollout.name, rollout.engine_kwargs),
     )
-    for name in dataset.agent_names():
-        get_agent_loop(name)
     resolved_config = OmegaConf.to_container(resolved, resolve=True)
     assert isinstance(resolved_config, dict)
     return Prepared(
@@ -224,6 +249,8 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None) -> Prepared:
         settings=settings,
         tokenizer=tokenizer,
         prompts=prompts,
+        agents=agents,
+        images=images,
         dataset=dataset,
         sampling=SamplingParams(
             max_tokens=rollout.response_length,
@@ -241,11 +268,42 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None) -> Prepared:
         manifest=new_manifest(
             n=rollout.n,
             identity=identity,
-            dataset={"files": dataset.file_digests, "fingerprint": dataset.fingerprint},
+            dataset={
+                "files": dataset.file_digests,
+                "fingerprint": dataset.fingerprint,
+                "agent_names": sorted(dataset.agent_names()),
+                "has_images": dataset.has_images(),
+            },
             versions=_versions(),
             config={str(key): value for key, value in resolved_config.items()},
         ),
     )
+
+
+def _load_images(
+    settings: Settings, tokenizer: ChatTokenizer, dataset: PromptDataset, agents: Agents
+) -> ImageReader | None:
+    """What reads images, if rows have some or tools may return some."""
+    needed = dataset.has_images()
+    if not needed and not agents.tools.schemas:
+        return None
+    model = settings.actor_rollout_ref.model
+    path = model.tokenizer_path or model.path
+    assert path is not None
+    try:
+        processor = load_processor(path, tokenizer, trust_remote_code=model.trust_remote_code)
+    except ConfigError:
+        if needed:
+            raise
+        return None
+    if processor is None:
+        if needed:
+            raise ConfigError(
+                f"the prompt rows have images, but {path!r} has no image processor "
+                "(preprocessor_config.json): it is a model for text"
+            )
+        return None
+    return ImageReader(processor, allow_http=settings.data.fetch_images)
 
 
 def _load_reward(settings: RewardSettings) -> FunctionReward | RuleReward:

@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rollstream.agent.base import AgentLoopFactory, AgentResources, get_agent_loop
+from rollstream.agent.base import AgentResources, SnapshotScoring
+from rollstream.agent.registry import AgentLoops
 from rollstream.errors import (
     AttemptTimeoutError,
     ConfigError,
@@ -84,6 +85,7 @@ class RolloutWorker:
         attempt_timeout: float,
         gate: EngineGate,
         reward: RewardScorer | None = None,
+        loops: AgentLoops | None = None,
     ) -> None:
         """Args:
         resources: shared by all loops of this worker.
@@ -94,6 +96,7 @@ class RolloutWorker:
         attempt_timeout: seconds for one attempt.
         gate: closed while the engine is away.
         reward: None leaves rollouts unscored.
+        loops: the agent loops by name; None knows the built-in and the registered ones.
         """
         self._resources = resources
         self._sampling = sampling
@@ -103,7 +106,7 @@ class RolloutWorker:
         self._attempt_timeout = attempt_timeout
         self._gate = gate
         self._reward = reward
-        self._loops: dict[str, AgentLoopFactory] = {default_agent_loop: get_agent_loop(default_agent_loop)}
+        self._loops = loops or AgentLoops()
         self._quarantine = Quarantine()
         self._jitter = random.Random()
         self.counters = WorkerCounters()
@@ -122,7 +125,7 @@ class RolloutWorker:
                 try:
                     if not self._gate.is_open:
                         continue  # it closed while this one waited
-                    trajectories = await self._attempt(row, repeat, attempt)
+                    trajectories, scoring = await self._attempt(row, repeat, attempt)
                 except Exception as error:
                     unavailable = find_unavailable(error)
                     failure = error
@@ -160,7 +163,7 @@ class RolloutWorker:
             for trajectory in trajectories:
                 trajectory.metrics.queue_s = started - dispatched
                 trajectory.extra = {**row_extra, **trajectory.extra}
-            await self._score(row, repeat, trajectories[-1])
+            await self._score_all(row, repeat, trajectories, scoring)
         except Exception as error:  # a loop's own odd trajectory: its fault, not the run's
             return make_failure(row.index, repeat, row.prompt_key, attempt, "agent", error)
         finished = time.monotonic()
@@ -176,11 +179,11 @@ class RolloutWorker:
             attempts=attempt,
         )
 
-    async def _attempt(self, row: PromptRow, repeat: int, attempt: int) -> Sequence[Trajectory]:
+    async def _attempt(
+        self, row: PromptRow, repeat: int, attempt: int
+    ) -> tuple[Sequence[Trajectory], SnapshotScoring]:
         name = row.agent_name or self._default_loop
-        if name not in self._loops:
-            self._loops[name] = get_agent_loop(name)
-        loop = self._loops[name](self._resources, request_id=f"{row.index}-{repeat}-{attempt}")
+        loop = self._loops.create(name, self._resources, request_id=f"{row.index}-{repeat}-{attempt}")
         sampling = self._sampling
         if self._seed is not None:
             sampling = replace(sampling, seed=rollout_seed(self._seed, row.index, repeat))
@@ -195,6 +198,7 @@ class RolloutWorker:
                     ground_truth=row.ground_truth,
                     extra_info=row.extra_info,
                     tools_kwargs=row.tools_kwargs,
+                    images=row.images,
                     **{key: value for key, value in row.columns.items() if key not in _ROW_KEYS},
                 )
         except TimeoutError as error:
@@ -214,14 +218,30 @@ class RolloutWorker:
             raise TypeError(f"agent loop {name!r} must return trajectories, not {result!r:.200}")
         for trajectory in trajectories:
             check_trajectory(trajectory)
-        return trajectories
+        return trajectories, loop.snapshot_scoring
+
+    async def _score_all(
+        self, row: PromptRow, repeat: int, trajectories: Sequence[Trajectory], scoring: SnapshotScoring
+    ) -> None:
+        """Gives every trajectory that has no reward yet the one it is due."""
+        final = trajectories[-1]
+        await self._score(row, repeat, final)
+        for snapshot in trajectories[:-1]:
+            if snapshot.reward is not None:
+                continue
+            if scoring == "own":
+                await self._score(row, repeat, snapshot)
+            elif scoring == "outcome":
+                snapshot.reward = final.reward
+                if final.reward is None and "error" in final.reward_extra:
+                    snapshot.reward_extra = {**snapshot.reward_extra, "error": final.reward_extra["error"]}
 
     async def _score(self, row: PromptRow, repeat: int, final: Trajectory) -> None:
         if self._reward is None or final.reward is not None:
             return
         started = time.monotonic()
         try:
-            final.reward, extra = await self._reward.score(row, self._answer(final))
+            final.reward, extra = await self._reward.score(_scored_row(row, final), self._answer(final))
             final.reward_extra = {**final.reward_extra, **extra}
         except RewardError as error:
             self.counters.reward_errors += 1
@@ -274,8 +294,28 @@ def check_trajectory(trajectory: Trajectory) -> None:
             raise ValueError(f"the reward must be finite, not {trajectory.reward}")
 
 
+_SCORED_EXTRAS = ("tool_rewards", "tool_scores", "turn_scores", "interaction_score")
+"""What a loop may leave in a trajectory's `extra` that a reward may want to know."""
+
+
+def _scored_row(row: PromptRow, trajectory: Trajectory) -> PromptRow:
+    """The row as the reward sees it: its `extra_info` also says how the rollout went."""
+    told: dict[str, Any] = {"num_turns": trajectory.num_turns, "is_snapshot": trajectory.is_snapshot}
+    told |= {key: trajectory.extra[key] for key in _SCORED_EXTRAS if key in trajectory.extra}
+    return replace(row, extra_info={**row.extra_info, **told})
+
+
 _ROW_KEYS = frozenset(
-    {"raw_prompt", "prompt_key", "index", "data_source", "ground_truth", "extra_info", "tools_kwargs"}
+    {
+        "raw_prompt",
+        "prompt_key",
+        "index",
+        "data_source",
+        "ground_truth",
+        "extra_info",
+        "tools_kwargs",
+        "images",
+    }
 )
 
 

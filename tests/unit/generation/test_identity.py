@@ -16,6 +16,9 @@ def identity(*words: str, model: Path = MODEL_PATH) -> dict[str, object]:
     return build_identity(
         settings,
         tokenizer_digest="t",
+        loop_digests={"single_turn_agent": "l"},
+        interactions_digest="",
+        images_digest=None,
         tools_digest=None,
         reward_digest="r",
         dataset_fingerprint="f",

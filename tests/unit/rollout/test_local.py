@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from rollstream.agent.base import AgentLoop, AgentResources, register
+from rollstream.agent.base import AgentLoop, AgentResources
 from rollstream.agent.prompt import PromptRenderer
+from rollstream.agent.registry import register
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import (

@@ -1,0 +1,206 @@
+"""The loop of a model that edits its own context: one rollout, several trajectories.
+
+    prompt | answer | result | ... | answer with deleteContext      snapshot 0: trained up to here
+    prompt with stubs for what was deleted | answer | ...           snapshot 1, or the final trajectory
+
+A deletion takes a snapshot of all tokens up to and including the answer that asked for it. The history is
+then put together anew, with a stub in the place of what was deleted, as the prompt of a fresh trajectory.
+Answers that stay keep the ids that were sampled; they are context there (no mask), so every sampled token of
+the rollout is trained on in exactly one trajectory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollstream.agent.base import SnapshotScoring
+from rollstream.agent.context_tools import NAMES, SCHEMAS, Notes, Refused, read_msg_id
+from rollstream.agent.conversation import Conversation, Turn
+from rollstream.agent.registry import register
+from rollstream.agent.tool_agent import State, ToolAgent
+from rollstream.agent.tools.result import ToolResult
+from rollstream.chat.parsers.base import ToolCall
+from rollstream.errors import ConfigError, DataError
+from rollstream.trajectory import Message, Metrics, Trajectory
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """An answer, and what was added for the model to go on with."""
+
+    turn: Turn
+    at: int
+    """The answer's msg_id: its position in the conversation."""
+    added: int
+    """How many messages followed it."""
+
+
+@register("context_agent")
+class ContextAgent(ToolAgent):
+    """A tool agent whose model has `deleteContext(msg_id)`, `note`, `readNote` and `updateNote` as well.
+
+    A message's id is its position in the conversation. Messages given to the model begin with a line
+    `[msg_id: 3]`. Options (in the YAML of `agent_loop_config_path`):
+
+    - `max_snapshots`: further deletions are refused, so that a rollout has an end.
+    - `snapshot_scoring`: see `AgentLoop.snapshot_scoring`.
+    - `context_penalty`, `context_budget`: a snapshot's reward is `-context_penalty` for every token that its
+      prompt and response have beyond `context_budget`. Null: scored by `snapshot_scoring`.
+    """
+
+    needs_tools = False
+    sees_images = False
+
+    def __init__(
+        self,
+        *args: Any,
+        max_snapshots: int = 16,
+        snapshot_scoring: SnapshotScoring = "outcome",
+        context_penalty: float | None = None,
+        context_budget: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if snapshot_scoring not in ("outcome", "own", "none"):
+            raise ConfigError(
+                f"context_agent: snapshot_scoring is {snapshot_scoring!r}: outcome, own or none"
+            )
+        self.snapshot_scoring = snapshot_scoring
+        self.max_snapshots = max_snapshots
+        self.context_penalty = context_penalty
+        self.context_budget = context_budget
+        self.snapshots: list[Trajectory] = []
+        self.notes = Notes()
+        self.deleted: set[int] = set()
+        self._exchanges: list[_Exchange] = []
+        self._prompt_messages = 0
+
+    def shown_tools(self) -> list[dict[str, Any]]:
+        return [*self.session.schemas, *SCHEMAS]
+
+    def prompt_messages(self) -> list[Message]:
+        if self.row.get("images"):
+            raise DataError("context_agent cannot take rows with images; use tool_agent for them")
+        given = super().prompt_messages()
+        self._prompt_messages = len(given)
+        return [self._with_id(message, at) for at, message in enumerate(given)]
+
+    def snapshot_reward(self, snapshot: Trajectory) -> float | None:
+        """The reward of a snapshot, if it is known before the rollout ends; override for one of your own."""
+        if self.context_penalty is None:
+            return None
+        tokens = len(snapshot.prompt_ids) + len(snapshot.response_ids)
+        return -self.context_penalty * max(0, tokens - self.context_budget)
+
+    async def process_tools(self) -> State:
+        conversation, turn = self.conversation, self.turn
+        at = len(conversation.messages) - 1
+        results, asked = await self._execute(turn.calls)
+        self.count(results)
+        contents, _ = await self.show(results)
+        added = self.resources.template.tool_messages(turn.message["tool_calls"], contents)
+        added = [self._with_id(message, at + 1 + i) for i, message in enumerate(added)]
+        self._exchanges.append(_Exchange(turn, at, len(added)))
+        if not asked:
+            return State.GENERATING if conversation.add(added) else self.end("tool_overflow")
+        self._take_snapshot(asked)
+        return self._start_anew([*conversation.messages, *added])
+
+    async def interact(self) -> State:
+        at = len(self.conversation.messages)
+        state = await super().interact()
+        if state is State.GENERATING:
+            self._exchanges.append(_Exchange(self.turn, at - 1, len(self.conversation.messages) - at))
+        return state
+
+    def users_message(self, text: str) -> Message:
+        return self._with_id(super().users_message(text), len(self.conversation.messages))
+
+    def finish(self, tool_scores: dict[str, float]) -> list[Trajectory]:
+        final = super().finish(tool_scores)
+        assert isinstance(final, Trajectory)
+        return [*self.snapshots, final]
+
+    async def _execute(self, calls: Sequence[ToolCall]) -> tuple[list[ToolResult], list[int]]:
+        """Results of all calls, in order, and the messages to delete."""
+        others = [call for call in calls if call.name not in NAMES]
+        theirs = iter(await self.timed(self.session.run(others, messages=self.conversation.messages)))
+        results: list[ToolResult] = []
+        asked: list[int] = []
+        for call in calls:
+            if call.name not in NAMES:
+                results.append(next(theirs))
+                continue
+            try:
+                results.append(ToolResult(self._execute_own(call, asked)))
+            except Refused as refusal:
+                results.append(ToolResult(f"Error: {refusal}.", error="bad_arguments"))
+        return results, asked
+
+    def _execute_own(self, call: ToolCall, asked: list[int]) -> str:
+        if call.arguments is None:
+            raise Refused(call.error or "the arguments cannot be read")
+        if call.name != "deleteContext":
+            return self.notes.execute(call.name, call.arguments)
+        if len(self.snapshots) >= self.max_snapshots:
+            raise Refused("nothing more can be deleted in this conversation")
+        msg_id = read_msg_id(call, self.conversation.messages, self.deleted | set(asked))
+        asked.append(msg_id)
+        return f"Message {msg_id} is deleted."
+
+    def _take_snapshot(self, asked: list[int]) -> None:
+        snapshot = self.conversation.trajectory("stop", extra={"deleted_msg_ids": asked})
+        snapshot.is_snapshot = True
+        snapshot.reward = self.snapshot_reward(snapshot)
+        self.snapshots.append(snapshot)
+        self.deleted.update(asked)
+        self.metrics = Metrics()
+
+    def _start_anew(self, messages: list[Message]) -> State:
+        """Puts the history together with stubs, and goes on from there with a fresh response."""
+        last = self.conversation
+        messages = [_stub(m, at) if at in self.deleted else m for at, m in enumerate(messages)]
+        prompt_ids = self._compose(messages)
+        self.conversation = Conversation(
+            self, messages, prompt_ids, logprobs=self.sampling.logprobs, tools=self.tools
+        )
+        self.conversation.assistant_turns, self.conversation.user_turns = (
+            last.assistant_turns,
+            last.user_turns + 1,
+        )
+        return State.GENERATING if self.conversation.room > 0 else self.end("length")
+
+    def _compose(self, messages: list[Message]) -> list[int]:
+        """Ids of the edited history: kept answers as sampled, everything else rendered."""
+        template, tokenizer = self.resources.template, self.tokenizer
+        ids = tokenizer.render(messages[: self._prompt_messages], tools=self.tools)
+        for exchange in self._exchanges:
+            start = exchange.at + 1
+            answer = messages[exchange.at]
+            sampled = exchange.turn.completion.token_ids
+            if exchange.at in self.deleted:
+                ids += tokenizer.encode(answer["content"])
+                sampled = []
+            else:
+                ids += sampled
+            ids += template.ids_after(
+                exchange.turn.message,
+                messages[start : start + exchange.added],
+                sampled_ids=sampled,
+                tools=self.tools,
+            )
+        return ids
+
+    def _with_id(self, message: Message, msg_id: int) -> Message:
+        if message["role"] == "system":
+            return message
+        content = message["content"]
+        head = f"[msg_id: {msg_id}]\n"
+        if isinstance(content, str):
+            return {**message, "content": head + content}
+        return {**message, "content": [{"type": "text", "text": head}, *(content or [])]}
+
+
+def _stub(message: Message, msg_id: int) -> Message:
+    """What stays of a deleted message: its place. Which calls it made stays, too: results refer to them."""
+    return {**message, "content": f"[msg_id: {msg_id}] [deleted]"}

@@ -1,0 +1,182 @@
+"""A conversation as it grows: messages and exact tokens in step."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollstream.agent.base import AgentLoop
+from rollstream.agent.images import SeenImage
+from rollstream.agent.tokens import TokenTrack
+from rollstream.chat.parsers.base import ToolCall
+from rollstream.errors import EngineError
+from rollstream.trajectory import Completion, Message, SamplingParams, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer of the model."""
+
+    message: Message
+    """Role, content and, where there are some, `tool_calls` and `reasoning_content`."""
+    calls: Sequence[ToolCall]
+    """The tool calls in it, those that cannot be read included."""
+    completion: Completion
+    sampled_at: int
+    """Where its tokens begin in the response."""
+
+
+class Conversation:
+    """One trajectory in the making.
+
+    Example:
+        prompt_ids = await self.render(messages, prompt_key=row["prompt_key"])
+        conversation = Conversation(self, messages, prompt_ids)
+        turn = await conversation.generate(sampling)
+        if conversation.add([{"role": "user", "content": "Are you sure?"}]):
+            turn = await conversation.generate(sampling)
+        return conversation.trajectory(turn.completion.finish_reason)
+
+    The prompt of every turn is the prompt of the turn before, the sampled ids, and the ids of what was added.
+    """
+
+    def __init__(
+        self,
+        loop: AgentLoop,
+        messages: Sequence[Message],
+        prompt_ids: list[int],
+        *,
+        logprobs: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
+        """Args:
+        loop: whose conversation it is; its engine, template and limits are used.
+        messages: of the prompt; copied.
+        prompt_ids: as rendered, see `AgentLoop.render`.
+        logprobs: whether log-probs are kept; as `sampling.logprobs`.
+        tools: schemas that the prompt shows.
+        """
+        self._loop = loop
+        self._tools = tools
+        self.messages: list[Message] = list(messages)
+        """The conversation so far. Add to it by `add` and `generate` only."""
+        self.track = TokenTrack(prompt_ids, logprobs=logprobs)
+        self.assistant_turns = 0
+        self.user_turns = 0
+        """How often something was added for the model to answer."""
+        self._last: Turn | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be added, sampled or given."""
+        return self._loop.room(len(self.track.prompt_ids), len(self.track))
+
+    async def generate(self, sampling: SamplingParams) -> Turn:
+        """Lets the model answer, within `sampling.max_tokens` and the room that is left.
+
+        Raises:
+            EngineError: the engine's, or there is no room for a single token.
+        """
+        resources = self._loop.resources
+        limit = min(sampling.max_tokens, self.room)
+        if limit < 1:
+            raise EngineError(
+                f"a prompt of {len(self.track.context)} tokens leaves no room for a response in "
+                f"{resources.max_model_len} tokens"
+            )
+        stops = sampling.stop_token_ids
+        if self._tools and (more := set(resources.parser_stop_ids) - set(stops)):
+            stops = (*stops, *sorted(more))
+        if limit != sampling.max_tokens or stops is not sampling.stop_token_ids:
+            sampling = replace(sampling, max_tokens=limit, stop_token_ids=stops)
+        in_thinking = resources.template.in_thinking(self.track.context)
+        completion = await self._loop.generate(self.track.context, sampling)
+        sampled_at = len(self.track)
+        self.track.add_sampled(completion)
+        self.assistant_turns += 1
+        text = resources.tokenizer.decode(completion.token_ids, skip_special_tokens=False)
+        parsed = resources.parser.parse(text, in_thinking=in_thinking, tools=self._tools or ())
+        calls = [
+            replace(call, call_id=call.call_id or f"c{self.assistant_turns:03d}{at:05d}")
+            for at, call in enumerate(parsed.calls)
+        ]
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning or calls:
+            message["content"] = parsed.content.strip()
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if calls:
+            message["tool_calls"] = [_openai_call(call) for call in calls]
+        self.messages.append(message)
+        self._last = Turn(message, calls, completion, sampled_at)
+        return self._last
+
+    def add(self, messages: list[Message]) -> bool:
+        """Adds what the model shall answer: tool results, or a user's message.
+
+        Returns:
+            False if it leaves no room for an answer; then nothing was added.
+
+        Raises:
+            DataError: the chat template refuses the messages.
+        """
+        return self._append(messages, self._ids_after(messages, []))
+
+    async def add_with_images(self, messages: list[Message], images: Sequence[SeenImage]) -> bool:
+        """As `add`, for messages with an image part for each of `images`, in order."""
+        if not images:
+            return self.add(messages)
+        ids = await asyncio.to_thread(self._ids_after, messages, [image.pixels for image in images])
+        if not self._append(messages, ids):
+            return False
+        self._loop.images += [image.sent for image in images]
+        return True
+
+    def _ids_after(self, messages: list[Message], images: Sequence[Any]) -> list[int]:
+        assert self._last is not None, "the model has not answered yet"
+        return self._loop.resources.template.ids_after(
+            self._last.message,
+            messages,
+            sampled_ids=self._last.completion.token_ids,
+            tools=self._tools,
+            images=images,
+        )
+
+    def _append(self, messages: list[Message], ids: list[int]) -> bool:
+        if len(ids) >= self.room:
+            return False
+        self.track.add_given(ids)
+        self.messages += messages
+        self.user_turns += 1
+        return True
+
+    def trajectory(self, finish_reason: str, *, extra: dict[str, Any] | None = None) -> Trajectory:
+        """The trajectory so far.
+
+        Args:
+            finish_reason: `stop`, `length`, `max_turns`, `tool_overflow`, `aborted`; an engine's `abort`
+                is taken as `aborted`.
+            extra: JSON values to keep with it.
+        """
+        return Trajectory(
+            prompt_ids=self.track.prompt_ids,
+            response_ids=self.track.response_ids,
+            response_mask=list(self.track.response_mask),
+            response_logprobs=None if (kept := self.track.response_logprobs) is None else list(kept),
+            policy_versions=list(self.track.policy_versions),
+            messages=list(self.messages),
+            finish_reason="aborted" if finish_reason == "abort" else finish_reason,
+            num_turns=self.assistant_turns + self.user_turns + 1,
+            metrics=self._loop.metrics,
+            extra=dict(extra or {}),
+        )
+
+
+def _openai_call(call: ToolCall) -> dict[str, Any]:
+    """A call in OpenAI's form; arguments as a mapping, as chat templates want it. As text if unreadable."""
+    arguments = call.text if call.arguments is None else call.arguments
+    return {
+        "type": "function",
+        "id": call.call_id,
+        "function": {"name": call.name, "arguments": arguments},
+    }

@@ -1,0 +1,133 @@
+"""Agent loops by name: built-in, registered by code, or listed in a YAML file."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from rollstream.agent.base import AgentLoop, AgentResources
+from rollstream.errors import ConfigError
+from rollstream.user_code import import_name, source_digest
+
+_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+
+_LoopT = TypeVar("_LoopT", bound=type[AgentLoop])
+_registered: dict[str, type[AgentLoop]] = {}
+
+
+def register(name: str) -> Callable[[_LoopT], _LoopT]:
+    """Class decorator: makes an agent loop known under a name, for every run of this process."""
+
+    def decorate(loop: _LoopT) -> _LoopT:
+        _registered[name] = loop
+        return loop
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class LoopEntry:
+    """An agent loop and the options it is made with."""
+
+    loop: type[AgentLoop]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Changes when the loop's code or options do; part of a run's identity."""
+        module = self.loop.__module__
+        own = module.startswith("rollstream.agent.")  # a new version may go on with an old run
+        source = "" if own else source_digest(self.loop)
+        options = orjson.dumps(self.options, option=orjson.OPT_SORT_KEYS, default=repr).decode()
+        return " ".join([module if own else "", self.loop.__qualname__, source, options]).strip()
+
+
+class AgentLoops:
+    """The agent loops of one worker.
+
+    What a loop class builds once per worker (`AgentLoop.build_shared`) is kept here.
+    """
+
+    def __init__(self, entries: Mapping[str, LoopEntry] | None = None) -> None:
+        """`entries`: loops that are known to this run only; they come before registered ones."""
+        _register_built_in()
+        self._entries = dict(entries or {})
+        self._shared: dict[str, Any] = {}
+
+    def entry(self, name: str) -> LoopEntry:
+        """The loop of a name. Raises `ConfigError` with the nearest name."""
+        if name in self._entries:
+            return self._entries[name]
+        if name in _registered:
+            return LoopEntry(_registered[name])
+        known = sorted({*self._entries, *_registered})
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"unknown agent loop {name!r}{hint} Known: {', '.join(known)}")
+
+    def create(self, name: str, resources: AgentResources, *, request_id: str) -> AgentLoop:
+        """A loop for one attempt at a rollout. `resources` are the same at every call."""
+        entry = self.entry(name)
+        if name not in self._shared:
+            self._shared[name] = entry.loop.build_shared(resources, **entry.options)
+        return entry.loop(resources, request_id=request_id, shared=self._shared[name], **entry.options)
+
+
+def load_agent_loops(path: str | None) -> dict[str, LoopEntry]:
+    """Reads `agent_loop_config_path`: a YAML list of `{name, _target_, ...}`, as verl has it.
+
+    `_target_` is `package.module.Class` or `path/to/file.py:Class` (beside the YAML file, or relative to
+    where the run is started); what else an entry holds is handed to the class as keywords.
+
+    Raises:
+        ConfigError: no such file, not such a list, a class that cannot be imported or is no agent loop.
+    """
+    if path is None:
+        return {}
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{_KEY}: no such file: {file}")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{_KEY}: {file} cannot be read as YAML ({error})") from error
+    if not isinstance(content, list) or not content:
+        raise ConfigError(f"{_KEY}: {file} needs a list of entries with `name` and `_target_`")
+    entries: dict[str, LoopEntry] = {}
+    for at, given in enumerate(content):
+        where = f"{_KEY}: {file}, entry {at}"
+        if not isinstance(given, dict) or not all(
+            isinstance(given.get(k), str) for k in ("name", "_target_")
+        ):
+            raise ConfigError(f"{where}: needs `name` and `_target_`, both text")
+        options = {str(key): value for key, value in given.items()}
+        name, target = options.pop("name"), options.pop("_target_")
+        loop = import_name(_beside(target, file), key=where)
+        if not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
+            raise ConfigError(
+                f"{where}: {target} is no agent loop: a subclass of rollstream.agent.base.AgentLoop"
+            )
+        if name in entries:
+            raise ConfigError(f"{where}: the name {name!r} is there twice")
+        entries[name] = LoopEntry(loop, options)
+    return entries
+
+
+def _beside(target: str, file: Path) -> str:
+    """A `file.py:Class` that lies beside the YAML file, by its full path; anything else as it is."""
+    source, colon, name = target.rpartition(":")
+    if colon and (beside := file.parent / source).is_file():
+        return f"{beside}:{name}"
+    return target
+
+
+def _register_built_in() -> None:
+    import rollstream.agent.context
+    import rollstream.agent.single_turn
+    import rollstream.agent.tool_agent  # noqa: F401

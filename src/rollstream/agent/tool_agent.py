@@ -1,0 +1,224 @@
+"""The loop that runs tools over many turns.
+
+PENDING --> GENERATING --> PROCESSING_TOOLS --+
+             ^   |   |                        |
+             |   |   +--> INTERACTING --+     |   results, or the partner's answer
+             |   |                      |     |   fit into the limits
+             +---|----------------------+-----+
+                 v                      |     |
+             TERMINATED <---------------+-----+
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from enum import Enum
+from typing import Any, ClassVar
+
+from rollstream.agent.base import AgentLoop
+from rollstream.agent.conversation import Conversation, Turn
+from rollstream.agent.images import SeenImage
+from rollstream.agent.interactions import InteractionSession
+from rollstream.agent.registry import register
+from rollstream.agent.tools.result import ToolResult
+from rollstream.agent.tools.session import ToolSession
+from rollstream.errors import DataError, TransientError
+from rollstream.trajectory import Message, SamplingParams, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """Where a rollout is."""
+
+    PENDING = "pending"
+    """The prompt is rendered next."""
+    GENERATING = "generating"
+    """The model answers next."""
+    PROCESSING_TOOLS = "processing_tools"
+    """The answer has calls; they are executed next."""
+    INTERACTING = "interacting"
+    """The answer has none; the simulated user answers next."""
+    TERMINATED = "terminated"
+
+
+@register("tool_agent")
+class ToolAgent(AgentLoop):
+    """Generates, executes the calls in the answer, gives the results to the model, and so on.
+
+    Ends when an answer has no calls and nobody answers it (`stop`), the response is full (`length`), a turn
+    limit is reached (`max_turns`), results do not fit (`tool_overflow`; they are left out), or the engine
+    aborted (`aborted`). The trajectory's `extra` has `tool_rewards` (one for each call that gave one),
+    `tool_scores` (each tool's reward for the whole rollout) and `turn_scores` of an interaction.
+    """
+
+    needs_tools = True
+    sees_images: ClassVar[bool] = True
+    """Whether this loop can show images."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sampling: SamplingParams
+        self.row: dict[str, Any] = {}
+        self.conversation: Conversation
+        self.session: ToolSession
+        self.tools: list[dict[str, Any]] = []
+        """Schemas that the prompt shows."""
+        self.interaction: InteractionSession | None = None
+        self.turn: Turn
+        self.tool_rewards: list[float] = []
+        self.finish_reason = "stop"
+
+    async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory | list[Trajectory]:
+        self.sampling, self.row = sampling, row
+        extra_info = row.get("extra_info") or {}
+        handlers: dict[State, Callable[[], Awaitable[State]]] = {
+            State.PENDING: self.start,
+            State.GENERATING: self.answer,
+            State.PROCESSING_TOOLS: self.process_tools,
+            State.INTERACTING: self.interact,
+        }
+        async with AsyncExitStack() as stack:
+            self.interaction = self.resources.interactions.open(
+                extra_info.get("interaction_kwargs") or {}, request_id=self.request_id
+            )
+            if self.interaction is not None:
+                stack.push_async_callback(self.interaction.close)
+            self.session = self.resources.tools.session(
+                tools_kwargs=row.get("tools_kwargs") or {},
+                selection=extra_info.get("tool_selection"),
+                request_id=self.request_id,
+            )
+            stack.push_async_callback(self.session.close)
+            state = State.PENDING
+            while state is not State.TERMINATED:
+                state = await handlers[state]()
+            if self.interaction is not None:
+                await self.interaction.finish()
+            scores = await self.timed(self.session.close())
+        return self.finish(scores)
+
+    async def start(self) -> State:
+        """PENDING: renders the prompt."""
+        messages = self.prompt_messages()
+        self.tools = self.shown_tools()
+        prompt_ids = await self.render(
+            messages,
+            prompt_key=self.row["prompt_key"],
+            tools=self.tools,
+            images=self.row.get("images") or (),
+        )
+        self.conversation = Conversation(
+            self, messages, prompt_ids, logprobs=self.sampling.logprobs, tools=self.tools
+        )
+        return State.GENERATING
+
+    async def answer(self) -> State:
+        """GENERATING: lets the model answer, and decides what its answer asks for."""
+        self.turn = await self.conversation.generate(self.sampling)
+        if self.turn.completion.finish_reason != "stop":
+            return self.end(self.turn.completion.finish_reason)
+        if not self.turn.calls and self.interaction is None:
+            return self.end("stop")
+        if self._turns_are_used_up():
+            return self.end("max_turns")
+        return State.PROCESSING_TOOLS if self.turn.calls else State.INTERACTING
+
+    async def process_tools(self) -> State:
+        """PROCESSING_TOOLS: executes the calls of the last answer; the results go to the model, in order."""
+        results = await self.timed(self.session.run(self.turn.calls, messages=self.conversation.messages))
+        self.count(results)
+        contents, images = await self.show(results)
+        added = self.resources.template.tool_messages(self.turn.message["tool_calls"], contents)
+        if not await self.conversation.add_with_images(added, images):
+            return self.end("tool_overflow")
+        return State.GENERATING
+
+    async def interact(self) -> State:
+        """INTERACTING: the simulated user answers, or ends the conversation."""
+        assert self.interaction is not None
+        ended, text = await self.timed(self.interaction.respond(self.conversation.messages))
+        if ended:
+            return self.end("stop")
+        if not self.conversation.add([self.users_message(text)]):
+            return self.end("length")
+        return State.GENERATING
+
+    def prompt_messages(self) -> list[Message]:
+        """The messages of the prompt, as the model is shown them."""
+        messages: list[Message] = self.row["raw_prompt"]
+        return messages
+
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """Schemas of the tools that the prompt shows."""
+        return self.session.schemas
+
+    def users_message(self, text: str) -> Message:
+        """What an interaction said, as a message."""
+        return {"role": "user", "content": text}
+
+    def count(self, results: list[ToolResult]) -> None:
+        """Counts results and keeps their rewards."""
+        self.metrics.tool_calls += len(results)
+        self.metrics.tool_errors += sum(result.error is not None for result in results)
+        self.tool_rewards += [result.reward for result in results if result.reward is not None]
+
+    async def show(self, results: list[ToolResult]) -> tuple[list[Any], list[SeenImage]]:
+        """Contents of the messages that show results to the model, and the images in them, in order.
+
+        An image that cannot be shown is a line of text in its place.
+        """
+        contents: list[Any] = []
+        images: list[SeenImage] = []
+        for result in results:
+            parts: list[dict[str, Any]] = []
+            for source in result.images:
+                try:
+                    if self.resources.images is None or not self.sees_images:
+                        raise DataError("this model sees no images")
+                    (image,) = await self.resources.images.read([source])
+                except (DataError, TransientError) as error:
+                    parts.append({"type": "text", "text": f"[an image that cannot be shown: {error}]\n"})
+                else:
+                    images.append(image)
+                    parts.append(image.part)
+            if result.text:
+                parts.append({"type": "text", "text": result.text})
+            if any(part["type"] != "text" for part in parts):
+                contents.append(parts)
+            else:
+                contents.append("".join(part["text"] for part in parts))
+        return contents, images
+
+    def end(self, finish_reason: str) -> State:
+        """TERMINATED: remembers why."""
+        self.finish_reason = finish_reason
+        return State.TERMINATED
+
+    def finish(self, tool_scores: dict[str, float]) -> Trajectory | list[Trajectory]:
+        """The result, once everything has ended. `tool_scores`: each used tool's reward for the rollout."""
+        extra: dict[str, Any] = {}
+        if self.tool_rewards:
+            extra["tool_rewards"] = self.tool_rewards
+        if tool_scores:
+            extra["tool_scores"] = tool_scores
+        if self.interaction is not None:
+            extra["turn_scores"] = self.interaction.turn_scores
+            if self.interaction.score is not None:
+                extra["interaction_score"] = self.interaction.score
+        return self.conversation.trajectory(self.finish_reason, extra=extra)
+
+    def _turns_are_used_up(self) -> bool:
+        turns, now = self.resources.turns, self.conversation
+        return (
+            turns.max_assistant_turns is not None and now.assistant_turns >= turns.max_assistant_turns
+        ) or (turns.max_user_turns is not None and now.user_turns >= turns.max_user_turns)
+
+    async def timed(self, work: Awaitable[Any]) -> Any:
+        """Awaits and counts as tool time."""
+        started = time.monotonic()
+        try:
+            return await work
+        finally:
+            self.metrics.tool_s += time.monotonic() - started

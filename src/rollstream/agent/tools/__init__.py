@@ -1,0 +1,1 @@
+"""Tools of agent loops: functions, classes and MCP servers."""

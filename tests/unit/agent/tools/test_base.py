@@ -1,0 +1,72 @@
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool, ToolResponse
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Searches.",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string", "enum": None}, "any": {"anyOf": [{"type": "null"}]}},
+            "required": ["query"],
+        },
+    },
+}
+
+
+def test_a_schema_is_a_dict_and_an_object() -> None:
+    schema = OpenAIFunctionToolSchema.model_validate(SCHEMA)
+    assert schema == SCHEMA
+    assert schema.function.name == schema["function"]["name"] == "search"
+    assert schema.function.parameters.properties["query"].type == "string"
+    assert schema.function.strict is False
+    assert schema.function.parameters.properties["query"].required == []
+    with pytest.raises(AttributeError, match="no 'nme'"):
+        _ = schema.function.nme
+    dumped = schema.model_dump(exclude_unset=True, exclude_none=True)
+    assert json.loads(json.dumps(dumped))["function"]["parameters"]["properties"]["query"] == {
+        "type": "string"
+    }
+    assert type(dumped["function"]) is dict and dumped["function"] is not schema["function"]
+    for other in (copy.deepcopy(schema), pickle.loads(pickle.dumps(schema))):
+        assert other == schema and other.function.name == "search"
+    assert OpenAIFunctionToolSchema.model_validate(schema).function.name == "search"
+
+
+def test_responses() -> None:
+    assert ToolResponse().is_empty()
+    assert ToolResponse(text="a").is_text_only()
+    assert not ToolResponse(text="a", image=[1]).is_text_only()
+    with pytest.raises(ValueError, match=r"write \[image\]"):
+        ToolResponse(image="x")  # type: ignore[arg-type]
+
+
+class Search(Tool):
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return parameters
+
+
+class WithSchema(Search):
+    def get_openai_tool_schema(self) -> dict[str, Any]:
+        return SCHEMA
+
+
+async def test_a_tool_needs_a_schema_from_somewhere() -> None:
+    assert Search({}, OpenAIFunctionToolSchema(SCHEMA)).name == "search"
+    assert WithSchema({}).name == "search"
+    assert WithSchema({}).tool_schema.function.name == "search"
+    with pytest.raises(NotImplementedError, match="Search has no schema"):
+        Search({})
+    with pytest.raises(TypeError, match="execute"):
+        Tool({}, OpenAIFunctionToolSchema(SCHEMA))  # type: ignore[abstract]
+    tool = WithSchema({})
+    assert (await tool.create("a"))[0] == "a"  # type: ignore[index]
+    assert len((await tool.create())[0]) == 36  # type: ignore[index]
+    assert await tool.calc_reward("a") is None

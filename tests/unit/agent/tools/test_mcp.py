@@ -1,0 +1,231 @@
+import asyncio
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.agent.tools import mcp_connection
+from rollstream.agent.tools.base import ToolError
+from rollstream.agent.tools.mcp import McpServer, McpTool
+from rollstream.agent.tools.mcp_settings import McpServerSettings
+from rollstream.errors import ConfigError
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+NAMES = ["add", "pid", "fail", "leave", "sleep", "draw", "secret"]
+
+
+def stdio(*args: str, **settings: Any) -> McpServer:
+    command = {"command": sys.executable, "args": (SERVER, *(args or ("stdio",)))}
+    return McpServer(McpServerSettings("test", **{**command, **settings}), "tools[0]")
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+
+async def run(server: McpServer, name: str, **arguments: Any) -> Any:
+    tool = McpTool(server, {"type": "function", "function": {"name": name}})
+    return await tool.execute("id", arguments)
+
+
+async def gone(pid: int) -> None:
+    async with asyncio.timeout(60):
+        while alive(pid):
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[McpServer]:
+    server = stdio(env={"TEST_SECRET": "open"})
+    yield server
+    await server.close()
+
+
+async def test_listing_leaves_nothing_behind(server: McpServer) -> None:
+    schemas = await server.list_tools()
+    assert [schema["function"]["name"] for schema in schemas] == NAMES
+    assert schemas[0]["function"]["description"] == "Adds two numbers."
+    assert schemas[0]["function"]["parameters"]["required"] == ["a"]
+    assert len(asyncio.all_tasks()) == 1
+
+
+def test_listing_in_another_event_loop() -> None:
+    server = stdio()
+
+    async def use() -> str:
+        try:
+            return (await run(server, "add", a=1)).text
+        finally:
+            await server.close()
+
+    assert len(asyncio.run(server.list_tools())) == len(NAMES)
+    assert asyncio.run(use()) == "2"
+
+
+async def test_results(server: McpServer) -> None:
+    assert (await run(server, "add", a=3, b=4)).text == "7"
+    assert (await run(server, "secret")).text == "open"
+    drawn = await run(server, "draw")
+    assert drawn.text == "a pixel"
+    assert drawn.image[0].startswith("data:image/png;base64,iVBOR")
+    with pytest.raises(ToolError, match="on purpose"):
+        await run(server, "fail")
+    with pytest.raises(ToolError, match="validation error"):
+        await run(server, "add", a="no number")
+    with pytest.raises(ToolError, match="nothing"):
+        await run(server, "nothing")
+    assert (await run(server, "add", a=1)).text == "2"
+
+
+async def test_one_process_serves_all_and_ends_with_close(server: McpServer) -> None:
+    pids = {result.text for result in await asyncio.gather(*(run(server, "pid") for _ in range(20)))}
+    assert len(pids) == 1
+    pid = int(pids.pop())
+    await server.close()
+    assert not alive(pid)
+    await server.close()
+    with pytest.raises(ToolError, match="closed"):
+        await run(server, "pid")
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_server_that_dies_in_a_call_is_started_for_the_next(server: McpServer) -> None:
+    before = (await run(server, "pid")).text
+    beside = asyncio.create_task(run(server, "sleep"))
+    with pytest.raises(ToolError, match=r"test failed: .*its standard error ends: .*leaving"):
+        await run(server, "leave")
+    with pytest.raises(ToolError, match="test failed"):
+        await beside
+    after = (await run(server, "pid")).text
+    assert after != before
+
+
+async def test_a_server_that_died_meanwhile_is_started_without_a_word(server: McpServer) -> None:
+    before = int((await run(server, "pid")).text)
+    connection = server._connection
+    assert connection is not None
+    os.kill(before, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while connection.usable:
+            await asyncio.sleep(0.001)
+    assert int((await run(server, "pid")).text) != before
+
+
+async def test_a_call_that_is_given_up_leaves_the_session_usable(server: McpServer) -> None:
+    before = (await run(server, "pid")).text
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await run(server, "sleep")
+    assert (await run(server, "pid")).text == before
+
+
+async def test_closing_ends_calls_under_way(server: McpServer) -> None:
+    await run(server, "pid")
+    beside = asyncio.create_task(run(server, "sleep"))
+    await asyncio.sleep(0)
+    await server.close()
+    with pytest.raises(ToolError, match="test failed"):
+        await beside
+
+
+async def test_closing_while_it_connects_ends_the_process() -> None:
+    server = stdio("stubborn")
+    calling = asyncio.create_task(run(server, "add", a=1))
+    async with asyncio.timeout(60):
+        while server._connection is None or not server._connection._stderr:
+            await asyncio.sleep(0.001)
+    pid = int(server._connection._stderr[0])
+    assert alive(pid)
+    await server.close()
+    with pytest.raises(ToolError, match="ended while it was being connected"):
+        await calling
+    await gone(pid)
+
+
+async def test_a_server_that_never_shakes_hands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_connection, "CONNECT_TIMEOUT", 1.0)
+    server = stdio("stubborn")
+    with pytest.raises(
+        ConfigError, match=r"tools\[0\]: the MCP server test cannot be used \(TimeoutError"
+    ) as error:
+        await server.list_tools()
+    await gone(int(str(error.value).rpartition("ends: ")[2].rstrip(")")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"command": "no-such-command-at-all"}, "FileNotFoundError"),
+        ({"args": ("-c", "import sys; sys.exit('so it ends')")}, "standard error ends: so it ends"),
+        ({"command": None, "args": (), "url": "http://127.0.0.1:9/mcp"}, "127.0.0.1:9/mcp|onnect"),
+    ],
+)
+async def test_a_server_that_cannot_be_used(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tools\[0\]: the MCP server test cannot be used \(.*({message})"):
+        await stdio(**settings).list_tools()
+    assert len(asyncio.all_tasks()) == 1
+
+
+@contextmanager
+def serving(port: int) -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, SERVER, "http", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/mcp", timeout=60)
+            except urllib.error.HTTPError:
+                break  # it answers
+            except urllib.error.URLError:
+                assert process.poll() is None
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_streamable_http() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = McpServerSettings("test", url=f"http://127.0.0.1:{port}/mcp", headers={"Authorization": "x"})
+    server = McpServer(settings, "tools[0]")
+    with serving(port) as pid:
+        assert [schema["function"]["name"] for schema in await server.list_tools()] == NAMES
+        answers = await asyncio.gather(*(run(server, "add", a=i) for i in range(10)))
+        assert [answer.text for answer in answers] == [str(i + 1) for i in range(10)]
+        assert (await run(server, "pid")).text == str(pid)
+        with pytest.raises(ToolError, match="on purpose"):
+            await run(server, "fail")
+    with pytest.raises(ToolError, match="test failed"):
+        await run(server, "pid")
+    with serving(port) as pid:
+        assert (await run(server, "pid")).text == str(pid)
+        await server.close()
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_nothing_is_kept_of_past_sessions(server: McpServer) -> None:
+    for _ in range(3):
+        with pytest.raises(ToolError):
+            await run(server, "leave")
+    await run(server, "pid")
+    assert len(server._old) <= 1
+    gc.collect()
+    await server.close()
+    assert len(asyncio.all_tasks()) == 1

@@ -1,0 +1,458 @@
+import asyncio
+import gc
+import json
+import logging
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.agent.tools import calls as calls_module
+from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool, ToolError, ToolResponse
+from rollstream.agent.tools.session import ToolSession
+from rollstream.agent.tools.toolbox import ToolBox
+from rollstream.chat.parsers.base import ToolCall
+
+from .tools import Recorder, call, class_tool, functions, opened, schema
+
+FUNCTIONS = '''
+import asyncio
+import threading
+
+let_go = threading.Event()
+most = now = 0
+
+@function_tool
+def add(a: int, b: int = 1) -> int:
+    """Adds.
+
+    Args:
+        a: One.
+        b: Other.
+    """
+    return a + b
+
+@function_tool
+async def slow(n: int):
+    """Counts how many run at once.
+
+    Args:
+        n: Which.
+    """
+    global most, now
+    now += 1
+    most = max(most, now)
+    await asyncio.sleep(0.001 * (10 - n))
+    now -= 1
+    return n, n / 10, {"n": n}
+
+@function_tool
+def hang():
+    """Hangs."""
+    let_go.wait()
+
+@function_tool
+async def hang_in_the_loop():
+    """Hangs."""
+    await asyncio.Event().wait()
+
+@function_tool
+def change(items: list[int]):
+    """Changes what it is given.
+
+    Args:
+        items: Numbers.
+    """
+    items.append(0)
+
+class Silent:
+    def __str__(self):
+        raise SystemExit("no")
+
+THINGS = {
+    "bytes": b"\\xff", "huge": "x" * 10_000_000, "silent": Silent(), "none": None, "nan": ("a", float("nan")),
+    "surrogate": "\\ud800", "tuple": (1, 2, 3, 4), "generator": (x for x in ()),
+}
+
+@function_tool
+def give(what: str):
+    """Gives.
+
+    Args:
+        what: It.
+    """
+    return THINGS[what]
+
+@function_tool
+async def give_later(what: str):
+    """Gives.
+
+    Args:
+        what: It.
+    """
+    return THINGS[what]
+
+ERRORS = {
+    "value": ValueError("two\\nlines"), "exit": SystemExit(1), "interrupt": KeyboardInterrupt(),
+    "generator": GeneratorExit(), "cancelled": asyncio.CancelledError(),
+}
+
+@function_tool
+def fail(what: str):
+    """Fails.
+
+    Args:
+        what: How.
+    """
+    raise ERRORS[what]
+
+@function_tool
+async def fail_later(what: str):
+    """Fails.
+
+    Args:
+        what: How.
+    """
+    raise ERRORS[what]
+'''
+
+
+def session_of(box: ToolBox, tools_kwargs: Any = None, selection: Any = None) -> ToolSession:
+    return box.session(tools_kwargs=tools_kwargs or {}, selection=selection, request_id="r")
+
+
+async def test_order_is_kept_and_concurrency_bounded(tmp_path: Path) -> None:
+    tools = functions(tmp_path, FUNCTIONS)
+    async with opened(tools, max_parallel_calls=3) as box:
+        session = session_of(box)
+        results = await session.run([call("slow", n=n) for n in range(10)])
+        assert [result.text for result in results] == [str(n) for n in range(10)]
+        assert [result.reward for result in results] == [n / 10 for n in range(10)]
+        assert results[4].metrics == {"n": 4.0}
+        assert tools[1].function.__globals__["most"] == 3
+        assert (session.calls, session.errors) == (10, 0) and session.tool_s > 0
+        assert await session.run([]) == []
+        assert await session.close() == {}
+
+
+async def test_calls_that_cannot_be_made(tmp_path: Path) -> None:
+    async with opened(functions(tmp_path, FUNCTIONS)) as box:
+        session = session_of(box, selection=["add", "slow"])
+        assert [schema["function"]["name"] for schema in session.schemas] == ["add", "slow"]
+        results = await session.run(
+            [
+                call("calculater"),
+                call("give", what="none"),
+                call("add"),
+                call("add", a=1, c=2),
+                ToolCall("add", None, "{", "the arguments are no JSON"),
+                call("x" * 1000),
+            ]
+        )
+        assert [(result.error, result.text) for result in results[:5]] == [
+            ("unknown_tool", "Error: unknown tool 'calculater'. Available tools: add, slow."),
+            ("unknown_tool", "Error: unknown tool 'give'. Available tools: add, slow."),
+            ("bad_arguments", "Error: add: missing a required argument: 'a'. Its parameters: a, b."),
+            ("bad_arguments", "Error: add: got an unexpected keyword argument 'c'. Its parameters: a, b."),
+            ("bad_arguments", "Error: the arguments are no JSON"),
+        ]
+        assert len(results[5].text) < 200
+        assert session.errors == 6
+        empty = ToolBox().session(tools_kwargs={}, selection=None, request_id="r")
+        assert (await empty.run([call("a")]))[0].text == "Error: unknown tool 'a'. There are no tools."
+
+
+@pytest.mark.parametrize("give", ["give", "give_later"])
+async def test_whatever_it_returns_becomes_bounded_text(tmp_path: Path, give: str) -> None:
+    async with opened(functions(tmp_path, FUNCTIONS), max_response_length=100) as box:
+        session = session_of(box)
+        names = ["bytes", "huge", "silent", "none", "nan", "surrogate", "tuple", "generator"]
+        results = dict(zip(names, await session.run([call(give, what=name) for name in names]), strict=True))
+        for result in results.values():
+            assert len(result.text) <= 100 and result.reward is None
+            assert json.loads(json.dumps(result.text, ensure_ascii=False).encode()) == result.text
+        texts = {name: result.text for name, result in results.items()}
+        huge = texts.pop("huge")
+        assert huge.startswith("xx") and "...(truncated)..." in huge
+        assert texts == {
+            "bytes": "\ufffd",
+            "silent": "Error: SystemExit: no",
+            "none": "None",
+            "nan": "a",
+            "surrogate": "\ufffd",
+            "tuple": texts["tuple"],
+            "generator": "Error: TypeError: the tool returned a generator, want text or a ToolResponse",
+        }
+        assert texts["tuple"].startswith("Error: TypeError: the tool returned a tuple of 4")
+        assert {name for name, result in results.items() if result.error} == {"silent", "tuple", "generator"}
+
+
+@pytest.mark.parametrize("fail", ["fail", "fail_later"])
+async def test_whatever_it_raises_becomes_text(
+    tmp_path: Path, fail: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(functions(tmp_path, FUNCTIONS)) as box:
+        session = session_of(box)
+        names = ["value", "exit", "interrupt", "generator", "cancelled"]
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                results = await session.run([call(fail, what=name) for name in names])
+        assert [result.text for result in results] == [
+            "Error: ValueError: two lines",
+            "Error: SystemExit: 1",
+            "Error: KeyboardInterrupt",
+            "Error: GeneratorExit",
+            "Error: CancelledError",
+        ]
+        assert {result.error for result in results} == {"exception"}
+        assert len([record for record in caplog.records if "tool call failed" in record.message]) == 5
+
+
+async def test_timeouts_hurt_only_their_own_call(tmp_path: Path) -> None:
+    tools = functions(tmp_path, FUNCTIONS)
+    async with opened(tools, timeout=1.0) as box:
+        session = session_of(box)
+        results = await session.run(
+            [call("hang"), call("add", a=1), call("hang_in_the_loop"), call("add", a=2)]
+        )
+        assert [result.text for result in results] == [
+            "Error: hang did not answer within 1 seconds.",
+            "2",
+            "Error: hang_in_the_loop did not answer within 1 seconds.",
+            "3",
+        ]
+        assert results[0].error == results[2].error == "timeout"
+    tools[2].function.__globals__["let_go"].set()
+
+
+async def test_the_conversation_keeps_the_arguments_as_they_were(tmp_path: Path) -> None:
+    async with opened(functions(tmp_path, FUNCTIONS)) as box:
+        made = call("change", items=[1])
+        await session_of(box).run([made])
+        assert made.arguments == {"items": [1]}
+
+
+async def test_the_life_of_an_instance() -> None:
+    entry = class_tool(Recorder)
+    async with opened([entry]) as box:
+        row = {
+            "it": {
+                "create_kwargs": {"x": 1},
+                "execute_kwargs": {"y": 2},
+                "calc_reward_kwargs": {"z": 3},
+                "release_kwargs": {"w": 4},
+            },
+            "another": {"create_kwargs": {"x": 5}},
+        }
+        session, other, unused = session_of(box, row), session_of(box), session_of(box)
+        await session.run([call("it"), call("it")], agent_data="data")
+        await session.run([call("it", a=1)], agent_data="data")
+        assert (await other.run([call("it")]))[0].text == "{}"
+        assert await session.close() == await session.close() == {"it": 1.0}
+        assert await other.close() == {"it": 1.0}
+        assert await unused.close() == {}
+        identifier = entry.tool.log[0][1]
+        assert [part for part in entry.tool.log if part[1] == identifier] == [
+            ("create", identifier, {"x": 1, "create_kwargs": {"x": 1}}),
+            *[("execute", identifier, {"y": 2, "agent_data": "data"})] * 3,
+            ("calc_reward", identifier, {"z": 3}),
+            ("release", identifier, {"w": 4}),
+        ]
+        assert entry.tool.done.count("release") == entry.tool.done.count("create") == 2
+        with pytest.raises(RuntimeError, match="closed"):
+            await session.run([call("it")])
+
+
+@pytest.mark.parametrize("what", ["raise", "exit"])
+async def test_release_follows_whatever_fails(what: str) -> None:
+    for step in ("execute", "calc_reward", "release"):
+        entry = class_tool(Recorder, **{step: what})
+        async with opened([entry]) as box:
+            session = session_of(box)
+            results = await session.run([call("it")])
+            assert (results[0].error == "exception") == (step == "execute")
+            assert await session.close() == ({} if step == "calc_reward" else {"it": 1.0})
+            assert entry.tool.done == ["create", "execute", "calc_reward", "release"]
+
+
+async def test_what_was_not_created_has_no_reward_and_is_tried_again() -> None:
+    entry = class_tool(Recorder, create="raise")
+    async with opened([entry], max_parallel_calls=4) as box:
+        session = session_of(box)
+        results = await session.run([call("it")] * 4)
+        assert [result.text for result in results] == ["Error: ValueError: create"] * 4
+        assert entry.tool.done == ["create"]  # the others waited for it
+        await session.run([call("it")])
+        assert await session.close() == {}
+        assert entry.tool.done == ["create", "create"]
+
+
+async def test_a_create_that_does_not_end_is_released() -> None:
+    entry = class_tool(Recorder, create="hang")
+    async with opened([entry], timeout=0.05) as box:
+        session = session_of(box)
+        results = await session.run([call("it"), call("it")])
+        assert [result.error for result in results] == ["timeout", "timeout"]
+        assert await session.close() == {}
+        assert entry.tool.done == ["create", "release"]
+        assert entry.tool.log[0][1] == entry.tool.log[1][1]
+
+
+async def test_ends_that_hang_are_bounded() -> None:
+    entry = class_tool(Recorder, calc_reward="hang", release="hang")
+    async with opened([entry], timeout=0.05) as box:
+        session = session_of(box)
+        await session.run([call("it")])
+        assert await session.close() == {}
+        assert entry.tool.done == ["create", "execute", "calc_reward", "release"]
+
+
+@pytest.mark.parametrize("step", ["create", "execute"])
+async def test_release_follows_a_cancellation(step: str) -> None:
+    entry = class_tool(Recorder, **{step: "hang"})
+    async with opened([entry]) as box:
+        session = session_of(box)
+
+        async def rollout() -> None:
+            try:
+                await session.run([call("it")])
+            finally:
+                await session.close()
+
+        task = asyncio.create_task(rollout())
+        await entry.tool.begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert entry.tool.done[-1] == "release"
+
+
+async def test_a_cancellation_while_it_ends_does_not_stop_the_release() -> None:
+    entry = class_tool(Recorder, calc_reward="hang in a thread")
+    async with opened([entry]) as box:
+        session = session_of(box)
+        await session.run([call("it")])
+        task = asyncio.create_task(session.close())
+        await entry.tool.begun.wait()
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0)
+        assert not task.done()
+        entry.tool.let_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert entry.tool.done[-1] == "release"
+        assert await session.close() == {"it": 1.0}
+
+
+class Plain(Tool):
+    """A tool of plain methods."""
+
+    def create(self, create_kwargs: dict[str, Any]) -> Any:  # type: ignore[override]
+        self.threads = {threading.current_thread().name}
+        self.made = create_kwargs
+        return ("mine", ToolResponse())
+
+    def execute(self, instance_id: str, parameters: dict[str, Any]) -> Any:  # type: ignore[override]
+        assert instance_id == "mine"
+        self.threads.add(threading.current_thread().name)
+        if parameters:
+            raise ToolError("first line\nsecond line")
+        return ToolResponse(text="seen", image=["picture"]), 0.5
+
+    def calc_reward(self, instance_id: str) -> float:  # type: ignore[override]
+        self.threads.add(threading.current_thread().name)
+        return 0.25
+
+    def release(self, instance_id: str) -> None:  # type: ignore[override]
+        self.threads.add(threading.current_thread().name)
+
+
+async def test_plain_methods_run_in_threads() -> None:
+    entry = class_tool(Plain)
+    async with opened([entry]) as box:
+        session = session_of(box, {"it": {"create_kwargs": {"x": 1}}})
+        seen, failed = await session.run([call("it"), call("it", x=1)], agent_data="data")
+        assert (seen.text, seen.images, seen.reward) == ("seen", ["picture"], 0.5)
+        assert (failed.text, failed.error) == ("Error: first line\nsecond line", "exception")
+        assert await session.close() == {"it": 0.25}
+        assert entry.tool.threads == {"rollstream-tool"} and entry.tool.made == {"x": 1}
+
+
+class OlderVerl(Tool):
+    """Takes the row's arguments by name, as verl's tools did before `create_kwargs`."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
+        super().__init__(config, tool_schema)
+        assert tool_schema.function.name == "it" and tool_schema.model_dump(exclude_none=True) == schema("it")
+        self._instance_dict: dict[str, Any] = {}
+
+    async def create(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        assert instance_id is not None and kwargs["create_kwargs"]["ground_truth"] == ground_truth
+        self._instance_dict[instance_id] = {"ground_truth": ground_truth, "reward": 0.0}
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        reward = float(parameters["answer"] == self._instance_dict[instance_id]["ground_truth"])
+        self._instance_dict[instance_id]["reward"] = reward
+        return ToolResponse(text=f"{reward=}"), -0.05, {"calls": 1}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return float(self._instance_dict[instance_id]["reward"])
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self._instance_dict[instance_id]
+
+
+async def test_a_tool_written_for_verl() -> None:
+    entry = class_tool(OlderVerl)
+    async with opened([entry]) as box:
+        sessions = [session_of(box, {"it": {"create_kwargs": {"ground_truth": str(i)}}}) for i in range(5)]
+        results = await asyncio.gather(*(session.run([call("it", answer="3")]) for session in sessions))
+        assert [result[0].text for result in results] == [f"reward={float(i == 3)}" for i in range(5)]
+        assert results[0][0].reward == -0.05 and results[0][0].metrics == {"calls": 1.0}
+        rewards = await asyncio.gather(*(session.close() for session in sessions))
+        assert rewards == [{"it": float(i == 3)} for i in range(5)]
+        assert entry.tool._instance_dict == {}
+
+
+async def test_many_rollouts_leave_nothing_behind(tmp_path: Path) -> None:
+    class Quiet(OlderVerl):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            if parameters["answer"] == "fail":
+                raise ValueError("x" * 1000)
+            return "ok"
+
+    sessions: weakref.WeakSet[ToolSession] = weakref.WeakSet()
+    entry = class_tool(Quiet)
+    row = {"it": {"create_kwargs": {"ground_truth": "1"}}}
+    async with opened([entry, *functions(tmp_path, FUNCTIONS)]) as box:
+
+        async def rollout(number: int) -> None:
+            session = session_of(box, row)
+            sessions.add(session)
+            answer = "fail" if number % 3 else "1"
+            await session.run([call("add", a=number), call("it", answer=answer), call("nothing")])
+            await session.close()
+
+        async def rollouts(count: int) -> tuple[int, int]:
+            for start in range(0, count, 100):
+                await asyncio.gather(*(rollout(start + i) for i in range(100)))
+            gc.collect()
+            return len(gc.get_objects()), len(asyncio.all_tasks())
+
+        before = await rollouts(200)
+        after = await rollouts(10_000)
+        assert after[0] - before[0] < 1000  # less than one object for ten rollouts
+        assert after[1] == before[1] == 1
+        assert entry.tool._instance_dict == {}
+        named = sum(thread.name == "rollstream-tool" for thread in threading.enumerate())
+        assert 0 < named <= calls_module.THREADS
+    gc.collect()
+    assert not sessions

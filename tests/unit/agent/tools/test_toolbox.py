@@ -1,0 +1,169 @@
+import asyncio
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from rollstream.agent.tools.config_file import McpEntry, load_tool_file
+from rollstream.agent.tools.mcp import McpServer
+from rollstream.agent.tools.mcp_settings import McpServerSettings
+from rollstream.agent.tools.toolbox import ToolBox, ToolLimits, load_toolbox
+from rollstream.errors import ConfigError, DataError
+
+from .tools import Recorder, call, class_tool, functions
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+SERVING = {"type": "mcp", "server": {"command": sys.executable, "args": [SERVER, "stdio"]}}
+CLASS = """
+from rollstream.agent.tools.base import Tool
+
+class Own(Tool):
+    def get_openai_tool_schema(self):
+        return {"type": "function", "function": {"name": "own", "description": "."}}
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return "done"
+"""
+FUNCTION = '''
+from rollstream.agent.tools.functions import function_tool
+
+@function_tool
+def now():
+    """The time."""
+    return "now"
+'''
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Any:
+    (tmp_path / "own.py").write_text(CLASS)
+    (tmp_path / "functions.py").write_text(FUNCTION)
+
+    def load(*entries: dict[str, Any], own: bool = True) -> ToolBox:
+        tools = [*entries, *([{"class_name": f"{tmp_path}/own.py:Own"}] if own else [])]
+        (tmp_path / "tools.yaml").write_text(yaml.safe_dump({"tools": tools}))
+        return load_toolbox(
+            tool_config_path=str(tmp_path / "tools.yaml"),
+            function_tool_path=str(tmp_path / "functions.py"),
+            limits=ToolLimits(timeout=30.0),
+        )
+
+    return load
+
+
+def names(box: ToolBox) -> list[str]:
+    return [schema["function"]["name"] for schema in box.schemas]
+
+
+async def test_without_tools() -> None:
+    box = load_toolbox()
+    await box.start()
+    assert box.schemas == [] and box.digest == ToolBox().digest
+    await box.close()
+
+
+async def test_all_kinds_together(load: Any) -> None:
+    box = load({"config": {**SERVING, "tool_filter": ["pid", "add"]}})
+    with pytest.raises(RuntimeError, match="describe"):
+        _ = box.schemas
+    await asyncio.to_thread(lambda: asyncio.run(box.describe()))  # as a run prepares
+    assert names(box) == ["add", "pid", "own", "now"]
+    await box.start()
+    session = box.session(tools_kwargs={}, selection=None, request_id="r")
+    results = await session.run([call("add", a=1), call("pid"), call("own"), call("now")])
+    pid = int(results[1].text)
+    assert [results[i].text for i in (0, 2, 3)] == ["2", "done", "now"]
+    os.kill(pid, 0)
+    assert await session.close() == {}
+    await box.close()
+    await box.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(RuntimeError, match="closed"):
+        box.session(tools_kwargs={}, selection=None, request_id="r")
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_server_that_hangs_is_a_timeout() -> None:
+    server = McpServer(McpServerSettings("test", command=sys.executable, args=(SERVER, "stdio")), "here")
+    box = ToolBox([McpEntry((server,), None, "here")], ToolLimits(timeout=2.0))
+    await box.start()
+    await server.call("pid", {})  # so that starting it is not a part of what follows
+    session = box.session(tools_kwargs={}, selection=["sleep", "fail"], request_id="r")
+    slept, failed = await session.run([call("sleep"), call("fail")])
+    assert (slept.error, slept.text) == ("timeout", "Error: sleep did not answer within 2 seconds.")
+    assert (failed.error, failed.text.startswith("Error: ")) == ("exception", True)
+    await session.close()
+    await box.close()
+
+
+def test_the_digest_follows_what_decides(load: Any, tmp_path: Path) -> None:
+    digests = [load().digest]
+    assert load().digest == digests[0] and len(digests[0]) == 32
+    (tmp_path / "functions.py").write_text(FUNCTION + "\n")
+    digests.append(load().digest)
+    (tmp_path / "own.py").write_text(CLASS.replace("done", "over"))
+    digests.append(load().digest)
+    with_config = {"class_name": f"{tmp_path}/own.py:Own", "config": {"a": 1, 2: {"x": None}}}
+    digests.append(load(with_config, own=False).digest)
+    assert len(set(digests)) == 4
+
+
+async def test_the_examples_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKEN", "t")
+    text = (Path(__file__).parents[4] / "docs" / "tools.md").read_text()
+    python = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "functions.py").write_text(python[0])
+    (tmp_path / "my_tools.py").write_text(python[1])
+    settings, tools, servers = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert "tool_timeout: 60.0" in settings
+    (tmp_path / "tools.yaml").write_text(tools)
+    box = load_toolbox(tool_config_path="tools.yaml", function_tool_path="functions.py")
+    assert names(box) == ["check_answer", "add", "web_search"]
+    row = {"check_answer": {"create_kwargs": {"ground_truth": "4"}}}
+    session = box.session(tools_kwargs=row, selection=None, request_id="r")
+    results = await session.run(
+        [call("check_answer", answer="4"), call("add", a=1), call("web_search", query="")]
+    )
+    assert [(result.text, result.reward) for result in results] == [
+        ("right", -0.05),
+        ("1", None),
+        ("nothing found", None),
+    ]
+    assert await session.close() == {"check_answer": 1.0}
+    await box.close()
+    (tmp_path / "tools.yaml").write_text(servers)
+    (tmp_path / "servers.json").write_text('{"mcpServers": {"a": {"command": "x"}}}')
+    assert len(load_tool_file("tools.yaml")) == 3
+
+
+async def test_names_must_differ(load: Any, tmp_path: Path) -> None:
+    twice = {"class_name": f"{tmp_path}/own.py:Own"}
+    with pytest.raises(ConfigError, match="more than one tool named own"):
+        load(twice)
+    box = load({"config": SERVING}, {"config": SERVING})
+    with pytest.raises(ConfigError, match="more than one tool named add, draw"):
+        await box.describe()
+
+
+async def test_a_filter_for_nothing_there_is(load: Any) -> None:
+    box = load({"config": {**SERVING, "tool_filter": ["subtract"]}})
+    with pytest.raises(
+        ConfigError, match=r"tools\[0\]: tool_filter: no tool 'subtract'. The server has: add, pid"
+    ):
+        await box.describe()
+    await box.close()
+
+
+async def test_rows_that_want_something_else(tmp_path: Path) -> None:
+    box = ToolBox([class_tool(Recorder, "search"), *functions(tmp_path, FUNCTION)])
+    with pytest.raises(DataError, match=r"unknown tool 'serch'; did you mean search. Known: search, now"):
+        box.session(tools_kwargs={}, selection=["serch"], request_id="r")
+    with pytest.raises(DataError, match=r"tools_kwargs\.search: unknown key"):
+        box.session(tools_kwargs={"search": {"kwargs": {}}}, selection=None, request_id="r")
+    await box.close()
