@@ -13,7 +13,21 @@ from rollstream.chat.processor import ChatProcessor, load_processor
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 
 PATCH, MERGE = 14, 2
-WORDS = ["[UNK]", "system", "user", "assistant", "tool", "look", "at", "this", "and", "that", "."]
+CALL = '<tool_call> {"name": "look", "arguments": {}} </tool_call>'
+WORDS = [
+    "[UNK]",
+    "system",
+    "user",
+    "assistant",
+    "tool",
+    "look",
+    "at",
+    "this",
+    "and",
+    "that",
+    ".",
+    *CALL.split(),
+]
 SPECIAL = [
     "<|im_start|>",
     "<|im_end|>",

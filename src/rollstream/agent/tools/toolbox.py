@@ -138,8 +138,9 @@ class ToolBox:
     def _report(self, what: str, said: str, error: BaseException | None) -> None:
         self._failures += 1
         level = logging.WARNING if self._failures <= WARNINGS else logging.DEBUG
-        if logger.isEnabledFor(level):
-            logger.log(level, "tool call failed: %s: %.500s", what, said, exc_info=error)
+        logger.log(level, "tool call failed: %s: %.500s", what, said)
+        if error is not None:
+            logger.debug("%s failed here:", what, exc_info=error)
         if self._failures == WARNINGS:
             logger.warning("further failed tool calls are logged for debugging only")
 
