@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollstream import __version__
 from rollstream.errors import ConfigError
 
 _SOURCE = "__rollstream_source__"
@@ -63,12 +62,14 @@ def run_file(path: str | Path, *, key: str) -> ModuleType:
     return module
 
 
-def import_name(dotted: str, *, key: str) -> Any:
+def import_name(dotted: str, *, key: str, beside: Path | None = None) -> Any:
     """What a name stands for: `package.module.Class`, or `path/to/file.py:Class`.
 
     Args:
         dotted: The name. A file is run by `run_file`, a package imported.
         key: The configuration key, for messages.
+        beside: The file that has the name in it: a relative path is looked for in its folder first, then in
+            the working directory.
 
     Raises:
         ConfigError: There is no such module or name, with the nearest one, or importing it raises.
@@ -77,6 +78,8 @@ def import_name(dotted: str, *, key: str) -> Any:
     if colon:
         if not path or not name.isidentifier():
             raise ConfigError(f"{key}: {dotted!r} is not a name; write path/to/file.py:Name")
+        if beside is not None and (neighbour := beside.parent / path).is_file():
+            path = str(neighbour)
         return _attribute(run_file(path, key=key), name, str(path), key)
     module_name, dot, name = dotted.rpartition(".")
     if not dot or not all(part.isidentifier() for part in dotted.split(".")):
@@ -98,7 +101,7 @@ def source_digest(code: Any) -> str:
     """Names by content the source of a module, class, function, or of an object's class.
 
     It is of the file that defines it (and the files of a class' bases), not of what that imports. What
-    belongs to Python is not looked at; rollstream's own code goes by rollstream's version.
+    belongs to Python or to rollstream is not looked at: a new version may go on with an old run.
 
     Returns:
         32 hexadecimal digits.
@@ -124,10 +127,8 @@ def _modules_of(code: Any) -> list[ModuleType]:
 
 def _source_of(module: ModuleType) -> str:
     package = module.__name__.partition(".")[0]
-    if package in sys.stdlib_module_names:
+    if package == "rollstream" or package in sys.stdlib_module_names:
         return ""
-    if package == "rollstream":
-        return f"rollstream {__version__}"
     if ran := getattr(module, _SOURCE, None):
         return str(ran)
     if file := getattr(module, "__file__", None):

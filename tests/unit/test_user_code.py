@@ -113,7 +113,7 @@ def test_the_digest_is_of_the_defining_file(file: Path, tmp_path: Path) -> None:
     digest = source_digest(module)
     assert len(digest) == 32
     assert source_digest(module.double) == source_digest(functools.partial(module.double, 1)) == digest
-    assert source_digest(module.Row) not in (digest, source_digest(PromptRow))  # its bases count
+    assert source_digest(module.Row) == digest  # its base is rollstream's own
     assert source_digest(module.Point) == source_digest(module.Point(1))
     moved = tmp_path / "elsewhere.py"
     moved.write_bytes(file.read_bytes())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollstream.agent.base import SnapshotScoring
+from rollstream.agent.base import AgentResources, SnapshotScoring
 from rollstream.agent.context_tools import NAMES, SCHEMAS, Notes, Refused, read_msg_id
 from rollstream.agent.conversation import Conversation, Turn
 from rollstream.agent.registry import register
@@ -74,6 +74,21 @@ class ContextAgent(ToolAgent):
         self.deleted: set[int] = set()
         self._exchanges: list[_Exchange] = []
         self._prompt_messages = 0
+        self._prompt_ids: list[int] = []
+
+    @classmethod
+    def build_shared(cls, resources: AgentResources, **options: Any) -> Any:
+        taken = [tool["function"]["name"] for tool in resources.tools.schemas]
+        if both := NAMES.intersection(taken):
+            raise ConfigError(
+                f"context_agent has tools of its own of the names {', '.join(sorted(both))}; rename yours"
+            )
+        return super().build_shared(resources, **options)
+
+    async def start(self) -> State:
+        state = await super().start()
+        self._prompt_ids = self.conversation.track.prompt_ids
+        return state
 
     def shown_tools(self) -> list[dict[str, Any]]:
         return [*self.session.schemas, *SCHEMAS]
@@ -173,7 +188,10 @@ class ContextAgent(ToolAgent):
     def _compose(self, messages: list[Message]) -> list[int]:
         """Ids of the edited history: kept answers as sampled, everything else rendered."""
         template, tokenizer = self.resources.template, self.tokenizer
-        ids = tokenizer.render(messages[: self._prompt_messages], tools=self.tools)
+        if self.deleted.isdisjoint(range(self._prompt_messages)):
+            ids = list(self._prompt_ids)  # as it was seen, also where it had to be truncated
+        else:
+            ids = tokenizer.render(messages[: self._prompt_messages], tools=self.tools)
         for exchange in self._exchanges:
             start = exchange.at + 1
             answer = messages[exchange.at]
@@ -194,13 +212,14 @@ class ContextAgent(ToolAgent):
     def _with_id(self, message: Message, msg_id: int) -> Message:
         if message["role"] == "system":
             return message
-        content = message["content"]
+        content = message.get("content") or ""  # an answer of calls alone may have none
         head = f"[msg_id: {msg_id}]\n"
         if isinstance(content, str):
             return {**message, "content": head + content}
-        return {**message, "content": [{"type": "text", "text": head}, *(content or [])]}
+        return {**message, "content": [{"type": "text", "text": head}, *content]}
 
 
 def _stub(message: Message, msg_id: int) -> Message:
     """What stays of a deleted message: its place. Which calls it made stays, too: results refer to them."""
-    return {**message, "content": f"[msg_id: {msg_id}] [deleted]"}
+    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return {**kept, "content": f"[msg_id: {msg_id}] [deleted]"}

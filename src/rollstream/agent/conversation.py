@@ -81,8 +81,9 @@ class Conversation:
         limit = min(sampling.max_tokens, self.room)
         if limit < 1:
             raise EngineError(
-                f"a prompt of {len(self.track.context)} tokens leaves no room for a response in "
-                f"{resources.max_model_len} tokens"
+                f"a prompt of {len(self.track.prompt_ids)} and a response of {len(self.track)} tokens leave "
+                f"no room for an answer: response_length is {resources.response_length}, max_model_len "
+                f"{resources.max_model_len}"
             )
         stops = sampling.stop_token_ids
         if self._tools and (more := set(resources.parser_stop_ids) - set(stops)):

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import inspect
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,10 @@ from rollstream.errors import ConfigError, DataError, TransientError
 from rollstream.trajectory import Message
 from rollstream.user_code import import_name, source_digest
 
+logger = logging.getLogger(__name__)
+
 _KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
+_METHODS = ("start_interaction", "generate_response", "calculate_score", "finalize_interaction")
 
 
 class Interaction:
@@ -70,10 +74,12 @@ class Interactions:
         """The interaction that a row asks for; None if it asks for none.
 
         Raises:
-            DataError: it asks for one that is not there.
+            DataError: it asks for one that is not there, or in another form than a mapping.
         """
-        if not interaction_kwargs:
-            return None
+        if not isinstance(interaction_kwargs, Mapping):
+            raise DataError(f"extra_info.interaction_kwargs is {interaction_kwargs!r:.200}, want a mapping")
+        if all(value is None for value in interaction_kwargs.values()):
+            return None  # a Parquet column has all keys in all rows
         name = interaction_kwargs.get("name")
         if name is None and len(self.by_name) == 1:
             name = next(iter(self.by_name))
@@ -143,15 +149,22 @@ class InteractionSession:
             self.score = None if score is None else _finite(score, f"{self._name}.calculate_score")
 
     async def close(self) -> None:
-        """Ends the interaction, if it was started. Also after an error or a cancellation."""
+        """Ends the interaction, if it was started. Also after an error or a cancellation.
+
+        What that raises is logged: it changes nothing about the rollout, whose own end, a cancellation among
+        others, must not be lost to it.
+        """
         if self._started:
             self._started = False
-            await self._call(
-                "finalize_interaction",
-                self._interaction.finalize_interaction,
-                self._instance_id,
-                **self._kwargs,
-            )
+            try:
+                await self._call(
+                    "finalize_interaction",
+                    self._interaction.finalize_interaction,
+                    self._instance_id,
+                    **self._kwargs,
+                )
+            except Exception:
+                logger.warning("%s.finalize_interaction failed", self._name, exc_info=True)
 
     @property
     def _name(self) -> str:
@@ -195,22 +208,30 @@ def load_interactions(path: str | None, *, timeout: float) -> Interactions:
         where = f"{_KEY}: {file}, interaction[{at}]"
         if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
             raise ConfigError(f"{where}: needs a class_name")
-        made = import_name(entry["class_name"], key=where)
+        made = import_name(entry["class_name"], key=where, beside=file)
         name = str(entry.get("name") or getattr(made, "__name__", at))
-        config = {**(entry.get("config") or {}), "name": name}
+        given = entry.get("config") or {}
+        if not isinstance(given, dict):
+            raise ConfigError(f"{where}: config is {given!r}, want a mapping")
+        config = {**given, "name": name}
         try:
             interaction = made(config)
-        except Exception as error:
-            raise ConfigError(f"{where}: {entry['class_name']} cannot be made: {error}") from error
-        for method in ("start_interaction", "generate_response", "finalize_interaction"):
+        except BaseException as error:  # a class of the user's: SystemExit is an error of its, too
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise ConfigError(
+                f"{where}: {entry['class_name']} cannot be made ({type(error).__name__}: {error})"
+            ) from error
+        for method in _METHODS:
             if not callable(getattr(interaction, method, None)):
                 raise ConfigError(f"{where}: {entry['class_name']} has no method {method}")
         if name in by_name:
             raise ConfigError(f"{where}: the name {name!r} is there twice")
         by_name[name] = interaction
         parts.append([name, config, source_digest(made)])
-    digest = hashlib.blake2b(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
-    return Interactions(by_name, timeout, digest)
+    options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
+    digest = hashlib.blake2b(orjson.dumps(parts, option=options, default=repr), digest_size=16)
+    return Interactions(by_name, timeout, digest.hexdigest())
 
 
 def _finite(score: Any, where: str) -> float:

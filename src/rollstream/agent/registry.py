@@ -42,10 +42,10 @@ class LoopEntry:
     def digest(self) -> str:
         """Changes when the loop's code or options do; part of a run's identity."""
         module = self.loop.__module__
-        own = module.startswith("rollstream.agent.")  # a new version may go on with an old run
-        source = "" if own else source_digest(self.loop)
-        options = orjson.dumps(self.options, option=orjson.OPT_SORT_KEYS, default=repr).decode()
-        return " ".join([module if own else "", self.loop.__qualname__, source, options]).strip()
+        own = module.startswith("rollstream.agent.")
+        form = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
+        options = orjson.dumps(self.options, option=form, default=repr).decode()
+        return " ".join([module if own else source_digest(self.loop), self.loop.__qualname__, options])
 
 
 class AgentLoops:
@@ -68,7 +68,7 @@ class AgentLoops:
             return LoopEntry(_registered[name])
         known = sorted({*self._entries, *_registered})
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"unknown agent loop {name!r}{hint} Known: {', '.join(known)}")
 
     def create(self, name: str, resources: AgentResources, *, request_id: str) -> AgentLoop:
@@ -108,7 +108,7 @@ def load_agent_loops(path: str | None) -> dict[str, LoopEntry]:
             raise ConfigError(f"{where}: needs `name` and `_target_`, both text")
         options = {str(key): value for key, value in given.items()}
         name, target = options.pop("name"), options.pop("_target_")
-        loop = import_name(_beside(target, file), key=where)
+        loop = import_name(target, key=where, beside=file)
         if not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
             raise ConfigError(
                 f"{where}: {target} is no agent loop: a subclass of rollstream.agent.base.AgentLoop"
@@ -117,14 +117,6 @@ def load_agent_loops(path: str | None) -> dict[str, LoopEntry]:
             raise ConfigError(f"{where}: the name {name!r} is there twice")
         entries[name] = LoopEntry(loop, options)
     return entries
-
-
-def _beside(target: str, file: Path) -> str:
-    """A `file.py:Class` that lies beside the YAML file, by its full path; anything else as it is."""
-    source, colon, name = target.rpartition(":")
-    if colon and (beside := file.parent / source).is_file():
-        return f"{beside}:{name}"
-    return target
 
 
 def _register_built_in() -> None:

@@ -1,1 +1,23 @@
-"""What it takes to test an agent loop or a pool without a model: a scripted engine and a stub server."""
+"""What it takes to test an agent loop or a pool without a model: a scripted engine and a stub server.
+
+`ScriptedEngine`, `StubServer` and `answer_by_text` can be imported from here.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollstream.testing.scripted import ScriptedEngine
+    from rollstream.testing.stub_server import StubServer
+    from rollstream.testing.text_rules import answer_by_text
+
+__all__ = ["ScriptedEngine", "StubServer", "answer_by_text"]
+
+_HOMES = {"ScriptedEngine": "scripted", "StubServer": "stub_server", "answer_by_text": "text_rules"}
+
+
+def __getattr__(name: str) -> Any:
+    # On demand: `python -m rollstream.testing.stub_server` imports this package first.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -20,6 +20,7 @@ class ScriptedRequest:
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    images: tuple[object, ...] = ()
 
 
 Answer = Completion | list[int]
@@ -70,7 +71,8 @@ class ScriptedEngine:
         rule: what to answer; None answers with `response_tokens` tokens of the answer book.
         response_tokens: length of an answer without a rule, at most `max_tokens`.
         latency: seconds until an answer, or a rule for it.
-        capabilities: what the engine says it can do; by default everything but images and stop strings.
+        capabilities: what the engine says it can do; by default everything but images.
+        vocab_size: of the model that is played, in place of that of `capabilities`.
         record: keep every request and completion, in `requests` and `completions`.
     """
 
@@ -81,9 +83,12 @@ class ScriptedEngine:
         response_tokens: int = 16,
         latency: float | LatencyRule = 0.0,
         capabilities: Capabilities = _CAPABILITIES,
+        vocab_size: int | None = None,
         seed: int = 0,
         record: bool = True,
     ) -> None:
+        if vocab_size is not None:
+            capabilities = replace(capabilities, vocab_size=vocab_size)
         self.capabilities = capabilities
         self.requests: list[ScriptedRequest] = []
         """Every request that arrived, in order."""
@@ -148,7 +153,7 @@ class ScriptedEngine:
         check_request(prompt_ids, sampling, self.capabilities, images=images)
         if request_id in self._flights:
             raise EngineError(f"request {request_id!r} is already in flight")
-        request = ScriptedRequest(request_id, list(prompt_ids), sampling)
+        request = ScriptedRequest(request_id, list(prompt_ids), sampling, tuple(images or ()))
         flight = _Flight(request)
         self._flights[request_id] = flight
         self.peak_in_flight = max(self.peak_in_flight, len(self._flights))
@@ -214,23 +219,40 @@ class ScriptedEngine:
                 raise copy.copy(fault.error)  # a raised instance collects tracebacks
 
     async def _complete(self, request: ScriptedRequest) -> Completion:
-        sampling = request.sampling
-        versions = [(0, self.policy_version)]
-        length = min(self._response_tokens, sampling.max_tokens)
-        ids, logprobs = self._book.answer(request.prompt_ids, sampling.seed, length)
         if self._rule is not None:
-            answer = self._rule(request)
-            answer = await answer if inspect.isawaitable(answer) else answer
-            if isinstance(answer, Completion):
-                return replace(answer)
-            ids = answer[: sampling.max_tokens]
-            _, logprobs = self._book.answer(request.prompt_ids, sampling.seed, len(ids))
-        return Completion(
-            token_ids=ids,
-            logprobs=logprobs if sampling.logprobs else None,
-            finish_reason="length" if len(ids) == sampling.max_tokens else "stop",
-            policy_versions=versions,
-        )
+            return await ask_rule(self._rule, request, self._book, version=self.policy_version)
+        length = min(self._response_tokens, request.sampling.max_tokens)
+        ids, _ = self._book.answer(request.prompt_ids, request.sampling.seed, length)
+        return _completion(ids, request, self._book, self.policy_version)
+
+
+async def ask_rule(
+    rule: AnswerRule, request: ScriptedRequest, book: AnswerBook, *, version: int = 0
+) -> Completion:
+    """What a rule answers, as a completion; a whole one as it is, of ids at most `max_tokens`.
+
+    Args:
+        rule: asked once.
+        request: what it is asked.
+        book: where log-probs of ids come from.
+        version: the policy version of ids.
+    """
+    answer = rule(request)
+    answer = await answer if inspect.isawaitable(answer) else answer
+    if isinstance(answer, Completion):
+        return replace(answer)
+    return _completion(answer[: request.sampling.max_tokens], request, book, version)
+
+
+def _completion(ids: list[int], request: ScriptedRequest, book: AnswerBook, version: int) -> Completion:
+    sampling = request.sampling
+    logprobs = book.answer(request.prompt_ids, sampling.seed, len(ids))[1] if sampling.logprobs else None
+    return Completion(
+        token_ids=ids,
+        logprobs=logprobs,
+        finish_reason="length" if len(ids) == sampling.max_tokens else "stop",
+        policy_versions=[(0, version)],
+    )
 
 
 def _cut(completion: Completion, length: int) -> Completion:

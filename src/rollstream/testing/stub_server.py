@@ -3,11 +3,13 @@
     python -m rollstream.testing.stub_server --port 0 --response-tokens 512
 
 prints one JSON line, `{"url": "http://127.0.0.1:40123", "pid": 4711}`, and serves until it is stopped.
-Answers are a pure function of (`input_ids`, `sampling_seed`); latencies too.
+Answers are a pure function of (`input_ids`, `image_data`, `sampling_seed`), unless a rule gives them;
+latencies too.
 """
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
 import random
@@ -21,26 +23,14 @@ import orjson
 from aiohttp import web
 
 from rollstream.testing.answers import AnswerBook
+from rollstream.testing.scripted import AnswerRule, ScriptedRequest, ask_rule
+from rollstream.testing.stub_answers import BookAnswer, RuleAnswer, StubAnswer, read_sampling, write_reply
 from rollstream.testing.stub_faults import Fault, Faults, Latency
+from rollstream.testing.stub_images import expanded_length, image_digest, image_files
+from rollstream.testing.stub_stats import Stats
 
 _MAX_BODY = 2**28
 """Prompts with images are large; a test server does not guard against its tester."""
-
-
-@dataclass(slots=True)
-class Stats:
-    """What a stub server has seen. Served at `/stub/stats`."""
-
-    requests: int = 0
-    """`/generate` requests that arrived."""
-    answered: int = 0
-    """Whole answers, broken ones included."""
-    faults: int = 0
-    aborts: int = 0
-    """`/abort_request` calls that named a request in flight."""
-    health_checks: int = 0
-    in_flight: int = 0
-    peak_in_flight: int = 0
 
 
 @dataclass(slots=True)
@@ -57,9 +47,13 @@ class StubServer:
         ...     engine = SGLangEngine([server.url])
 
     Args:
+        rule: what to answer, as `ScriptedEngine` has it (`text_rules.answer_by_text` makes one from texts);
+            None answers from the book. The request id it sees is the one on the wire, `rid`, which a client
+            makes anew for each request; its images are the files' bytes. What it raises is an HTTP 500 that
+            names it. Its completions are sent as they are, but with the server's `weight_version`.
         port: 0 takes a free one.
-        response_tokens: tokens in an answer, at most the request's `max_new_tokens`; None answers with
-            exactly that many.
+        response_tokens: tokens in an answer of the book, at most the request's `max_new_tokens`; None answers
+            with exactly that many.
         vocab_size: of prompt and response ids; a prompt id beyond it is a 400.
         latency: time until an answer.
         max_running: requests worked on at once, the others wait their turn; None is no limit.
@@ -67,11 +61,14 @@ class StubServer:
         context_length: longest prompt + response, reported, and a 400 beyond.
         model_path: reported.
         weight_version: reported, also with every answer.
+        images: whether its model understands images; if not, a request with images is a 400.
+        image_token_id: its placeholder. With it, `prompt_tokens` counts images' tokens as Qwen2-VL's does.
         fault_seed: of the order in which requests go wrong.
     """
 
     def __init__(
         self,
+        rule: AnswerRule | None = None,
         *,
         port: int = 0,
         response_tokens: int | None = None,
@@ -83,6 +80,8 @@ class StubServer:
         model_path: str = "stub",
         weight_version: str = "default",
         deterministic: bool = True,
+        images: bool = False,
+        image_token_id: int | None = None,
         fault_seed: int = 0,
     ) -> None:
         self.response_tokens = response_tokens
@@ -93,12 +92,15 @@ class StubServer:
         self.model_path = model_path
         self.weight_version = weight_version
         self.deterministic = deterministic
+        self.images = images
+        self.image_token_id = image_token_id
         self.stats = Stats()
         self.book = AnswerBook(vocab_size)
         self.url = ""
         """Known once `start` has returned."""
         self.on_death: Callable[[], None] = self._die_in_process
         """What `Faults.die_after` does: here the sockets close at once, as when a process is killed."""
+        self._rule = rule
         self._port = port
         self._slots = asyncio.Semaphore(max_running) if max_running else None
         self._rng = random.Random(fault_seed)
@@ -179,7 +181,10 @@ class StubServer:
             params: dict[str, Any] = query["sampling_params"]
             max_tokens: int = params["max_new_tokens"]
             problem = self._find_problem(prompt_ids, max_tokens)
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            images = image_files(query.get("image_data"))
+            if images and not self.images:
+                problem = "image_data given to a model that understands no images"
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             problem = f"malformed request: {error!r}"
         if problem:
             return _json({"error": {"message": problem}}, 400)
@@ -189,6 +194,12 @@ class StubServer:
 
         fault = self.faults.choose(self._rng.random())
         digest = self.book.digest(prompt_ids, params.get("sampling_seed"))
+        prompt_tokens = len(prompt_ids)
+        if images:
+            digests = [image_digest(file) for file in images]
+            prompt_tokens = expanded_length(prompt_ids, images, self.image_token_id)
+            digest = hashlib.blake2b(digest + "".join(digests).encode(), digest_size=64).digest()
+            stats.saw_images(digests)
         stats.in_flight += 1
         stats.peak_in_flight = max(stats.peak_in_flight, stats.in_flight)
         try:
@@ -199,10 +210,21 @@ class StubServer:
             stats.faults += 1
             if early := self._fail_early(fault, request):
                 return early
-        length = min(max_tokens, self.response_tokens or max_tokens)
+        try:
+            answer = await self._decide(query, rid, digest, images)
+        except Exception as error:
+            return _json({"error": {"message": f"the rule raised {type(error).__name__}: {error}"}}, 500)
         if fault == "abort" and share is None:
             share = 0.5
-        body = self._answer(query, rid, digest, length, share, fault)
+        body = write_reply(
+            answer,
+            rid=rid,
+            prompt_tokens=prompt_tokens,
+            weight_version=self.weight_version,
+            logprobs=bool(query.get("return_logprob")),
+            share=share,
+            fault=fault,
+        )
         stats.answered += 1
         if self.faults.die_after is not None and stats.answered > self.faults.die_after:
             self.on_death()
@@ -251,40 +273,15 @@ class StubServer:
             request.transport.abort()
         return None
 
-    def _answer(
-        self,
-        query: dict[str, Any],
-        rid: str,
-        digest: bytes,
-        length: int,
-        share: float | None,
-        fault: Fault | None,
-    ) -> bytes:
-        max_tokens: int = query["sampling_params"]["max_new_tokens"]
-        reason: dict[str, Any]
-        if share is not None:
-            length = int(share * length)
-            reason = {"type": "abort", "message": "Aborted"}
-        elif length == max_tokens:
-            reason = {"type": "length", "length": length}
-        else:
-            reason = {"type": "stop", "matched": 0}
-        ids, entries = self.book.answer_json(digest, length)
-        if fault == "short_logprobs":
-            entries = self.book.answer_json(digest, max(0, length - 1))[1]
-        meta = {
-            "id": f"{rid}-not" if fault == "wrong_rid" else rid,
-            "finish_reason": reason,
-            "prompt_tokens": len(query["input_ids"]),
-            "weight_version": self.weight_version,
-            "completion_tokens": length,
-            "cached_tokens": 0,
-            "e2e_latency": 0.0,
-        }
-        if query.get("return_logprob"):
-            meta["output_token_logprobs"] = orjson.Fragment(entries)
-        body = orjson.dumps({"text": "", "output_ids": orjson.Fragment(ids), "meta_info": meta})
-        return body[: len(body) // 2] if fault == "truncate" else body
+    async def _decide(
+        self, query: dict[str, Any], rid: str, digest: bytes, images: list[bytes]
+    ) -> StubAnswer:
+        if self._rule is None:
+            max_tokens: int = query["sampling_params"]["max_new_tokens"]
+            length = min(max_tokens, self.response_tokens or max_tokens)
+            return BookAnswer(self.book, digest, length, max_tokens)
+        request = ScriptedRequest(rid, query["input_ids"], read_sampling(query), tuple(images))
+        return RuleAnswer(await ask_rule(self._rule, request, self.book))
 
     async def _abort(self, request: web.BaseRequest) -> web.StreamResponse:
         query = orjson.loads(await request.read())
@@ -310,6 +307,7 @@ class StubServer:
                 "tokenizer_path": self.model_path,
                 "is_generation": True,
                 "weight_version": self.weight_version,
+                "has_image_understanding": self.images,
             }
         )
 
@@ -353,6 +351,8 @@ def _parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--latency-max", type=float, default=float("inf"))
     parser.add_argument("--max-running", type=int, default=None)
+    parser.add_argument("--images", action="store_true")
+    parser.add_argument("--image-token-id", type=int, default=None)
     parser.add_argument("--fault-seed", type=int, default=0)
     for field in fields(Faults):
         name = "--" + field.name.replace("_", "-")
@@ -382,6 +382,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
         faults=Faults(**{field.name: getattr(arguments, field.name) for field in fields(Faults)}),
         context_length=arguments.context_length,
         model_path=arguments.model_path,
+        images=arguments.images,
+        image_token_id=arguments.image_token_id,
         fault_seed=arguments.fault_seed,
     )
     server.on_death = _die

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -89,3 +90,27 @@ async def test_cancelling_frees_the_place_and_bad_requests_are_refused() -> None
         await engine.generate([], SAMPLING, request_id="a")
     with pytest.raises(EngineError, match="vocabulary"):
         await engine.generate([512], SAMPLING, request_id="a")
+
+
+async def test_images_are_recorded_and_refused_by_default() -> None:
+    blind = await started(ScriptedEngine())
+    with pytest.raises(EngineError, match="images"):
+        await blind.generate([1], SAMPLING, request_id="a", images=["x"])
+    engine = await started(ScriptedEngine(capabilities=replace(blind.capabilities, images=True)))
+    await engine.generate([1], SAMPLING, request_id="a", images=["x", "y"])
+    await engine.generate([1], SAMPLING, request_id="b")
+    assert [request.images for request in engine.requests] == [("x", "y"), ()]
+
+
+async def test_a_larger_vocabulary_is_played_on_request() -> None:
+    engine = await started(ScriptedEngine(lambda request: [150_000], vocab_size=151_936))
+    assert engine.capabilities.vocab_size == 151_936
+    assert (await engine.generate([151_935], SAMPLING, request_id="a")).token_ids == [150_000]
+    with pytest.raises(EngineError, match="vocabulary"):
+        await engine.generate([151_936], SAMPLING, request_id="a")
+
+
+async def test_ids_of_a_rule_carry_the_policy_version() -> None:
+    engine = await started(ScriptedEngine(lambda request: [1, 2]))
+    await engine.update_weights("nowhere", 5)
+    assert (await engine.generate([1], SAMPLING, request_id="a")).policy_versions == [(0, 5)]

@@ -1,4 +1,6 @@
 import asyncio
+import base64
+import hashlib
 import json
 import signal
 import statistics
@@ -110,3 +112,35 @@ async def test_die_after_kills_the_process() -> None:
         with pytest.raises(aiohttp.ClientConnectionError):
             await client.post("/generate", json=query([1]))
     assert await asyncio.wait_for(process.wait(), 10) == -signal.SIGKILL
+
+
+async def test_images_are_counted_told_apart_and_part_of_the_question() -> None:
+    red, blue = (base64.b64encode(data).decode() for data in (b"red", b"blue"))
+    async with StubServer(images=True) as server, aiohttp.ClientSession(server.url) as client:
+        answers = []
+        for images in (None, [red, f"data:image/png;base64,{blue}"], [blue, red], red):
+            async with client.post("/generate", json=query([1, 2], image_data=images)) as response:
+                answers.append(tuple((await response.json())["output_ids"]))
+        async with client.post("/generate", json=query([1, 2], image_data=[blue, red])) as response:
+            assert tuple((await response.json())["output_ids"]) == answers[2]
+        async with client.get("/stub/stats") as response:
+            stats = await response.json()
+        async with client.get("/get_model_info") as response:
+            assert (await response.json())["has_image_understanding"] is True
+        for bad in (["?"], [3], 3):
+            async with client.post("/generate", json=query([1, 2], image_data=bad)) as response:
+                assert response.status == 400
+    assert len(set(answers)) == 4
+    assert stats["images"] == 7
+    red, blue = (hashlib.sha256(data).hexdigest() for data in (b"red", b"blue"))
+    assert stats["image_digests"] == [red, blue, blue, red, red, blue, red]
+
+
+async def test_a_model_without_images_refuses_them() -> None:
+    async with (
+        StubServer() as server,
+        aiohttp.ClientSession(server.url) as client,
+        client.post("/generate", json=query([1], image_data=["eHg="])) as response,
+    ):
+        assert response.status == 400
+        assert "understands no images" in await response.text()

@@ -57,12 +57,12 @@ def load_tool_file(path: str | Path) -> list[ClassTool | McpEntry]:
         ConfigError: Anything is wrong with it; names the file and the entry.
     """
     return [
-        _read_entry(entry, f"{_KEY}: {path}, tools[{position}]")
+        _read_entry(entry, f"{_KEY}: {path}, tools[{position}]", Path(path).expanduser())
         for position, entry in enumerate(read_tool_entries(path, key=_KEY))
     ]
 
 
-def _read_entry(entry: Any, where: str) -> ClassTool | McpEntry:
+def _read_entry(entry: Any, where: str, file: Path) -> ClassTool | McpEntry:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: {entry!r} is no mapping with class_name, config and tool_schema")
     _check_keys(entry, _ENTRY_KEYS, where)
@@ -71,20 +71,20 @@ def _read_entry(entry: Any, where: str) -> ClassTool | McpEntry:
         raise ConfigError(f"{where}: config is {config!r}, want a mapping")
     match config.get("type", "native"):
         case "native":
-            return _read_class(entry, config, where)
+            return _read_class(entry, config, where, file)
         case "mcp":
             return _read_mcp(entry, config, where)
         case other:
             raise ConfigError(f"{where}: config.type is {other!r}, want native or mcp")
 
 
-def _read_class(entry: Mapping[str, Any], config: dict[str, Any], where: str) -> ClassTool:
+def _read_class(entry: Mapping[str, Any], config: dict[str, Any], where: str, file: Path) -> ClassTool:
     class_name = entry.get("class_name")
     if not isinstance(class_name, str) or not class_name:
         raise ConfigError(f"{where}: needs class_name, as package.module.Class or path/to/file.py:Class")
     if "mcp" in entry:
         raise ConfigError(f"{where}: mcp is for entries with config.type: mcp")
-    cls = import_name(class_name, key=f"{where}: class_name")
+    cls = import_name(class_name, key=f"{where}: class_name", beside=file)
     if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in _METHODS):
         raise ConfigError(
             f"{where}: {class_name} is no tool class; subclass rollstream.agent.tools.base.Tool "
