@@ -19,6 +19,7 @@ from rollstream.agent.conversation import Conversation, Turn
 from rollstream.agent.registry import register
 from rollstream.agent.tool_agent import State, ToolAgent
 from rollstream.agent.tools.result import ToolResult
+from rollstream.agent.tools.text import truncate_text
 from rollstream.chat.parsers.base import ToolCall
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Message, Metrics, Trajectory
@@ -147,9 +148,9 @@ class ContextAgent(ToolAgent):
                 results.append(next(theirs))
                 continue
             try:
-                results.append(ToolResult(self._execute_own(call, asked)))
+                results.append(ToolResult(self._cut(self._execute_own(call, asked))))
             except Refused as refusal:
-                results.append(ToolResult(f"Error: {refusal}.", error="bad_arguments"))
+                results.append(ToolResult(self._cut(f"Error: {refusal}."), error="bad_arguments"))
         return results, asked
 
     def _execute_own(self, call: ToolCall, asked: list[int]) -> str:
@@ -162,6 +163,10 @@ class ContextAgent(ToolAgent):
         msg_id = read_msg_id(call, self.conversation.messages, self.deleted | set(asked))
         asked.append(msg_id)
         return f"Message {msg_id} is deleted."
+
+    def _cut(self, text: str) -> str:
+        limits = self.resources.tools.limits
+        return truncate_text(text, limits.max_response_length, limits.truncate_side)
 
     def _take_snapshot(self, asked: list[int]) -> None:
         snapshot = self.conversation.trajectory("stop", extra={"deleted_msg_ids": asked})
@@ -197,10 +202,8 @@ class ContextAgent(ToolAgent):
             answer = messages[exchange.at]
             sampled = exchange.turn.completion.token_ids
             if exchange.at in self.deleted:
-                ids += tokenizer.encode(answer["content"])
-                sampled = []
-            else:
-                ids += sampled
+                sampled = template.answer_ids(answer["content"], tools=self.tools)
+            ids += sampled
             ids += template.ids_after(
                 exchange.turn.message,
                 messages[start : start + exchange.added],

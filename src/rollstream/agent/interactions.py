@@ -163,7 +163,7 @@ class InteractionSession:
                     self._instance_id,
                     **self._kwargs,
                 )
-            except Exception:
+            except (Exception, SystemExit):
                 logger.warning("%s.finalize_interaction failed", self._name, exc_info=True)
 
     @property

@@ -1,7 +1,7 @@
 """Agent loops by name: built-in, registered by code, or listed in a YAML file."""
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,6 +70,23 @@ class AgentLoops:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"unknown agent loop {name!r}{hint} Known: {', '.join(known)}")
+
+    def check(self, names: Iterable[str], resources: AgentResources) -> None:
+        """Makes one loop of each name, so that what is wrong with its options shows at start.
+
+        Raises:
+            ConfigError: a loop cannot be made; names it.
+        """
+        for name in names:
+            try:
+                self.create(name, resources, request_id="check")
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise ConfigError(
+                    f"agent loop {name!r} cannot be made ({type(error).__name__}: {error}); its options are "
+                    f"{dict(self.entry(name).options)}"
+                ) from error
 
     def create(self, name: str, resources: AgentResources, *, request_id: str) -> AgentLoop:
         """A loop for one attempt at a rollout. `resources` are the same at every call."""

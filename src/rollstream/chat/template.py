@@ -125,6 +125,17 @@ class TurnTemplate:
             )
         return after, bool(close.end)
 
+    def answer_ids(self, content: str, *, tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Ids of an answer that no model wrote, as they follow the generation prompt, end of turn included.
+
+        Where the template writes something else there than the beginning of its own answers (it may open a
+        thinking block), they are those of the text alone.
+        """
+        messages = [_QUESTION, {"role": "assistant", "content": content}]
+        before = self._tokenizer.render_text(messages[:1], tools=tools)
+        whole = self._tokenizer.render_text(messages, tools=tools, add_generation_prompt=False)
+        return self._tokenizer.encode(whole.removeprefix(before) if whole.startswith(before) else content)
+
     @cached_property
     def has_tool_role(self) -> bool:
         """Whether the template shows messages of role `tool`; some refuse them, some leave them out."""

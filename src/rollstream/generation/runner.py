@@ -218,8 +218,10 @@ class _Run:
             stack.callback(prepared.reward.close)
             prepared.check_rows()
             gate = EngineGate(engine, timeout=settings.engine_timeout)
+            resources = prepared.agent_resources(engine)
+            prepared.agents.loops.check(prepared.loop_names, resources)
             worker = RolloutWorker(
-                prepared.agent_resources(engine),
+                resources,
                 sampling=prepared.sampling,
                 seed=settings.seed,
                 default_agent_loop=prepared.settings.actor_rollout_ref.rollout.agent.default_agent_loop,

@@ -74,6 +74,12 @@ class Prepared:
         return Path(self.settings.trainer.default_local_dir).expanduser()
 
     @property
+    def loop_names(self) -> list[str]:
+        """The agent loops that rows use."""
+        default = self.settings.actor_rollout_ref.rollout.agent.default_agent_loop
+        return sorted({default, *self.dataset.agent_names()})
+
+    @property
     def total(self) -> int:
         """Rollouts of the whole run."""
         return len(self.dataset.order) * self.settings.actor_rollout_ref.rollout.n

@@ -213,6 +213,8 @@ class RolloutWorker:
             if task is not None and task.cancelling():
                 raise
             raise RuntimeError(f"agent loop {name!r} let a CancelledError of its own escape") from error
+        except SystemExit as error:  # of the user's code: it would end the run, not the rollout
+            raise RuntimeError(f"agent loop {name!r} called sys.exit({error.code!r})") from error
         trajectories = [result] if isinstance(result, Trajectory) else list(result)
         if not trajectories or not all(isinstance(one, Trajectory) for one in trajectories):
             raise TypeError(f"agent loop {name!r} must return trajectories, not {result!r:.200}")

@@ -273,3 +273,16 @@ def _with_template(tokenizer: ChatTokenizer, template: str) -> ChatTokenizer:
     inner = copy.deepcopy(tokenizer._tokenizer)
     inner.chat_template = template
     return ChatTokenizer(inner)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "chatml_thinking"])
+def test_an_answer_that_no_model_wrote_stands_as_the_template_writes_it(name: str) -> None:
+    tokenizer = load(name)
+    template = TurnTemplate(tokenizer)
+    answer = {"role": "assistant", "content": "[deleted]"}
+    more = [{"role": "user", "content": "go on"}]
+    question = [{"role": "user", "content": "."}]
+    ids = template.answer_ids("[deleted]")
+    running = tokenizer.render(question) + ids + template.ids_after(answer, more, sampled_ids=ids)
+    text = tokenizer.decode(running, skip_special_tokens=False).replace("<|return|>", "<|end|>")
+    assert text == tokenizer.render_text([*question, answer, *more])

@@ -1,0 +1,249 @@
+"""Whole runs of agents: the shipped model with a calculator, from command line to stored trajectory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+
+from demo_model.chats import CALCULATOR
+from rollstream.cli import main as cli
+from rollstream.demo import MODEL_PATH
+from rollstream.store.paths import RunPaths
+from rollstream.store.summary import read_status
+from rollstream.store.validate import validate_run
+from tests.faults.runs import Runner
+
+ROWS, N = 64, 2
+
+TOOLS = '''
+import re
+from rollstream.agent.tools.base import Tool, ToolError
+
+def evaluate(expression):
+    terms = re.fullmatch(r"\\s*(-?\\d+)\\s*([-+])\\s*(-?\\d+)\\s*", expression)
+    if terms is None:
+        raise ToolError("only sums of two numbers")
+    a, sign, b = terms.groups()
+    return str(int(a) + int(b) if sign == "+" else int(a) - int(b))
+
+class Calculator(Tool):
+    """Keeps what each rollout has computed."""
+
+    def __init__(self, config, tool_schema):
+        super().__init__(config, tool_schema)
+        self.computed = {}
+
+    async def create(self, instance_id=None, **kwargs):
+        self.computed[instance_id] = []
+        return instance_id
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.computed[instance_id].append(evaluate(parameters["expression"]))
+        return self.computed[instance_id][-1], 0.1
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return len(self.computed[instance_id])
+
+    async def release(self, instance_id, **kwargs):
+        del self.computed[instance_id]
+'''
+
+FUNCTION = f"""
+from rollstream.agent.tools.functions import function_tool
+
+{TOOLS.partition("class Calculator")[0]}
+
+@function_tool(schema={CALCULATOR!r})
+def calculator(expression):
+    return evaluate(expression)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With tools, a tool file, and what makes them."""
+    folder = tmp_path_factory.mktemp("agents")
+    write_tools(folder, TOOLS)
+    (folder / "functions.py").write_text(FUNCTION)
+    return folder
+
+
+def write_tools(folder: Path, source: str) -> Path:
+    (folder / "my_tools.py").write_text(source)
+    entry = {
+        "class_name": f"{folder / 'my_tools.py'}:Calculator",
+        "config": {"type": "native"},
+        "tool_schema": CALCULATOR,
+    }
+    file = folder / "tools.yaml"
+    file.write_bytes(orjson.dumps({"tools": [entry]}))  # JSON is YAML
+    return file
+
+
+def words(run_dir: Path, *more: str, tools: Path | None = None, n: int = N) -> list[str]:
+    chosen = [
+        f"actor_rollout_ref.model.path={MODEL_PATH}",
+        f"actor_rollout_ref.rollout.n={n}",
+        "actor_rollout_ref.rollout.response_length=256",
+        "data.max_prompt_length=512",
+        f"train_tasks=[{{name: reasoning_gym, dataset: chain_sum, size: {ROWS}, seed: 7, config: "
+        "{min_terms: 2, max_terms: 2, min_digits: 2, max_digits: 2}}]",
+        f"trainer.default_local_dir={run_dir}",
+        "generation.seed=1",
+        "generation.show_progress=false",
+        *more,
+    ]
+    if tools is not None:
+        key = "function_tool_path" if tools.suffix == ".py" else "tool_config_path"
+        chosen += [
+            "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+            f"actor_rollout_ref.rollout.multi_turn.{key}={tools}",
+            "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=4",
+        ]
+    return chosen
+
+
+def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rollstream.cli", "generate", "--json", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "ROLLSTREAM_CACHE": str(folder / "cache")},
+        check=False,
+    )
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(run_dir / "trajectories.parquet").to_pylist()
+    return rows
+
+
+def mean_reward(rows: list[dict[str, Any]]) -> float:
+    return float(sum(row["reward"] for row in rows) / len(rows))
+
+
+@pytest.fixture(scope="module")
+def tool_run(folder: Path) -> Path:
+    done = run(words(folder / "run", tools=folder / "tools.yaml"), folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert orjson.loads(done.stdout)["completed"] == ROWS * N
+    return folder / "run"
+
+
+def test_the_calculator_makes_the_model_better(folder: Path, tool_run: Path) -> None:
+    done = run(words(folder / "single"), folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone, helped = rows_of(folder / "single"), rows_of(tool_run)
+    assert len(alone) == len(helped) == ROWS * N
+    assert [row["prompt_key"] for row in alone] == [row["prompt_key"] for row in helped]
+    # About 0.60 and 0.94: three standard errors of 128 rollouts lie between each figure and its bound.
+    assert mean_reward(alone) < 0.75
+    assert mean_reward(helped) > 0.85
+    assert validate_run(tool_run).sound
+    called = [row for row in helped if row["metrics"]["tool_calls"]]
+    assert len(called) > 0.9 * len(helped)
+    for row in called:
+        extra = orjson.loads(row["extra"])
+        results = row["metrics"]["tool_calls"] - row["metrics"]["tool_errors"]
+        assert extra.get("tool_rewards", []) == [0.1] * int(results)
+        assert extra["tool_scores"] == {"calculator": results}
+        roles = [message["role"] for message in orjson.loads(row["messages"])]
+        assert roles[:3] == ["user", "assistant", "tool"]
+        assert len(row["response_ids"]) == len(row["response_mask"]) == len(row["response_logprobs"])
+        assert {0, 1} == set(row["response_mask"])
+        masks = zip(row["response_mask"], row["response_logprobs"], strict=True)
+        assert all(logprob == 0.0 for mask, logprob in masks if not mask)
+        assert len(row["response_ids"]) <= 256
+
+
+def test_log_probs_are_the_models_own_over_all_turns(tool_run: Path) -> None:
+    """Of each sampled token, given everything before it: template and tool tokens are where they belong."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32)
+    worst = 0.0
+    for row in rows_of(tool_run)[:12]:
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        with torch.no_grad():
+            scores = model(ids).logits[0].log_softmax(-1)
+        for at, (token, mask, logprob) in enumerate(
+            zip(row["response_ids"], row["response_mask"], row["response_logprobs"], strict=True)
+        ):
+            if mask:
+                own = float(scores[len(row["prompt_ids"]) + at - 1, token])
+                worst = max(worst, abs(own - logprob))
+    assert 0 < worst < 1e-4
+
+
+def test_show_prints_the_turns_and_both_masks(tool_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    called = next(row for row in rows_of(tool_run) if row["metrics"]["tool_calls"] == 1 and row["reward"])
+    assert cli(["show", str(tool_run), str(called["index"]), str(called["repeat"]), "--tokens"]) == 0
+    shown = capsys.readouterr().out
+    assert "tool calls: " in shown
+    assert "[1:<tool_call>\n" in shown
+    assert "[0:\n<|im_start|>user\n<tool_response>\n" in shown
+    assert "<|im_end|>]" in shown
+    answer = orjson.loads(called["messages"])[-1]["content"]
+    assert f"[1:{answer}<|im_end|>]" in shown
+
+
+@pytest.mark.slow
+def test_a_changed_tool_is_another_run(folder: Path, tool_run: Path) -> None:
+    before = (tool_run / "trajectories.parquet").read_bytes()
+    try:
+        write_tools(folder, TOOLS + "# changed\n")
+        done = run(words(tool_run, tools=folder / "tools.yaml"), folder)
+    finally:
+        write_tools(folder, TOOLS)
+    assert done.returncode == 2
+    assert "tools: " in done.stderr
+    assert "temperature" not in done.stderr
+    assert (tool_run / "trajectories.parquet").read_bytes() == before
+    again = run(words(tool_run, tools=folder / "tools.yaml"), folder)
+    assert (again.returncode, orjson.loads(again.stdout)["generated"]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_a_function_does_the_same_as_a_class(folder: Path, tool_run: Path) -> None:
+    done = run(words(folder / "function", tools=folder / "functions.py"), folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = rows_of(folder / "function")
+    assert [row["prompt_ids"] for row in rows] == [row["prompt_ids"] for row in rows_of(tool_run)]
+    assert mean_reward(rows) > 0.85
+    assert all("tool_scores" not in orjson.loads(row["extra"]) for row in rows)
+    refused = run(words(tool_run, tools=folder / "functions.py"), folder)
+    assert (refused.returncode, "tools: " in refused.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_killed_run_has_every_rollout_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLSTREAM_CACHE", str(folder / "cache"))
+    run_dir = folder / "killed"
+    arguments = words(
+        run_dir,
+        "generation.max_in_flight=8",
+        "generation.save_batch_size=16",
+        tools=folder / "tools.yaml",
+        n=4,
+    )
+    runner = Runner(arguments, log=folder / "killed.log")
+    batches = RunPaths(run_dir).batches
+    assert runner.wait_until(lambda: any(batches.glob("*.parquet"))), runner.output()[-3000:]
+    runner.kill()
+    half = read_status(run_dir).completed
+    assert 16 <= half < ROWS * 4
+    done = run(arguments, folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert orjson.loads(done.stdout)["generated"] == ROWS * 4 - half
+    rows = rows_of(run_dir)
+    assert [(row["index"], row["repeat"]) for row in rows] == [(i, r) for i in range(ROWS) for r in range(4)]
+    assert {row["trajectory"] for row in rows} == {0}
+    result = validate_run(run_dir)
+    assert result.sound, result.problems
+    assert not RunPaths(run_dir).damaged_files()

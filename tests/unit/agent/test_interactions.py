@@ -1,0 +1,404 @@
+"""Interactions: partners that answer, score, end, fail, hang, and are always finalized."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.agent.base import TurnLimits
+from rollstream.agent.interactions import Interaction, Interactions, load_interactions
+from rollstream.errors import ConfigError, DataError
+from rollstream.trajectory import Failure, Message, Rollout
+from tests.unit.agent.rollouts import (
+    FAR,
+    call_text,
+    completed,
+    contents,
+    demo_tokenizer,
+    failed,
+    make_row,
+    make_worker,
+    resources,
+    sampled,
+    says,
+    started,
+)
+from tests.unit.agent.tools.tools import Recorder, class_tool, opened
+
+
+class Teacher(Interaction):
+    """Asks again until the answer is right; does what `config` says."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.log: list[tuple[str, str, dict[str, Any]]] = []
+        self.heard: list[list[Message]] = []
+        self.begun = asyncio.Event()
+
+    async def _do(self, what: str, instance_id: str, kwargs: dict[str, Any]) -> Any:
+        self.log.append((what, instance_id, kwargs))
+        behaviour = self.config.get(what)
+        if behaviour == "hang":
+            self.begun.set()
+            await asyncio.Event().wait()
+        if isinstance(behaviour, BaseException):
+            raise behaviour
+        return behaviour
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        assert instance_id is not None
+        await self._do("start", instance_id, kwargs)
+        return str(self.config.get("own_id", instance_id))
+
+    async def generate_response(self, instance_id: str, messages: list[Message], **kwargs: Any) -> Any:
+        self.heard.append(list(messages))
+        if answer := await self._do("respond", instance_id, kwargs):
+            return answer
+        right = messages[-1]["content"] == kwargs.get("truth", "12")
+        messages.clear()  # a copy: nobody misses them
+        return right, "right" if right else "try again", float(right), {"n": 1}
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> Any:
+        return await self._do("score", instance_id, kwargs)
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        await self._do("finalize", instance_id, kwargs)
+
+    @property
+    def done(self) -> list[str]:
+        return [entry[0] for entry in self.log]
+
+
+ASKS = {"interaction_kwargs": {"name": "teacher", "truth": "12"}}
+
+
+async def play(
+    teacher: Teacher, *answers: str, info: dict[str, Any] | None = None, **given: Any
+) -> tuple[Rollout | Failure, Any]:
+    """One rollout with the teacher, and its engine."""
+    timeout = given.pop("timeout", FAR)
+    attempts = given.pop("max_attempts", 3)
+    attempt_timeout = given.pop("attempt_timeout", FAR)
+    engine = await started(says(*answers))
+    partners = Interactions({"teacher": teacher}, timeout=timeout)
+    worker = make_worker(
+        resources(engine, interactions=partners, **given),
+        max_attempts=attempts,
+        attempt_timeout=attempt_timeout,
+    )
+    async with asyncio.timeout(FAR):
+        return await worker.run(make_row(extra_info=ASKS if info is None else info), 0), engine
+
+
+async def test_it_answers_until_it_ends_the_conversation() -> None:
+    teacher = Teacher({"score": 0.75})
+    result, engine = await play(teacher, "10", "11", "12")
+    made = completed(result).final
+    assert made.finish_reason == "stop"
+    assert [message["content"] for message in made.messages] == [
+        "3 + 9 =",
+        *("10", "try again", "11", "try again", "12"),
+    ]
+    assert made.num_turns == 6
+    assert made.extra["turn_scores"] == [0.0, 0.0, 1.0]
+    assert made.extra["interaction_score"] == 0.75
+    assert teacher.done == ["start", "respond", "respond", "respond", "score", "finalize"]
+    assert {entry[1] for entry in teacher.log} == {"0-0-1"}
+    assert all(entry[2] == {"truth": "12"} for entry in teacher.log)
+    assert [messages[-1]["content"] for messages in teacher.heard] == ["10", "11", "12"]
+    assert [token for token, _ in sampled(made)] == [
+        token for _, completion in engine.completions for token in completion.token_ids
+    ]
+    running = demo_tokenizer().decode(engine.requests[-1].prompt_ids, skip_special_tokens=False)
+    assert running.endswith("11<|im_end|>\n<|im_start|>user\ntry again<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_scores_that_say_nothing_and_an_id_of_its_own() -> None:
+    teacher = Teacher({"own_id": "mine", "respond": (True, "", None, {})})
+    result, _ = await play(teacher, "12")
+    assert completed(result).final.extra == {"extra_info": ASKS, "turn_scores": []}
+    assert [entry[1] for entry in teacher.log] == ["0-0-1", "mine", "mine", "mine"]
+
+
+async def test_calls_run_and_only_answers_without_calls_are_answered() -> None:
+    teacher = Teacher({})
+    engine = await started(says(call_text("it"), "10", call_text("it"), "12"))
+    tool = class_tool(Recorder)
+    async with opened([tool]) as box:
+        given = resources(engine, tools=box, interactions=Interactions({"teacher": teacher}))
+        made = completed(await make_worker(given).run(make_row(extra_info=ASKS), 0)).final
+    roles = [message["role"] for message in made.messages]
+    assert roles == [
+        "user",
+        *("assistant", "tool") * 1,
+        *("assistant", "user", "assistant", "tool"),
+        "assistant",
+    ]
+    assert contents(made, "user") == ["3 + 9 =", "try again"]
+    assert tool.tool.done == ["create", "execute", "execute", "calc_reward", "release"]
+    assert teacher.done == ["start", "respond", "respond", "score", "finalize"]
+    assert made.extra["turn_scores"] == [0.0, 1.0]
+    assert made.extra["tool_scores"] == {"it": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("limits", "answers"),
+    [(TurnLimits(max_assistant_turns=2), 2), (TurnLimits(max_user_turns=2), 3)],
+)
+async def test_turn_limits_end_it_and_it_is_scored_and_finalized(limits: TurnLimits, answers: int) -> None:
+    teacher = Teacher({"score": 1})
+    result, _ = await play(teacher, "10", turns=limits)
+    made = completed(result).final
+    assert (made.finish_reason, len(contents(made, "assistant"))) == ("max_turns", answers)
+    assert made.extra["interaction_score"] == 1.0
+    assert teacher.done == ["start", *["respond"] * (answers - 1), "score", "finalize"]
+
+
+async def test_an_answer_that_does_not_fit_is_left_out() -> None:
+    teacher = Teacher({"respond": (False, "0 1 2 3 " * 50, 0.5, {})})
+    result, engine = await play(teacher, "10", response_length=100)
+    made = completed(result).final
+    assert (made.finish_reason, contents(made, "user")) == ("length", ["3 + 9 ="])
+    assert made.response_ids == engine.completions[0][1].token_ids
+    assert made.extra["turn_scores"] == [0.5]
+    assert teacher.done[-1] == "finalize"
+
+
+async def test_rows_that_ask_for_none_have_none() -> None:
+    nothing: list[dict[str, Any]] = [
+        {},
+        {"interaction_kwargs": None},
+        {"interaction_kwargs": {}},
+        {"interaction_kwargs": {"name": None, "truth": None}},
+    ]
+    for info in nothing:
+        teacher = Teacher({})
+        result, _ = await play(teacher, "10", info=info)
+        assert completed(result).final.finish_reason == "stop"
+        assert "turn_scores" not in completed(result).final.extra
+        assert not teacher.log
+
+
+async def test_a_single_one_needs_no_name_and_an_unknown_one_is_refused() -> None:
+    teacher = Teacher({})
+    result, _ = await play(teacher, "10", "12", info={"interaction_kwargs": {"truth": "12"}})
+    assert completed(result).final.extra["turn_scores"] == [0.0, 1.0]
+    for kwargs, said in [
+        ({"name": "techer"}, "name is 'techer'; interactions there are: teacher"),
+        ({"name": 3}, "name is 3;"),
+        ("teacher", "'teacher', want a mapping"),
+    ]:
+        result, engine = await play(Teacher({}), "10", info={"interaction_kwargs": kwargs})
+        failure = failed(result)
+        assert (failure.stage, failure.attempts) == ("prompt", 1)
+        assert said in failure.error
+        assert not engine.requests
+    with pytest.raises(DataError, match="interaction_config_path lists them"):
+        Interactions().open({"name": "teacher"}, request_id="x")
+    with pytest.raises(DataError, match="there are: a, b"):
+        Interactions({"a": Teacher({}), "b": Teacher({})}).open({"truth": 1}, request_id="x")
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("respond", (False, "hm"), "must return (should_terminate, response, score, metrics)"),
+    ("respond", "hm", "must return (should_terminate"),
+    ("respond", (False, 3, 0.5, {}), "the response must be text, not 3"),
+    ("respond", (False, "hm", "much", {}), "could not convert string to float"),
+    ("respond", (False, "hm", float("nan"), {}), "the score must be finite, not nan"),
+    ("respond", KeyError("bug"), "KeyError: 'bug'"),
+    ("respond", SystemExit(3), "RuntimeError: agent loop 'tool_agent' called sys.exit(3)"),
+    ("respond", asyncio.CancelledError(), "let a CancelledError of its own escape"),
+    ("start", ValueError("no seat"), "ValueError: no seat"),
+    ("score", ZeroDivisionError("none"), "ZeroDivisionError: none"),
+    ("score", float("inf"), "calculate_score: the score must be finite, not inf"),
+]
+
+
+@pytest.mark.parametrize(("what", "behaviour", "said"), WRONG)
+async def test_what_breaks_its_promise_fails_the_rollout_alone(what: str, behaviour: Any, said: str) -> None:
+    teacher = Teacher({what: behaviour})
+    result, _ = await play(teacher, "10", "12")
+    failure = failed(result)
+    assert said in failure.error
+    assert (failure.stage, failure.attempts) == ("agent", 1)
+    assert teacher.done.count("finalize") == 1
+
+
+@pytest.mark.parametrize("what", ["start", "respond", "score"])
+async def test_a_timeout_is_tried_again_and_finalized_each_time(what: str) -> None:
+    teacher = Teacher({what: "hang"})
+    result, engine = await play(teacher, "12", timeout=0.02)
+    failure = failed(result)
+    assert failure.attempts == 3
+    assert (
+        "took longer than 0.02 s (actor_rollout_ref.rollout.multi_turn.interaction_timeout)" in failure.error
+    )
+    assert [entry[1] for entry in teacher.log if entry[0] == "finalize"] == ["0-0-1", "0-0-2", "0-0-3"]
+    assert len(engine.requests) == 3
+
+
+async def test_a_timeout_that_passes_costs_an_attempt_only() -> None:
+    class Slow(Teacher):
+        async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+            if instance_id == "0-0-1":
+                await asyncio.Event().wait()
+            return await super().start_interaction(instance_id, **kwargs)
+
+    teacher = Slow({})
+    result, _ = await play(teacher, "12", timeout=0.5)
+    assert completed(result).attempts == 2
+    assert [entry[:2] for entry in teacher.log] == [
+        ("finalize", "0-0-1"),
+        *((what, "0-0-2") for what in ("start", "respond", "score", "finalize")),
+    ]
+
+
+@pytest.mark.parametrize("behaviour", ["hang", ValueError("no"), SystemExit(3)])
+async def test_a_finalize_that_fails_does_not_take_the_rollout_with_it(behaviour: Any) -> None:
+    teacher = Teacher({"finalize": behaviour})
+    result, _ = await play(teacher, "12", timeout=0.5)
+    rollout = completed(result)
+    assert (rollout.attempts, rollout.final.extra["turn_scores"]) == (1, [1.0])
+
+
+async def test_plain_methods_do_as_well() -> None:
+    class Plain:
+        name = "plain"
+
+        def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
+            return None
+
+        def generate_response(self, instance_id: str, messages: list[Message], **kwargs: Any) -> Any:
+            return True, "", 1, {}
+
+        def calculate_score(self, instance_id: str, **kwargs: Any) -> int:
+            return 1
+
+        def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+            ended.append(instance_id)
+
+    ended: list[str] = []
+    engine = await started(says("12"))
+    given = resources(engine, interactions=Interactions({"teacher": Plain()}))  # type: ignore[dict-item]
+    made = completed(await make_worker(given).run(make_row(extra_info=ASKS), 0)).final
+    assert (made.extra["turn_scores"], made.extra["interaction_score"], ended) == ([1.0], 1.0, ["0-0-1"])
+
+
+@pytest.mark.parametrize("finalize", [None, ValueError("no"), "hang"])
+@pytest.mark.parametrize("how", ["cancel", "timeout"])
+async def test_it_is_finalized_when_the_rollout_is_cut_off(how: str, finalize: Any) -> None:
+    """And what that does, the rollout ends as it was told to: cancelled is cancelled, not failed."""
+    teacher = Teacher({"respond": "hang", "finalize": finalize})
+    engine = await started(says("10"))
+    partners = Interactions({"teacher": teacher}, timeout=1.0)
+    given = replace(resources(engine), interactions=partners)
+    seconds = 0.5 if how == "timeout" else FAR
+    worker = make_worker(given, max_attempts=1, attempt_timeout=seconds)
+    before = asyncio.all_tasks()
+    async with asyncio.timeout(FAR):
+        task = asyncio.create_task(worker.run(make_row(extra_info=ASKS), 0))
+        await teacher.begun.wait()
+        if how == "cancel":
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            assert "took longer than 0.5 s" in failed(await task).error
+    assert teacher.done == ["start", "respond", "finalize"]
+    assert asyncio.all_tasks() == before
+
+
+async def test_one_hangs_and_the_others_go_on() -> None:
+    hanging, good = Teacher({"respond": "hang"}), Teacher({})
+    engine = await started(says("10", "12"))
+    partners = Interactions({"hanging": hanging, "teacher": good}, timeout=1.0)
+    worker = make_worker(resources(engine, interactions=partners), max_attempts=1)
+    bad = {"interaction_kwargs": {"name": "hanging"}}
+    async with asyncio.timeout(FAR):
+        results = await asyncio.gather(
+            *(worker.run(make_row(at, extra_info=ASKS if at % 2 else bad), 0) for at in range(20))
+        )
+    for at, result in enumerate(results):
+        if at % 2:
+            assert completed(result).final.extra["turn_scores"] == [0.0, 1.0]
+        else:
+            assert "took longer than 1 s" in failed(result).error
+    assert good.done.count("finalize") == hanging.done.count("finalize") == 10
+
+
+SOURCE = """
+from rollstream.agent.interactions import Interaction
+class Echo(Interaction):
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return self.config["ends"], messages[-1]["content"], 0.5, {}
+class Half:
+    def __init__(self, config): pass
+    async def start_interaction(self, instance_id, **kwargs): pass
+class Exits:
+    def __init__(self, config): raise SystemExit("no licence")
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], str]:
+    (tmp_path / "partners.py").write_text(SOURCE)
+
+    def save(text: str) -> str:
+        file = tmp_path / "interactions.yaml"
+        file.write_text(text.replace("HERE", str(tmp_path / "partners.py")))
+        return str(file)
+
+    return save
+
+
+async def test_a_yaml_file_is_read(write: Callable[[str], str]) -> None:
+    text = (
+        "interaction:\n"
+        "  - {name: echo, class_name: 'HERE:Echo', config: {ends: true, 3: x}}\n"
+        "  - {class_name: rollstream.agent.interactions.Interaction}\n"
+    )
+    loaded = load_interactions(write(text), timeout=7)
+    assert (list(loaded.by_name), loaded.timeout) == (["echo", "Interaction"], 7)
+    assert loaded.by_name["echo"].config == {"ends": True, 3: "x", "name": "echo"}
+    assert loaded.by_name["echo"].name == "echo"
+    session = loaded.open({"name": "echo"}, request_id="r")
+    assert session is not None
+    assert await session.respond([{"role": "assistant", "content": "hi"}]) == (True, "hi")
+    assert loaded.digest == load_interactions(write(text), timeout=8).digest
+    changed = load_interactions(write(text.replace("true", "false")), timeout=7)
+    assert changed.digest != loaded.digest
+    Path(write(text)).with_name("partners.py").write_text(SOURCE + "# changed")
+    assert load_interactions(write(text), timeout=7).digest not in (loaded.digest, changed.digest)
+    assert load_interactions(None, timeout=3) == Interactions(timeout=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("interaction: [", "cannot be read as YAML"),
+        ("- a", "needs `interaction:` with a list"),
+        ("interaction: []", "needs `interaction:` with a list"),
+        ("interaction: {a: 1}", "needs `interaction:` with a list"),
+        ("interaction: [3]", r"interaction\[0\]: needs a class_name"),
+        ("interaction: [{name: x}]", r"interaction\[0\]: needs a class_name"),
+        ("interaction: [{class_name: no.such.Thing}]", r"interaction\[0\]: no.such cannot be imported"),
+        ("interaction: [{class_name: 'HERE:Ech'}]", "has no Ech; did you mean Echo"),
+        ("interaction: [{class_name: 'HERE:Half'}]", "has no method generate_response"),
+        ("interaction: [{class_name: 'HERE:Exits'}]", r"cannot be made \(SystemExit: no licence\)"),
+        ("interaction: [{class_name: 'HERE:Echo', config: [1]}]", r"config is \[1\], want a mapping"),
+        ("interaction: [{class_name: 'HERE:Echo'}, {class_name: 'HERE:Echo'}]", "'Echo' is there twice"),
+        ("interaction: [{class_name: '${nowhere}'}]", "cannot be read as YAML"),
+    ],
+)
+def test_mistakes_in_the_file_are_named(write: Callable[[str], str], text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_interactions(write(text), timeout=1)
+    assert "interaction_config_path" in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"interaction_config_path: no such file: /none\.yaml"):
+        load_interactions("/none.yaml", timeout=1)

@@ -1,0 +1,134 @@
+"""What is refused at start of the agent loops and tools of a run, and what decides their data."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.agent.interactions import Interaction, Interactions
+from rollstream.agent.registry import AgentLoops
+from rollstream.agent.tools.toolbox import ToolBox
+from rollstream.demo import MODEL_PATH
+from rollstream.errors import ConfigError
+from rollstream.generation.agents import Agents, load_agents
+from rollstream.generation.runner import as_config
+from tests.unit.agent.rollouts import demo_tokenizer
+from tests.unit.agent.tools.tools import Recorder, class_tool
+from tests.unit.chat.templates import load
+
+FUNCTIONS = """
+from rollstream.agent.tools.functions import function_tool
+
+@function_tool
+def add(a: int) -> int:
+    '''Adds.
+
+    Args:
+        a: What.
+    '''
+    return a
+"""
+LOOPS = """
+from rollstream.agent.tool_agent import ToolAgent
+class Mine(ToolAgent):
+    needs_tools = False
+"""
+
+
+def agents(*words: str) -> Agents:
+    return load_agents(as_config([f"actor_rollout_ref.model.path={MODEL_PATH}", *words]))
+
+
+def rollout(key: str, value: Any) -> str:
+    return f"actor_rollout_ref.rollout.{key}={value}"
+
+
+def test_nothing_configured_is_single_turn_without_tools() -> None:
+    made = agents()
+    assert made.tools.schemas == []
+    assert not made.interactions.by_name
+    made.check({"single_turn_agent", "context_agent"}, demo_tokenizer())
+    assert list(made.identity({"tool_agent", "single_turn_agent"})) == ["single_turn_agent", "tool_agent"]
+
+
+def test_a_loop_that_needs_tools_is_refused_without_any() -> None:
+    with pytest.raises(ConfigError, match="'tool_agent' has neither tools nor interactions: set tool_config"):
+        agents().check({"single_turn_agent", "tool_agent"}, demo_tokenizer())
+    with_tools = Agents(AgentLoops(), ToolBox([class_tool(Recorder)]), Interactions())
+    with_tools.check({"tool_agent"}, demo_tokenizer())
+    partners = Interactions({"x": Interaction({})})
+    Agents(AgentLoops(), ToolBox(), partners).check({"tool_agent"}, demo_tokenizer())
+    with pytest.raises(ConfigError, match="unknown agent loop 'tool_agnt'; did you mean 'tool_agent'"):
+        with_tools.check({"tool_agnt"}, demo_tokenizer())
+
+
+def test_a_template_without_a_role_for_results_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    made = Agents(AgentLoops(), ToolBox([class_tool(Recorder)]), Interactions())
+    with caplog.at_level(logging.WARNING):
+        made.check({"tool_agent"}, demo_tokenizer())
+        assert not caplog.messages
+        made.check({"tool_agent"}, load("gemma"))
+    assert "no role for tool results" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([rollout("multi_turn.format", "herms")], "unknown tool parser 'herms'; did you mean 'hermes'"),
+        (
+            [rollout("agent.default_agent_loop", "single_turn")],
+            "unknown agent loop 'single_turn'; did you mean 'single_turn_agent'",
+        ),
+        ([rollout("agent.agent_loop_config_path", "none.yaml")], "no such file: none.yaml"),
+        ([rollout("multi_turn.tool_config_path", "none.yaml")], "none.yaml"),
+        ([rollout("multi_turn.function_tool_path", "none.py")], "no such file: none.py"),
+        ([rollout("multi_turn.interaction_config_path", "none.yaml")], "no such file: none.yaml"),
+        ([rollout("multi_turn.tool_timeout", 0)], "tool_timeout"),
+        ([rollout("multi_turn.max_parallel_calls", 0)], "max_parallel_calls"),
+        ([rollout("multi_turn.tool_response_truncate_side", "top")], "tool_response_truncate_side"),
+        (["actor_rollout_ref.model.path=null"], "model.path is not set"),
+        ([rollout("name", "openvin")], "did you mean 'openvino'"),
+    ],
+)
+def test_mistakes_are_named_at_start(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        agents(*words)
+
+
+def test_limits_and_files_reach_the_toolbox(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(FUNCTIONS)
+    (tmp_path / "loops.py").write_text(LOOPS)
+    (tmp_path / "loops.yaml").write_text("- {name: mine, _target_: 'loops.py:Mine'}")
+    (tmp_path / "partners.yaml").write_text(
+        "interaction: [{name: p, class_name: rollstream.agent.interactions.Interaction}]"
+    )
+    made = agents(
+        rollout("agent.agent_loop_config_path", tmp_path / "loops.yaml"),
+        rollout("agent.default_agent_loop", "mine"),
+        rollout("multi_turn.function_tool_path", tmp_path / "tools.py"),
+        rollout("multi_turn.interaction_config_path", tmp_path / "partners.yaml"),
+        rollout("multi_turn.interaction_timeout", 3),
+        rollout("multi_turn.tool_timeout", 4),
+        rollout("multi_turn.max_tool_response_length", 5),
+        rollout("multi_turn.max_parallel_calls", 6),
+        rollout("multi_turn.tool_response_truncate_side", "left"),
+    )
+    assert [schema["function"]["name"] for schema in made.tools.schemas] == ["add"]
+    limits = made.tools.limits
+    assert (limits.timeout, limits.max_response_length, limits.max_parallel_calls) == (4.0, 5, 6)
+    assert limits.truncate_side == "left"
+    assert (list(made.interactions.by_name), made.interactions.timeout) == (["p"], 3.0)
+    made.check({"mine"}, demo_tokenizer())
+
+
+def test_the_identity_is_of_loops_that_are_used(tmp_path: Path) -> None:
+    (tmp_path / "loops.py").write_text(LOOPS)
+    (tmp_path / "loops.yaml").write_text("- {name: mine, _target_: 'loops.py:Mine'}")
+    key = rollout("agent.agent_loop_config_path", tmp_path / "loops.yaml")
+    before = agents(key).identity({"mine", "single_turn_agent"})
+    (tmp_path / "loops.py").write_text(LOOPS + "# changed\n")
+    after = agents(key).identity({"mine", "single_turn_agent"})
+    assert before["single_turn_agent"] == after["single_turn_agent"]
+    assert before["mine"] != after["mine"]
+    assert agents(key).identity({"single_turn_agent"}).keys() == {"single_turn_agent"}
