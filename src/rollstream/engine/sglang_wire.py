@@ -8,28 +8,11 @@ from typing import Any
 
 import msgspec
 import orjson
-from yarl import URL
 
 from rollstream.engine.checks import ids_fit
-from rollstream.errors import ConfigError, EngineError, TransientEngineError
+from rollstream.engine.http_server import status_error
+from rollstream.errors import EngineError, TransientEngineError
 from rollstream.trajectory import Completion, FinishReason, SamplingParams
-
-AWAY_STATUSES = frozenset((502, 503, 504))
-"""What a router answers for a server that is gone, and SGLang while it starts; also a server that is only
-busy. Which of them it is, its health says."""
-
-
-class ServerInfo(msgspec.Struct):
-    """What a server says of itself at start."""
-
-    max_model_len: int | None
-    vocab_size: int | None
-    deterministic: bool
-    """Seeds work only with --enable-deterministic-inference; without it they are silently ignored."""
-    skips_tokenizer: bool
-    """Without its tokenizer a server cannot match stop strings."""
-    sees_images: bool
-    """A server of a text model takes images without a word and ignores them."""
 
 
 class _FinishReason(msgspec.Struct):
@@ -61,14 +44,6 @@ class _Reply(msgspec.Struct):
 
 _REPLY = msgspec.json.Decoder(_Reply)
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-
-def base_url(url: str) -> str:
-    """A server's URL without its last slash; raises `ConfigError` if it is none."""
-    parsed = URL(url)
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(f"server URL {url!r} must look like http://host:port")
-    return url.rstrip("/")
 
 
 def check_images(images: list[object]) -> list[str]:
@@ -182,7 +157,7 @@ def read_reply(
     if reason is None or reason.type not in _FINISH_REASONS:
         raise _broken(server, f"its finish reason is {reason!r}")
     if reason.status_code is not None:
-        raise _status_error(server, reason.status_code, str(reason.message))
+        raise status_error(server, reason.status_code, str(reason.message))
     if reason.type == "abort" and not aborted:
         raise TransientEngineError(
             f"{server} aborted the request, which nobody here asked for: {reason.message or '(no message)'}"
@@ -225,11 +200,6 @@ def read_reply(
     )
 
 
-def http_error(server: str, status: int, payload: bytes) -> EngineError:
-    """The error for an HTTP status other than 200, in the server's own words."""
-    return _status_error(server, status, _error_message(payload))
-
-
 def _parse_version(weight_version: object) -> int:
     """SGLang's weight version is free text, "default" until the first update: that is version 0."""
     try:
@@ -240,24 +210,3 @@ def _parse_version(weight_version: object) -> int:
 
 def _broken(server: str, what: str) -> TransientEngineError:
     return TransientEngineError(f"broken reply from {server}: {what}")
-
-
-def _status_error(server: str, status: int, message: str) -> EngineError:
-    text = f"{server} answers {status}: {message}"
-    if status in (408, 429) or status >= 500:
-        return TransientEngineError(text)
-    return EngineError(text)
-
-
-def _error_message(payload: bytes) -> str:
-    """The server's own words: `{"error": {"message": ...}}`, `{"message": ...}`, or the text as it is."""
-    try:
-        value = orjson.loads(payload)
-    except orjson.JSONDecodeError:
-        value = None
-    if isinstance(value, dict):
-        inner = value.get("error", value)
-        message = inner.get("message") if isinstance(inner, dict) else inner
-        if message:
-            return str(message)
-    return payload[:500].decode(errors="replace") or "(no message)"

@@ -41,6 +41,8 @@ class Faults:
     """`/readiness` answers 503, as that of a router without servers; else there is none, as in SGLang."""
     broken_http: bool = False
     """Every route answers with something that is not HTTP."""
+    update_fails: bool = False
+    """`/update_weights_from_disk` answers 400."""
 
     def choose(self, draw: float) -> Fault | None:
         """The fault of a request for a uniform draw in [0, 1)."""

@@ -115,6 +115,7 @@ class StubServer:
             "/readiness": self._readiness,
             "/get_model_info": self._model_info,
             "/get_server_info": self._server_info,
+            "/update_weights_from_disk": self._update_weights,
             "/stub/stats": self._report_stats,
             "/stub/faults": self._set_faults,
         }
@@ -326,6 +327,13 @@ class StubServer:
     def _describe(self, info: dict[str, Any]) -> web.Response:
         status = self.faults.info_status
         return _json(info if status == 200 else {"error": {"message": "stub says nothing"}}, status)
+
+    async def _update_weights(self, request: web.BaseRequest) -> web.StreamResponse:
+        query = orjson.loads(await request.read())
+        if self.faults.update_fails:
+            return _json({"success": False, "message": "stub cannot load weights"}, 400)
+        self.weight_version = str(query.get("weight_version") or self.weight_version)
+        return _json({"success": True, "message": "Succeeded to update model weights."})
 
     async def _report_stats(self, request: web.BaseRequest) -> web.StreamResponse:
         return _json(asdict(self.stats))

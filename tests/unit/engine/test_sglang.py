@@ -169,8 +169,7 @@ async def test_requests_move_to_another_server_and_come_back(server: StubServer)
     async with StubServer(response_tokens=16) as second:
         engine = SGLangEngine([server.url, second.url])
         await engine.start()
-        for i in range(4):
-            await engine.generate([i], SAMPLING, request_id=str(i))
+        await asyncio.gather(*(engine.generate([i], SAMPLING, request_id=str(i)) for i in range(4)))
         assert server.stats.answered == second.stats.answered == 2
         second.faults = Faults(hang=1.0)
         tasks = [asyncio.create_task(engine.generate([i], SAMPLING, request_id=str(i))) for i in range(40)]

@@ -1,0 +1,221 @@
+"""Talking HTTP to one inference server: what its answers and silences mean.
+
+no connection, connection lost, no HTTP            -> away
+502, 503, 504 and its health says no               -> away
+502, 503, 504 and it is healthy, other 5xx, 429    -> transient
+other 4xx                                          -> this request is bad
+"""
+
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import orjson
+from yarl import URL
+
+from rollstream.engine.replica import ReplicaAwayError
+from rollstream.errors import ConfigError, EngineError, TransientEngineError
+
+CONNECTION_KWARGS: dict[str, Any] = {
+    "connect_timeout": 10.0,  # seconds for one TCP (and TLS) connect
+    "health_timeout": 20.0,  # seconds for a health check; SGLang itself answers only after a generated token
+    "info_timeout": 10.0,  # seconds for each question at start
+    "api_key_env": "",  # name of the environment variable with the servers' API key
+}
+"""Keys of `engine_kwargs` for engines that are servers, with their defaults."""
+
+AWAY_STATUSES = frozenset((502, 503, 504))
+"""What a router answers for a server that is gone, and a server while it starts; also one that is only busy.
+Which of them it is, its health says."""
+
+_KEEP_ALIVE_S = 4.0
+"""Below uvicorn's 5 s, so that an idle connection is closed by us and never under a request."""
+
+CONNECTION_ERRORS = (aiohttp.ClientError, ConnectionError, TimeoutError)
+"""The server went away, before or in the middle of its reply, or what it sends is not HTTP."""
+
+
+class HttpServer:
+    """One server. Connections are opened on demand and kept.
+
+    Args:
+        url: base URL, `http://host:port`.
+        kwargs: see `CONNECTION_KWARGS`.
+
+    Raises:
+        ConfigError: no such URL, or the environment has no API key.
+    """
+
+    def __init__(self, url: str, kwargs: dict[str, Any]) -> None:
+        self.url = base_url(url)
+        self.health_timeout: float = kwargs["health_timeout"]
+        self._connect_timeout: float = kwargs["connect_timeout"]
+        self._info_timeout: float = kwargs["info_timeout"]
+        self._headers = {"Content-Type": "application/json"}
+        if name := kwargs["api_key_env"]:
+            if name not in os.environ:
+                raise ConfigError(f"engine_kwargs.api_key_env: no {name!r} in the environment")
+            self._headers["Authorization"] = f"Bearer {os.environ[name]}"
+        self._urls: dict[str, URL] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    async def post(
+        self, path: str, body: bytes, *, is_healthy: Callable[[], Awaitable[bool]], wanted: Callable[[], bool]
+    ) -> bytes:
+        """Sends a request and returns the body of the 200 that answers it. There is no limit on time.
+
+        Args:
+            path: begins with a slash.
+            body: JSON.
+            is_healthy: tells a busy server from one that is gone.
+            wanted: asked before the request is sent a second time.
+
+        Raises:
+            ReplicaAwayError: see above, like the others.
+            TransientEngineError: see there.
+            EngineError: see there.
+        """
+        sent_twice = False
+        while True:
+            try:
+                async with self._open_session().post(self._url(path), data=body) as response:
+                    status, payload = response.status, await response.read()
+                break
+            except CONNECTION_ERRORS as error:
+                if isinstance(error, aiohttp.ServerDisconnectedError) and not sent_twice and wanted():
+                    # It may have been an idle connection that the server was just closing: once more.
+                    sent_twice = True
+                    continue
+                raise self._away(error) from error
+        if status == 200:
+            return payload
+        refusal = http_error(self.url, status, payload)
+        if status not in AWAY_STATUSES or await is_healthy():
+            raise refusal
+        raise ReplicaAwayError(f"{refusal}, and it is not healthy")
+
+    async def tell(self, path: str, body: object, *, timeout_s: float) -> bytes:
+        """Posts something that is answered soon; returns the body of its 200.
+
+        Raises:
+            ReplicaAwayError: the server does not answer.
+            EngineError: another status.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._open_session().post(
+                self._url(path), data=orjson.dumps(body), timeout=timeout
+            ) as response:
+                status, payload = response.status, await response.read()
+        except CONNECTION_ERRORS as error:
+            raise self._away(error) from error
+        if status != 200:
+            raise http_error(self.url, status, payload)
+        return payload
+
+    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body. Raises `ReplicaAwayError`."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._open_session().get(self._url(path), timeout=timeout) as response:
+                return response.status, await response.read()
+        except CONNECTION_ERRORS as error:
+            raise self._away(error) from error
+
+    async def ask(self, path: str, *, kind: str) -> dict[str, Any]:
+        """A server's answer to a question; empty where it does not know the route.
+
+        Args:
+            path: begins with a slash.
+            kind: what kind of server this should be, for the message.
+
+        Raises:
+            ReplicaAwayError: it does not answer, or answers as one that starts or is gone.
+            EngineError: it refuses, or its answer is no JSON.
+        """
+        status, payload = await self.get(path, timeout_s=self._info_timeout)
+        if status in (404, 405):
+            return {}
+        if status != 200:
+            error = http_error(self.url, status, payload)
+            raise ReplicaAwayError(str(error)) if status in AWAY_STATUSES else error
+        try:
+            value = orjson.loads(payload)
+        except orjson.JSONDecodeError as cause:
+            raise EngineError(f"{self.url}{path} does not answer with JSON: is it {kind} server?") from cause
+        return value if isinstance(value, dict) else {}
+
+    async def close(self) -> None:
+        """Ends all connections; requests on them end with `ReplicaAwayError`."""
+        self._closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise ReplicaAwayError("the engine is closed")
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                # Replies are read in one piece; the default high-water mark pauses the socket several times.
+                read_bufsize=2**20,
+            )
+        return self._session
+
+    def _url(self, path: str) -> URL:
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = URL(self.url + path)
+        return url
+
+    def _away(self, error: BaseException) -> ReplicaAwayError:
+        return ReplicaAwayError(f"{self.url}: {type(error).__name__}: {error}")
+
+
+async def is_answered(request: Awaitable[tuple[int, bytes]]) -> int | None:
+    """The status that a request is answered with; None when nobody answers."""
+    try:
+        return (await request)[0]
+    except (TimeoutError, ReplicaAwayError):
+        return None
+
+
+def base_url(url: str) -> str:
+    """A server's URL without its last slash; raises `ConfigError` if it is none."""
+    parsed = URL(url)
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"server URL {url!r} must look like http://host:port")
+    return url.rstrip("/")
+
+
+def http_error(server: str, status: int, payload: bytes) -> EngineError:
+    """The error for an HTTP status other than 200, in the server's own words."""
+    return status_error(server, status, _error_message(payload))
+
+
+def status_error(server: str, status: int, message: str) -> EngineError:
+    """The error for a status: one that may pass is `TransientEngineError`."""
+    text = f"{server} answers {status}: {message}"
+    if status in (408, 429) or status >= 500:
+        return TransientEngineError(text)
+    return EngineError(text)
+
+
+def _error_message(payload: bytes) -> str:
+    """The server's own words: `{"error": {"message": ...}}`, `{"message": ...}`, or the text as it is."""
+    try:
+        value = orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        value = None
+    if isinstance(value, dict):
+        inner = value.get("error", value)
+        message = inner.get("message") if isinstance(inner, dict) else inner
+        if message:
+            return str(message)
+    return payload[:500].decode(errors="replace") or "(no message)"

@@ -1,0 +1,101 @@
+"""One server of a pool."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollstream.engine.base import Capabilities
+from rollstream.errors import EngineUnavailableError
+from rollstream.trajectory import Completion, SamplingParams
+
+
+class ReplicaAwayError(EngineUnavailableError):
+    """The replica is not there; another one may be. The message names it."""
+
+
+@dataclass(slots=True)
+class ReplicaRequest:
+    """A request as a replica gets it."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    request_id: str
+    """The caller's; the same for all turns of a rollout."""
+    rid: str
+    """On the wire: no two requests have the same one, over all replicas and runs."""
+    images: list[object] = field(default_factory=list)
+    aborted: bool = False
+    """Set when the caller wants what there is."""
+
+
+class Replica(Protocol):
+    """Speaks to one server. Its errors tell the pool what to do.
+
+    - `ReplicaAwayError`: nobody is there (no connection, a lost one, a server that says it is not healthy);
+      the request goes elsewhere.
+    - `TransientEngineError`: the server failed at it (5xx, a broken reply); another one may do better.
+    - `EngineError`: the request itself is at fault; no server will do better.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its URL, for messages and as its key."""
+        ...
+
+    async def describe(self) -> Capabilities:
+        """Asks the server what it is.
+
+        Raises:
+            ReplicaAwayError: it does not answer.
+            EngineError: it refuses to say, or is something else than expected.
+        """
+        ...
+
+    async def generate(self, request: ReplicaRequest) -> Completion:
+        """Answers a request. Cancelling it leaves the request in the server: `abort` ends it there."""
+        ...
+
+    async def abort(self, rid: str) -> None:
+        """Ends a request in the server; its `generate` returns what there is. Never raises."""
+        ...
+
+    async def health(self) -> bool:
+        """Whether a request sent now would be served. Never raises."""
+        ...
+
+    async def update_weights(self, source: str, version: int) -> None:
+        """Loads other weights. Raises `EngineError`, or `ReplicaAwayError`."""
+        ...
+
+    async def close(self) -> None:
+        """Releases connections."""
+        ...
+
+
+class SharedHealth:
+    """A replica's health, asked once for all who want to know at the same time.
+
+    When a server goes, all its requests ask at once. A check ends by its own timeout, or with `close`.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._check: asyncio.Task[bool] | None = None
+
+    async def ask(self) -> bool:
+        """Whether the replica is healthy."""
+        if self._check is None:
+            self._check = asyncio.ensure_future(self._replica.health())
+            self._check.add_done_callback(self._forget)
+        check = self._check
+        await asyncio.wait((check,))
+        return not check.cancelled() and check.result()
+
+    async def close(self) -> None:
+        """Ends a check that is running."""
+        if (check := self._check) is not None:
+            check.cancel()
+            await asyncio.gather(check, return_exceptions=True)
+
+    def _forget(self, _: "asyncio.Task[bool]") -> None:
+        self._check = None
