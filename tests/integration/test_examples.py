@@ -158,3 +158,28 @@ async def test_a_rule_of_texts_serves_a_whole_run_over_http(tmp_path: Path) -> N
     scores = {orjson.loads(row["ground_truth"]): row["extra"]["turn_scores"] for row in rows}
     assert scores.pop("131") == [0.0, 1.0]
     assert set(map(tuple, scores.values())) == {(0.0, 0.0, 0.0)}
+
+
+def test_the_calculator_of_the_readme(tmp_path: Path) -> None:
+    config = [
+        "--config",
+        "examples/calculator/run.yaml",
+        "train_tasks.0.size=8",
+        "generation.show_progress=false",
+    ]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "rollstream.cli",
+            "generate",
+            *config,
+            f"trainer.default_local_dir={tmp_path}",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "16/16 rollouts done, 0 failed" in done.stdout
+    assert "tools: 16 calls" in done.stdout

@@ -44,6 +44,8 @@ class AgentResources:
     max_model_len: int | None = None
     """Prompt plus response tokens at most; None: no limit is known."""
     tools: ToolBox = field(default_factory=ToolBox)
+    show_tools: bool = True
+    """Whether the chat template is given the tools' schemas; if not, the prompts describe them."""
     turns: TurnLimits = TurnLimits()
     parser_name: str = "hermes"
     """How the model writes tool calls."""
@@ -85,6 +87,8 @@ class AgentLoop(ABC):
     """Where a snapshot trajectory without a reward gets one from."""
     needs_tools: ClassVar[bool] = False
     """Whether a run without any tools and interactions makes no sense: an error at start, then."""
+    sees_images: ClassVar[bool] = True
+    """Whether this loop can show images; if not, rows with images are an error at start."""
 
     def __init__(self, resources: AgentResources, *, request_id: str, shared: Any = None) -> None:
         """Args:
@@ -106,6 +110,15 @@ class AgentLoop(ABC):
         """Builds what is too expensive for every rollout; called once per worker, before the first one.
 
         `options` are those of the YAML. The result is every instance's `self.shared`.
+        """
+        return None
+
+    @classmethod
+    def prompt_tools(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """Schemas that the loop's prompts show, of a run with these tools; for measuring prompts beforehand.
+
+        None: those of `data.tool_config_path`, if there are any. The run's tools are shown only by loops that
+        execute them.
         """
         return None
 
@@ -143,7 +156,7 @@ class AgentLoop(ABC):
             messages: the prompt.
             prompt_key: of the prompt row: its repeats are rendered once. Other messages than the row's need
                 a key of their own.
-            tools: schemas to show; None shows those of the run.
+            tools: schemas to show; None shows those of `data.tool_config_path`, if there are any.
             images: the row's `images`, one for each image part of the messages.
 
         Raises:

@@ -16,7 +16,6 @@ from typing import Any
 from rollstream.agent.base import AgentResources, SnapshotScoring
 from rollstream.agent.context_tools import NAMES, SCHEMAS, Notes, Refused, read_msg_id
 from rollstream.agent.conversation import Conversation, Turn
-from rollstream.agent.registry import register
 from rollstream.agent.tool_agent import State, ToolAgent
 from rollstream.agent.tools.result import ToolResult
 from rollstream.agent.tools.text import truncate_text
@@ -36,7 +35,6 @@ class _Exchange:
     """How many messages followed it."""
 
 
-@register("context_agent")
 class ContextAgent(ToolAgent):
     """A tool agent whose model has `deleteContext(msg_id)`, `note`, `readNote` and `updateNote` as well.
 
@@ -78,6 +76,10 @@ class ContextAgent(ToolAgent):
         self._prompt_ids: list[int] = []
 
     @classmethod
+    def prompt_tools(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        return [*tools, *SCHEMAS]
+
+    @classmethod
     def build_shared(cls, resources: AgentResources, **options: Any) -> Any:
         taken = [tool["function"]["name"] for tool in resources.tools.schemas]
         if both := NAMES.intersection(taken):
@@ -92,7 +94,7 @@ class ContextAgent(ToolAgent):
         return state
 
     def shown_tools(self) -> list[dict[str, Any]]:
-        return [*self.session.schemas, *SCHEMAS]
+        return [*super().shown_tools(), *SCHEMAS]
 
     def prompt_messages(self) -> list[Message]:
         if self.row.get("images"):
@@ -119,8 +121,19 @@ class ContextAgent(ToolAgent):
         self._exchanges.append(_Exchange(turn, at, len(added)))
         if not asked:
             return State.GENERATING if conversation.add(added) else self.end("tool_overflow")
+        messages = [*conversation.messages, *added]
+        deleted = self.deleted.union(asked)
+        messages = [_stub(m, at) if at in deleted else m for at, m in enumerate(messages)]
+        prompt_ids = self._compose(messages, deleted)
+        if self.room(len(prompt_ids), 0) < 1:
+            return self.end("length")  # nothing can follow: what there is, is the final trajectory
         self._take_snapshot(asked)
-        return self._start_anew([*conversation.messages, *added])
+        self.conversation = Conversation(
+            self, messages, prompt_ids, logprobs=self.sampling.logprobs, tools=self.tools
+        )
+        self.conversation.assistant_turns = conversation.assistant_turns
+        self.conversation.user_turns = conversation.user_turns + 1
+        return State.GENERATING
 
     async def interact(self) -> State:
         at = len(self.conversation.messages)
@@ -176,39 +189,31 @@ class ContextAgent(ToolAgent):
         self.deleted.update(asked)
         self.metrics = Metrics()
 
-    def _start_anew(self, messages: list[Message]) -> State:
-        """Puts the history together with stubs, and goes on from there with a fresh response."""
-        last = self.conversation
-        messages = [_stub(m, at) if at in self.deleted else m for at, m in enumerate(messages)]
-        prompt_ids = self._compose(messages)
-        self.conversation = Conversation(
-            self, messages, prompt_ids, logprobs=self.sampling.logprobs, tools=self.tools
-        )
-        self.conversation.assistant_turns, self.conversation.user_turns = (
-            last.assistant_turns,
-            last.user_turns + 1,
-        )
-        return State.GENERATING if self.conversation.room > 0 else self.end("length")
-
-    def _compose(self, messages: list[Message]) -> list[int]:
+    def _compose(self, messages: list[Message], deleted: set[int]) -> list[int]:
         """Ids of the edited history: kept answers as sampled, everything else rendered."""
         template, tokenizer = self.resources.template, self.tokenizer
-        if self.deleted.isdisjoint(range(self._prompt_messages)):
+        # A deleted answer is rendered with the beginning of its turn, so what comes before it ends without.
+        kept = [exchange.at not in deleted for exchange in self._exchanges]
+        next_kept = [*kept[1:], True]
+        if kept[0] and deleted.isdisjoint(range(self._prompt_messages)):
             ids = list(self._prompt_ids)  # as it was seen, also where it had to be truncated
         else:
-            ids = tokenizer.render(messages[: self._prompt_messages], tools=self.tools)
-        for exchange in self._exchanges:
+            prompt = messages[: self._prompt_messages]
+            ids = tokenizer.render(prompt, tools=self.tools, add_generation_prompt=kept[0])
+        for exchange, is_kept, continues in zip(self._exchanges, kept, next_kept, strict=True):
             start = exchange.at + 1
-            answer = messages[exchange.at]
+            answer, added = messages[exchange.at], messages[start : start + exchange.added]
+            if not is_kept:
+                ids += template.exchange_ids(answer, added, tools=self.tools, generation_prompt=continues)
+                continue
             sampled = exchange.turn.completion.token_ids
-            if exchange.at in self.deleted:
-                sampled = template.answer_ids(answer["content"], tools=self.tools)
             ids += sampled
             ids += template.ids_after(
                 exchange.turn.message,
-                messages[start : start + exchange.added],
+                added,
                 sampled_ids=sampled,
                 tools=self.tools,
+                generation_prompt=continues,
             )
         return ids
 
@@ -223,6 +228,8 @@ class ContextAgent(ToolAgent):
 
 
 def _stub(message: Message, msg_id: int) -> Message:
-    """What stays of a deleted message: its place. Which calls it made stays, too: results refer to them."""
+    """What stays of a deleted message: its place, and of its calls the names, since results refer to them."""
     kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if calls := kept.get("tool_calls"):
+        kept["tool_calls"] = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
     return {**kept, "content": f"[msg_id: {msg_id}] [deleted]"}

@@ -95,12 +95,9 @@ class Conversation:
         sampled_at = len(self.track)
         self.track.add_sampled(completion)
         self.assistant_turns += 1
-        text = resources.tokenizer.decode(completion.token_ids, skip_special_tokens=False)
+        text = resources.tokenizer.decode(self._without_end(completion.token_ids), skip_special_tokens=False)
         parsed = resources.parser.parse(text, in_thinking=in_thinking, tools=self._tools or ())
-        calls = [
-            replace(call, call_id=call.call_id or f"c{self.assistant_turns:03d}{at:05d}")
-            for at, call in enumerate(parsed.calls)
-        ]
+        calls = self._identified(parsed.calls)
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning or calls:
             message["content"] = parsed.content.strip()
@@ -133,8 +130,30 @@ class Conversation:
         self._loop.images += [image.sent for image in images]
         return True
 
+    def _without_end(self, ids: list[int]) -> list[int]:
+        """Sampled ids without the token that ended them, if one did."""
+        resources = self._loop.resources
+        ends = resources.tokenizer.end_ids.union(resources.parser_stop_ids)
+        return ids[:-1] if ids and ids[-1] in ends else ids
+
+    def _identified(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
+        """Calls with ids that are unique in the answer and that the chat template takes.
+
+        The model's own ids where they are; else ones of nine letters and digits, which every template takes.
+        """
+        given = [call.call_id for call in calls]
+        template = self._loop.resources.template
+        if len(set(given)) == len(given) and all(one and template.takes_call_id(one) for one in given):
+            return list(calls)
+        return [
+            replace(call, call_id=f"c{self.assistant_turns:03d}{at:05d}") for at, call in enumerate(calls)
+        ]
+
     def _ids_after(self, messages: list[Message], images: Sequence[Any]) -> list[int]:
-        assert self._last is not None, "the model has not answered yet"
+        if self._last is None:
+            raise RuntimeError(
+                "the model answers what was added before more is added: hand over all messages at once"
+            )
         return self._loop.resources.template.ids_after(
             self._last.message,
             messages,
@@ -149,6 +168,7 @@ class Conversation:
         self.track.add_given(ids)
         self.messages += messages
         self.user_turns += 1
+        self._last = None
         return True
 
     def trajectory(self, finish_reason: str, *, extra: dict[str, Any] | None = None) -> Trajectory:

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from rollstream.agent.images import ImageReader, shows_images
 from rollstream.chat.tokenizer import ChatTokenizer
@@ -46,24 +47,34 @@ class PromptRenderer:
         tokenizer: of the model.
         prompt_length: in tokens.
         truncation: what happens to a longer prompt. One with images is never cut.
-        tool_schemas: shown to the model by the chat template, unless a rendering says otherwise.
+        tool_schemas: shown to the model by loops that execute no tools.
         images: for rows that have some; None: the model sees none.
         """
         self._tokenizer = tokenizer
         self._prompt_length = prompt_length
         self._truncation: Truncation = truncation
-        self._tools = tool_schemas or None
+        self.tools = tool_schemas or None
+        """Schemas that loops without tools show."""
         self._images = images
         self._remembered: OrderedDict[_Key, list[int]] = OrderedDict()
-        self._remembered_images: OrderedDict[_Key, asyncio.Task[ImagePrompt]] = OrderedDict()
+        self._remembered_images: OrderedDict[_Key, ImagePrompt] = OrderedDict()
+        self._reading: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
+        """Repeats of a row wait for the first of them; when that one is cancelled, the next takes over."""
 
-    def length(self, messages: list[Message], images: Sequence[Any] = ()) -> int:
-        """Tokens of a prompt before truncation. Blocks while images are read."""
+    def length(
+        self,
+        messages: list[Message],
+        images: Sequence[Any] = (),
+        *,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> int:
+        """Tokens of a prompt before truncation; arguments as of `render`. Blocks while images are read."""
+        tools = self.tools if tools is None else tools
         if not images:
-            return len(self._render(messages, self._tools))
+            return len(self._render(messages, tools))
         reader = self._reader()
         pixels = [reader.read_one(source).pixels for source in images]
-        return len(reader.processor.render(messages, pixels, tools=self._tools))
+        return len(reader.processor.render(messages, pixels, tools=tools))
 
     def render(
         self, messages: list[Message], *, prompt_key: str, tools: list[dict[str, Any]] | None = None
@@ -73,7 +84,7 @@ class PromptRenderer:
         Args:
             messages: of the prompt.
             prompt_key: stands for them.
-            tools: schemas of the run's tools to show, chosen for this row; None shows all.
+            tools: schemas to show; None shows `tool_schemas`.
 
         Raises:
             DataError: the template refuses the messages, or they are too long and truncation is `error`.
@@ -81,7 +92,7 @@ class PromptRenderer:
         key = (prompt_key, _names(tools))
         ids = self._remembered.get(key)
         if ids is None:
-            ids = self._render(messages, self._tools if tools is None else tools)
+            ids = self._render(messages, self.tools if tools is None else tools)
             if not ids:
                 raise DataError("the prompt renders to no tokens at all")
             if len(ids) > self._prompt_length:
@@ -111,14 +122,17 @@ class PromptRenderer:
             DataError: as `render`; an image cannot be read; the model sees none; the prompt is too long.
         """
         key = (prompt_key, _names(tools))
-        task = self._remembered_images.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception())):
-            shown = self._tools if tools is None else tools
-            task = asyncio.ensure_future(self._read_and_render(messages, images, shown))
-            self._remembered_images[key] = task
-            if len(self._remembered_images) > _REMEMBERED_IMAGE_ROWS:
-                self._remembered_images.popitem(last=False)
-        return await asyncio.shield(task)
+        reading = self._reading.setdefault(key, asyncio.Lock())  # held as long as somebody waits
+        async with reading:
+            prompt = self._remembered_images.get(key)
+            if prompt is None:
+                prompt = await self._read_and_render(
+                    messages, images, self.tools if tools is None else tools
+                )
+                self._remembered_images[key] = prompt
+                if len(self._remembered_images) > _REMEMBERED_IMAGE_ROWS:
+                    self._remembered_images.popitem(last=False)
+        return prompt
 
     async def _read_and_render(
         self, messages: list[Message], sources: Sequence[Any], tools: list[dict[str, Any]] | None

@@ -1,8 +1,10 @@
 """Agent loops by name: built-in, registered by code, or listed in a YAML file."""
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +24,10 @@ _registered: dict[str, type[AgentLoop]] = {}
 
 
 def register(name: str) -> Callable[[_LoopT], _LoopT]:
-    """Class decorator: makes an agent loop known under a name, for every run of this process."""
+    """Class decorator: makes an agent loop known under a name, for every run of this process.
+
+    A name that is registered again has the later class.
+    """
 
     def decorate(loop: _LoopT) -> _LoopT:
         _registered[name] = loop
@@ -55,8 +60,9 @@ class AgentLoops:
     """
 
     def __init__(self, entries: Mapping[str, LoopEntry] | None = None) -> None:
-        """`entries`: loops that are known to this run only; they come before registered ones."""
-        _register_built_in()
+        """`entries`: loops that are known to this run only; they come before registered ones, which come
+        before those that rollstream has itself.
+        """
         self._entries = dict(entries or {})
         self._shared: dict[str, Any] = {}
 
@@ -64,12 +70,28 @@ class AgentLoops:
         """The loop of a name. Raises `ConfigError` with the nearest name."""
         if name in self._entries:
             return self._entries[name]
-        if name in _registered:
-            return LoopEntry(_registered[name])
-        known = sorted({*self._entries, *_registered})
+        if (loop := {**_built_in(), **_registered}.get(name)) is not None:
+            return LoopEntry(loop)
+        known = sorted({*self._entries, *_registered, *_built_in()})
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"unknown agent loop {name!r}{hint} Known: {', '.join(known)}")
+
+    def check_options(self, name: str) -> None:
+        """Refuses options that the loop's class does not take, as far as that shows without an engine.
+
+        Raises:
+            ConfigError: names the loop.
+        """
+        entry = self.entry(name)
+        try:
+            entry.loop(None, request_id="check", shared=None, **entry.options)  # type: ignore[arg-type]
+        except ConfigError:
+            raise
+        except TypeError as error:
+            raise _cannot_be_made(name, entry, error) from error
+        except Exception:
+            return  # it needs more than its options: `check` tells
 
     def check(self, names: Iterable[str], resources: AgentResources) -> None:
         """Makes one loop of each name, so that what is wrong with its options shows at start.
@@ -83,17 +105,25 @@ class AgentLoops:
             except ConfigError:
                 raise
             except Exception as error:
-                raise ConfigError(
-                    f"agent loop {name!r} cannot be made ({type(error).__name__}: {error}); its options are "
-                    f"{dict(self.entry(name).options)}"
-                ) from error
+                raise _cannot_be_made(name, self.entry(name), error) from error
 
     def create(self, name: str, resources: AgentResources, *, request_id: str) -> AgentLoop:
         """A loop for one attempt at a rollout. `resources` are the same at every call."""
         entry = self.entry(name)
         if name not in self._shared:
-            self._shared[name] = entry.loop.build_shared(resources, **entry.options)
+            shared = entry.loop.build_shared(resources, **entry.options)
+            if inspect.iscoroutine(shared):
+                shared.close()
+                raise ConfigError(f"agent loop {name!r}: build_shared must not be async")
+            self._shared[name] = shared
         return entry.loop(resources, request_id=request_id, shared=self._shared[name], **entry.options)
+
+
+def _cannot_be_made(name: str, entry: LoopEntry, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"agent loop {name!r} cannot be made ({type(error).__name__}: {error}); its class is "
+        f"{entry.loop.__qualname__}, its options are {dict(entry.options)}"
+    )
 
 
 def load_agent_loops(path: str | None) -> dict[str, LoopEntry]:
@@ -136,7 +166,14 @@ def load_agent_loops(path: str | None) -> dict[str, LoopEntry]:
     return entries
 
 
-def _register_built_in() -> None:
-    import rollstream.agent.context
-    import rollstream.agent.single_turn
-    import rollstream.agent.tool_agent  # noqa: F401
+@cache
+def _built_in() -> dict[str, type[AgentLoop]]:
+    from rollstream.agent.context import ContextAgent
+    from rollstream.agent.single_turn import SingleTurnAgent
+    from rollstream.agent.tool_agent import ToolAgent
+
+    return {
+        "single_turn_agent": SingleTurnAgent,
+        "tool_agent": ToolAgent,
+        "context_agent": ContextAgent,
+    }

@@ -4,13 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from rollstream.agent.base import AgentLoop
-from rollstream.agent.registry import register
 from rollstream.agent.tokens import TokenTrack
 from rollstream.errors import EngineError
 from rollstream.trajectory import Message, SamplingParams, Trajectory
 
 
-@register("single_turn_agent")
 class SingleTurnAgent(AgentLoop):
     """Renders the prompt, generates once, ends."""
 

@@ -14,13 +14,12 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 from rollstream.agent.base import AgentLoop
 from rollstream.agent.conversation import Conversation, Turn
 from rollstream.agent.images import SeenImage
 from rollstream.agent.interactions import InteractionSession
-from rollstream.agent.registry import register
 from rollstream.agent.tools.result import ToolResult
 from rollstream.agent.tools.session import ToolSession
 from rollstream.errors import DataError, TransientError
@@ -43,19 +42,20 @@ class State(Enum):
     TERMINATED = "terminated"
 
 
-@register("tool_agent")
 class ToolAgent(AgentLoop):
     """Generates, executes the calls in the answer, gives the results to the model, and so on.
 
     Ends when an answer has no calls and nobody answers it (`stop`), the response is full (`length`), a turn
     limit is reached (`max_turns`), results do not fit (`tool_overflow`; they are left out), or the engine
-    aborted (`aborted`). The trajectory's `extra` has `tool_rewards` (one for each call that gave one),
-    `tool_scores` (each tool's reward for the whole rollout) and `turn_scores` of an interaction.
+    aborted (`aborted`). The trajectory's `extra` has `tool_rewards` and `tool_metrics` (of calls that gave
+    some, in order), `tool_scores` (each tool's reward for the rollout) and `turn_scores` of an interaction.
     """
 
     needs_tools = True
-    sees_images: ClassVar[bool] = True
-    """Whether this loop can show images."""
+
+    @classmethod
+    def prompt_tools(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        return tools
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,6 +68,7 @@ class ToolAgent(AgentLoop):
         self.interaction: InteractionSession | None = None
         self.turn: Turn
         self.tool_rewards: list[float] = []
+        self.tool_metrics: list[dict[str, Any]] = []
         self.finish_reason = "stop"
 
     async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory | list[Trajectory]:
@@ -152,22 +153,24 @@ class ToolAgent(AgentLoop):
 
     def shown_tools(self) -> list[dict[str, Any]]:
         """Schemas of the tools that the prompt shows."""
-        return self.session.schemas
+        return self.session.schemas if self.resources.show_tools else []
 
     def users_message(self, text: str) -> Message:
         """What an interaction said, as a message."""
-        return {"role": "user", "content": text}
+        return {"role": "user", "content": self.tokenizer.defuse(text)}
 
     def count(self, results: list[ToolResult]) -> None:
         """Counts results and keeps their rewards."""
         self.metrics.tool_calls += len(results)
         self.metrics.tool_errors += sum(result.error is not None for result in results)
         self.tool_rewards += [result.reward for result in results if result.reward is not None]
+        self.tool_metrics += [result.metrics for result in results if result.metrics]
 
     async def show(self, results: list[ToolResult]) -> tuple[list[Any], list[SeenImage]]:
         """Contents of the messages that show results to the model, and the images in them, in order.
 
-        An image that cannot be shown is a line of text in its place.
+        An image that cannot be shown is a line of text in its place. Special tokens in a text are broken, so
+        that no result can end a turn or begin one.
         """
         contents: list[Any] = []
         images: list[SeenImage] = []
@@ -184,7 +187,7 @@ class ToolAgent(AgentLoop):
                     images.append(image)
                     parts.append(image.part)
             if result.text:
-                parts.append({"type": "text", "text": result.text})
+                parts.append({"type": "text", "text": self.tokenizer.defuse(result.text)})
             if any(part["type"] != "text" for part in parts):
                 contents.append(parts)
             else:
@@ -201,6 +204,8 @@ class ToolAgent(AgentLoop):
         extra: dict[str, Any] = {}
         if self.tool_rewards:
             extra["tool_rewards"] = self.tool_rewards
+        if self.tool_metrics:
+            extra["tool_metrics"] = self.tool_metrics
         if tool_scores:
             extra["tool_scores"] = tool_scores
         if self.interaction is not None:

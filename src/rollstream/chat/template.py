@@ -71,6 +71,7 @@ class TurnTemplate:
         self._tokenizer = tokenizer
         self._processor = processor
         self._closes: OrderedDict[tuple[object, ...], _Close] = OrderedDict()
+        self._call_ids: dict[tuple[int, bool], bool] = {}
 
     def ids_after(
         self,
@@ -80,6 +81,7 @@ class TurnTemplate:
         sampled_ids: Sequence[int],
         tools: list[dict[str, Any]] | None = None,
         images: Sequence["Image"] = (),
+        generation_prompt: bool = True,
     ) -> list[int]:
         """Ids to put between an answer and the next one; none of them was sampled.
 
@@ -87,15 +89,16 @@ class TurnTemplate:
             answer: the assistant's message; only its `tool_calls` matter.
             added: what follows it: tool results, a user's message.
             sampled_ids: what the model sampled for the answer. When it ends with (a part of) the end of the
-                turn, that part is not added again; when it ends with another end token than the template's
-                own, that token stands for it.
+                turn, that part is not added again; when it ends with another end token (see
+                `ChatTokenizer.end_ids`) than the template's own, that token stands for it.
             tools: schemas, as for the prompt.
             images: one for each image part of `added`, in order. They take time: call it in a thread then.
+            generation_prompt: end with the beginning of the next answer.
 
         Raises:
             DataError: the template refuses these messages, or there is no processor for the images.
         """
-        text, has_end = self.text_after(answer, added, tools=tools)
+        text, end = self._text_after(answer, added, tools, generation_prompt=generation_prompt)
         if images and self._processor is None:
             raise DataError("the model has no image processor")
         ids = (
@@ -103,16 +106,29 @@ class TurnTemplate:
             if images and self._processor
             else self._tokenizer.encode(text)
         )
-        return ids[self._already_there(sampled_ids, ids, has_end=has_end) :]
+        return ids[self._already_there(sampled_ids, ids, end) :]
 
     def text_after(
         self, answer: Message, added: list[Message], *, tools: list[dict[str, Any]] | None = None
-    ) -> tuple[str, bool]:
-        """The same as text, the whole end of the turn included; and whether the template marks that end."""
+    ) -> str:
+        """The same as text, the whole end of the turn included. Raises `DataError`."""
+        return self._text_after(answer, added, tools, generation_prompt=True)[0]
+
+    def _text_after(
+        self,
+        answer: Message,
+        added: list[Message],
+        tools: list[dict[str, Any]] | None,
+        *,
+        generation_prompt: bool,
+    ) -> tuple[str, str]:
+        """What follows the answer, and the end of the turn when nothing follows."""
         calls: list[dict[str, Any]] = answer.get("tool_calls") or []
         close = self._close(calls, tools)
         marked = _marked_answer(calls[len(calls) - close.calls :])
-        rendered = self._tokenizer.render_text([_QUESTION, marked, *added], tools=tools)
+        rendered = self._tokenizer.render_text(
+            [_QUESTION, marked, *added], tools=tools, add_generation_prompt=generation_prompt
+        )
         after = close.cut(rendered)
         if after is None:
             close = self._find_close(calls, tools)  # the ids of these calls stand behind the mark
@@ -123,18 +139,52 @@ class TurnTemplate:
                 "what it puts between turns cannot be told; use a template that does not "
                 "(actor_rollout_ref.model.custom_chat_template)"
             )
-        return after, bool(close.end)
+        return after, close.end
 
-    def answer_ids(self, content: str, *, tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Ids of an answer that no model wrote, as they follow the generation prompt, end of turn included.
+    def exchange_ids(
+        self,
+        answer: Message,
+        added: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        generation_prompt: bool = True,
+    ) -> list[int]:
+        """Ids of an answer that no model wrote and what follows it, as the template writes earlier turns.
 
-        Where the template writes something else there than the beginning of its own answers (it may open a
-        thinking block), they are those of the text alone.
+        They follow a prompt that was rendered without a generation prompt.
+
+        Raises:
+            DataError: the template refuses the messages, or renders what comes before an answer in another
+                way than without it.
         """
-        messages = [_QUESTION, {"role": "assistant", "content": content}]
-        before = self._tokenizer.render_text(messages[:1], tools=tools)
-        whole = self._tokenizer.render_text(messages, tools=tools, add_generation_prompt=False)
-        return self._tokenizer.encode(whole.removeprefix(before) if whole.startswith(before) else content)
+        before = self._tokenizer.render_text([_QUESTION], tools=tools, add_generation_prompt=False)
+        whole = self._tokenizer.render_text(
+            [_QUESTION, answer, *added], tools=tools, add_generation_prompt=generation_prompt
+        )
+        if not whole.startswith(before):
+            raise DataError("the chat template renders a question in another way when an answer follows it")
+        return self._tokenizer.encode(whole.removeprefix(before))
+
+    def shows_tool(self, schema: dict[str, Any]) -> bool:
+        """Whether the template tells the model of a tool."""
+        name = schema["function"]["name"]
+        try:
+            return name in self._tokenizer.render_text([_QUESTION], tools=[schema])
+        except DataError:
+            return False
+
+    def takes_call_id(self, call_id: str) -> bool:
+        """Whether the template renders a call and its result with an id like this one; some want a form."""
+        form = (len(call_id), call_id.isalnum())
+        if form not in self._call_ids:
+            call = {"type": "function", "id": call_id, "function": {"name": "f", "arguments": {}}}
+            result = {"role": "tool", "content": "", "tool_call_id": call_id, "name": "f"}
+            try:
+                self.text_after({"role": "assistant", "content": "", "tool_calls": [call]}, [result])
+                self._call_ids[form] = True
+            except DataError:
+                self._call_ids[form] = not self.has_tool_role
+        return self._call_ids[form]
 
     @cached_property
     def has_tool_role(self) -> bool:
@@ -142,7 +192,7 @@ class TurnTemplate:
         call = {"type": "function", "id": "c00000000", "function": {"name": "f", "arguments": {}}}
         result = {"role": "tool", "content": "RESULT", "tool_call_id": "c00000000", "name": "f"}
         try:
-            text, _ = self.text_after({"role": "assistant", "content": "", "tool_calls": [call]}, [result])
+            text = self.text_after({"role": "assistant", "content": "", "tool_calls": [call]}, [result])
         except DataError:
             return False
         return "RESULT" in text
@@ -225,15 +275,28 @@ class TurnTemplate:
                 return text.rfind(token) if token in text else len(text)
         return len(text)
 
-    def _already_there(self, sampled: Sequence[int], ids: list[int], *, has_end: bool) -> int:
-        """How many of `ids` the sampled ids already end with."""
+    def _already_there(self, sampled: Sequence[int], ids: list[int], end: str) -> int:
+        """How many of `ids`, from the first, the sampled ids make superfluous.
+
+        Args:
+            sampled: what the model wrote.
+            ids: what the template puts after it.
+            end: how the template ends a turn, white space included; "" when it does not mark the end.
+        """
+        tokenizer = self._tokenizer
+        if sampled and sampled[-1] in tokenizer.end_ids:
+            # The turn has its end: cut the template's own off, or the role token that is the end.
+            reach = len(tokenizer.encode(end)) if end.strip() else _TAIL
+            for at, token_id in enumerate(ids[:reach]):
+                if token_id == sampled[-1] or (token_id in tokenizer.special_ids and end.strip()):
+                    return at + 1
+                if tokenizer.decode([token_id]).strip():
+                    break  # text comes first: nothing there is an end
+            return 0
         tail = list(sampled[-_TAIL:])
         for length in range(min(len(tail), len(ids)), 0, -1):
             if tail[-length:] == ids[:length]:
-                return length
-        special = self._tokenizer.special_ids
-        if has_end and tail and ids and tail[-1] in special and ids[0] in special:
-            return 1
+                return length  # a part of the end, such as a stop string that begins the next turn
         return 0
 
 

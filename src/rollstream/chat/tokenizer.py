@@ -3,16 +3,22 @@
 import hashlib
 import logging
 import os
+import re
 import string
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Message
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
 """Files that hold a vocabulary, by their usual names; for messages."""
+
+_PART_PROBE = "ROLLSTREAMPROBE"
 
 _PROBE = " ".join(string.ascii_letters + string.digits)
 """Text of which every tokenizer of a language model knows something."""
@@ -21,9 +27,22 @@ _PROBE = " ".join(string.ascii_letters + string.digits)
 class ChatTokenizer:
     """A Hugging Face tokenizer with its chat template. Loaded without torch."""
 
-    def __init__(self, tokenizer: Any, *, template_kwargs: dict[str, Any] | None = None) -> None:
-        """`tokenizer` is a transformers tokenizer; `template_kwargs` go to every rendering."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template_kwargs: dict[str, Any] | None = None,
+        end_ids: Iterable[int] = (),
+    ) -> None:
+        """Args:
+        tokenizer: a transformers tokenizer.
+        template_kwargs: go to every rendering.
+        end_ids: tokens that end the model's turn, besides the tokenizer's own end token.
+        """
         self._tokenizer = tokenizer
+        own = tokenizer.eos_token_id
+        self.end_ids = frozenset([*end_ids, *([] if own is None else [own])])
+        """Tokens that end a turn of the model."""
         self._template_kwargs = dict(template_kwargs or {})
         # The Rust tokenizer itself, where there is one: without offsets and type checks it takes a third less
         # per prompt and half per answer, and gives the same ids and text.
@@ -39,6 +58,37 @@ class ChatTokenizer:
         """Ids that stand for structure, not text: end of turn, start of a role, padding."""
         added = self._tokenizer.added_tokens_decoder.items()
         return frozenset({*self._tokenizer.all_special_ids, *(i for i, token in added if token.special)})
+
+    def defuse(self, text: str) -> str:
+        """A text that cannot be taken for structure: special tokens in it are broken by a zero-width space.
+
+        For what comes from outside, such as a tool's result: a web page that quotes `<|im_end|>` must not
+        end the turn.
+        """
+        return self._special_texts.sub(lambda match: f"{match[0][0]}\u200b{match[0][1:]}", text)
+
+    @cached_property
+    def _special_texts(self) -> re.Pattern[str]:
+        texts = self._tokenizer.convert_ids_to_tokens(sorted(self.special_ids))
+        # Longest first; a token of one or two characters is text that happens to be special.
+        known = sorted((text for text in texts if len(text) > 2), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, known)) or r"(?!)")
+
+    @cached_property
+    def _takes_parts_only(self) -> bool:
+        """Whether the chat template leaves text out unless it is a list of parts, as those of some models
+        with images do.
+        """
+        message = {"role": "user", "content": _PART_PROBE}
+        try:
+            if _PART_PROBE in self._render([message], None, True):
+                return False
+        except Exception:
+            pass  # then it takes parts, or nothing
+        try:
+            return _PART_PROBE in self._render([_in_parts(message)], None, True)
+        except Exception:
+            return False
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact text; None if the vocabulary has none."""
@@ -69,16 +119,23 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
     ) -> str:
         """A conversation as the chat template writes it. Raises `DataError` when the template refuses."""
+        if self._takes_parts_only:
+            messages = [_in_parts(message) for message in messages]
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools or None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self._template_kwargs,
-            )
+            return self._render(messages, tools, add_generation_prompt)
         except Exception as error:
             raise DataError(f"the chat template refuses this prompt: {error}") from error
+
+    def _render(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
+    ) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools or None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **self._template_kwargs,
+        )
         return text
 
     def encode(self, text: str) -> list[int]:
@@ -163,7 +220,26 @@ def load_tokenizer(
             f"the tokenizer at {path!r} has no chat template; give one by "
             "actor_rollout_ref.model.custom_chat_template=FILE.jinja"
         )
-    return ChatTokenizer(tokenizer, template_kwargs=template_kwargs)
+    return ChatTokenizer(tokenizer, template_kwargs=template_kwargs, end_ids=_generation_end_ids(source))
+
+
+def _generation_end_ids(source: str) -> list[int]:
+    """End tokens that `generation_config.json` names, where there is one."""
+    from transformers.utils import cached_file
+
+    try:
+        file = cached_file(source, "generation_config.json", local_files_only=True)
+        given = orjson.loads(Path(file).read_bytes()).get("eos_token_id") if file else None
+    except (OSError, ValueError):
+        return []
+    return [i for i in (given if isinstance(given, list) else [given]) if isinstance(i, int)]
+
+
+def _in_parts(message: Message) -> Message:
+    """A message whose text is a list of one part."""
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _is_empty(tokenizer: Any) -> bool:

@@ -34,6 +34,7 @@ class MultiTurnSettings:
     tool_config_path: str | None
     function_tool_path: str | None
     format: str
+    show_tools: bool
     max_parallel_calls: int
     max_tool_response_length: int
     tool_response_truncate_side: Literal["left", "right", "middle"]

@@ -88,7 +88,7 @@ class PromptDataset:
         self._visiting = _visiting_order(len(source), shuffle_seed)
         self.max_samples = max_samples
         first = self.row(0)
-        self._agent_names: set[str | None] = {first.agent_name}
+        self._agent_names: dict[str | None, int] = {first.agent_name: 0}
         self._has_images = bool(first.images)
 
     def __len__(self) -> int:
@@ -164,7 +164,8 @@ class PromptDataset:
         if self._fingerprint is None:
             if self._known is not None and self.file_digests is not None and self._same_files(self._known):
                 self._fingerprint = self._known.fingerprint
-                self._agent_names |= self._known.agent_names
+                for name in self._known.agent_names:
+                    self._agent_names.setdefault(name, 0)
                 self._has_images |= self._known.has_images
             else:
                 self._fingerprint = self._scan()
@@ -180,6 +181,10 @@ class PromptDataset:
         """
         _ = self.fingerprint
         return {name for name in self._agent_names if name is not None}
+
+    def first_row_of(self, agent_name: str) -> str:
+        """Where the first row that names this agent loop is, for people."""
+        return self.location(self._agent_names[agent_name])
 
     def has_images(self) -> bool:
         """Whether a row has images.
@@ -227,7 +232,7 @@ class PromptDataset:
                     if len(shown) < _SHOWN_ERRORS:
                         shown.append(f"{self._source.location(index)}: {error}")
                     continue
-                self._agent_names.add(prompt_row.agent_name)
+                self._agent_names.setdefault(prompt_row.agent_name, index)
                 self._has_images = self._has_images or bool(prompt_row.images)
                 fingerprint.update(digest)
                 digests.write(digest)

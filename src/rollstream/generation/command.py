@@ -32,7 +32,7 @@ from rollstream.store.paths import RunPaths
 
 logger = logging.getLogger(__name__)
 
-_PROMPT_SHOWN = 300
+_PROMPT_SHOWN = 2000
 """Characters of the first prompt that a dry run shows to a person."""
 
 
@@ -122,6 +122,8 @@ def summarise(result: GenerationResult) -> str:
             f"why they failed: rollstream status --failed {shlex.quote(str(result.run_dir))}; "
             "try them again with generation.retry_failed=true"
         )
+    if result.tool_calls:
+        lines.append(f"tools: {result.tool_calls} calls, {result.tool_errors} of them failed")
     if result.unscored:
         lines.append(
             f"{result.unscored} rollouts could not be scored: their reward is null, see reward_extra"
@@ -144,6 +146,7 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
         try:
             await engine.start()
             prepared.check_engine(engine)
+            prepared.agents.loops.check(prepared.loop_names, prepared.agent_resources(engine))
             capabilities = asdict(engine.capabilities)
         finally:
             await engine.close()
@@ -158,8 +161,15 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
         "rows_in_files": len(prepared.dataset),
         "overlong_left_out": None if prepared.overlong is None else prepared.overlong.removed,
         "rollouts": prepared.total,
-        "first_prompt_tokens": prepared.prompts.length(row.messages),
+        "agent_loops": prepared.loop_names,
+        "tools": [schema["function"]["name"] for schema in prepared.agents.tools.schemas],
+        "first_prompt_tokens": prepared.prompts.length(
+            row.messages, row.images, tools=prepared.prompt_tools(row)
+        ),
         "first_prompt": row.messages,
+        "first_prompt_text": prepared.tokenizer.render_text(
+            row.messages, tools=prepared.prompt_tools(row) or prepared.prompts.tools
+        ),
         "engine": capabilities,
         "identity": prepared.manifest.identity,
     }
@@ -172,11 +182,9 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
 
 def _dry_run_text(report: Mapping[str, Any], prepared: Prepared) -> str:
     rollout = prepared.settings.actor_rollout_ref.rollout
-    prompt = "\n".join(
-        f"{message.get('role')}: {message.get('content')}" for message in report["first_prompt"]
-    )
+    prompt = report["first_prompt_text"]
     if len(prompt) > _PROMPT_SHOWN:
-        prompt = prompt[:_PROMPT_SHOWN] + "…"
+        prompt = f"{prompt[: _PROMPT_SHOWN // 2]}\n… (--json shows all) …\n{prompt[-_PROMPT_SHOWN // 2 :]}"
     rows = f"{report['prompt_rows']} prompt rows x {rollout.n}"
     if report["prompt_rows"] != report["rows_in_files"]:
         rows += f", of {report['rows_in_files']} rows in the files"
@@ -185,6 +193,8 @@ def _dry_run_text(report: Mapping[str, Any], prepared: Prepared) -> str:
         f"rollouts:      {report['rollouts']} ({rows})",
         f"engine:        {rollout.name}",
         *(f"  {name}: {value}" for name, value in report["engine"].items()),
+        f"agent loops:   {', '.join(report['agent_loops'])}",
+        f"tools:         {', '.join(report['tools']) or 'none'}",
         f"first prompt:  {report['first_prompt_tokens']} tokens",
         *(f"  {line}" for line in prompt.splitlines()),
     ]

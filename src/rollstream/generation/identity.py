@@ -23,10 +23,10 @@ def build_identity(
     settings: Settings,
     *,
     tokenizer_digest: str,
-    loop_digests: dict[str, str],
-    interactions_digest: str,
+    agents: dict[str, str],
     images_digest: str | None,
     tools_digest: str | None,
+    shown_tools_digest: str | None,
     reward_digest: str | None,
     dataset_fingerprint: str,
     dataset_rows: int,
@@ -42,6 +42,7 @@ def build_identity(
         **{f"engine.{key}": value for key, value in engine_settings.items()},
         "agent.default_agent_loop": rollout.agent.default_agent_loop,
         "tools": tools_digest,
+        "data.tool_config": shown_tools_digest,
         "model.image_processor": images_digest,
         "reward": reward_digest,
         "generation.seed": settings.generation.seed,
@@ -55,14 +56,13 @@ def build_identity(
         f"{DATASET_IDENTITY}.shuffle": data.shuffle,
         f"{DATASET_IDENTITY}.seed": data.seed if data.shuffle else None,
     }
-    for name, digest in loop_digests.items():
-        identity[f"agent.loops.{name}"] = digest
-    if set(loop_digests) != {"single_turn_agent"}:
-        identity["multi_turn.interactions"] = interactions_digest
+    identity |= agents
+    if "multi_turn.parser" in agents:  # a loop that takes turns
         for name in [
             "max_assistant_turns",
             "max_user_turns",
             "format",
+            "show_tools",
             "max_tool_response_length",
             "tool_response_truncate_side",
         ]:

@@ -29,6 +29,10 @@ class GenerationResult:
     signal: int | None = None
     """The signal that stopped the run before its end."""
     max_failed_share: float = 0.0
+    tool_calls: int = 0
+    """Of rollouts that this call completed."""
+    tool_errors: int = 0
+    """Of those calls: unknown tools, unreadable arguments, exceptions, timeouts."""
 
     @property
     def complete(self) -> bool:

@@ -128,6 +128,8 @@ async def generate(
             damage=state.damage,
             signal=stop.signal,
             max_failed_share=settings.max_failed_share,
+            tool_calls=one.tool_calls,
+            tool_errors=one.tool_errors,
         )
 
 
@@ -174,6 +176,8 @@ class _Run:
         self._console = console
         self._on_ready = on_ready
         self._tokens = 0
+        self.tool_calls = 0
+        self.tool_errors = 0
         self.window = WindowCounters()
         """What went through so far."""
 
@@ -320,7 +324,10 @@ class _Run:
 
     def _count(self, result: Rollout | Failure) -> None:
         if isinstance(result, Rollout):
-            self._tokens += sum(sum(trajectory.response_mask) for trajectory in result.trajectories)
+            for trajectory in result.trajectories:
+                self._tokens += sum(trajectory.response_mask)
+                self.tool_calls += int(trajectory.metrics.tool_calls)
+                self.tool_errors += int(trajectory.metrics.tool_errors)
             return
         level = logging.WARNING if self.window.failed <= _FAILURES_SAID else logging.DEBUG
         logger.log(

@@ -4,7 +4,7 @@ import hashlib
 import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from rollstream.reward.base import FunctionReward
 from rollstream.reward.custom import load_reward
 from rollstream.reward.rules import RuleReward
 from rollstream.store.manifest import Manifest, new_manifest, read_manifest
-from rollstream.trajectory import SamplingParams
+from rollstream.trajectory import PromptRow, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,15 @@ class Prepared:
     def run_dir(self) -> Path:
         """The run directory."""
         return Path(self.settings.trainer.default_local_dir).expanduser()
+
+    def loop_name(self, row: PromptRow) -> str:
+        """The agent loop of a row."""
+        return row.agent_name or self.settings.actor_rollout_ref.rollout.agent.default_agent_loop
+
+    def prompt_tools(self, row: PromptRow) -> list[dict[str, Any]] | None:
+        """Schemas that a row's prompt shows; None: those of `data.tool_config_path`."""
+        show = self.settings.actor_rollout_ref.rollout.multi_turn.show_tools
+        return self.agents.prompt_tools(self.loop_name(row), show_tools=show)
 
     @property
     def loop_names(self) -> list[str]:
@@ -108,9 +117,12 @@ class Prepared:
             raise ConfigError(
                 f"the prompt rows have images, but engine {rollout.name!r} takes none: see docs/images.md"
             )
+        stops = self.sampling.stop_token_ids
+        if self.agents.tools.schemas:
+            stops = (*stops, *self.agent_resources(engine).parser_stop_ids)
         check_capabilities(
             engine.capabilities,
-            self.sampling,
+            replace(self.sampling, stop_token_ids=stops),
             prompt_length=rollout.prompt_length,
             response_length=rollout.response_length,
             max_model_len=rollout.max_model_len,
@@ -147,7 +159,7 @@ class Prepared:
             if row.images:
                 return  # reading images takes its time; what is wrong with them shows in each rollout
             try:
-                self.prompts.render(row.messages, prompt_key=row.prompt_key)
+                self.prompts.render(row.messages, prompt_key=row.prompt_key, tools=self.prompt_tools(row))
             except DataError as error:
                 errors.append(f"{self.dataset.location(index)}: {error}")
         if errors and len(errors) == len(rows):
@@ -164,6 +176,7 @@ class Prepared:
             response_length=rollout.response_length,
             max_model_len=min(limits, default=None),
             tools=self.agents.tools,
+            show_tools=rollout.multi_turn.show_tools,
             turns=TurnLimits(rollout.multi_turn.max_assistant_turns, rollout.multi_turn.max_user_turns),
             parser_name=rollout.multi_turn.format,
             interactions=self.agents.interactions,
@@ -194,9 +207,7 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
     settings = to_settings(resolved)
     model, rollout, data = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout, settings.data
 
-    tools = agents.tools.schemas
-    if not tools and data.tool_config_path:
-        tools = load_tool_schemas(data.tool_config_path)
+    shown = load_tool_schemas(data.tool_config_path) if data.tool_config_path else []
     known = None
     if known_manifest is not None and known_manifest.dataset.get("files"):
         facts = known_manifest.dataset
@@ -220,14 +231,19 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
         tokenizer,
         prompt_length=rollout.prompt_length,
         truncation=data.truncation,
-        tool_schemas=tools,
+        tool_schemas=shown,
         images=images,
     )
+
+    def tools_of(row: PromptRow) -> list[dict[str, Any]] | None:
+        name = row.agent_name or rollout.agent.default_agent_loop
+        return agents.prompt_tools(name, show_tools=rollout.multi_turn.show_tools)
+
     overlong = None
     if data.filter_overlong_prompts:
         overlong = filter_overlong(
             dataset,
-            lambda rows: [prompts.length(row.messages, row.images) for row in rows],
+            lambda rows: [prompts.length(row.messages, row.images, tools=tools_of(row)) for row in rows],
             rollout.prompt_length,
         )
         logger.info(
@@ -235,14 +251,24 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
             *(overlong.removed, overlong.checked, rollout.prompt_length),
         )
     loop_names = {rollout.agent.default_agent_loop, *dataset.agent_names()}
-    agents.check(loop_names, tokenizer)
+    for name in sorted(dataset.agent_names()):
+        try:
+            agents.loops.entry(name)
+        except ConfigError as error:
+            raise ConfigError(f"{dataset.first_row_of(name)}: {error}") from error
+    agents.check(
+        loop_names,
+        tokenizer,
+        show_tools=rollout.multi_turn.show_tools,
+        images=dataset.has_images(),
+    )
     identity = build_identity(
         settings,
         tokenizer_digest=tokenizer.digest(),
-        loop_digests=agents.identity(loop_names),
-        interactions_digest=agents.interactions.digest,
-        images_digest=None if images is None else images.processor.digest(),
-        tools_digest=agents.tools.digest if agents.tools.schemas else _digest(tools) if tools else None,
+        agents=agents.identity(loop_names, rollout.multi_turn.format),
+        images_digest=images.processor.digest() if images and dataset.has_images() else None,
+        tools_digest=agents.tools.digest if agents.tools.schemas else None,
+        shown_tools_digest=_digest(shown) if shown else None,
         reward_digest=reward.source_digest,
         dataset_fingerprint=dataset.fingerprint,
         dataset_rows=len(dataset),
@@ -298,9 +324,10 @@ def _load_images(
     assert path is not None
     try:
         processor = load_processor(path, tokenizer, trust_remote_code=model.trust_remote_code)
-    except ConfigError:
+    except ConfigError as error:
         if needed:
             raise
+        logger.warning("images that tools return are not shown to the model: %s", error)
         return None
     if processor is None:
         if needed:

@@ -36,7 +36,7 @@ _CAPABILITIES = Capabilities(
     token_ids=True,
     logprobs="raw",
     seeds=True,
-    stop_strings=True,
+    stop_strings=False,
     stop_token_ids=True,
     images=False,
     update_weights=True,
@@ -71,7 +71,8 @@ class ScriptedEngine:
         rule: what to answer; None answers with `response_tokens` tokens of the answer book.
         response_tokens: length of an answer without a rule, at most `max_tokens`.
         latency: seconds until an answer, or a rule for it.
-        capabilities: what the engine says it can do; by default everything but images.
+        capabilities: what the engine says it can do; by default everything but images and stop
+            strings, which it could not honour.
         vocab_size: of the model that is played, in place of that of `capabilities`.
         record: keep every request and completion, in `requests` and `completions`.
     """
@@ -241,7 +242,14 @@ async def ask_rule(
     answer = await answer if inspect.isawaitable(answer) else answer
     if isinstance(answer, Completion):
         return replace(answer)
-    return _completion(answer[: request.sampling.max_tokens], request, book, version)
+    return _completion(_until_stop(answer, request.sampling), request, book, version)
+
+
+def _until_stop(ids: list[int], sampling: SamplingParams) -> list[int]:
+    """An answer up to the first stop id, which belongs to it, and `max_tokens` at most."""
+    ids = ids[: sampling.max_tokens]
+    stops = set(sampling.stop_token_ids)
+    return next((ids[: at + 1] for at, token_id in enumerate(ids) if token_id in stops), ids)
 
 
 def _completion(ids: list[int], request: ScriptedRequest, book: AnswerBook, version: int) -> Completion:

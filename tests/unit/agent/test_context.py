@@ -140,12 +140,14 @@ async def test_answers_and_questions_can_be_deleted_too() -> None:
     assert len(rollout.trajectories) == 3
     first, second = text(rollout.trajectories[1].prompt_ids), text(rollout.trajectories[2].prompt_ids)
     assert f"<|im_start|>user\n[msg_id: 0] [deleted]{END}" in first
-    assert f"<|im_start|>assistant\n[msg_id: 1] [deleted]{END}\n<|im_start|>user\n<tool_response>" in first
+    stub = '[deleted]\n<tool_call>\n{"name": "it", "arguments": {}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n[msg_id: 1] {stub}{END}\n<|im_start|>user\n<tool_response>" in first
     assert '"arguments":{"secret":17}' not in first
+    assert '"arguments": {"secret": 17}' not in first
     assert '{"secret": 17}' in first, "its result is another message"
     assert "thinking aloud" in first
     assert "thinking aloud" not in second
-    assert f"<|im_start|>assistant\n[msg_id: 3] [deleted]{END}" in second
+    assert f"<|im_start|>assistant\n[msg_id: 3] {stub}{END}" in second
     assert "3 + 9 =" not in second
     final = rollout.final
     assert contents(final, "assistant")[:2] == ["[msg_id: 1] [deleted]", "[msg_id: 3] [deleted]"]
@@ -325,13 +327,13 @@ async def test_a_loop_of_ones_own_gives_snapshots_its_own_rewards() -> None:
     assert [one.reward for one in rollout.trajectories] == [1.0, 7.0, 1.0]
 
 
-async def test_no_room_after_a_deletion_ends_it_and_the_snapshots_stay() -> None:
+async def test_no_room_after_a_deletion_ends_it_before_the_deletion() -> None:
     whole, _ = await play(call_text("it", x="0 1 2 3 4 5 6 7"), delete(1), "12")
     prompt = len(whole.final.prompt_ids)
     rollout, engine = await play(call_text("it", x="0 1 2 3 4 5 6 7"), delete(1), "12", max_model_len=prompt)
     check_every_token_once(rollout, engine)
-    assert [one.finish_reason for one in rollout.trajectories] == ["stop", "length"]
-    assert (rollout.final.response_ids, rollout.final.response_mask) == ([], [])
+    assert [one.finish_reason for one in rollout.trajectories] == ["length"]
+    assert rollout.final.response_ids[-1] == engine.completions[-1][1].token_ids[-1]
     assert len(engine.requests) == 2
     one_more, _ = await play(call_text("it", x="0 1 2 3 4 5 6 7"), delete(1), "12", max_model_len=prompt + 1)
     assert (one_more.final.finish_reason, len(one_more.final.response_ids)) == ("length", 1)

@@ -48,27 +48,51 @@ def test_nothing_configured_is_single_turn_without_tools() -> None:
     made = agents()
     assert made.tools.schemas == []
     assert not made.interactions.by_name
-    made.check({"single_turn_agent", "context_agent"}, demo_tokenizer())
-    assert list(made.identity({"tool_agent", "single_turn_agent"})) == ["single_turn_agent", "tool_agent"]
+    made.check({"single_turn_agent", "context_agent"}, demo_tokenizer(), show_tools=True, images=False)
+    assert list(made.identity({"tool_agent", "single_turn_agent"}, "hermes")) == [
+        "agent.loops.single_turn_agent",
+        "agent.loops.tool_agent",
+        "multi_turn.interactions",
+        "multi_turn.parser",
+    ]
+
+
+def test_a_template_that_tells_of_no_tools_is_refused() -> None:
+    made = Agents(AgentLoops(), ToolBox([class_tool(Recorder)]), Interactions())
+    with pytest.raises(ConfigError, match=r"does not tell the model of tool .*show_tools=false"):
+        made.check({"tool_agent"}, load("gemma"), show_tools=True, images=False)
+    with pytest.raises(ConfigError, match="'context_agent' shows no images"):
+        made.check({"context_agent"}, demo_tokenizer(), show_tools=True, images=True)
+
+
+def test_options_that_a_loop_does_not_take_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "loops.yaml").write_text(
+        "- {name: mine, _target_: rollstream.agent.context.ContextAgent, max_snapshot: 3}"
+    )
+    made = agents(rollout("agent.agent_loop_config_path", tmp_path / "loops.yaml"))
+    with pytest.raises(ConfigError, match=r"'mine' cannot be made .*'max_snapshot'"):
+        made.check({"mine"}, demo_tokenizer(), show_tools=True, images=False)
 
 
 def test_a_loop_that_needs_tools_is_refused_without_any() -> None:
     with pytest.raises(ConfigError, match="'tool_agent' has neither tools nor interactions: set tool_config"):
-        agents().check({"single_turn_agent", "tool_agent"}, demo_tokenizer())
+        agents().check({"single_turn_agent", "tool_agent"}, demo_tokenizer(), show_tools=True, images=False)
     with_tools = Agents(AgentLoops(), ToolBox([class_tool(Recorder)]), Interactions())
-    with_tools.check({"tool_agent"}, demo_tokenizer())
+    with_tools.check({"tool_agent"}, demo_tokenizer(), show_tools=True, images=False)
     partners = Interactions({"x": Interaction({})})
-    Agents(AgentLoops(), ToolBox(), partners).check({"tool_agent"}, demo_tokenizer())
+    Agents(AgentLoops(), ToolBox(), partners).check(
+        {"tool_agent"}, demo_tokenizer(), show_tools=True, images=False
+    )
     with pytest.raises(ConfigError, match="unknown agent loop 'tool_agnt'; did you mean 'tool_agent'"):
-        with_tools.check({"tool_agnt"}, demo_tokenizer())
+        with_tools.check({"tool_agnt"}, demo_tokenizer(), show_tools=True, images=False)
 
 
 def test_a_template_without_a_role_for_results_is_said(caplog: pytest.LogCaptureFixture) -> None:
     made = Agents(AgentLoops(), ToolBox([class_tool(Recorder)]), Interactions())
     with caplog.at_level(logging.WARNING):
-        made.check({"tool_agent"}, demo_tokenizer())
+        made.check({"tool_agent"}, demo_tokenizer(), show_tools=True, images=False)
         assert not caplog.messages
-        made.check({"tool_agent"}, load("gemma"))
+        made.check({"tool_agent"}, load("gemma"), show_tools=False, images=False)
     assert "no role for tool results" in caplog.text
 
 
@@ -119,16 +143,16 @@ def test_limits_and_files_reach_the_toolbox(tmp_path: Path) -> None:
     assert (limits.timeout, limits.max_response_length, limits.max_parallel_calls) == (4.0, 5, 6)
     assert limits.truncate_side == "left"
     assert (list(made.interactions.by_name), made.interactions.timeout) == (["p"], 3.0)
-    made.check({"mine"}, demo_tokenizer())
+    made.check({"mine"}, demo_tokenizer(), show_tools=True, images=False)
 
 
 def test_the_identity_is_of_loops_that_are_used(tmp_path: Path) -> None:
     (tmp_path / "loops.py").write_text(LOOPS)
     (tmp_path / "loops.yaml").write_text("- {name: mine, _target_: 'loops.py:Mine'}")
     key = rollout("agent.agent_loop_config_path", tmp_path / "loops.yaml")
-    before = agents(key).identity({"mine", "single_turn_agent"})
+    before = agents(key).identity({"mine", "single_turn_agent"}, "hermes")
     (tmp_path / "loops.py").write_text(LOOPS + "# changed\n")
-    after = agents(key).identity({"mine", "single_turn_agent"})
-    assert before["single_turn_agent"] == after["single_turn_agent"]
-    assert before["mine"] != after["mine"]
-    assert agents(key).identity({"single_turn_agent"}).keys() == {"single_turn_agent"}
+    after = agents(key).identity({"mine", "single_turn_agent"}, "hermes")
+    assert before["agent.loops.single_turn_agent"] == after["agent.loops.single_turn_agent"]
+    assert before["agent.loops.mine"] != after["agent.loops.mine"]
+    assert agents(key).identity({"single_turn_agent"}, "hermes").keys() == {"agent.loops.single_turn_agent"}

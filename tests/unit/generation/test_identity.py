@@ -16,10 +16,10 @@ def identity(*words: str, model: Path = MODEL_PATH) -> dict[str, object]:
     return build_identity(
         settings,
         tokenizer_digest="t",
-        loop_digests={"single_turn_agent": "l"},
-        interactions_digest="",
+        agents={"agent.loops.single_turn_agent": "l"},
         images_digest=None,
         tools_digest=None,
+        shown_tools_digest=None,
         reward_digest="r",
         dataset_fingerprint="f",
         dataset_rows=3,

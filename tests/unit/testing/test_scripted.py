@@ -114,3 +114,10 @@ async def test_ids_of_a_rule_carry_the_policy_version() -> None:
     engine = await started(ScriptedEngine(lambda request: [1, 2]))
     await engine.update_weights("nowhere", 5)
     assert (await engine.generate([1], SAMPLING, request_id="a")).policy_versions == [(0, 5)]
+
+
+async def test_a_stop_id_ends_an_answer_and_belongs_to_it() -> None:
+    engine = ScriptedEngine(lambda request: [1, 2, 3, 4])
+    await engine.start()
+    completion = await engine.generate([1], SamplingParams(8, stop_token_ids=(3,)), request_id="a")
+    assert (completion.token_ids, completion.finish_reason) == ([1, 2, 3], "stop")

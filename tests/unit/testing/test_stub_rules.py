@@ -1,6 +1,7 @@
 """A stub server that answers by a rule, as rollstream's own client sees it."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from rollstream.testing.text_rules import answer_by_text
 from rollstream.trajectory import Completion, SamplingParams
 
 SAMPLING = SamplingParams(
-    max_tokens=24, temperature=0.5, top_p=0.9, top_k=7, seed=3, stop=("\n",), stop_token_ids=(5, 6)
+    max_tokens=24, temperature=0.5, top_p=0.9, top_k=7, seed=3, stop=("\n",), stop_token_ids=(500, 501)
 )
 
 
@@ -39,7 +40,11 @@ async def test_it_answers_over_the_wire_as_the_scripted_engine_does(tokenizer: C
     scripted = ScriptedEngine(rule)
     await scripted.start()
     async with StubServer(rule) as server:
-        for sampling in (SAMPLING, SamplingParams(2, seed=4), SamplingParams(24, logprobs=False)):
+        for sampling in (
+            replace(SAMPLING, stop=()),
+            SamplingParams(2, seed=4),
+            SamplingParams(24, logprobs=False),
+        ):
             here = await scripted.generate(prompt, sampling, request_id="a")
             assert await ask(server, prompt, sampling) == here
     assert tokenizer.decode(here.token_ids) == "five"

@@ -53,7 +53,9 @@ def load(name: str) -> ChatTokenizer:
     """A byte-level BPE tokenizer with merges over letters, digits and white space, and the named template."""
     tokenizer = _build()
     tokenizer.chat_template = (Path(__file__).parent / f"{name}.jinja").read_text()
-    return ChatTokenizer(tokenizer)
+    return ChatTokenizer(
+        tokenizer, end_ids=[tokenizer.convert_tokens_to_ids(end) for end in END_TOKENS[name]]
+    )
 
 
 def _build() -> Any:
