@@ -9,7 +9,7 @@ from rollstream.engine.checks import ids_fit, read_engine_kwargs, unknown_name
 from rollstream.errors import ConfigError
 from rollstream.trajectory import SamplingParams
 
-ENGINES = ("openvino", "sglang")
+ENGINES = ("hf", "openvino", "sglang", "vllm")
 """Names for `actor_rollout_ref.rollout.name`."""
 
 
@@ -36,15 +36,17 @@ def create_engine(
         ConfigError: unknown engine or engine_kwargs key, a value out of range, missing package, model folder
             or URLs.
     """
+    if name in ("hf", "openvino") and server_urls:
+        raise ConfigError(f"engine {name!r} is embedded: actor_rollout_ref.rollout.server_urls is for sglang")
+    if name == "hf":
+        from rollstream.engine.hf import HFEngine
+
+        return HFEngine(model_path, max_model_len=max_model_len, engine_kwargs=engine_kwargs)
     if name == "openvino":
         from rollstream.engine.openvino import OpenVINOEngine
 
         if model_path is None:
             raise ConfigError("engine 'openvino' needs actor_rollout_ref.model.path")
-        if server_urls:
-            raise ConfigError(
-                "engine 'openvino' is embedded: actor_rollout_ref.rollout.server_urls is for sglang"
-            )
         return OpenVINOEngine(
             model_path,
             max_model_len=max_model_len,
@@ -55,6 +57,15 @@ def create_engine(
         from rollstream.engine.sglang import SGLangEngine
 
         return SGLangEngine(
+            server_urls,
+            model_path=None if model_path is None else str(model_path),
+            max_model_len=max_model_len,
+            engine_kwargs=engine_kwargs,
+        )
+    if name == "vllm":
+        from rollstream.engine.vllm import VLLMEngine
+
+        return VLLMEngine(
             server_urls,
             model_path=None if model_path is None else str(model_path),
             max_model_len=max_model_len,
@@ -101,12 +112,17 @@ def data_deciding_kwargs(name: str, engine_kwargs: Mapping[str, Any] | None = No
     Raises:
         ConfigError: unknown engine or engine_kwargs key, or a value of a wrong type.
     """
-    if name == "openvino":
-        from rollstream.engine.openvino import DATA_DECIDING_KWARGS, ENGINE_KWARGS
+    if name == "hf":
+        from rollstream.engine import hf_settings
 
-        values = read_engine_kwargs(name, engine_kwargs or {}, ENGINE_KWARGS)
-        return {key: values[key] for key in DATA_DECIDING_KWARGS}
-    if name == "sglang":
+        values = read_engine_kwargs(name, engine_kwargs or {}, hf_settings.ENGINE_KWARGS)
+        return {key: values[key] for key in hf_settings.DATA_DECIDING_KWARGS}
+    if name == "openvino":
+        from rollstream.engine import openvino
+
+        values = read_engine_kwargs(name, engine_kwargs or {}, openvino.ENGINE_KWARGS)
+        return {key: values[key] for key in openvino.DATA_DECIDING_KWARGS}
+    if name in ("sglang", "vllm"):
         return {}  # its settings are about connections; the servers decide the rest
     raise unknown_name("engine", name, ENGINES)
 
@@ -159,7 +175,7 @@ def check_capabilities(
             f"{rollout}.prompt_length {prompt_length} + {rollout}.response_length {response_length} "
             f"is more than the {min(limits)} tokens a sequence may have, by "
             + (
-                "the model's own limit or, with engine 'openvino', the KV cache "
+                "the model's own limit or, with an embedded engine, the KV cache "
                 "(engine_kwargs.cache_size or num_kv_blocks)"
                 if own
                 else f"{rollout}.max_model_len"

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _TRIED_ROWS = 16
 """Rows tried at start: when all of them fail, the configuration is wrong, not a row."""
 
-_VERSIONED = ("transformers", "tokenizers", "openvino-genai", "reasoning-gym", "pyarrow")
+_VERSIONED = ("transformers", "tokenizers", "torch", "openvino-genai", "reasoning-gym", "pyarrow")
 """Packages whose versions are worth knowing when two runs differ."""
 
 

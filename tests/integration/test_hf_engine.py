@@ -1,0 +1,729 @@
+"""The `hf` engine with the demo model: real steps, real thread deaths."""
+
+import asyncio
+import copy
+import gc
+import itertools
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollstream.demo import MODEL_PATH
+from rollstream.engine.base import Engine
+from rollstream.engine.hf import HFEngine
+from rollstream.engine.hf_model import load_module
+from rollstream.errors import EngineError, EngineUnavailableError
+from rollstream.trajectory import Completion, SamplingParams
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("psutil")
+
+LONG = SamplingParams(3000, ignore_eos=True, seed=1)
+EOS = 2
+Asked = list[tuple[list[int], SamplingParams]]
+
+
+async def started(model: Any = None, **kwargs: Any) -> HFEngine:
+    # A small cache, for speed: 64 x 8 blocks of 32 tokens.
+    given = {"num_threads": 1, "num_kv_blocks": 512} | kwargs
+    engine = HFEngine(MODEL_PATH, model=model, engine_kwargs=given)
+    await engine.start()
+    return engine
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[HFEngine]:
+    engine = await started()
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture
+def module() -> Any:
+    torch.set_num_threads(1)
+    return load_module(str(MODEL_PATH), dtype="auto", device="cpu", attn_implementation="")
+
+
+@pytest.fixture
+def other(module: Any) -> Any:
+    """The model with other weights."""
+    other = copy.deepcopy(module)
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise)
+    return other
+
+
+async def eventually(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not check():
+            await asyncio.sleep(0.01)
+
+
+def requests(count: int, *, longest: int = 60) -> Asked:
+    rng = random.Random(7)
+    return [
+        (
+            [rng.randrange(3, 500) for _ in range(rng.randrange(1, 60))],
+            SamplingParams(rng.randrange(2, longest), seed=i, ignore_eos=i % 3 == 0),
+        )
+        for i in range(count)
+    ]
+
+
+async def answer(engine: Engine, asked: Asked) -> list[Completion]:
+    return await asyncio.gather(
+        *(engine.generate(prompt, how, request_id=str(i)) for i, (prompt, how) in enumerate(asked))
+    )
+
+
+def sampled(engine: HFEngine) -> list[int]:
+    return [len(request.token_ids) for request in engine._in_flight.values()]
+
+
+def logits_of(module: Any, prompt: list[int], ids: list[int]) -> Any:
+    """What a forward pass says before each of `ids`."""
+    with torch.no_grad():
+        return module(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+
+
+def processed(logits: Any, how: SamplingParams) -> Any:
+    """Log-probs after transformers' own processors; of greedy, the model's own."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    if how.temperature not in (0, 1):
+        logits = TemperatureLogitsWarper(how.temperature)(None, logits)
+    if how.top_k != -1:
+        logits = TopKLogitsWarper(how.top_k)(None, logits)
+    if how.top_p != 1:
+        logits = TopPLogitsWarper(how.top_p)(None, logits)
+    return logits.log_softmax(-1)
+
+
+def error_of(logits: Any, how: SamplingParams, ids: list[int], logprobs: list[float] | None) -> float:
+    expected = processed(logits, how).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    return float((expected - torch.tensor(logprobs)).abs().max())
+
+
+def worst_error(module: Any, asked: Asked, answers: list[Completion]) -> float:
+    return max(
+        error_of(logits_of(module, prompt, c.token_ids), how, c.token_ids, c.logprobs)
+        for (prompt, how), c in zip(asked, answers, strict=True)
+    )
+
+
+def nothing_is_left(engine: HFEngine) -> None:
+    """No request, and no block of the manager's cache."""
+    batch = engine._batch
+    assert batch is not None
+    assert not batch._running and not batch._waiting and not engine._in_flight
+    assert batch._free_blocks == batch._settings.cache.blocks
+    cache = batch._manager.batch_processor.cache
+    assert cache.get_num_free_blocks() == cache.num_blocks
+
+
+async def test_logprobs_are_those_of_what_was_drawn_from(engine: HFEngine, module: Any) -> None:
+    assert isinstance(engine, Engine)
+    assert engine.capabilities.logprobs == "processed"
+    asked = requests(60)
+    for i, (prompt, _) in enumerate(requests(60)):
+        hot = SamplingParams(20, seed=i, temperature=0.4 + i / 30)
+        how = [hot, replace(hot, top_k=1 + i % 9), replace(hot, top_p=0.3 + i / 100)]
+        how.append(replace(hot, top_k=20, top_p=0.8))
+        asked.append((prompt, how[i % 4]))
+    asked += [(prompt, SamplingParams(20, temperature=0.0)) for prompt, _ in requests(20)]
+    answers = await answer(engine, asked)
+    assert worst_error(module, asked, answers) < 1e-4
+    for (prompt, how), completion in zip(asked, answers, strict=True):
+        assert 1 <= len(completion.token_ids) <= how.max_tokens
+        assert completion.policy_versions == [(0, 0)]
+        if how.temperature == 0:
+            logits = logits_of(module, prompt, completion.token_ids)
+            assert logits.argmax(-1).tolist() == completion.token_ids
+    nothing_is_left(engine)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "longest"),
+    [
+        ("LlamaConfig", {}, 512),
+        ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, 512),
+        ("MistralConfig", {"sliding_window": 60}, 60),
+        (
+            "Gemma3TextConfig",
+            {"sliding_window": 60, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+            60,
+        ),
+    ],
+)
+async def test_other_architectures_are_exact_as_far_as_they_may_go(
+    kind: str, more: dict[str, Any], longest: int
+) -> None:
+    import transformers
+
+    torch.manual_seed(1)
+    module = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, kind)(**SMALL, **more)
+    ).eval()
+    engine = await started(module, max_num_batched_tokens=40, block_size=16)
+    assert engine.capabilities.max_model_len == longest
+    asked = [
+        (
+            [3 + (7 * i + j) % 290 for j in range(1 + 3 * i)],
+            SamplingParams(59 - 3 * i, ignore_eos=True, seed=i),
+        )
+        for i in range(16)
+    ]
+    assert worst_error(module, asked, await answer(engine, asked)) < 1e-4
+    nothing_is_left(engine)
+    await engine.close()
+
+
+async def test_top_k_off_is_not_greedy(engine: HFEngine) -> None:
+    how = SamplingParams(20, ignore_eos=True, top_k=-1, top_p=1.0, temperature=2.0)
+    answers = await answer(engine, [([5, 6], how)] * 8)
+    assert len({tuple(c.token_ids) for c in answers}) == 8
+
+
+async def test_seeds_repeat_whatever_else_is_in_the_batch(engine: HFEngine) -> None:
+    asked = requests(64)
+    together = await answer(engine, asked)
+    alone = [await engine.generate(p, s, request_id="x") for p, s in asked[:16]]
+    assert [c.token_ids for c in alone] == [c.token_ids for c in together[:16]]
+    # Another order, other batch sizes (prompts are split), a cache so small that requests have to queue.
+    other = await started(max_num_seqs=5, max_num_batched_tokens=23, num_kv_blocks=20)
+    backwards = (await answer(other, asked[::-1]))[::-1]
+    await other.close()
+    assert [c.token_ids for c in backwards] == [c.token_ids for c in together]
+    differences = [
+        abs(a - b)
+        for one, two in zip(backwards, together, strict=True)
+        for a, b in zip(one.logprobs or [], two.logprobs or [], strict=True)
+    ]
+    assert max(differences) < 1e-4
+
+
+async def test_how_a_generation_ends(engine: HFEngine) -> None:
+    hot = SamplingParams(60, temperature=2.0)
+    prompt = [5, 6, 7]
+    answers = await answer(engine, [(prompt, replace(hot, seed=i)) for i in range(300)])
+    seed, free = next(
+        (i, c) for i, c in enumerate(answers) if c.finish_reason == "stop" and len(c.token_ids) > 12
+    )
+    how = replace(hot, seed=seed)
+    length = len(free.token_ids)
+    assert free.token_ids[-1] == EOS  # part of what was sampled
+    cut = await engine.generate(prompt, replace(how, max_tokens=10), request_id="a")
+    assert (cut.token_ids, cut.finish_reason) == (free.token_ids[:10], "length")
+    exact = await engine.generate(prompt, replace(how, max_tokens=length), request_id="a")
+    assert (exact.token_ids, exact.finish_reason) == (free.token_ids, "stop")
+    on = await engine.generate(prompt, replace(how, max_tokens=200, ignore_eos=True), request_id="a")
+    assert (len(on.token_ids), on.finish_reason) == (200, "length")
+    assert on.token_ids[:length] == free.token_ids
+    wanted = next(i for i in on.token_ids[length:] if i not in free.token_ids)
+    stop = replace(how, max_tokens=200, ignore_eos=True, stop_token_ids=(wanted,))
+    stopped = await engine.generate(prompt, stop, request_id="a")
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == on.token_ids[: on.token_ids.index(wanted) + 1]
+    without = await engine.generate(prompt, replace(how, logprobs=False), request_id="a")
+    assert (without.logprobs, without.token_ids) == (None, free.token_ids)
+
+
+async def test_stop_strings_keep_every_sampled_token(engine: HFEngine) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
+    free = await engine.generate([1, 5, 6, 7], SamplingParams(60, seed=1, ignore_eos=True), request_id="a")
+    pairs = [tokenizer.decode(free.token_ids[i : i + 2], skip_special_tokens=False) for i in range(20, 40)]
+    stop = next(text for text in pairs if text and text.isascii())
+    sampling = SamplingParams(60, seed=1, ignore_eos=True, stop=("no such text", stop))
+    for completion in await answer(engine, [([1, 5, 6, 7], sampling)] * 4):
+        text = tokenizer.decode(completion.token_ids, skip_special_tokens=False)
+        before = tokenizer.decode(completion.token_ids[:-1], skip_special_tokens=False)
+        assert completion.finish_reason == "stop"
+        assert completion.token_ids == free.token_ids[: len(completion.token_ids)]
+        assert stop in text
+        assert stop not in before
+        expected = (free.logprobs or [])[: len(completion.token_ids)]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+    never = SamplingParams(30, seed=1, ignore_eos=True, stop=("no such text",))
+    ended = await engine.generate([1, 5, 6, 7], never, request_id="a")
+    assert (ended.token_ids, ended.finish_reason) == (free.token_ids[:30], "length")
+    nothing_is_left(engine)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], SamplingParams(5), "empty"),
+        ([512], SamplingParams(5), "vocabulary"),
+        ([-1], SamplingParams(5), "vocabulary"),
+        ([1], SamplingParams(0), "max_tokens"),
+        ([1], SamplingParams(5, top_p=0.0), "top_p"),
+        ([1], SamplingParams(5, top_k=0), "top_k"),
+        ([1] * 4095, SamplingParams(2), "max_model_len 4096"),
+    ],
+)
+async def test_bad_requests_hurt_only_themselves(
+    engine: HFEngine, prompt: list[int], sampling: SamplingParams, message: str
+) -> None:
+    neighbour = asyncio.create_task(engine.generate([1, 2], SamplingParams(30, seed=1), request_id="n"))
+    with pytest.raises(EngineError, match=message) as caught:
+        await engine.generate(prompt, sampling, request_id="bad")
+    assert type(caught.value) is EngineError
+    assert (await neighbour).token_ids
+    assert await engine.health()
+
+
+async def test_more_work_than_the_cache_holds_queues_and_stays_exact(module: Any) -> None:
+    engine = await started(num_kv_blocks=12, max_num_seqs=64)
+    assert engine.capabilities.max_model_len == 12 * 32 - 1
+    assert engine._batch is not None
+    processor = engine._batch._manager.batch_processor
+    processor.offloading_manager.offload_one_request = None  # to evict a request now ends the thread
+    asked = requests(60, longest=90)
+    answers = await answer(engine, asked)
+    assert worst_error(module, asked, answers) < 1e-4
+    with pytest.raises(EngineError, match="max_model_len 383"):
+        await engine.generate([1] * 300, SamplingParams(84), request_id="a")
+    # Each of these fills the cache alone.
+    answers = await asyncio.wait_for(
+        answer(engine, [([1] * 300, SamplingParams(83, ignore_eos=True))] * 3), 60
+    )
+    assert [len(c.token_ids) for c in answers] == [83] * 3
+    nothing_is_left(engine)
+    await engine.close()
+
+
+async def test_cancelling_frees_the_place_and_leaves_the_others_alone() -> None:
+    engine = await started(max_num_seqs=4, num_kv_blocks=1024)
+    asked = requests(24)
+    alone = await answer(engine, asked)
+    hogs = [asyncio.create_task(engine.generate([1], LONG, request_id=f"hog{i}")) for i in range(4)]
+    tasks = [asyncio.create_task(engine.generate(p, s, request_id=str(i))) for i, (p, s) in enumerate(asked)]
+    await eventually(lambda: sum(sampled(engine)) > 40)
+    assert not any(task.done() for task in tasks)
+    for hog in hogs:
+        hog.cancel()
+    answers = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    assert [c.token_ids for c in answers] == [c.token_ids for c in alone]
+    assert all(hog.cancelled() for hog in hogs)
+    nothing_is_left(engine)
+    await engine.close()
+
+
+async def test_abort_returns_what_was_sampled() -> None:
+    engine = await started(max_num_seqs=2)
+    tasks = [asyncio.create_task(engine.generate([1], LONG, request_id=str(i))) for i in range(4)]
+    await eventually(lambda: min(sampled(engine)[:2], default=0) > 5)
+    await engine.abort("0")
+    await engine.abort("3")
+    first, queued = await asyncio.wait_for(asyncio.gather(tasks[0], tasks[3]), 60)
+    await eventually(lambda: min(sampled(engine), default=0) > 2)
+    await engine.abort("1")
+    await engine.abort("2")
+    second, third = await asyncio.wait_for(asyncio.gather(tasks[1], tasks[2]), 60)
+    await engine.abort("unknown")
+    for part in (first, second, third):
+        assert part.finish_reason == "abort"
+        assert 0 < len(part.token_ids) == len(part.logprobs or []) < 3000
+    assert (queued.finish_reason, queued.token_ids) == ("abort", [])
+    parts = sorted((first, second, third), key=lambda c: len(c.token_ids))
+    whole = await engine.generate([1], replace(LONG, max_tokens=len(parts[-1].token_ids)), request_id="a")
+    assert all(whole.token_ids[: len(part.token_ids)] == part.token_ids for part in parts)
+    nothing_is_left(engine)
+    await engine.close()
+
+
+class Trouble:
+    """A hook on the model that breaks its next steps."""
+
+    def __init__(self, module: Any) -> None:
+        self.error: BaseException | None = None
+        module.register_forward_pre_hook(self._raise)
+
+    def __deepcopy__(self, memo: object) -> "Trouble":
+        return self  # the engine's copy of the modules gets the same one
+
+    def _raise(self, module: Any, args: Any) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+async def test_a_dead_thread_is_replaced(module: Any) -> None:
+    trouble = Trouble(module)
+    engine = await started(module)
+    asked = requests(12)
+    before = await answer(engine, asked)
+    errors: list[BaseException] = [MemoryError("no room for a step"), SystemExit("left")]
+    for error in errors:
+        tasks = [asyncio.create_task(engine.generate([1], LONG, request_id=str(i))) for i in range(40)]
+        await eventually(lambda: max(sampled(engine), default=0) > 3)
+        trouble.error = error
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+        assert all(isinstance(r, EngineUnavailableError) for r in results)
+        for result in results:
+            assert f"thread ended: {type(error).__name__}: {error}" in str(result)
+            assert isinstance(result, BaseException) and result.__cause__ is error
+        with pytest.raises(EngineUnavailableError, match="thread ended"):
+            await engine.generate([1], LONG, request_id="a")
+        trouble.error = None
+        assert all(await asyncio.gather(*(engine.health() for _ in range(3))))
+        after = await answer(engine, asked)
+        assert [c.token_ids for c in after] == [c.token_ids for c in before]
+        assert worst_error(module, asked, after) < 1e-4
+        nothing_is_left(engine)
+    await engine.close()
+
+
+async def test_restarts_back_off(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollstream.engine.hf._RESTART_DELAY_S", 1000.0)
+    monkeypatch.setattr("rollstream.engine.hf._RESTART_DELAY_MAX_S", 1000.0)
+    trouble = Trouble(module)
+    engine = await started(module)
+    trouble.error = RuntimeError("again")
+    for expected in (True, True, False):
+        with pytest.raises(EngineUnavailableError):
+            await engine.generate([1], LONG, request_id="a")
+        assert await engine.health() is expected
+    trouble.error = None
+    engine._restart_at = 0.0  # the time has come
+    assert await engine.health()
+    assert (await engine.generate([1], SamplingParams(3), request_id="a")).token_ids
+    await engine.close()
+
+
+async def test_broken_weights_are_an_error_and_not_a_sample(module: Any) -> None:
+    engine = await started(module)
+    state = {name: tensor * torch.nan for name, tensor in module.state_dict().items()}
+    good = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    await engine.load_state_dict(state, 1)
+    with pytest.raises(EngineError, match="logits are not numbers"):
+        await engine.generate([1], LONG, request_id="a")
+    await engine.load_state_dict(good, 2)
+    assert (await engine.generate([1], SamplingParams(3), request_id="a")).policy_versions == [(0, 2)]
+    await engine.close()
+
+
+async def test_close_ends_the_thread_and_what_is_in_flight() -> None:
+    threads = threading.active_count()
+    engine = await started(max_num_seqs=4)
+    tasks = [asyncio.create_task(engine.generate([1], LONG, request_id=str(i))) for i in range(8)]
+    await eventually(lambda: max(sampled(engine), default=0) > 3)
+    await engine.close()
+    await engine.close()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(r, EngineUnavailableError) for r in results)
+    assert not await engine.health()
+    with pytest.raises(EngineUnavailableError):
+        await engine.generate([1], LONG, request_id="b")
+    await eventually(lambda: threading.active_count() <= threads)
+
+
+async def test_a_cancelled_start_leaves_nothing_behind() -> None:
+    threads = threading.active_count()
+    for turns in (0, 1, 5, 50):
+        engine = HFEngine(MODEL_PATH, engine_kwargs={"num_kv_blocks": 64})
+        task = asyncio.create_task(engine.start())
+        for _ in range(turns):
+            await asyncio.sleep(0.002)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.close()
+        assert not await engine.health()
+    await eventually(lambda: threading.active_count() <= threads)
+
+
+async def test_an_engine_that_nobody_closed_ends_with_its_last_reference() -> None:
+    engine = await started()
+    assert (await engine.generate([1], SamplingParams(3), request_id="a")).token_ids
+    assert engine._batch is not None
+    thread = engine._batch._manager._generation_thread
+    assert thread.is_alive()
+    del engine
+    gc.collect()
+    await eventually(lambda: not thread.is_alive())
+
+
+NOT_CLOSED = """
+import asyncio
+from rollstream.demo import MODEL_PATH
+from rollstream.engine.hf import HFEngine
+from rollstream.trajectory import SamplingParams
+
+async def main():
+    engine = HFEngine(MODEL_PATH, engine_kwargs={"num_threads": 1, "num_kv_blocks": 512})
+    await engine.start()
+    sampling = SamplingParams(3000, ignore_eos=True)
+    tasks = [asyncio.create_task(engine.generate([1], sampling, request_id=str(i))) for i in range(4)]
+    while not all(len(request.token_ids) > 3 for request in engine._in_flight.values()):
+        await asyncio.sleep(0.01)
+    raise RuntimeError("something else went wrong")
+
+asyncio.run(main())
+"""
+
+
+def test_a_program_that_fails_while_it_generates_still_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NOT_CLOSED], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == "RuntimeError: something else went wrong"
+
+
+async def test_what_cannot_be_loaded_is_one_line(tmp_path: Any) -> None:
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((MODEL_PATH / name).read_bytes())
+    engine = HFEngine(tmp_path)
+    with pytest.raises(EngineError, match="engine 'hf' cannot load") as caught:
+        await engine.start()
+    assert "\n" not in str(caught.value)
+    await engine.close()
+
+
+async def test_a_weight_that_the_folder_lacks_is_not_made_up(module: Any, tmp_path: Any) -> None:
+    state = {name: tensor for name, tensor in module.state_dict().items() if "layers.1.mlp" not in name}
+    module.save_pretrained(tmp_path, state_dict=state)
+    engine = HFEngine(tmp_path)
+    with pytest.raises(EngineError, match=r"lacks .*layers\.1\.mlp"):
+        await engine.start()
+    await engine.close()
+    engine = await started()
+    with pytest.raises(EngineError, match=r"missing: .*layers\.1\.mlp"):
+        await engine.update_weights(str(tmp_path), 1)
+    assert engine.version == 0
+    await engine.close()
+
+
+async def test_a_cache_that_does_not_fit_is_said_at_start() -> None:
+    engine = HFEngine(MODEL_PATH, engine_kwargs={"num_kv_blocks": 10**9})
+    with pytest.raises(EngineError, match="cannot make its KV cache: Memory footprint"):
+        await engine.start()
+    await engine.close()
+
+
+async def test_another_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.generation import configuration_utils
+    from transformers.generation.continuous_batching import continuous_api
+
+    engine = HFEngine(MODEL_PATH, engine_kwargs={"num_kv_blocks": 64})
+    with monkeypatch.context() as patch:
+        patch.delattr(continuous_api.ContinuousBatchingManager, "cancel_request")
+        with pytest.raises(EngineError, match=r"transformers 5\.10, .* has no cancel_request"):
+            await engine.start()
+    with monkeypatch.context() as patch:
+        config = configuration_utils.ContinuousBatchingConfig
+        patch.setattr(configuration_utils, "ContinuousBatchingConfig", lambda page_size: config())
+        with pytest.raises(EngineError, match=r"transformers 5\.10, .* unexpected keyword"):
+            await engine.start()
+    await engine.start()
+    assert (await engine.generate([1], SamplingParams(3), request_id="a")).token_ids
+    await engine.close()
+
+
+# Weights that change.
+
+
+def in_flight_at_the_swap() -> Asked:
+    return [
+        (prompt, SamplingParams(60, seed=i, ignore_eos=True)) for i, (prompt, _) in enumerate(requests(64))
+    ]
+
+
+async def swapped(on_update: str, other: Any) -> tuple[HFEngine, list[Completion]]:
+    """64 rollouts, with other weights in the middle of each."""
+    engine = await started(on_update=on_update, max_num_seqs=64)
+    tasks = [
+        asyncio.create_task(engine.generate(prompt, how, request_id=str(i)))
+        for i, (prompt, how) in enumerate(in_flight_at_the_swap())
+    ]
+    await eventually(lambda: min(sampled(engine), default=0) >= 5)
+    at_least = sampled(engine)
+    assert not any(task.done() for task in tasks)
+    await engine.load_state_dict(other.state_dict(), 7)
+    assert engine.version == 7
+    answers = await asyncio.wait_for(asyncio.gather(*tasks), 120)
+    for least, completion in zip(at_least, answers, strict=True):
+        starts = [start for start, _ in completion.policy_versions]
+        assert starts[0] == 0
+        assert all(least <= start < 60 for start in starts[1:])
+    return engine, answers
+
+
+async def test_a_swap_aborts_and_the_caller_goes_on_exactly(module: Any, other: Any) -> None:
+    engine, parts = await swapped("abort", other)
+    asked = in_flight_at_the_swap()
+    assert {c.finish_reason for c in parts} == {"abort"}
+    assert all(c.policy_versions == [(0, 0)] for c in parts)
+    assert worst_error(module, asked, parts) < 1e-4
+    rest = [
+        (prompt + part.token_ids, replace(how, max_tokens=60 - len(part.token_ids)))
+        for (prompt, how), part in zip(asked, parts, strict=True)
+    ]
+    answers = await answer(engine, rest)
+    assert all(c.policy_versions == [(0, 7)] for c in answers)
+    assert worst_error(other, rest, answers) < 1e-4
+    assert worst_error(module, rest, answers) > 0.1  # the weights do differ
+    nothing_is_left(engine)
+    await engine.close()
+
+
+async def test_a_swap_restarts_and_is_exact_under_each_version(module: Any, other: Any) -> None:
+    engine, answers = await swapped("restart", other)
+    for (prompt, how), completion in zip(in_flight_at_the_swap(), answers, strict=True):
+        ids, logprobs = completion.token_ids, completion.logprobs or []
+        assert (len(ids), completion.finish_reason) == (60, "length")
+        ((_, old), (start, new)) = completion.policy_versions
+        assert (old, new) == (0, 7)
+        before, after = logits_of(module, prompt, ids), logits_of(other, prompt, ids)
+        assert error_of(before[:start], how, ids[:start], logprobs[:start]) < 1e-4
+        assert error_of(after[start:], how, ids[start:], logprobs[start:]) < 1e-4
+    nothing_is_left(engine)
+    await engine.close()
+
+
+async def test_a_swap_that_goes_on_samples_from_new_weights_over_old_keys(module: Any, other: Any) -> None:
+    engine, answers = await swapped("continue", other)
+    off = 0.0
+    for (prompt, how), completion in zip(in_flight_at_the_swap(), answers, strict=True):
+        ids, logprobs = completion.token_ids, completion.logprobs or []
+        ((_, old), (start, new)) = completion.policy_versions
+        assert (len(ids), old, new) == (60, 0, 7)
+        assert error_of(logits_of(module, prompt, ids)[:start], how, ids[:start], logprobs[:start]) < 1e-4
+        with torch.no_grad():
+            keys = module(torch.tensor([prompt + ids[: start - 1]]), use_cache=True).past_key_values
+            mixed = other(torch.tensor([ids[start - 1 : -1]]), past_key_values=keys).logits[0]
+        assert error_of(mixed, how, ids[start:], logprobs[start:]) < 1e-4
+        off = max(off, error_of(logits_of(other, prompt, ids)[start:], how, ids[start:], logprobs[start:]))
+    assert off > 0.01  # which a fresh forward pass does not give
+    nothing_is_left(engine)
+    await engine.close()
+
+
+async def test_a_prompt_that_was_seen_before_is_computed_anew(engine: HFEngine, other: Any) -> None:
+    asked = [([5] * 100 + [i], SamplingParams(10, seed=i, ignore_eos=True)) for i in range(8)]
+    await answer(engine, asked)
+    await engine.load_state_dict(other.state_dict(), 1)
+    assert worst_error(other, asked, await answer(engine, asked)) < 1e-4
+
+
+async def test_weights_come_from_a_folder(engine: HFEngine, other: Any, tmp_path: Any) -> None:
+    other.save_pretrained(tmp_path / "step1")
+    await engine.update_weights(str(tmp_path / "step1"), 1)
+    asked = requests(8)
+    answers = await answer(engine, asked)
+    assert all(c.policy_versions == [(0, 1)] for c in answers)
+    assert worst_error(other, asked, answers) < 1e-4
+    with pytest.raises(EngineError, match=r"cannot load .*nothing"):
+        await engine.update_weights(str(tmp_path / "nothing"), 2)
+    with pytest.raises(EngineError, match=r"missing: .* and 22 more"):
+        await engine.load_state_dict({"model.embed_tokens.weight": torch.zeros(512, 128)}, 2)
+    assert engine.version == 1
+    assert [c.token_ids for c in await answer(engine, asked)] == [c.token_ids for c in answers]
+
+
+async def test_new_weights_outlive_the_thread(module: Any, other: Any) -> None:
+    trouble = Trouble(module)
+    engine = await started(module)
+    await engine.load_state_dict(other.state_dict(), 3)
+    trouble.error = RuntimeError("dead")
+    with pytest.raises(EngineUnavailableError):
+        await engine.generate([1], LONG, request_id="a")
+    trouble.error = None
+    assert await engine.health()
+    asked = requests(8)
+    answers = await answer(engine, asked)
+    assert all(c.policy_versions == [(0, 3)] for c in answers)
+    assert worst_error(other, asked, answers) < 1e-4
+    await engine.close()
+
+
+async def test_a_trainer_steps_its_own_model_between_the_engines_steps(module: Any) -> None:
+    """The trainer's forward and backward go on beside generation; only its step is inside the block."""
+    reference = copy.deepcopy(module)
+    engine = await started(module, on_update="restart")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    snapshots = [copy.deepcopy(module)]
+    long = SamplingParams(150, ignore_eos=True, seed=1)
+    tasks = [asyncio.create_task(engine.generate([i, 9], long, request_id=str(i))) for i in range(8)]
+    batch = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    for version in (1, 2, 3):
+        target = 20 * version
+        await eventually(lambda least=target: min(sampled(engine), default=0) >= least)
+        module.train()
+        output = module(batch, labels=batch)
+        if version == 1:
+            with torch.no_grad():
+                assert torch.allclose(output.logits, reference(batch).logits, atol=1e-5)
+        optimizer.zero_grad()
+        output.loss.backward()
+        async with engine.changing_weights(version):
+            optimizer.step()
+        snapshots.append(copy.deepcopy(module).eval())
+    for i, completion in enumerate(await asyncio.wait_for(asyncio.gather(*tasks), 120)):
+        runs = [*completion.policy_versions, (150, -1)]
+        assert [version for _, version in runs[:-1]] == [0, 1, 2, 3]
+        for (start, version), (end, _) in itertools.pairwise(runs):
+            logits = logits_of(snapshots[version], [i, 9], completion.token_ids)[start:end]
+            ids, logprobs = completion.token_ids[start:end], (completion.logprobs or [])[start:end]
+            assert error_of(logits, long, ids, logprobs) < 1e-4
+    await engine.close()
+
+
+async def test_a_change_that_fails_or_is_cancelled_lets_the_engine_go_on(engine: HFEngine) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with engine.changing_weights(5):
+            raise ZeroDivisionError
+    assert engine.version == 0
+    async with engine.changing_weights(1):
+        # Nothing is sampled meanwhile, but requests are taken; another change waits and is given up.
+        task = asyncio.create_task(engine.generate([1], SamplingParams(3), request_id="a"))
+        waits = asyncio.create_task(engine.changing_weights(9).__aenter__())
+        await asyncio.sleep(0.05)
+        waits.cancel()
+        assert not task.done()
+    await asyncio.gather(waits, return_exceptions=True)
+    assert waits.cancelled()
+    completion = await asyncio.wait_for(task, 30)
+    assert (completion.policy_versions, engine.version) == ([(0, 1)], 1)
+
+
+async def test_greedy_is_the_same_as_on_openvino(engine: HFEngine, tmp_path: Any) -> None:
+    pytest.importorskip("openvino_genai")
+    from rollstream.engine.openvino import OpenVINOEngine
+
+    openvino = OpenVINOEngine(MODEL_PATH, log_path=tmp_path / "log", engine_kwargs={"num_threads": 1})
+    await openvino.start()
+    asked = [(prompt, SamplingParams(40, temperature=0.0)) for prompt, _ in requests(50)]
+    ours, theirs = await answer(engine, asked), await answer(openvino, asked)
+    await openvino.close()
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    pairs = [
+        (a, b)
+        for one, two in zip(ours, theirs, strict=True)
+        for a, b in zip(one.logprobs or [], two.logprobs or [], strict=True)
+    ]
+    assert max(abs(a - b) for a, b in pairs) < 1e-3

@@ -1,0 +1,95 @@
+"""What the `hf` engine decides without running a model."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.demo import MODEL_PATH
+from rollstream.engine.hf import HFEngine
+from rollstream.engine.registry import check_engine_config, create_engine, data_deciding_kwargs
+from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
+from rollstream.trajectory import SamplingParams
+
+
+def installed() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("psutil")
+
+
+def test_wrong_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed()
+    for path, message in [
+        (None, r"needs actor_rollout_ref\.model\.path"),
+        (tmp_path, r"has no config\.json"),
+        (tmp_path / "nothing", "there is no folder"),
+        ("./org/name", "there is no folder"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            HFEngine(path)
+    wrong: dict[str, Any] = {
+        "num_kv_blocks": -1,
+        "block_size": 0,
+        "max_num_seqs": 0,
+        "max_num_batched_tokens": 0,
+        "num_threads": -1,
+        "cache_size": 0.0,
+        "on_update": "stop",
+    }
+    for key, value in wrong.items():
+        with pytest.raises(ConfigError, match=rf"engine_kwargs\.{key} is {value!r}, want"):
+            HFEngine(MODEL_PATH, engine_kwargs={key: value})
+    with pytest.raises(ConfigError, match="max_num_seqs 300"):
+        HFEngine(MODEL_PATH, engine_kwargs={"max_num_seqs": 300})
+    HFEngine("org/name")  # a hub name: seen to at start
+    for missing in ("torch", "psutil"):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, missing=missing: None if name == missing else object()
+        )
+        with pytest.raises(ConfigError, match=rf"needs {missing}, .*pip install 'rollstream\[hf\]'"):
+            HFEngine(MODEL_PATH)
+
+
+def test_the_registry_knows_it(tmp_path: Path) -> None:
+    installed()
+    assert isinstance(create_engine("hf", model_path=MODEL_PATH, log_dir=tmp_path), HFEngine)
+    check_engine_config("hf", model_path=MODEL_PATH, engine_kwargs={"cache_size": 2})
+    for kwargs, message in [
+        ({"server_urls": ["http://a:1"]}, "'hf' is embedded"),
+        ({"engine_kwargs": {"cachesize": 3}}, "did you mean 'cache_size'"),
+        ({"model_path": None}, r"model\.path"),
+    ]:
+        given: dict[str, Any] = {"model_path": MODEL_PATH} | kwargs
+        with pytest.raises(ConfigError, match=message):
+            check_engine_config("hf", **given)
+    defaults = {"attn_implementation": "", "device": "auto", "dtype": "auto"}
+    assert data_deciding_kwargs("hf") == defaults
+    assert data_deciding_kwargs("hf", {"dtype": "bfloat16", "num_threads": 2}) == defaults | {
+        "dtype": "bfloat16"
+    }
+
+
+def test_making_one_imports_neither_torch_nor_transformers() -> None:
+    installed()
+    code = (
+        "import sys; from rollstream.demo import MODEL_PATH; from rollstream.engine.hf import HFEngine; "
+        "HFEngine(MODEL_PATH); print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+async def test_before_start_and_after_close_nothing_is_served() -> None:
+    installed()
+    engine = HFEngine(MODEL_PATH)
+    with pytest.raises(EngineError, match="has not been started"):
+        await engine.generate([1], SamplingParams(5), request_id="a")
+    with pytest.raises(EngineUnavailableError, match="was not started"):
+        await engine.load_state_dict({}, 1)
+    assert not await engine.health()
+    await engine.close()
+    await engine.close()
+    assert not await engine.health()

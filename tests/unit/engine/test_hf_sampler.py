@@ -1,0 +1,102 @@
+"""Drawing tokens: against transformers' own logits processors, and at the edges."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.engine.hf_sampler import DRAW_BITS, draw_tokens
+from rollstream.trajectory import SamplingParams
+
+torch = pytest.importorskip("torch")
+
+LAST_DRAW = (2**DRAW_BITS - 1) / 2**DRAW_BITS
+
+
+def processed(logits: Any, how: SamplingParams) -> Any:
+    """Log-probs after transformers' processors, in their order."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    scores = logits[None]
+    if how.temperature != 1:
+        scores = TemperatureLogitsWarper(how.temperature)(None, scores)
+    if how.top_k != -1:
+        scores = TopKLogitsWarper(how.top_k)(None, scores)
+    if how.top_p != 1:
+        scores = TopPLogitsWarper(how.top_p)(None, scores)
+    return scores.log_softmax(-1)[0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.builds(
+            SamplingParams,
+            max_tokens=st.just(1),
+            temperature=st.sampled_from([0.3, 0.7, 1.0, 1.9]),
+            top_k=st.sampled_from([-1, 1, 2, 7, 50, 1000]),
+            top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(0, 2**32 - 1),
+)
+def test_rows_are_drawn_from_what_transformers_makes_of_them(how: list[SamplingParams], seed: int) -> None:
+    logits = torch.randn(len(how), 60, generator=torch.Generator().manual_seed(seed)) * 3
+    rng = random.Random(seed)
+    draws = [rng.choice([0.0, LAST_DRAW, rng.random()]) for _ in how]
+    ids, logprobs = draw_tokens(logits, how, draws)
+    for row, params, token, logprob, draw in zip(logits, how, ids, logprobs, draws, strict=True):
+        expected = processed(row, params)
+        assert logprob == pytest.approx(float(expected[token]), abs=1e-5)
+        # The draw says which: it lies in the token's share of the running sum.
+        reached = expected.double().exp().cumsum(-1)
+        assert float(reached[token] - expected[token].double().exp()) <= draw + 1e-6
+        assert draw < float(reached[token]) + 1e-6
+
+
+def test_many_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(20000, -1)
+    rng = random.Random(3)
+    how = [SamplingParams(1, top_k=3)] * len(logits)
+    ids, _ = draw_tokens(logits, how, [rng.random() for _ in how])
+    expected = processed(logits[0], how[0]).exp().tolist()
+    for token, chance in enumerate(expected):
+        deviation = math.sqrt(len(how) * chance * (1 - chance))
+        assert abs(ids.count(token) - len(how) * chance) <= 5 * deviation
+
+
+def test_no_temperature_is_greedy_and_says_what_the_model_thought() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0]]).repeat(3, 1)
+    how = [
+        SamplingParams(1, temperature=0.0),
+        SamplingParams(1, temperature=1e-9, top_k=1, top_p=0.1),
+        SamplingParams(1),
+    ]
+    ids, logprobs = draw_tokens(logits, how, [LAST_DRAW, LAST_DRAW, LAST_DRAW])
+    assert ids == [1, 1, 2]
+    assert logprobs == pytest.approx(logits[0].log_softmax(-1)[[1, 1, 2]].tolist())
+
+
+def test_a_token_without_a_chance_is_never_drawn() -> None:
+    lost = -math.inf
+    logits = torch.tensor([[lost, 0.0, lost, 0.0, lost]]).repeat(4, 1)
+    draws = [0.0, 0.49, 0.51, LAST_DRAW]
+    assert draw_tokens(logits, [SamplingParams(1)] * 4, draws)[0] == [1, 1, 3, 3]
+    # Its probability is so small that the running sum does not move.
+    logits = torch.full((1, 100), -60.0)
+    logits[0, 40] = 0.0
+    assert draw_tokens(logits, [SamplingParams(1)], [LAST_DRAW])[0] == [40]
+
+
+def test_what_is_not_a_number_shows() -> None:
+    logits = torch.tensor([[0.0, math.nan, 1.0], [0.0, 1.0, 2.0]])
+    how = [SamplingParams(1), SamplingParams(1, temperature=0.0)]
+    ids, logprobs = draw_tokens(logits, how, [0.5, 0.5])
+    assert math.isnan(logprobs[0])
+    assert 0 <= ids[0] < 3
+    assert (ids[1], math.isnan(logprobs[1])) == (2, False)
