@@ -13,6 +13,7 @@ import rollstream
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.generation import main as generation  # light, as everything here must be
 from rollstream.generation.main import guarded, parse
+from rollstream.serving import main as serving
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,6 +78,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     generation.add_arguments(demo)
 
+    serve = add(
+        "serve",
+        _serve,
+        "serve a model over HTTP, by OpenAI's and SGLang's routes",
+        epilog=serving.EPILOG,
+    )
+    serving.add_arguments(serve)
+
     status = add("status", _status, "show what a run directory holds, also while it is written")
     status.add_argument("run_dir", type=Path)
     status.add_argument("--failed", action="store_true", help="the failed rollouts as JSON Lines")
@@ -118,6 +127,15 @@ def _demo(options: argparse.Namespace) -> int:
 
     demo = Path(config.__file__).with_name("demo.yaml")
     return generation.run(options, [demo, {"actor_rollout_ref": {"model": {"path": str(MODEL_PATH)}}}])
+
+
+def _serve(options: argparse.Namespace) -> int:
+    if options.model is None:
+        from rollstream.demo import MODEL_PATH
+
+        options.model = str(MODEL_PATH)
+        options.served_model_name = options.served_model_name or "demo"
+    return serving.run(options)
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -126,9 +126,7 @@ class PromptRenderer:
         async with reading:
             prompt = self._remembered_images.get(key)
             if prompt is None:
-                prompt = await self._read_and_render(
-                    messages, images, self.tools if tools is None else tools
-                )
+                prompt = await self._read_and_render(messages, images, self.tools if tools is None else tools)
                 self._remembered_images[key] = prompt
                 if len(self._remembered_images) > _REMEMBERED_IMAGE_ROWS:
                     self._remembered_images.popitem(last=False)

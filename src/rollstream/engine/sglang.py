@@ -73,9 +73,11 @@ class SGLangReplica:
             _LOG.warning("%s serves %r, but model.path is %r", self.name, served, self._model_path)
         sizes = [model.get("vocab_size") or info.get("vocab_size"), self._vocab_size]
         self._vocab_size = min((size for size in sizes if size is not None), default=None)
+        said = info.get("capabilities")  # of `rollstream serve`, whose engines differ
+        kind = said.get("logprobs") if isinstance(said, dict) else None
         return Capabilities(
             token_ids=True,
-            logprobs="processed",
+            logprobs=kind if kind in ("raw", "processed", "none") else "processed",
             # Without --enable-deterministic-inference seeds are silently ignored.
             seeds=bool(info.get("enable_deterministic_inference")),
             # Without its tokenizer a server cannot match stop strings.

@@ -1,0 +1,201 @@
+"""SGLang's routes beside `/generate`: health, who you are, aborts, pauses, weights.
+
+Source: https://docs.sglang.io/basic_usage/native_api.html and advanced_features/sglang_for_rl.html.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+import rollstream
+from rollstream.errors import EngineError, RollstreamError
+from rollstream.serving.metrics import RequestCounts, metrics_text
+from rollstream.serving.model import ServedModel
+from rollstream.serving.parameters import read_object, read_parameters
+from rollstream.serving.refusals import RequestError, json_response
+from rollstream.serving.service import EngineService
+
+
+class _Abort(msgspec.Struct):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class _Pause(msgspec.Struct):
+    mode: str = "abort"
+
+
+class _WeightUpdate(msgspec.Struct):
+    model_path: str
+    weight_version: str | int | None = None
+
+
+_ABORT_WORDS = frozenset(("finished_reason", "abort_message"))
+
+_UPDATE_WORDS = frozenset(
+    ("load_format", "abort_all_requests", "is_async", "torch_empty_cache", "token_step")
+)
+"""How SGLang loads; what is loaded is the same."""
+
+_UPDATE_NEUTRAL = {"keep_pause": False, "recapture_cuda_graph": False, "flush_cache": True}
+
+
+class ControlRoutes:
+    """The handlers."""
+
+    def __init__(self, model: ServedModel, service: EngineService, counts: RequestCounts) -> None:
+        self._model = model
+        self._service = service
+        self._counts = counts
+
+    def routes(self) -> list[web.RouteDef]:
+        """What goes where."""
+        both = [
+            *(("/flush_cache", self.flush_cache), ("/health", self.health)),
+            *(("/health_generate", self.health_generate), ("/get_load", self.load)),
+        ]
+        return [
+            *(web.get(path, handler) for path, handler in both),
+            *(web.post(path, handler) for path, handler in both),
+            web.get("/get_model_info", self.model_info),
+            web.get("/get_server_info", self.server_info),
+            web.get("/get_weight_version", self.weight_version),
+            web.get("/metrics", self.metrics),
+            web.post("/abort_request", self.abort),
+            web.post("/pause_generation", self.pause),
+            web.post("/continue_generation", self.resume),
+            web.post("/update_weights_from_disk", self.update_weights),
+        ]
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 when a request sent now would be served, else 503; starts an engine that died again."""
+        return web.Response(status=200 if await self._service.health() else 503)
+
+    async def health_generate(self, request: web.Request) -> web.Response:
+        """The same, by sampling a token."""
+        if not await self._service.health():
+            return web.Response(status=503)
+        try:
+            await self._service.try_out()
+        except EngineError:
+            return web.Response(status=503)
+        return web.Response()
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        """Of the weights."""
+        return json_response(
+            {
+                "model_path": self._service.model_path,
+                "tokenizer_path": self._model.path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": str(self._service.weight_version),
+                "has_image_understanding": False,
+                "vocab_size": self._service.capabilities.vocab_size,
+            }
+        )
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        """What SGLang's clients ask for, and what the engine can."""
+        capabilities = self._service.capabilities
+        return json_response(
+            {
+                "model_path": self._service.model_path,
+                "tokenizer_path": self._model.path,
+                "served_model_name": self._model.name,
+                "context_length": capabilities.max_model_len,
+                "vocab_size": capabilities.vocab_size,
+                # SGLang's words: seeds are honoured, and stop strings are not found.
+                "enable_deterministic_inference": capabilities.seeds,
+                "skip_tokenizer_init": not capabilities.stop_strings,
+                "weight_version": str(self._service.weight_version),
+                "version": f"rollstream {rollstream.__version__}",
+                "status": "paused" if self._service.paused else "ready",
+                "engine": self._model.engine,
+                "capabilities": asdict(capabilities),
+                "internal_states": [self._load()],
+            }
+        )
+
+    async def weight_version(self, request: web.Request) -> web.Response:
+        """Of answers that begin now."""
+        return json_response({"weight_version": str(self._service.weight_version)})
+
+    async def load(self, request: web.Request) -> web.Response:
+        """How much there is to do; a list, since SGLang has one entry for each data-parallel rank."""
+        return json_response([self._load()])
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """For Prometheus."""
+        return web.Response(text=metrics_text(self._service, self._counts), content_type="text/plain")
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """Ends one request or all; one that is not in flight may just have ended."""
+        asked = read_parameters(read_object(await request.read()), _Abort, harmless=_ABORT_WORDS)
+        if asked.abort_all:
+            await self._service.abort()
+        elif asked.rid:
+            await self._service.abort(asked.rid)
+        return web.Response()
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        """Nothing to do without a prefix cache; engines cannot empty one while they run."""
+        if self._model.keeps_prefixes:
+            raise RequestError("this engine has a prefix cache and cannot flush it", code="unsupported")
+        return web.Response(text="There is no prefix cache to flush.\n")
+
+    async def pause(self, request: web.Request) -> web.Response:
+        """Aborts what is in flight and holds back what comes."""
+        asked = read_parameters(await _optional_object(request), _Pause)
+        if asked.mode != "abort":
+            raise RequestError(f"mode {asked.mode!r} is not supported, but 'abort'", param="mode")
+        await self._service.pause()
+        return json_response({"message": "Generation paused.", "status": "ok"})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        """Ends a pause."""
+        self._service.resume()
+        return json_response({"message": "Generation continues.", "status": "ok"})
+
+    async def update_weights(self, request: web.Request) -> web.Response:
+        """Loads weights from a folder that the server can read; 400 from an engine that cannot."""
+        asked = read_parameters(
+            read_object(await request.read()),
+            _WeightUpdate,
+            harmless=_UPDATE_WORDS,
+            neutral=_UPDATE_NEUTRAL,
+        )
+        try:
+            if not Path(asked.model_path).is_dir():
+                # Some engines would take another text for a name on a hub, and fetch it.
+                raise RequestError(f"there is no folder {asked.model_path} here", param="model_path")
+            version = await self._service.update_weights(asked.model_path, _version(asked.weight_version))
+        except RollstreamError as error:
+            # SGLang's shape, with OpenAI's beside it.
+            body = {"success": False, "message": str(error), "error": {"message": str(error)}}
+            return json_response(body, 400)
+        body = {"success": True, "message": f"weights loaded, version {version}", "num_paused_requests": 0}
+        return json_response(body)
+
+    def _load(self) -> dict[str, Any]:
+        running, waiting = self._service.running, self._service.waiting
+        return {"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting}
+
+
+def _version(asked: str | int | None) -> int | None:
+    if asked is None:
+        return None
+    try:
+        return int(asked)
+    except ValueError:
+        raise RequestError(
+            f"weight_version {asked!r} must be a number: it is stored with each token", param="weight_version"
+        ) from None
+
+
+async def _optional_object(request: web.Request) -> dict[str, Any]:
+    body = await request.read()
+    return read_object(body) if body.strip() else {}

@@ -1,0 +1,75 @@
+"""The words of `rollstream serve`. What it does is in `command`, so that the imports here are light."""
+
+import argparse
+import os
+from pathlib import Path
+
+EPILOG = """\
+examples:
+  rollstream serve                                            the shipped demo model
+  rollstream serve --model MODEL --engine-kwargs cache_size=4 max_num_seqs=64
+  rollstream serve --model MODEL --port 0 --json --exit-with-parent    for a program that starts it
+
+exit codes: 0 ended by SIGINT, SIGTERM or with its parent; 1 the engine cannot start; 2 wrong usage.
+"""
+
+ENGINES = ("openvino", "hf")
+"""Engines that run in this process or below it; a server needs no server in front of it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `serve`."""
+    parser.add_argument(
+        "--model", metavar="PATH", help="folder of the model (default: the shipped demo model)"
+    )
+    parser.add_argument("--engine", choices=ENGINES, default="openvino")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=30000, help="0 takes a free one (default: %(default)s, as SGLang)"
+    )
+    parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="prompt plus response at most")
+    parser.add_argument(
+        "--engine-kwargs",
+        nargs="+",
+        default=[],
+        metavar="k=v",
+        help="settings of the engine: docs/engines.md",
+    )
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call it (default: the folder's name)"
+    )
+    parser.add_argument(
+        "--tool-parser",
+        default="hermes",
+        metavar="NAME",
+        help="how the model writes tool calls: docs/parsers.md",
+    )
+    parser.add_argument(
+        "--max-queue",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="samples in flight at most, more are answered 503 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the key that clients have to show"
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="where the engine writes its log (default: a temporary folder)",
+    )
+    parser.add_argument(
+        "--exit-with-parent", action="store_true", help="end when the process that started this one ends"
+    )
+    parser.add_argument("--json", action="store_true", help='print {"url", "pid", "model"} when ready')
+
+
+def run(options: argparse.Namespace) -> int:
+    """Executes a parsed `serve` command line; returns the exit code."""
+    parent_pid = os.getppid()  # before the imports, which take a second
+
+    from rollstream.serving import command
+
+    return command.run(options, parent_pid)

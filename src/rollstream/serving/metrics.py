@@ -1,0 +1,61 @@
+"""What `/metrics` says, in Prometheus' text format.
+
+Source: https://prometheus.io/docs/instrumenting/exposition_formats/ (version 0.0.4).
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from rollstream.serving.service import EngineService
+
+
+class RequestCounts:
+    """HTTP requests, by route and status."""
+
+    def __init__(self) -> None:
+        self.answered: Counter[tuple[str, int]] = Counter()
+
+    @property
+    def total(self) -> int:
+        """Of all routes."""
+        return self.answered.total()
+
+
+def metrics_text(service: EngineService, counts: RequestCounts) -> str:
+    """The page. What an engine does not say (how full its KV cache is) is not there."""
+    lines: list[str] = []
+
+    def add(name: str, kind: str, text: str, values: Mapping[str, int]) -> None:
+        lines.append(f"# HELP rollstream_{name} {text}")
+        lines.append(f"# TYPE rollstream_{name} {kind}")
+        lines.extend(f"rollstream_{name}{labels} {value}" for labels, value in sorted(values.items()))
+
+    add(
+        "samples_running", "gauge", "Samples that the engine has, queued by it or not.", {"": service.running}
+    )
+    add(
+        "samples_waiting",
+        "gauge",
+        "Samples held back by a pause or an engine that is coming back.",
+        {"": service.waiting},
+    )
+    add("paused", "gauge", "1 during a pause.", {"": int(service.paused)})
+    add("weight_version", "gauge", "Version of the weights.", {"": service.weight_version})
+    add(
+        "samples_total",
+        "counter",
+        "Samples that ended, by finish reason.",
+        {f'{{finish_reason="{reason}"}}': number for reason, number in service.finished.items()},
+    )
+    add("prompt_tokens_total", "counter", "Prompt tokens of samples that ended.", {"": service.prompt_tokens})
+    add("generated_tokens_total", "counter", "Tokens sampled.", {"": service.generated_tokens})
+    add(
+        "http_requests_total",
+        "counter",
+        "Answered HTTP requests, by route and status.",
+        {
+            f'{{route="{route}",status="{status}"}}': number
+            for (route, status), number in counts.answered.items()
+        },
+    )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,540 @@
+"""`rollstream serve` as a process, with the demo model: OpenAI's client, ours, signals, the page."""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import orjson
+import pyarrow.parquet as pq
+import pytest
+
+from demo_model.chats import CALCULATOR
+from rollstream.chat.tokenizer import load_tokenizer
+from rollstream.demo import MODEL_PATH
+from rollstream.engine.openvino import OpenVINOEngine
+from rollstream.engine.sglang import SGLangEngine
+from rollstream.trajectory import Completion, SamplingParams
+
+pytest.importorskip("openvino_genai")
+
+PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+COMMAND = [sys.executable, "-m", "rollstream.cli", "serve", "--port", "0"]
+TOKENIZER = load_tokenizer(str(MODEL_PATH))
+NEVER_ENDS = {"max_new_tokens": 3000, "ignore_eos": True}
+PATIENCE_S = 120.0
+
+
+def question(a: int, b: int) -> list[dict[str, Any]]:
+    text = f"State the final answer to the following arithmetic problem: {a} + {b} ="
+    return [{"role": "user", "content": text}]
+
+
+class Served:
+    """A server in a process."""
+
+    def __init__(self, *options: str, log: Path, env: dict[str, str] | None = None) -> None:
+        self.log = log
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [*COMMAND, "--json", *options],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, **(env or {})},
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, log.read_text()
+        self.ready: dict[str, Any] = orjson.loads(line)
+        self.url: str = self.ready["url"]
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, bytes]:
+        """Exit code, and what else it printed."""
+        self.process.send_signal(number)
+        assert self.process.stdout is not None
+        printed = self.process.stdout.read()
+        return self.process.wait(PATIENCE_S), printed
+
+
+@contextmanager
+def serve(*options: str, log: Path, env: dict[str, str] | None = None) -> Iterator[Served]:
+    served = Served(*options, log=log, env=env)
+    try:
+        yield served
+    finally:
+        if served.process.poll() is None:
+            served.stop()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve(log=tmp_path_factory.mktemp("serve") / "log") as served:
+        yield served
+        assert "Traceback" not in served.log.read_text()
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def direct(tmp_path: Path, asked: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
+    """What the engine itself answers."""
+    engine = OpenVINOEngine(MODEL_PATH, log_path=tmp_path / "engine.log")
+    await engine.start()
+    try:
+        return await all_of(engine, asked)
+    finally:
+        await engine.close()
+
+
+async def all_of(
+    engine: OpenVINOEngine | SGLangEngine, asked: list[tuple[list[int], SamplingParams]]
+) -> list[Completion]:
+    return await asyncio.gather(
+        *(engine.generate(prompt, how, request_id=str(i)) for i, (prompt, how) in enumerate(asked))
+    )
+
+
+def worst(one: list[float], two: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, two, strict=True))
+
+
+def until(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def load_of(session: aiohttp.ClientSession, url: str) -> int:
+    async with session.get(f"{url}/get_load") as response:
+        count: int = (await response.json())[0]["num_reqs"]
+        return count
+
+
+async def until_loaded(session: aiohttp.ClientSession, url: str, count: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while await load_of(session, url) != count:
+            await asyncio.sleep(0.01)
+
+
+# OpenAI's client
+
+
+def test_the_served_model_is_listed(served: Served, client: openai.OpenAI) -> None:
+    assert (served.ready["model"], served.ready["pid"]) == ("demo", served.process.pid)
+    (model,) = client.models.list().data
+    assert (model.id, model.owned_by) == ("demo", "rollstream")
+    assert client.models.retrieve("demo").id == "demo"
+
+
+async def test_completions_are_the_engines(client: openai.OpenAI, tmp_path: Path) -> None:
+    prompts = [TOKENIZER.render(question(a, 41)) for a in (12, 37)]
+    answer = client.completions.create(
+        model="demo",
+        prompt=prompts,
+        n=2,
+        seed=5,
+        max_tokens=8,
+        logprobs=0,
+        extra_body={"return_token_ids": True},
+    )
+    asked = [(prompt, SamplingParams(8, seed=seed)) for prompt in prompts for seed in (5, 6)]
+    expected = await direct(tmp_path, asked)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for choice, (prompt, _), completion in zip(answer.choices, asked, expected, strict=True):
+        extra = choice.model_extra
+        assert extra is not None
+        assert (extra["prompt_token_ids"], extra["token_ids"]) == (prompt, completion.token_ids)
+        assert choice.text == TOKENIZER.decode(completion.token_ids)
+        assert choice.logprobs is not None
+        assert worst(choice.logprobs.token_logprobs or [], completion.logprobs or []) < 1e-3
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(map(len, prompts))
+    assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
+
+
+async def test_a_chat_is_the_engines(client: openai.OpenAI, tmp_path: Path) -> None:
+    messages = question(37, 41)
+    answer = client.chat.completions.create(
+        model="demo",
+        messages=messages,  # type: ignore[arg-type]
+        seed=3,
+        logprobs=True,
+        max_completion_tokens=9,
+        extra_body={"return_token_ids": True},
+    )
+    prompt = TOKENIZER.render(messages)
+    (expected,) = await direct(tmp_path, [(prompt, SamplingParams(9, seed=3))])
+    (choice,) = answer.choices
+    assert (answer.model_extra or {})["prompt_token_ids"] == prompt
+    assert (choice.model_extra or {})["token_ids"] == expected.token_ids
+    assert choice.message.content == TOKENIZER.decode(expected.token_ids)
+    assert (choice.finish_reason, choice.message.role) == ("stop", "assistant")
+    assert choice.logprobs is not None
+    got = [one.logprob for one in choice.logprobs.content or []]
+    assert worst(got, expected.logprobs or []) < 1e-3
+
+
+def test_a_chat_as_a_stream(client: openai.OpenAI) -> None:
+    how: dict[str, Any] = {"model": "demo", "messages": question(37, 41), "temperature": 0, "logprobs": True}
+    whole = client.chat.completions.create(**how)
+    chunks = list(client.chat.completions.create(**how, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "78"
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    streamed, expected = chunks[-2].choices[0].logprobs, whole.choices[0].logprobs
+    assert streamed is not None
+    assert expected is not None
+    # Greedy twice, in batches of their own: equal but for the noise of float32.
+    assert [one.token for one in streamed.content or []] == ["7", "8", "<|im_end|>"]
+    got, said = ([one.logprob for one in logprobs.content or []] for logprobs in (streamed, expected))
+    assert worst(got, said) < 1e-3
+    assert chunks[-1].usage == whole.usage
+    text = client.completions.create(model="demo", prompt="1", seed=2, stream=True)
+    plain = client.completions.create(model="demo", prompt="1", seed=2)
+    assert "".join(chunk.choices[0].text for chunk in text) == plain.choices[0].text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_model_calls_its_calculator(client: openai.OpenAI, stream: bool) -> None:
+    messages = question(37, 41)
+    how: dict[str, Any] = {"model": "demo", "tools": [CALCULATOR], "temperature": 0}
+    if stream:
+        with client.chat.completions.stream(messages=messages, **how) as events:  # type: ignore[arg-type]
+            for _ in events:
+                pass
+            choice: Any = events.get_final_completion().choices[0]
+    else:
+        choice = client.chat.completions.create(messages=messages, **how).choices[0]  # type: ignore[arg-type]
+    assert choice.finish_reason == "tool_calls"
+    assert not choice.message.content
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "calculator"
+    assert orjson.loads(call.function.arguments) == {"expression": "37 + 41"}
+    messages += [
+        choice.message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}),
+        {"role": "tool", "tool_call_id": call.id, "content": "78"},
+    ]
+    last = client.chat.completions.create(messages=messages, **how).choices[0]  # type: ignore[arg-type]
+    assert (last.message.content, last.finish_reason, last.message.tool_calls) == ("78", "stop", None)
+
+
+def test_errors_are_openais(client: openai.OpenAI) -> None:
+    chat: dict[str, Any] = {"model": "demo", "messages": question(1, 2)}
+    for more, param in (
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ({"tools": [CALCULATOR], "tool_choice": "required"}, "tool_choice"),
+        ({"n": 0}, "n"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**chat, **more)
+        assert refused.value.param == param
+    with pytest.raises(openai.NotFoundError, match="'demo'"):
+        client.chat.completions.create(**{**chat, "model": "other"})
+    with pytest.raises(openai.BadRequestError, match="vocabulary"):
+        client.completions.create(model="demo", prompt=[512])
+    with pytest.raises(openai.BadRequestError, match="max_model_len 4096"):
+        client.completions.create(model="demo", prompt=[5] * 4096)
+    with pytest.raises(openai.BadRequestError, match="4096"):
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "1" * 5000}])
+    assert client.chat.completions.create(**chat, user="me", metadata={"a": "b"}).choices
+
+
+async def test_a_body_of_100_megabytes_is_refused(served: Served) -> None:
+    async with aiohttp.ClientSession() as session:
+        body = b'{"text": "' + b"a" * 10**8 + b'"}'
+        async with session.post(f"{served.url}/generate", data=body) as response:
+            assert response.status == 413
+            assert "larger" in (await response.json())["error"]["message"]
+
+
+# Our own client
+
+
+async def test_our_client_gets_what_the_engine_gives(served: Served, tmp_path: Path) -> None:
+    prompts = [TOKENIZER.render(question(a, 97 - a)) for a in range(10, 42)]
+    asked = [(prompt, SamplingParams(24, seed=i)) for i, prompt in enumerate(prompts)]
+    asked += [(prompt, SamplingParams(24, temperature=0.0)) for prompt in prompts]
+    asked += [(prompt, SamplingParams(24, seed=7, top_k=5, top_p=0.9, stop=("8",))) for prompt in prompts]
+    expected = await direct(tmp_path, asked)
+    remote = SGLangEngine([served.url], model_path=str(MODEL_PATH))
+    await remote.start()
+    got = await all_of(remote, asked)
+    healthy = await remote.health()
+    await remote.close()
+    assert healthy
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+    assert [one.finish_reason for one in got] == [one.finish_reason for one in expected]
+    for one, other in zip(got, expected, strict=True):
+        assert worst(one.logprobs or [], other.logprobs or []) < 1e-3
+    capabilities = remote.capabilities
+    assert (capabilities.seeds, capabilities.stop_strings) == (True, True)
+    assert (capabilities.vocab_size, capabilities.max_model_len) == (512, 4096)
+
+
+async def test_our_client_aborts_and_cancels(served: Served, tmp_path: Path) -> None:
+    prompt = TOKENIZER.render(question(37, 41))
+    how = SamplingParams(3000, ignore_eos=True, seed=4)
+    remote = SGLangEngine([served.url])
+    await remote.start()
+    async with aiohttp.ClientSession() as session:
+        task = asyncio.create_task(remote.generate(prompt, how, request_id="a"))
+        await until_loaded(session, served.url, 1)
+        await remote.abort("a")
+        partial = await task
+        assert partial.finish_reason == "abort"
+        assert len(partial.token_ids) < 3000
+        task = asyncio.create_task(remote.generate(prompt, how, request_id="b"))
+        await until_loaded(session, served.url, 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until_loaded(session, served.url, 0)
+    await remote.close()
+    (whole,) = await direct(tmp_path, [(prompt, replace(how, max_tokens=len(partial.token_ids) + 1))])
+    assert partial.token_ids == whole.token_ids[:-1]
+
+
+async def test_a_client_that_hangs_up_leaves_nothing_behind(served: Served) -> None:
+    body = {"messages": question(1, 2), "n": 4, "max_tokens": 3000, "ignore_eos": True}
+    async with aiohttp.ClientSession() as session:
+        task = asyncio.create_task(session.post(f"{served.url}/v1/chat/completions", json=body))
+        await until_loaded(session, served.url, 4)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until_loaded(session, served.url, 0)
+
+
+def generate(run_dir: Path, cache: Path, *words: str) -> list[dict[str, Any]]:
+    """The rows of a seeded run on the demo's prompts."""
+    command = [
+        *(sys.executable, "-m", "rollstream.cli", "generate", "--json"),
+        f"actor_rollout_ref.model.path={MODEL_PATH}",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.response_length=32",
+        "train_tasks=[{name: reasoning_gym, dataset: chain_sum, size: 32, seed: 7, config: "
+        "{min_terms: 2, max_terms: 2, min_digits: 2, max_digits: 2}}]",
+        f"trainer.default_local_dir={run_dir}",
+        "generation.seed=1",
+        "generation.show_progress=false",
+        *words,
+    ]
+    env = {**os.environ, "ROLLSTREAM_CACHE": str(cache)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert orjson.loads(done.stdout)["completed"] == 64
+    rows: list[dict[str, Any]] = pq.read_table(run_dir / "trajectories.parquet").to_pylist()
+    return rows
+
+
+def test_a_run_against_the_server_has_the_tokens_of_the_engine(served: Served, tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    own = generate(tmp_path / "own", tmp_path, "actor_rollout_ref.rollout.name=openvino")
+    remote = generate(
+        tmp_path / "remote",
+        tmp_path,
+        "actor_rollout_ref.rollout.name=sglang",
+        f"actor_rollout_ref.rollout.server_urls=[{served.url}]",
+    )
+    for column in (
+        "index",
+        "repeat",
+        "prompt_ids",
+        "response_ids",
+        "response_mask",
+        "reward",
+        "finish_reason",
+    ):
+        assert [row[column] for row in own] == [row[column] for row in remote], column
+    for one, other in zip(own, remote, strict=True):
+        assert worst(one["response_logprobs"], other["response_logprobs"]) < 1e-3
+
+
+def test_weights_are_updated_while_serving(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file, save_file
+
+    other = tmp_path / "other"
+    shutil.copytree(MODEL_PATH, other)
+    weights = load_file(other / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in weights.items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        weights[name] = tensor + (0.05 * tensor.abs().mean() * noise).to(tensor.dtype)
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    log_probs, versions = [], []
+    with (
+        serve("--engine", "hf", log=tmp_path / "log") as served,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for source, version in ((None, "0"), (other, "5"), (MODEL_PATH, "6")):
+            if source is not None:
+                body = {"model_path": str(source), "weight_version": version}
+                answer: Any = client.with_options(base_url=served.url).post(
+                    "/update_weights_from_disk", body=body, cast_to=object
+                )
+                assert answer["success"]
+            got = client.completions.create(model="demo", prompt=[5, 6, 7], temperature=0, logprobs=0)
+            assert got.choices[0].logprobs is not None
+            log_probs.append((got.choices[0].logprobs.token_logprobs or [0.0])[0])
+            versions.append((got.model_extra or {})["metadata"]["weight_version"])
+    assert versions == ["0", "5", "6"]
+    assert abs(log_probs[0] - log_probs[2]) < 1e-4 < abs(log_probs[0] - log_probs[1])
+
+
+# The process
+
+
+async def test_who_is_in_flight_when_the_worker_dies_is_answered(tmp_path: Path) -> None:
+    sampling = {"max_new_tokens": 1000, "ignore_eos": True, "sampling_seed": 3}
+    body = {"input_ids": [5, 6, 7], "sampling_params": sampling}
+    with serve(log=tmp_path / "log") as served:
+        async with aiohttp.ClientSession() as session:
+            tasks = [asyncio.create_task(session.post(f"{served.url}/generate", json=body)) for _ in range(3)]
+            await until_loaded(session, served.url, 3)
+            (worker,) = children(served.process.pid)
+            os.kill(worker, signal.SIGKILL)
+            replies = [await (await task).json() for task in tasks]
+        assert children(served.process.pid) != [worker]
+        assert "the engine has died" in served.log.read_text()
+    (expected,) = await direct(tmp_path, [([5, 6, 7], SamplingParams(1000, ignore_eos=True, seed=3))])
+    assert [reply["output_ids"] for reply in replies] == [expected.token_ids] * 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_it_in_good_order(tmp_path: Path, number: int) -> None:
+    with serve(log=tmp_path / "log") as served:
+        (worker,) = children(served.process.pid)
+        body = {"input_ids": [5], "sampling_params": NEVER_ENDS}
+        async with aiohttp.ClientSession() as session:
+            tasks = [
+                asyncio.create_task(session.post(f"{served.url}/generate", json={**body, "stream": stream}))
+                for stream in (False, True)
+            ]
+            await until_loaded(session, served.url, 2)
+            code, printed = await asyncio.to_thread(served.stop, number)
+            for task in tasks:
+                response = await task
+                assert response.status == 503
+                assert "shutting down" in (await response.json())["error"]["message"]
+    assert (code, printed) == (0, b"")
+    until(lambda: not running(worker))
+    assert "Traceback" not in served.log.read_text()
+
+
+def test_a_signal_while_the_model_is_loaded_ends_it(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([*COMMAND, "--log-dir", str(tmp_path)], stdout=log, stderr=log)
+    until(lambda: process.poll() is not None or (tmp_path / "engine-openvino.log").exists())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    starter = (
+        "import subprocess, sys\n"
+        "server = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE)\n"
+        "sys.stdout.buffer.write(server.stdout.readline())\n"
+        "sys.stdout.flush()\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", starter, *COMMAND, "--json", "--exit-with-parent"]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid: int = orjson.loads(parent.stdout.readline())["pid"]
+    (worker,) = children(pid)
+    parent.kill()
+    parent.communicate()
+    until(lambda: not running(pid) and not running(worker))
+
+
+def test_a_key_a_name_and_a_limit(tmp_path: Path) -> None:
+    options = ["--api-key-env", "SERVE_KEY", "--served-model-name", "sums", "--max-model-len", "50"]
+    options += ["--engine-kwargs", "num_threads=1", "num_kv_blocks=40"]
+    with serve(*options, log=tmp_path / "log", env={"SERVE_KEY": "s3cret"}) as served:
+        base = f"{served.url}/v1"
+        with (
+            openai.OpenAI(base_url=base, api_key="wrong", max_retries=0) as wrong,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            wrong.models.list()
+        with openai.OpenAI(base_url=base, api_key="s3cret", max_retries=0) as client:
+            (model,) = client.models.list().data
+            assert (model.id, (model.model_extra or {})["max_model_len"]) == ("sums", 50)
+            messages: Any = question(1, 2)
+            answer = client.chat.completions.create(
+                model="sums", messages=messages, extra_body={"ignore_eos": True}
+            )
+            assert answer.usage is not None
+            assert answer.usage.total_tokens == 50
+
+
+# The page
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_programs_on_the_page_print_what_it_says(served: Served, block: str) -> None:
+    program = block.replace("http://127.0.0.1:30000", served.url)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"^print\(.*\)  # (.*)$", block, flags=re.MULTILINE)
+    assert said
+    assert [line for line in done.stdout.splitlines() if line in said] == said
+
+
+@pytest.mark.parametrize("block", blocks("sh"))
+def test_commands_on_the_page_are_answered(served: Served, block: str) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl here")
+    command = block.replace("curl ", "curl -sS --fail-with-body ").replace(
+        "http://127.0.0.1:30000", served.url
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = orjson.loads(done.stdout)
+    if isinstance(answer, list):
+        assert len(answer) == 2
+        for one in answer:
+            assert len(one["meta_info"]["output_token_logprobs"]) == len(one["output_ids"]) > 0
+    else:
+        assert answer["choices"][0]["message"]["content"] == "78"
+
+
+def test_the_page_shows_the_tool_that_the_model_knows() -> None:
+    (program,) = (block for block in blocks("python") if "calculator = " in block)
+    names: dict[str, Any] = {}
+    exec(program[program.index("calculator = ") : program.index("client = ")], names)
+    assert names["calculator"] == CALCULATOR

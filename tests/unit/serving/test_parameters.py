@@ -1,0 +1,59 @@
+import msgspec
+import pytest
+
+from rollstream.serving.parameters import read_object, read_parameters
+from rollstream.serving.refusals import RequestError
+
+
+class Asked(msgspec.Struct):
+    temperature: float = 1.0
+    top_k: int = -1
+    stop: str | list[str] = []
+    stream: bool = False
+
+
+def read(given: dict[str, object]) -> Asked:
+    return read_parameters(given, Asked, harmless=["user"], neutral={"logit_bias": {}, "penalty": 0})
+
+
+def test_known_parameters_are_typed_and_null_is_not_given() -> None:
+    asked = read(
+        {"temperature": 1, "top_k": None, "stop": ["a"], "user": 7, "logit_bias": {}, "penalty": 0.0}
+    )
+    assert (asked.temperature, asked.top_k, asked.stop, asked.stream) == (1.0, -1, ["a"], False)
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "words"),
+    [
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
+        ({"guided_json": {}}, "guided_json", "is not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "with the value {} only"),
+        ({"penalty": 0.5}, "penalty", "with the value 0 only"),
+        ({"temperature": "hot"}, "temperature", "Expected `float`"),
+        ({"temperature": True}, "temperature", "Expected `float`"),
+        ({"top_k": 1.5}, "top_k", "Expected `int`"),
+        ({"top_k": 1e30}, "top_k", "Expected `int`"),
+        ({"stop": ["a", 1]}, "stop", "Expected `str`"),
+        ({"stream": "yes"}, "stream", "Expected `bool`"),
+    ],
+)
+def test_others_are_refused_by_name(given: dict[str, object], param: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(given)
+    assert caught.value.param == param
+    assert caught.value.status == 400
+    assert param in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_a_place_within_another_parameter_is_named_whole() -> None:
+    with pytest.raises(RequestError, match=r"sampling_params\.top_k") as caught:
+        read_parameters({"top_k": "a"}, Asked, where="sampling_params.")
+    assert caught.value.param == "sampling_params.top_k"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"a"', b"\xff", b'{"a": "\\ud800"}', b"[" * 5000])
+def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestError):
+        read_object(body)
