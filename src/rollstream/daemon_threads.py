@@ -36,7 +36,7 @@ class ThreadCall:
     loop: asyncio.AbstractEventLoop
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     future: "asyncio.Future[Outcome]" = field(init=False)
-    """Done when the call is; never has an exception."""
+    """Done when the call is, also when it was abandoned; never has an exception."""
     finished: bool = False
     abandoned: bool = False
 
@@ -97,13 +97,16 @@ class DaemonThreads:
                 outcome.error = error
             with self._lock:
                 call.finished = True
-                if call.abandoned:
+                abandoned = call.abandoned
+                if abandoned:
                     self._lost -= 1
                     self._alive -= 1
-                    return
-                self._idle += 1
+                else:
+                    self._idle += 1
             deliver(call.loop, call.future, outcome)
             del call, outcome  # an idle thread holds on to nothing
+            if abandoned:
+                return
 
 
 def deliver(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Any]", outcome: Any) -> None:

@@ -1,12 +1,13 @@
 """Interactions: a simulated user, or an environment that answers the model."""
 
 import asyncio
+import copy
 import hashlib
-import inspect
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from rollstream.agent.tools.calls import Calls, CallsRefusedError, run_to_its_end
 from rollstream.errors import ConfigError, DataError, TransientError
 from rollstream.trajectory import Message
 from rollstream.user_code import import_name, source_digest
@@ -30,6 +32,7 @@ class Interaction:
     """A partner in the conversation. Subclass it; the contract is that of verl's `BaseInteraction`.
 
     One object serves all rollouts of a worker; what belongs to one rollout is kept by its `instance_id`.
+    Methods may be plain functions as well; those run in threads.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -45,6 +48,11 @@ class Interaction:
         self, instance_id: str, messages: list[Message], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         """Answers the model.
+
+        Args:
+            instance_id: As `start_interaction` said.
+            messages: A copy of the conversation so far.
+            kwargs: The row's `interaction_kwargs`.
 
         Returns:
             Whether to end here (the answer is then not shown to the model), the answer, the score of this
@@ -62,13 +70,14 @@ class Interaction:
 
 @dataclass(frozen=True, slots=True)
 class Interactions:
-    """The interactions of a worker, by name."""
+    """The interactions of a worker, by name. Belongs to one event loop, from the first call on."""
 
     by_name: Mapping[str, Interaction] = field(default_factory=dict)
     timeout: float = 120.0
-    """Seconds for one call."""
+    """Seconds for one call, waiting for a thread excluded."""
     digest: str = ""
     """Changes when what they do may: configuration and code."""
+    _calls: Calls = field(default_factory=lambda: Calls("interaction"), init=False, repr=False, compare=False)
 
     def open(self, interaction_kwargs: Mapping[str, Any], *, request_id: str) -> "InteractionSession | None":
         """The interaction that a row asks for; None if it asks for none.
@@ -89,99 +98,126 @@ class Interactions:
                 f"extra_info.interaction_kwargs.name is {name!r}; interactions there are: {known}"
             )
         kwargs = {key: value for key, value in interaction_kwargs.items() if key != "name"}
-        return InteractionSession(self.by_name[name], kwargs, request_id, self.timeout)
+        return InteractionSession(
+            self.by_name[name], kwargs, calls=self._calls, request_id=request_id, timeout=self.timeout
+        )
+
+    def close(self) -> None:
+        """Ends the threads, each when its call returns. Waits for none; twice is fine."""
+        self._calls.close()
 
 
 class InteractionSession:
     """One rollout's interaction."""
 
     def __init__(
-        self, interaction: Interaction, kwargs: dict[str, Any], request_id: str, timeout: float
+        self,
+        interaction: Interaction,
+        kwargs: dict[str, Any],
+        *,
+        calls: Calls,
+        request_id: str,
+        timeout: float,
     ) -> None:
         self._interaction = interaction
         self._kwargs = kwargs
+        self._calls = calls
         self._instance_id = request_id
         self._timeout = timeout
         self._started = False
+        self._ending: asyncio.Task[None] | None = None
         self.turn_scores: list[float] = []
-        """One for each turn that was answered."""
+        """One for each turn that was answered with a score."""
         self.score: float | None = None
         """Of the whole interaction, once it is finished."""
 
     async def respond(self, messages: list[Message]) -> tuple[bool, str]:
-        """Whether to end, and what is said to the model. `messages` are the conversation so far; a copy.
+        """Whether to end, and what is said to the model. `messages` are the conversation so far.
 
         Raises:
-            TransientError: it took too long.
+            TransientError: it took too long, or too many earlier calls still hang.
             TypeError, ValueError: it answered with something else than it promised.
+            RuntimeError: it raised what would end more than this rollout, SystemExit among others.
         """
         if not self._started:
             self._started = True
-            started = await self._call(
-                "start_interaction", self._interaction.start_interaction, self._instance_id, **self._kwargs
-            )
-            self._instance_id = started or self._instance_id
-        answer = await self._call(
-            "generate_response",
-            self._interaction.generate_response,
-            self._instance_id,
-            list(messages),
-            **self._kwargs,
+            self._instance_id = await self._call("start_interaction") or self._instance_id
+        ended, text, score = await self._call(
+            "generate_response", copy.deepcopy(messages), read=self._read_answer
         )
-        if not isinstance(answer, tuple) or len(answer) != 4:
-            raise TypeError(
-                f"{self._name}.generate_response must return (should_terminate, response, score, metrics), "
-                f"not {answer!r:.200}"
-            )
-        ended, text, score, _ = answer
-        if not isinstance(text, str):
-            raise TypeError(f"{self._name}.generate_response: the response must be text, not {text!r:.200}")
         if score is not None:
-            self.turn_scores.append(_finite(score, f"{self._name}.generate_response"))
-        return bool(ended), text
+            self.turn_scores.append(score)
+        return ended, text
 
     async def finish(self) -> None:
         """Takes the score of the whole interaction. Call it when the rollout went well, before `close`."""
         if self._started:
-            score = await self._call(
-                "calculate_score", self._interaction.calculate_score, self._instance_id, **self._kwargs
-            )
-            self.score = None if score is None else _finite(score, f"{self._name}.calculate_score")
+            where = f"{self._name}.calculate_score"
+            self.score = await self._call("calculate_score", read=partial(_read_score, where=where))
 
     async def close(self) -> None:
         """Ends the interaction, if it was started. Also after an error or a cancellation.
 
         What that raises is logged: it changes nothing about the rollout, whose own end, a cancellation among
         others, must not be lost to it.
+
+        Raises:
+            CancelledError: The caller was cancelled meanwhile; the interaction is ended all the same.
         """
-        if self._started:
-            self._started = False
-            try:
-                await self._call(
-                    "finalize_interaction",
-                    self._interaction.finalize_interaction,
-                    self._instance_id,
-                    **self._kwargs,
-                )
-            except (Exception, SystemExit):
-                logger.warning("%s.finalize_interaction failed", self._name, exc_info=True)
+        if not self._started:
+            return
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._finalize())
+        await run_to_its_end(self._ending)
+
+    async def _finalize(self) -> None:
+        try:
+            await self._call("finalize_interaction", ends=True)
+        except Exception as error:
+            logger.warning("%s.finalize_interaction failed: %s: %s", self._name, type(error).__name__, error)
+            logger.debug("it failed here:", exc_info=True)
 
     @property
     def _name(self) -> str:
         return f"interaction {self._interaction.name!r}"
 
-    async def _call(self, what: str, method: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            async with asyncio.timeout(self._timeout) as limit:
-                result = method(*args, **kwargs)
-                return await result if inspect.isawaitable(result) else result
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
+    async def _call(
+        self, what: str, *args: Any, read: Callable[[Any], Any] | None = None, ends: bool = False
+    ) -> Any:
+        method = getattr(self._interaction, what)
+        where = f"{self._name}.{what}"
+        outcome = await self._calls.run(
+            partial(method, self._instance_id, *args, **self._kwargs),
+            name=where,
+            seconds=self._timeout,
+            read=read,
+            ends=ends,
+        )
+        if outcome.timed_out:
             raise TransientError(
-                f"{self._name}.{what} took longer than {self._timeout:g} s "
+                f"{where} took longer than {self._timeout:g} s "
                 "(actor_rollout_ref.rollout.multi_turn.interaction_timeout)"
-            ) from error
+            )
+        match outcome.error:
+            case None:
+                return outcome.value
+            case CallsRefusedError() as error:
+                raise TransientError(str(error)) from error
+            case Exception() as error:
+                raise error
+            case error:
+                raise RuntimeError(f"{where} raised {error!r:.200}") from error
+
+    def _read_answer(self, answer: Any) -> tuple[bool, str, float | None]:
+        where = f"{self._name}.generate_response"
+        if not isinstance(answer, tuple) or len(answer) != 4:
+            raise TypeError(
+                f"{where} must return (should_terminate, response, score, metrics), not {answer!r:.200}"
+            )
+        ended, text, score, _ = answer
+        if not isinstance(text, str):
+            raise TypeError(f"{where}: the response must be text, not {text!r:.200}")
+        return bool(ended), text, _read_score(score, where)
 
 
 def load_interactions(path: str | None, *, timeout: float) -> Interactions:
@@ -234,8 +270,12 @@ def load_interactions(path: str | None, *, timeout: float) -> Interactions:
     return Interactions(by_name, timeout, digest.hexdigest())
 
 
-def _finite(score: Any, where: str) -> float:
+def _read_score(score: Any, where: str) -> float | None:
+    """A score as a finite number, or None; one that is not finite is logged."""
+    if score is None:
+        return None
     number = float(score)
-    if not math.isfinite(number):
-        raise ValueError(f"{where}: the score must be finite, not {number}")
-    return number
+    if math.isfinite(number):
+        return number
+    logger.warning("%s: the score is %s, no finite number; taken as none", where, number)
+    return None

@@ -218,6 +218,7 @@ class _Run:
             starting = asyncio.gather(engine.start(), prepared.prepare_reward())
             await self._stop.unless_stopped(starting)
             stack.push_async_callback(prepared.agents.tools.close)
+            stack.callback(prepared.agents.interactions.close)
             prepared.check_engine(engine)
             stack.callback(prepared.reward.close)
             prepared.check_rows()

@@ -1,6 +1,8 @@
 """Interactions: partners that answer, score, end, fail, hang, and are always finalized."""
 
 import asyncio
+import copy
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from rollstream.agent.base import TurnLimits
 from rollstream.agent.interactions import Interaction, Interactions, load_interactions
+from rollstream.agent.tools import calls as calls_module
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Failure, Message, Rollout
 from tests.unit.agent.rollouts import (
@@ -54,11 +57,12 @@ class Teacher(Interaction):
         return str(self.config.get("own_id", instance_id))
 
     async def generate_response(self, instance_id: str, messages: list[Message], **kwargs: Any) -> Any:
-        self.heard.append(list(messages))
+        self.heard.append(copy.deepcopy(messages))
         if answer := await self._do("respond", instance_id, kwargs):
             return answer
         right = messages[-1]["content"] == kwargs.get("truth", "12")
-        messages.clear()  # a copy: nobody misses them
+        messages[-1]["content"] = "changed"  # copies, all of them: nobody misses anything
+        messages.clear()
         return right, "right" if right else "try again", float(right), {"n": 1}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> Any:
@@ -121,6 +125,16 @@ async def test_scores_that_say_nothing_and_an_id_of_its_own() -> None:
     result, _ = await play(teacher, "12")
     assert completed(result).final.extra == {"extra_info": ASKS, "turn_scores": []}
     assert [entry[1] for entry in teacher.log] == ["0-0-1", "mine", "mine", "mine"]
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), "-inf"])
+async def test_scores_that_are_not_finite_are_none(score: Any, caplog: pytest.LogCaptureFixture) -> None:
+    teacher = Teacher({"respond": (True, "", score, {}), "score": score})
+    made = completed((await play(teacher, "12"))[0]).final
+    assert made.extra["turn_scores"] == []
+    assert "interaction_score" not in made.extra
+    said = [record.getMessage() for record in caplog.records if "taken as none" in record.getMessage()]
+    assert [text.split(":")[0].split(".")[1] for text in said] == ["generate_response", "calculate_score"]
 
 
 async def test_calls_run_and_only_answers_without_calls_are_answered() -> None:
@@ -207,19 +221,19 @@ WRONG: list[tuple[str, Any, str]] = [
     ("respond", "hm", "must return (should_terminate"),
     ("respond", (False, 3, 0.5, {}), "the response must be text, not 3"),
     ("respond", (False, "hm", "much", {}), "could not convert string to float"),
-    ("respond", (False, "hm", float("nan"), {}), "the score must be finite, not nan"),
     ("respond", KeyError("bug"), "KeyError: 'bug'"),
-    ("respond", SystemExit(3), "RuntimeError: agent loop 'tool_agent' called sys.exit(3)"),
-    ("respond", asyncio.CancelledError(), "let a CancelledError of its own escape"),
+    ("respond", SystemExit(3), "RuntimeError: interaction 'teacher'.generate_response raised SystemExit(3)"),
+    ("respond", KeyboardInterrupt(), "generate_response raised KeyboardInterrupt()"),
+    ("respond", asyncio.CancelledError(), "generate_response raised CancelledError()"),
     ("start", ValueError("no seat"), "ValueError: no seat"),
     ("score", ZeroDivisionError("none"), "ZeroDivisionError: none"),
-    ("score", float("inf"), "calculate_score: the score must be finite, not inf"),
+    ("score", SystemExit(3), "interaction 'teacher'.calculate_score raised SystemExit(3)"),
 ]
 
 
 @pytest.mark.parametrize(("what", "behaviour", "said"), WRONG)
 async def test_what_breaks_its_promise_fails_the_rollout_alone(what: str, behaviour: Any, said: str) -> None:
-    teacher = Teacher({what: behaviour})
+    teacher = Teacher({"name": "teacher", what: behaviour})
     result, _ = await play(teacher, "10", "12")
     failure = failed(result)
     assert said in failure.error
@@ -264,27 +278,134 @@ async def test_a_finalize_that_fails_does_not_take_the_rollout_with_it(behaviour
     assert (rollout.attempts, rollout.final.extra["turn_scores"]) == (1, [1.0])
 
 
-async def test_plain_methods_do_as_well() -> None:
-    class Plain:
-        name = "plain"
+class Plain:
+    """Of plain methods, with no base class at all. `generate_response` may wait, or raise."""
 
-        def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
-            return None
+    name = "plain"
 
-        def generate_response(self, instance_id: str, messages: list[Message], **kwargs: Any) -> Any:
-            return True, "", 1, {}
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+        self.ended: list[str] = []
+        self.begun = threading.Event()
+        self.let_go = threading.Event()
+        self.waits: str | None = None
+        self.raises: BaseException | None = None
 
-        def calculate_score(self, instance_id: str, **kwargs: Any) -> int:
-            return 1
+    def _wait(self, what: str) -> None:
+        self.threads.add(threading.current_thread().name)
+        if self.waits == what:
+            self.begun.set()
+            self.let_go.wait()
 
-        def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-            ended.append(instance_id)
+    def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        self._wait("start")
 
-    ended: list[str] = []
-    engine = await started(says("12"))
-    given = resources(engine, interactions=Interactions({"teacher": Plain()}))  # type: ignore[dict-item]
+    def generate_response(self, instance_id: str, messages: list[Message], **kwargs: Any) -> Any:
+        self._wait("respond")
+        if self.raises is not None:
+            raise self.raises
+        return True, "", 1, {}
+
+    def calculate_score(self, instance_id: str, **kwargs: Any) -> int:
+        self._wait("score")
+        return 1
+
+    def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        self._wait("finalize")
+        self.ended.append(instance_id)
+
+
+def partner_of(plain: Plain, *, timeout: float = FAR) -> Interactions:
+    return Interactions({"teacher": plain}, timeout=timeout)  # type: ignore[dict-item]
+
+
+async def until(event: threading.Event) -> None:
+    async with asyncio.timeout(FAR):
+        while not event.is_set():
+            await asyncio.sleep(0.001)
+
+
+async def test_plain_methods_run_in_threads() -> None:
+    plain = Plain()
+    partners = partner_of(plain)
+    given = resources(await started(says("12")), interactions=partners)
     made = completed(await make_worker(given).run(make_row(extra_info=ASKS), 0)).final
-    assert (made.extra["turn_scores"], made.extra["interaction_score"], ended) == ([1.0], 1.0, ["0-0-1"])
+    assert (made.extra["turn_scores"], made.extra["interaction_score"]) == ([1.0], 1.0)
+    assert (plain.ended, plain.threads) == (["0-0-1"], {"rollstream-interaction"})
+    partners.close()
+    partners.close()
+    failure = failed(await make_worker(given, max_attempts=1).run(make_row(extra_info=ASKS), 0))
+    assert "the interactions are closed" in failure.error
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), StopIteration()])
+async def test_what_a_plain_method_raises_fails_the_rollout_alone(error: BaseException) -> None:
+    plain = Plain()
+    plain.raises = error
+    given = resources(await started(says("12")), interactions=partner_of(plain))
+    failure = failed(await make_worker(given).run(make_row(extra_info=ASKS), 0))
+    assert type(error).__name__ in failure.error + failure.traceback
+    assert (failure.attempts, plain.ended) == (1, ["0-0-1"])
+
+
+@pytest.mark.parametrize("what", ["start", "respond", "score", "finalize"])
+async def test_a_plain_method_that_hangs_is_a_timeout(what: str) -> None:
+    plain = Plain()
+    plain.waits = what
+    given = resources(await started(says("12")), interactions=partner_of(plain, timeout=1.0))
+    try:
+        result = await make_worker(given, max_attempts=1).run(make_row(extra_info=ASKS), 0)
+    finally:
+        plain.let_go.set()
+    if what == "finalize":
+        assert completed(result).final.extra["interaction_score"] == 1.0
+    else:
+        assert "took longer than 1 s" in failed(result).error
+        assert plain.ended == ["0-0-1"]
+
+
+@pytest.mark.parametrize(
+    ("in_all", "said"),
+    [
+        (2, "interaction 'plain'.generate_response: 1 earlier calls still hang; it is not called until some"),
+        (1, "no interaction is called while so many earlier calls hang: 1 of interaction 'plain'.generate"),
+    ],
+)
+async def test_when_many_calls_hang_attempts_fail_and_all_are_finalized(
+    in_all: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls_module, "MAX_LOST", 1)
+    monkeypatch.setattr(calls_module, "MAX_LOST_IN_ALL", in_all)
+    plain = Plain()
+    plain.waits = "respond"
+    given = resources(await started(says("12")), interactions=partner_of(plain, timeout=1.0))
+    worker = make_worker(given, max_attempts=1)
+    first = failed(await worker.run(make_row(0, extra_info=ASKS), 0))
+    assert "took longer than 1 s" in first.error
+    second = failed(await worker.run(make_row(1, extra_info=ASKS), 0))
+    assert second.error.startswith(f"TransientError: {said}")
+    plain.let_go.set()
+    assert plain.ended == ["0-0-1", "1-0-1"]
+
+
+async def test_a_cancellation_while_it_is_finalized_does_not_stop_that() -> None:
+    plain = Plain()
+    plain.waits = "finalize"
+    session = partner_of(plain).open({"name": "teacher"}, request_id="r")
+    assert session is not None
+    await session.respond([])
+    task = asyncio.create_task(session.close())
+    await until(plain.begun)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done()
+    plain.let_go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert plain.ended == ["r"]
+    await session.close()
+    assert plain.ended == ["r"]
 
 
 @pytest.mark.parametrize("finalize", [None, ValueError("no"), "hang"])

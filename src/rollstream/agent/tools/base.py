@@ -123,8 +123,8 @@ class Tool(ABC):
         Args:
             instance_id: As `create` said.
             parameters: What the model wrote; an object, not checked further.
-            kwargs: The row's `execute_kwargs`, and what the loop gives: `messages`, the conversation so far,
-                which is not to be changed.
+            kwargs: The row's `execute_kwargs`, and what the loop gives: `messages`, a copy of the
+                conversation so far.
 
         Returns:
             A `ToolResponse`, text, or a dict (shown as JSON); or a tuple of that, a reward or None, and, if

@@ -111,7 +111,9 @@ class McpTool(Tool):
         super().__init__({}, OpenAIFunctionToolSchema.model_validate(schema))
         self.server = server
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResponse:
+    async def execute(  # type: ignore[override]  # what it does not take is not copied for it
+        self, instance_id: str, parameters: dict[str, Any]
+    ) -> ToolResponse:
         result = await self.server.call(self.name, parameters)
         response = _read_content(result)
         if result.is_error:

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from rollstream.agent.tools.base import ToolError
-from rollstream.agent.tools.calls import Calls, CallsRefusedError, Outcome
+from rollstream.agent.tools.calls import Calls, CallsRefusedError, Outcome, run_to_its_end
 from rollstream.agent.tools.config_file import ClassTool
 from rollstream.agent.tools.functions import FunctionTool
 from rollstream.agent.tools.keywords import accepted
@@ -20,6 +20,7 @@ from rollstream.agent.tools.row_arguments import RowArguments
 from rollstream.agent.tools.text import clean_text, error_line, error_text, truncate_text
 from rollstream.chat.parsers.base import ToolCall
 from rollstream.chat.tool_schema import ToolSchema
+from rollstream.errors import TransientError
 
 ERROR_CHARACTERS = 1000
 """Of what an exception says: enough for a message, too little for a dump of data to fill the context."""
@@ -89,13 +90,16 @@ class ToolSession:
 
         Args:
             calls: All of them run, some at once; they begin in this order.
-            context: Given to `execute` of class tools by name, where they take it.
+            context: Given to `execute` of class tools by name, where they take it; of `messages`, each
+                gets a copy of its own.
 
         Returns:
             The results, in the same order. Whatever a tool does becomes one.
 
         Raises:
-            CancelledError: The caller was cancelled, and nothing else.
+            CancelledError: The caller was cancelled.
+            TransientError: So many calls of other tools hang that none is made, or the toolbox was closed
+                meanwhile: there is no result that would be true. Other calls of this turn are cancelled.
         """
         if self._ending is not None:
             raise RuntimeError("the tool session is closed")
@@ -111,6 +115,8 @@ class ToolSession:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(len(calls), self._limits.max_parallel_calls)):
                     group.create_task(work())
+        except ExceptionGroup as refusals:  # they all say the same
+            raise refusals.exceptions[0] from None
         finally:
             self.tool_s += time.monotonic() - began
         done = [result for result in results if result is not None]
@@ -121,7 +127,7 @@ class ToolSession:
     async def close(self) -> dict[str, float]:
         """Asks each instance for its reward, then releases it; also when the caller is being cancelled.
 
-        It takes at most twice the timeout. Calling it again gives the same.
+        It takes at most twice the timeout, waiting for a thread excluded. Calling it again gives the same.
 
         Returns:
             Rewards by tool, of those that gave one.
@@ -131,15 +137,7 @@ class ToolSession:
         """
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
-        cancelled: asyncio.CancelledError | None = None
-        while not self._ending.done():
-            try:
-                await asyncio.wait({self._ending})
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-        return self._ending.result()
+        return await run_to_its_end(self._ending)
 
     async def _run_one(self, call: ToolCall, context: Mapping[str, Any]) -> ToolResult:
         tool = self._tools.get(call.name)
@@ -159,7 +157,10 @@ class ToolSession:
             said = f"Error: {tool.name}: {error_text(error, ERROR_CHARACTERS)}. Its parameters: {takes}."
             return self._failed(tool.name, "bad_arguments", said)
         outcome = await self._calls.run(
-            partial(tool.function, **arguments), seconds=self._limits.timeout, read=self._read
+            partial(tool.function, **arguments),
+            name=tool.name,
+            seconds=self._limits.timeout,
+            read=self._read,
         )
         return self._result(tool.name, outcome)
 
@@ -180,8 +181,13 @@ class ToolSession:
                     return instance.failure
         row = self._arguments.get(tool.name, RowArguments())
         keywords = accepted(tool.tool.execute, {**row.execute_kwargs, **context})
+        if "messages" in context and "messages" in keywords:  # the conversation's own, which is stored
+            keywords["messages"] = copy.deepcopy(keywords["messages"])
         outcome = await self._calls.run(
-            partial(tool.tool.execute, instance.id, arguments, **keywords), seconds=seconds, read=self._read
+            partial(tool.tool.execute, instance.id, arguments, **keywords),
+            name=tool.name,
+            seconds=seconds,
+            read=self._read,
         )
         return self._result(tool.name, outcome)
 
@@ -190,9 +196,12 @@ class ToolSession:
         row = self._arguments.get(tool.name, RowArguments())
         offered = {**row.create_kwargs, "create_kwargs": dict(row.create_kwargs), "instance_id": given}
         self._unknown[given] = tool
-        outcome = await self._calls.run(
-            partial(tool.tool.create, **accepted(tool.tool.create, offered)), seconds=self._limits.timeout
-        )
+        create = partial(tool.tool.create, **accepted(tool.tool.create, offered))
+        try:
+            outcome = await self._calls.run(create, name=tool.name, seconds=self._limits.timeout)
+        except TransientError:  # it did not begin
+            del self._unknown[given]
+            raise
         instance.attempts += 1
         if outcome.timed_out:
             return outcome
@@ -231,12 +240,17 @@ class ToolSession:
         method = getattr(tool.tool, name)
         row = self._arguments.get(tool.name, RowArguments())
         keywords = accepted(method, getattr(row, f"{name}_kwargs"))
+        what = f"{tool.name}.{name}"
         outcome = await self._calls.run(
-            partial(method, identifier, **keywords), seconds=self._limits.timeout, read=read
+            partial(method, identifier, **keywords),
+            name=what,
+            seconds=self._limits.timeout,
+            read=read,
+            ends=True,
         )
         if outcome.error is None and not outcome.timed_out:
             return outcome.value
-        self._result(f"{tool.name}.{name}", outcome)
+        self._result(what, outcome)
         return None
 
     def _read(self, value: Any) -> ToolResult:

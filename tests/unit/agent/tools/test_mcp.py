@@ -159,8 +159,14 @@ async def test_closing_while_it_connects_ends_the_process() -> None:
 
 
 async def test_a_server_that_never_shakes_hands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp_connection, "CONNECT_TIMEOUT", 1.0)
-    server = stdio("stubborn")
+    monkeypatch.setattr(mcp_connection, "CONNECT_TIMEOUT", 2.0)
+    code = (  # as `stubborn`, without the seconds that it takes to import a server
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print(os.getpid(), file=sys.stderr, flush=True)\n"
+        "while True: signal.pause()\n"
+    )
+    server = stdio(args=("-c", code))
     with pytest.raises(
         ConfigError, match=r"tools\[0\]: the MCP server test cannot be used \(TimeoutError"
     ) as error:

@@ -14,6 +14,7 @@ from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool, ToolErro
 from rollstream.agent.tools.session import ToolSession
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.chat.parsers.base import ToolCall
+from rollstream.errors import TransientError
 
 from .tools import Recorder, call, class_tool, functions, opened, schema
 
@@ -347,6 +348,135 @@ async def test_a_cancellation_while_it_ends_does_not_stop_the_release() -> None:
         assert await session.close() == {"it": 1.0}
 
 
+class Hangs(Recorder):
+    """Its `execute` hangs in a thread, and its rollouts are kept until they are released."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
+        super().__init__(config, tool_schema)
+        self.rollouts: set[str] = set()
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        self.rollouts.add(await super().create(instance_id, **kwargs))
+        assert instance_id is not None
+        return instance_id
+
+    def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        self.let_go.wait()
+
+    def release(self, instance_id: str, **kwargs: Any) -> None:  # type: ignore[override]
+        self.log.append(("release", instance_id, kwargs))
+        self.rollouts.remove(instance_id)
+
+
+async def test_release_comes_however_many_calls_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "MAX_LOST", 1)
+    entry = class_tool(Hangs)
+    async with opened([entry], timeout=1.0) as box:
+        sessions = [session_of(box) for _ in range(70)]
+        await asyncio.gather(*(session.run([call("it")]) for session in sessions))
+        rewards = await asyncio.gather(*(session.close() for session in sessions))
+        done = entry.tool.done
+        assert done.count("create") == done.count("calc_reward") == done.count("release") == 70
+        assert rewards == [{"it": 1.0}] * 70 and entry.tool.rollouts == set()
+        entry.tool.let_go.set()
+
+
+async def test_release_follows_many_cancellations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "MAX_LOST", 1)
+    monkeypatch.setattr(calls_module, "CANCEL_GRACE", 0.2)
+    begun, clean = asyncio.Queue[None](), asyncio.Event()
+
+    class CleansUp(Recorder):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            begun.put_nowait(None)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await clean.wait()  # longer than the grace
+
+    entry = class_tool(CleansUp)
+    async with opened([entry]) as box:
+
+        async def rollout() -> None:
+            session = session_of(box)
+            try:
+                await session.run([call("it")])
+            finally:
+                await session.close()
+
+        rollouts = [asyncio.create_task(rollout()) for _ in range(100)]
+        for _ in rollouts:
+            await begun.get()
+        for task in rollouts:
+            task.cancel()
+        await asyncio.wait(rollouts)
+        assert all(task.cancelled() for task in rollouts)
+        assert entry.tool.done.count("create") == entry.tool.done.count("release") == 100
+        clean.set()
+
+
+async def test_a_tool_that_hangs_for_good_is_refused_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls_module, "MAX_LOST", 1)
+    tools = functions(tmp_path, FUNCTIONS)
+    async with opened(tools, timeout=1.0) as box:
+        session = session_of(box)
+        await session.run([call("hang")])
+        refused, added = await session.run([call("hang"), call("add", a=1)])
+        assert (refused.text, refused.error, added.text) == (
+            "Error: hang: 1 earlier calls still hang; it is not called until some of them end",
+            "exception",
+            "2",
+        )
+        tools[2].function.__globals__["let_go"].set()
+
+
+async def test_when_many_tools_hang_there_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "MAX_LOST", 1)
+    monkeypatch.setattr(calls_module, "MAX_LOST_IN_ALL", 2)
+    hanging, healthy = [class_tool(Hangs, name) for name in ("a", "b")], class_tool(Recorder, "c")
+    async with opened([*hanging, healthy], timeout=1.0) as box:
+        session, other = session_of(box), session_of(box)
+        await other.run([call("c")])
+        await session.run([call("a"), call("b")])
+        for each in (session, other):
+            with pytest.raises(TransientError, match="hang: 1 of a, 1 of b"):
+                await each.run([call("c"), call("c")])
+        assert await session.close() == {"a": 1.0, "b": 1.0}
+        assert await other.close() == {"c": 1.0}
+        assert healthy.tool.done == ["create", "execute", "calc_reward", "release"]  # none for `session`
+        for entry in hanging:
+            entry.tool.let_go.set()
+
+
+async def test_messages_are_copied_for_who_takes_them() -> None:
+    class Changes(Recorder):
+        async def execute(  # type: ignore[override]
+            self, instance_id: str, parameters: dict[str, Any], messages: Any, data: Any
+        ) -> Any:
+            messages[0]["content"][0]["text"] = "changed"
+            messages.clear()
+            data.append("kept")
+            return "done"
+
+    class Uncopied:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("copied for nobody")
+
+    entries = [class_tool(Changes, "changes"), class_tool(Plain, "plain")]
+    async with opened(entries) as box:
+        session = session_of(box)
+        messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+        data: list[str] = []
+        results = await session.run([call("changes")] * 2, messages=messages, data=data)
+        assert [result.text for result in results] == ["done", "done"]
+        assert messages == [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+        assert data == ["kept", "kept"]  # what else a loop gives is as it is
+        assert (await session.run([call("plain")], messages=Uncopied()))[0].text == "seen"
+        await session.close()
+
+
 class Plain(Tool):
     """A tool of plain methods."""
 
@@ -432,7 +562,20 @@ async def test_many_rollouts_leave_nothing_behind(tmp_path: Path) -> None:
     sessions: weakref.WeakSet[ToolSession] = weakref.WeakSet()
     entry = class_tool(Quiet)
     row = {"it": {"create_kwargs": {"ground_truth": "1"}}}
-    async with opened([entry, *functions(tmp_path, FUNCTIONS)]) as box:
+    tools = functions(tmp_path, FUNCTIONS)
+
+    others = set(threading.enumerate())
+
+    def threads() -> int:
+        return len(set(threading.enumerate()) - others)
+
+    async with opened([entry, *tools], max_parallel_calls=calls_module.THREADS) as box:
+        filling = asyncio.create_task(session_of(box).run([call("hang")] * calls_module.THREADS))
+        while threads() < calls_module.THREADS:  # else they would come later, and count as left behind
+            await asyncio.sleep(0.001)
+        tools[2].function.__globals__["let_go"].set()
+        await filling
+        del filling
 
         async def rollout(number: int) -> None:
             session = session_of(box, row)
@@ -452,7 +595,6 @@ async def test_many_rollouts_leave_nothing_behind(tmp_path: Path) -> None:
         assert after[0] - before[0] < 1000  # less than one object for ten rollouts
         assert after[1] == before[1] == 1
         assert entry.tool._instance_dict == {}
-        named = sum(thread.name == "rollstream-tool" for thread in threading.enumerate())
-        assert 0 < named <= calls_module.THREADS
+        assert threads() == calls_module.THREADS
     gc.collect()
     assert not sessions
