@@ -91,6 +91,7 @@ async def test_an_image_that_a_tool_returns_goes_on_to_the_server(tmp_path: Path
                     server,
                     "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
                     f"actor_rollout_ref.rollout.multi_turn.function_tool_path={tmp_path / 'tools.py'}",
+                    "actor_rollout_ref.rollout.multi_turn.show_tools=false",  # this template shows none
                 )
             )
         )

@@ -37,7 +37,9 @@ def create_engine(
             or URLs.
     """
     if name in ("hf", "openvino") and server_urls:
-        raise ConfigError(f"engine {name!r} is embedded: actor_rollout_ref.rollout.server_urls is for sglang")
+        raise ConfigError(
+            f"engine {name!r} is embedded: actor_rollout_ref.rollout.server_urls is for servers"
+        )
     if name == "hf":
         from rollstream.engine.hf import HFEngine
 

@@ -134,6 +134,6 @@ def test_the_settings_that_decide_data() -> None:
     assert data_deciding_kwargs("openvino", given) == defaults | {"kv_cache_precision": "u8"}
     assert data_deciding_kwargs("sglang", {"connect_timeout": 3.0}) == {}
     with pytest.raises(ConfigError, match="unknown engine"):
-        data_deciding_kwargs("vllm")
+        data_deciding_kwargs("no such engine")
     with pytest.raises(ConfigError, match="unknown key"):
         data_deciding_kwargs("openvino", {"kv_precision": "u8"})

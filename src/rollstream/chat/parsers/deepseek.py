@@ -7,11 +7,9 @@ arguments in a ```json block, `<｜tool▁call▁end｜>`. `deepseek_v3_1`, of V
 """
 
 import re
-from collections.abc import Sequence
-from typing import Any
 
-from rollstream.chat.parsers.base import ParsedOutput, register_parser
-from rollstream.chat.parsers.sections import CallHead, SectionFormat, read_sections
+from rollstream.chat.parsers.base import register_parser
+from rollstream.chat.parsers.sections import CallHead, SectionFormat, SectionParser
 from rollstream.chat.parsers.strict_json import UnreadableError
 from rollstream.chat.parsers.turn import TurnReader
 
@@ -22,6 +20,7 @@ _MARKERS = (
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
 )
+_TYPE = re.compile(r"\s*+\w*+\s*+")
 _NAME_AND_FENCE = re.compile(r"([^\n]*)\n[ \t]*```(?:json)?[ \t]*\n")
 _FENCE_END = re.compile(r"\s*(?:```\s*)?")
 
@@ -34,8 +33,10 @@ def _separator(turn: TurnReader, start: int, stop: int) -> int:
 
 
 def _read_v3_head(turn: TurnReader, start: int, stop: int) -> CallHead:
-    after = _separator(turn, start, stop) + len(_SEPARATOR)
-    head = _NAME_AND_FENCE.match(turn.text, after, stop)
+    separator = _separator(turn, start, stop)
+    if not _TYPE.fullmatch(turn.text, start, separator):
+        raise UnreadableError(f"no type of a call before {_SEPARATOR}")
+    head = _NAME_AND_FENCE.match(turn.text, separator + len(_SEPARATOR), stop)
     if head is None:
         raise UnreadableError("no name and ```json block in the call")
     return CallHead(head[1].strip(), head.end())
@@ -46,35 +47,15 @@ def _read_v3_1_head(turn: TurnReader, start: int, stop: int) -> CallHead:
     return CallHead(turn.text[start:separator].strip(), separator + len(_SEPARATOR))
 
 
-_V3 = SectionFormat(*_MARKERS, _read_v3_head, _FENCE_END)
-_V3_1 = SectionFormat(*_MARKERS, _read_v3_1_head)
-
-
 @register_parser("deepseek_v3")
-class DeepSeekV3Parser:
+class DeepSeekV3Parser(SectionParser):
     """Arguments in a ```json block."""
 
-    stop_tokens: tuple[str, ...] = ()
-
-    def parse(
-        self, text: str, *, in_thinking: bool = False, tools: Sequence[dict[str, Any]] = ()
-    ) -> ParsedOutput:
-        turn = TurnReader(text)
-        turn.read_thinking(in_thinking)
-        read_sections(turn, _V3)
-        return turn.finish()
+    form = SectionFormat(*_MARKERS, _read_v3_head, _FENCE_END)
 
 
 @register_parser("deepseek_v3_1")
-class DeepSeekV31Parser:
+class DeepSeekV31Parser(SectionParser):
     """Name and arguments, a separator between them."""
 
-    stop_tokens: tuple[str, ...] = ()
-
-    def parse(
-        self, text: str, *, in_thinking: bool = False, tools: Sequence[dict[str, Any]] = ()
-    ) -> ParsedOutput:
-        turn = TurnReader(text)
-        turn.read_thinking(in_thinking)
-        read_sections(turn, _V3_1)
-        return turn.finish()
+    form = SectionFormat(*_MARKERS, _read_v3_1_head)

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollstream.chat.parsers.base import ParsedOutput, register_parser
-from rollstream.chat.parsers.calls import broken_call, call_of_arguments, is_bare_name
+from rollstream.chat.parsers.calls import is_bare_name
 from rollstream.chat.parsers.parameter_types import (
     declared_types,
     json_or_text,
-    parameters_of,
     read_value,
 )
 from rollstream.chat.parsers.strict_json import UnreadableError
+from rollstream.chat.parsers.tagged_call import CLOSING, OPENING, TaggedCall
 from rollstream.chat.parsers.turn import TurnReader
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 
@@ -34,36 +33,13 @@ class Glm45Parser:
     ) -> ParsedOutput:
         turn = TurnReader(text)
         turn.read_thinking(in_thinking)
-        while (start := turn.find(OPENING)) < turn.end:
-            turn.take("content", start)
-            _Call(turn).read(tools)
+        while turn.take_content(OPENING):
+            _Call(turn).take(tools)
         return turn.finish()
 
 
-class _Call:
-    """The call at the cursor, and how far it could be read."""
-
-    def __init__(self, turn: TurnReader) -> None:
-        self.turn = turn
-        self.start = turn.position
-        self.position = turn.position + len(OPENING)
-        self.name = ""
-
-    def read(self, tools: Sequence[dict[str, Any]]) -> None:
-        turn = self.turn
-        try:
-            self._read_name()
-            arguments = self._read_arguments(parameters_of(tools, self.name))
-        except UnreadableError as error:
-            end = min(
-                turn.past(CLOSING, turn.find(CLOSING, self.position)), turn.find(OPENING, self.position)
-            )
-            turn.take_call(end, broken_call(turn.text[self.start : end], str(error), name=self.name))
-            return
-        end = self.position
-        turn.take_call(end, call_of_arguments(self.name, arguments, turn.text[self.start : end]))
-
-    def _read_name(self) -> None:
+class _Call(TaggedCall):
+    def read_name(self) -> None:
         turn = self.turn
         end = min(turn.find(mark, self.position) for mark in (_KEY, CLOSING, OPENING))
         name = turn.text[self.position : end].strip()
@@ -71,7 +47,7 @@ class _Call:
             raise UnreadableError("no name of a tool where the call begins")
         self.name, self.position = name, end
 
-    def _read_arguments(self, parameters: dict[str, Any]) -> dict[str, Any]:
+    def read_arguments(self, parameters: dict[str, Any]) -> dict[str, Any]:
         turn, arguments = self.turn, {}
         while turn.at(_KEY, self.position):
             key = self._read_between(_KEY, _KEY_END, "a key").strip()

@@ -35,7 +35,7 @@ class GptOssParser:
     def parse(
         self, text: str, *, in_thinking: bool = False, tools: Sequence[dict[str, Any]] = ()
     ) -> ParsedOutput:
-        turn = TurnReader(text, end_tokens=("<|endoftext|>",))
+        turn = TurnReader(text, end_tokens=("<|endoftext|>",), thinking=())
         if in_thinking:
             _take_body(turn, "analysis")
         while turn.position < turn.end:

@@ -9,9 +9,8 @@ from typing import Any
 from rollstream.chat.parsers.base import ParsedOutput, register_parser
 from rollstream.chat.parsers.calls import broken_call, call_of_object
 from rollstream.chat.parsers.strict_json import UnreadableError
+from rollstream.chat.parsers.tagged_call import CLOSING, OPENING
 from rollstream.chat.parsers.turn import TurnReader
-
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 @register_parser("hermes")
@@ -25,8 +24,7 @@ class HermesParser:
     ) -> ParsedOutput:
         turn = TurnReader(text)
         turn.read_thinking(in_thinking)
-        while (start := turn.find(OPENING)) < turn.end:
-            turn.take("content", start)
+        while turn.take_content(OPENING):
             _read_call(turn)
         return turn.finish()
 
@@ -37,7 +35,7 @@ def _read_call(turn: TurnReader) -> None:
     try:
         value, stop = turn.decode_between(body, stop, (CLOSING,))
     except UnreadableError as error:
-        end = turn.past(CLOSING, stop)
+        end = turn.end_of_broken(body, stop, CLOSING)
         turn.take_call(end, broken_call(turn.text[start:end], f"the call is not valid JSON: {error}"))
         return
     end = turn.past(CLOSING, stop)

@@ -6,13 +6,11 @@ moonshotai/Kimi-K2-Instruct.
 """
 
 import re
-from collections.abc import Sequence
-from typing import Any
 
-from rollstream.chat.parsers.base import ParsedOutput, register_parser
-from rollstream.chat.parsers.sections import CallHead, SectionFormat, read_sections
+from rollstream.chat.parsers.base import register_parser
+from rollstream.chat.parsers.sections import CallHead, SectionFormat, SectionParser
 from rollstream.chat.parsers.strict_json import UnreadableError
-from rollstream.chat.parsers.turn import TurnReader
+from rollstream.chat.parsers.turn import END_TOKENS, TurnReader
 
 _ARGUMENTS = "<|tool_call_argument_begin|>"
 _COUNTER = re.compile(r":\d+\Z")
@@ -27,26 +25,17 @@ def _read_head(turn: TurnReader, start: int, stop: int) -> CallHead:
     return CallHead(name, position + len(_ARGUMENTS), call_id)
 
 
-_FORMAT = SectionFormat(
-    "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_end|>",
-    _read_head,
-)
-
-
 @register_parser("kimi")
 @register_parser("kimi_k2")
-class KimiK2Parser:
+class KimiK2Parser(SectionParser):
     """Sections of calls with ids."""
 
+    form = SectionFormat(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        _read_head,
+    )
+    end_tokens = (*END_TOKENS, "[EOS]")
     stop_tokens: tuple[str, ...] = ("<|im_end|>",)
-
-    def parse(
-        self, text: str, *, in_thinking: bool = False, tools: Sequence[dict[str, Any]] = ()
-    ) -> ParsedOutput:
-        turn = TurnReader(text)
-        turn.read_thinking(in_thinking)
-        read_sections(turn, _FORMAT)
-        return turn.finish()

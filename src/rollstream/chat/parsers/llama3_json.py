@@ -34,9 +34,8 @@ class Llama3JsonParser:
         turn.read_thinking(in_thinking)
         if turn.at("{", turn.skip_space(turn.position)):
             _read_calls(turn, turn.position, turn.find(_TAG), tagged=False)
-        while (tag := turn.find(_TAG)) < turn.end:
-            turn.take("content", tag)
-            body = tag + len(_TAG)
+        while turn.take_content(_TAG):
+            body = turn.position + len(_TAG)
             _read_calls(turn, body, turn.find(_TAG, body), tagged=True)
         return turn.finish()
 
@@ -58,8 +57,9 @@ def _read_calls(turn: TurnReader, start: int, stop: int, *, tagged: bool) -> Non
         except UnreadableError as error:
             if tagged or _BEGUN.match(turn.text, position, stop):
                 turn.take("markup", call_start)
-                broken = turn.text[call_start:stop]
-                turn.take_call(stop, broken_call(broken, f"the call is not valid JSON: {error}"))
+                end = turn.end_of_broken(position, stop)
+                broken = turn.text[call_start:end]
+                turn.take_call(end, broken_call(broken, f"the call is not valid JSON: {error}"))
             return
         if not tagged and not _is_call(value):
             return

@@ -13,37 +13,31 @@ from typing import Any
 from rollstream.chat.parsers.base import ParsedOutput, register_parser
 from rollstream.chat.parsers.calls import broken_call, call_of_arguments, call_of_object
 from rollstream.chat.parsers.strict_json import UnreadableError
-from rollstream.chat.parsers.turn import TurnReader
+from rollstream.chat.parsers.turn import END_TOKENS, THINK_TAGS, TurnReader
 
 _CALLS = "[TOOL_CALLS]"
-_THINK, _THINK_END = "[THINK]", "[/THINK]"
+_END_TOKENS = (*END_TOKENS, "</s>")
+_THINKING = (THINK_TAGS, ("[THINK]", "[/THINK]"))
 _HEAD = re.compile(
     r"\s*(?P<name>[^\s<>{}\[\]\"']+)\s*"
-    r"(?:\[CALL_ID\](?P<id>[^\[\]{}]*))?"
+    r"(?:\[CALL_ID\](?P<id>[^\[\]{}<>]*))?"
     r"(?:\[ARGS\]|(?=\{))"
 )
 
 
 @register_parser("mistral")
 class MistralParser:
-    """All generations of the format; thinking may stand anywhere."""
+    """All generations of the format, and both ways to mark thinking."""
 
     stop_tokens: tuple[str, ...] = ()
 
     def parse(
         self, text: str, *, in_thinking: bool = False, tools: Sequence[dict[str, Any]] = ()
     ) -> ParsedOutput:
-        turn = TurnReader(text)
-        if in_thinking:
-            turn.read_thinking(True, _THINK, _THINK_END)
-        else:
-            turn.read_thinking(False)
-        while (start := min(turn.find(_THINK), turn.find(_CALLS))) < turn.end:
-            turn.take("content", start)
-            if turn.at(_THINK, start):
-                turn.read_thinking(False, _THINK, _THINK_END)
-            else:
-                _read_calls(turn)
+        turn = TurnReader(text, _END_TOKENS, _THINKING)
+        turn.read_thinking(in_thinking)
+        while turn.take_content(_CALLS):
+            _read_calls(turn)
         return turn.finish()
 
 
@@ -66,6 +60,7 @@ def _read_list(turn: TurnReader, bracket: int, stop: int) -> None:
         try:
             value, end = turn.decode(position, stop)
         except UnreadableError as error:
+            stop = turn.end_of_broken(turn.position, stop)
             broken = turn.text[turn.position : stop]
             turn.take_call(stop, broken_call(broken, f"the list of calls is not valid JSON: {error}"))
             return
@@ -83,6 +78,7 @@ def _read_named(turn: TurnReader, body: int, stop: int) -> None:
     start = turn.position
     head = _HEAD.match(turn.text, body, stop)
     if head is None:
+        stop = turn.end_of_broken(start, stop)
         reason = "neither a list of calls nor a name and [ARGS] after [TOOL_CALLS]"
         turn.take_call(stop, broken_call(turn.text[start:stop], reason))
         return
@@ -90,6 +86,7 @@ def _read_named(turn: TurnReader, body: int, stop: int) -> None:
     try:
         arguments, end = turn.decode(head.end(), stop)
     except UnreadableError as error:
+        stop = turn.end_of_broken(head.end(), stop)
         reason = f"the arguments are not valid JSON: {error}"
         turn.take_call(stop, broken_call(turn.text[start:stop], reason, name=name, call_id=call_id))
         return

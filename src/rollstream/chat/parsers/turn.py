@@ -9,19 +9,29 @@ from rollstream.chat.parsers.strict_json import UnreadableError, decode_value, p
 END_TOKENS = (
     "<|im_end|>",
     "<|endoftext|>",
-    "</s>",
     "<|eot_id|>",
     "<|eom_id|>",
+    "<|eot|>",
+    "<|eom|>",
     "<|end_of_text|>",
-    "<｜end▁of▁sentence｜>",
+    "<|end_of_turn|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|end|>",
+    "<|return|>",
     "<|observation|>",
     "<|user|>",
-    "<|end|>",
+    "<｜end▁of▁sentence｜>",
+    "<turn|>",
     "<end_of_turn>",
-    "[EOS]",
+    "<end_of_utterance>",
 )
-"""Tokens that end a turn, of all models: a format is used with more models than its own. At the very end of
-a turn they are never meant as text."""
+"""Tokens that end a turn, of all models: a format is used with more models than its own. Only such as are no
+ordinary text anywhere. `</s>`, `<eos>` and `[EOS]` are text to the models that do not have them, so they are
+left to the parsers of the families that do. A fallback: who has the ids takes end tokens off before decoding.
+"""
+
+THINK_TAGS = ("<think>", "</think>")
+"""The markers of a thinking block that most families share."""
 
 _SPACE = re.compile(r"\s*")
 _LONG_TRIES = 16
@@ -35,8 +45,21 @@ class TurnReader:
     Positions are indices into `text`; none is beyond `end`, where the end tokens begin.
     """
 
-    def __init__(self, text: str, end_tokens: tuple[str, ...] = END_TOKENS) -> None:
+    def __init__(
+        self,
+        text: str,
+        end_tokens: tuple[str, ...] = END_TOKENS,
+        thinking: tuple[tuple[str, str], ...] = (THINK_TAGS,),
+    ) -> None:
+        """Begins a turn.
+
+        Args:
+            text: the turn.
+            end_tokens: what is markup at its very end.
+            thinking: opening and closing markers of thinking blocks.
+        """
         self.text = text
+        self.thinking = thinking
         self.end = _end_of_body(text, end_tokens)
         self.position = 0
         self._spans: list[tuple[SegmentKind, int, int]] = []
@@ -61,8 +84,8 @@ class TurnReader:
         self._calls.append(call)
 
     def finish(self) -> ParsedOutput:
-        """Takes the rest as content, the end tokens as markup."""
-        self.take("content", self.end)
+        """Takes the rest as content and thinking, the end tokens as markup."""
+        self.take_content()
         self.take("markup", len(self.text))
         segments = tuple(Segment(kind, self.text[start:end]) for kind, start, end in self._spans)
         return ParsedOutput(segments, tuple(self._calls))
@@ -93,17 +116,55 @@ class TurnReader:
         match = _SPACE.match(self.text, position, self.end)
         return match.end() if match else position
 
-    def read_thinking(self, in_thinking: bool, opening: str = "<think>", closing: str = "</think>") -> None:
-        """Takes a leading thinking block, as far as it goes; also a closing marker that nothing opened."""
+    def find_thinking(self, start: int | None = None) -> int:
+        """Where a thinking block begins next, from `start` (the cursor); `end` if nowhere."""
+        return min((self.find(opening, start) for opening, _ in self.thinking), default=self.end)
+
+    def read_thinking(self, in_thinking: bool) -> None:
+        """Takes the thinking that leads the turn; also a closing marker that nothing opened.
+
+        Args:
+            in_thinking: the prompt opened a block, by whichever marker: any closing marker ends it.
+        """
         start = self.skip_space(self.position)
-        if self.at(opening, start):
-            self.take("markup", start + len(opening))
-            in_thinking = True
         if in_thinking:
-            self.take("thinking", self.find(closing))
-            self.take("markup", self.past(closing, self.position))
-        elif self.at(closing, start):
-            self.take("markup", start + len(closing))
+            if (end := self._past_any(0, start)) > start:
+                self.take("markup", end)
+            self._take_thought(tuple(closing for _, closing in self.thinking))
+        elif (end := self._past_any(1, start)) > start:
+            self.take("markup", end)
+        while self.find_thinking() == (start := self.skip_space(self.position)) < self.end:
+            self.take("markup", start)
+            self._take_block()
+
+    def take_content(self, *markers: str) -> bool:
+        """Takes content and thinking blocks up to the first marker that stands outside of these, or the end.
+
+        Returns:
+            Whether the cursor stands at a marker.
+        """
+        while True:
+            marker = min((self.find(marker) for marker in markers), default=self.end)
+            thinking = self.find_thinking()
+            self.take("content", min(marker, thinking))
+            if marker <= thinking:
+                return marker < self.end
+            self._take_block()
+
+    def end_of_broken(self, start: int, stop: int, closing: str | None = None) -> int:
+        """Where a call ends that cannot be read.
+
+        A call that is closed ends there, and a thinking marker before is its text. One that is not closed
+        must not hide that thinking begins, or calls in there would count: it ends where that begins.
+
+        Args:
+            start: how far the call could be read.
+            stop: where the next marker stands, its own closing one or another.
+            closing: its closing marker, if the format has one.
+        """
+        if closing is not None and self.at(closing, stop):
+            return stop + len(closing)
+        return min(stop, self.find_thinking(start))
 
     def decode(self, start: int, stop: int) -> tuple[Any, int]:
         """The JSON value that begins at `start`, and where it ends.
@@ -133,7 +194,8 @@ class TurnReader:
 
         Args:
             start: white space before the value is skipped.
-            stop: where the next marker stands, or the end: a closing marker may be missing.
+            stop: where the next marker stands, or the end: a closing marker may be missing, also before a
+                thinking block.
             closings: what closes the call, if the marker at `stop` turns out to be inside a string.
             tail: what may stand between the value and the marker. Matches the empty string, too.
 
@@ -143,11 +205,29 @@ class TurnReader:
         value, value_end = self.decode(start, stop)
         match = tail.match(self.text, value_end, self.end if value_end > stop else stop)
         end = match.end() if match else value_end
-        if end == stop or (end > stop and (end == self.end or any(self.at(mark, end) for mark in closings))):
+        if end in (stop, self.end) or self.find_thinking(end) == end:
+            return value, end
+        if end > stop and any(self.at(mark, end) for mark in closings):
             return value, end
         if end > stop:
             raise UnreadableError(f"a string in it is not closed before {self.text[stop : stop + 20]!r}")
         raise UnreadableError(f"Extra data: {place(self.text, self.skip_space(start), end)}")
+
+    def _take_block(self) -> None:
+        """Takes the thinking block at the cursor, up to its own closing marker or the end."""
+        opening, closing = next(pair for pair in self.thinking if self.at(pair[0], self.position))
+        self.take("markup", self.position + len(opening))
+        self._take_thought((closing,))
+
+    def _take_thought(self, closings: tuple[str, ...]) -> None:
+        self.take("thinking", min((self.find(closing) for closing in closings), default=self.end))
+        self.take(
+            "markup", max((self.past(closing, self.position) for closing in closings), default=self.end)
+        )
+
+    def _past_any(self, side: int, position: int) -> int:
+        """The position behind an opening (side 0) or closing (side 1) marker; the same if there is none."""
+        return max((self.past(pair[side], position) for pair in self.thinking), default=position)
 
     def _decode_region(self, start: int, stop: int) -> tuple[Any, int]:
         # A slice and not the whole text: an error counts the lines before it. Kept, because a list or chain

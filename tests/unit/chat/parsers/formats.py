@@ -151,6 +151,8 @@ class Format:
     content_first: bool = True
     """Whether a call may follow content."""
     opened: tuple[str, str] = field(default=("<think>", "</think>"))
+    next_call: str = ""
+    """Between a call and what follows it in the turn."""
 
     def turn(self, calls: Calls, content: str = "", thinking: str = "") -> str:
         """A turn, with its end token."""
@@ -165,6 +167,7 @@ _HARMONY: dict[str, Any] = {
     "thinking": "<|channel|>analysis<|message|>{}<|end|><|start|>assistant",
     "content": "<|channel|>commentary<|message|>{}<|end|><|start|>assistant",
     "opened": ("<|channel|>analysis<|message|>", "<|end|>"),
+    "next_call": "<|start|>assistant",
 }
 _MISTRAL: dict[str, Any] = {
     "end": "</s>",

@@ -106,6 +106,47 @@ def test_a_call_in_thinking_is_no_call(form: Format) -> None:
         assert executable(closed) == ONE
 
 
+THINKING_ANYWHERE = {
+    name: form for name, form in FORMATS.items() if form.content_first and not form.next_call
+}
+
+
+@pytest.mark.parametrize("form", THINKING_ANYWHERE.values(), ids=THINKING_ANYWHERE.keys())
+def test_a_call_in_later_thinking_is_no_call(form: Format) -> None:
+    thought = f"maybe {form.calls(ONE)} or not"
+    opening, closing = form.opened
+    later = read(form, f"Okay.\n{opening}{thought}{closing}{form.turn(ONE)}")
+    assert executable(later) == ONE
+    assert later.reasoning == thought and later.content.strip() == "Okay."
+    second = read(form, f"{opening}a{closing}b{opening}{thought}")
+    assert second.calls == () and second.reasoning == "a\n" + thought
+
+
+@pytest.mark.parametrize("form", THINKING_ANYWHERE.values(), ids=THINKING_ANYWHERE.keys())
+def test_a_broken_call_hides_no_thinking(form: Format) -> None:
+    """However a call is cut, the block behind it is thinking."""
+    opening, closing = form.opened
+    written = form.calls(TRICKY[:1])
+    thought = f"maybe {form.calls([('hidden', {})])}"
+    for length in range(len(written)):
+        parsed = read(form, f"{written[:length]}{opening}{thought}{closing}")
+        assert "hidden" not in [call.name for call in parsed.calls]
+        assert parsed.reasoning == thought
+
+
+def test_thinking_markers_in_a_call_are_its_text(form: Format) -> None:
+    calls: Calls = [("search", {"query": "<think> [THINK] </think> [/THINK]"}), ONE[0]]
+    parsed = read(form, form.turn(calls))
+    assert executable(parsed) == calls
+    assert parsed.reasoning == "" and parsed.content.strip() == ""
+
+
+@pytest.mark.parametrize("end", ["</s>", "<eos>", "[EOS]"])
+def test_end_tokens_that_are_text_to_others(form: Format, end: str) -> None:
+    own = {"mistral": "</s>", "kimi_k2": "[EOS]"}.get(form.parser)
+    assert read(form, "It ends: " + end).content == ("It ends: " if end == own else "It ends: " + end)
+
+
 def test_an_unclosed_thought_keeps_its_end_token_out(form: Format) -> None:
     end = "<|return|>" if form.parser == "gpt_oss" else form.end
     parsed = read(form, "hm" + end, in_thinking=True)
@@ -118,9 +159,11 @@ def test_an_unclosed_thought_keeps_its_end_token_out(form: Format) -> None:
 def test_a_stopped_call_without_its_end(json_form: Format) -> None:
     """Engines may leave out the token or string they stopped at; JSON shows by itself that it is whole."""
     text = json_form.calls(ONE)
-    for ending in ("\n</tool_call>", "<|call|>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"):
+    endings = ["\n</tool_call>", "<|call|>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "\n```", "]"]
+    for ending in (*endings, "<|tool_calls_section_end|>", "<|tool_call_end|>"):
         text = text.removesuffix(ending)
-    assert executable(read(json_form, text)) == ONE
+        assert executable(read(json_form, text)) == ONE
+    assert text.endswith("}")
 
 
 def test_every_cut_is_an_error_or_whole(form: Format) -> None:

@@ -23,7 +23,21 @@ MARKERS = [
     *('"name"', '"arguments"', '"parameters"', "null", "true", '{"name": "f", "parameters": {}}'),
 ]
 
-VALUES = ["x", 'a "b" {c}', "日本🙂", "</tool_call>", 7, -1.5, True, None, [1, [2]], {"a": {"b": []}}, ""]
+VALUES = [
+    "x",
+    "<think>",
+    "[THINK] </think>",
+    'a "b" {c}',
+    "日本🙂",
+    "</tool_call>",
+    7,
+    -1.5,
+    True,
+    None,
+    [1, [2]],
+    {"a": {"b": []}},
+    "",
+]
 
 
 def random_calls(rng: random.Random) -> Calls:
@@ -39,7 +53,37 @@ def random_calls(rng: random.Random) -> Calls:
 
 def random_turn(rng: random.Random, form: Format) -> str:
     content = rng.choice(["", "Let me see. "])
-    return form.turn(random_calls(rng), content, rng.choice(["", "", "Hm <tool_call> hm."]))
+    turn = form.turn(random_calls(rng), content, rng.choice(["", "", "Hm <tool_call> hm."]))
+    return (rng.choice(["Hm. ", thought(rng, form)]) if rng.random() < 0.3 else "") + turn
+
+
+def thought(rng: random.Random, form: Format) -> str:
+    """A thinking block with a call in it."""
+    # The end of a call would end a message of harmony, thinking or not.
+    text = "Or " + form.calls([("hidden", {"query": "x"})]).partition("<|call|>")[0]
+    return rng.choice(thinking_templates(form)).replace("{}", text)
+
+
+def thinking_templates(form: Format) -> list[str]:
+    return [form.thinking, "<think>{}</think>"] if form.parser == "mistral" else [form.thinking]
+
+
+def scattered_turn(rng: random.Random, form: Format) -> tuple[str, Calls, int]:
+    """A good turn with thinking blocks anywhere; its calls, and how many blocks."""
+    calls, pieces, thoughts = random_calls(rng), [], 0
+    groups = [[call] for call in calls] if form.content_first else [calls]
+    for group in groups:
+        for _ in range(rng.randint(0, 3)):
+            if form.content_first and rng.random() < 0.5:
+                pieces.append(form.content.replace("{}", "Let me see. "))
+            else:
+                pieces.append(thought(rng, form))
+                thoughts += 1
+        pieces += [form.calls(group), form.next_call]
+    if rng.random() < 0.5:
+        pieces.append(thought(rng, form))
+        thoughts += 1
+    return "".join(pieces).removesuffix(form.next_call or "\0") + form.end, calls, thoughts
 
 
 def mutate(rng: random.Random, text: str, other: str) -> str:
@@ -71,7 +115,11 @@ def end_of_leading_thinking(form: Format, text: str, in_thinking: bool) -> int:
         return 0
     if not in_thinking and opened == "<think>":
         closing = "</think>"
-    closings = ["<|end|>", "<|call|>", "<|return|>"] if form.parser == "gpt_oss" else [closing]
+    closings = [closing]
+    if form.parser == "gpt_oss":
+        closings = ["<|end|>", "<|call|>", "<|return|>"]
+    elif form.parser == "mistral" and in_thinking:
+        closings = ["[/THINK]", "</think>"]
     return min((at for mark in closings if (at := text.find(mark)) >= 0), default=len(text))
 
 
@@ -90,6 +138,33 @@ def check(text: str, parsed: ParsedOutput, thinking_end: int) -> None:
         assert orjson.loads(stored) == [call.name, call.arguments, call.error, call.call_id]
 
 
+THINKING = {"mistral": {"[THINK]": "[/THINK]", "<think>": "</think>"}, "gpt_oss": {}}
+"""Markers of thinking blocks, of formats that have others than most."""
+CALL_ENDS = ("</tool_call>", "</function>", "<｜tool▁call▁end｜>", "<|tool_call_end|>")
+
+
+def check_thinking(name: str, parsed: ParsedOutput, in_thinking: bool) -> None:
+    """Thinking begins at every opener outside of calls and goes on to the end of its block."""
+    closings = THINKING.get(name, {"<think>": "</think>"})
+    before = ""
+    for number, segment in enumerate(parsed.segments):
+        opened = next((mark for mark in closings if before.endswith(mark)), None)
+        match segment.kind:
+            case "content":
+                assert not any(mark in segment.text for mark in closings)
+            case "thinking" if closings:
+                assert opened or (in_thinking and number == 0)
+                ends = set(closings.values()) if in_thinking and number <= 1 else {closings[opened or ""]}
+                assert not any(mark in segment.text for mark in ends)
+            case "call":
+                # Nothing stands between the opener and a call but thinking, which may be empty.
+                assert opened is None
+        before = segment.text if segment.kind == "markup" else ""
+    for call in parsed.calls:
+        if call.error and "not valid JSON: " in call.error and "string that" not in call.error:
+            assert call.text.endswith(CALL_ENDS) or not any(mark in call.text for mark in closings)
+
+
 @pytest.mark.parametrize("name", sorted({form.parser for form in FORMATS.values()}))
 def test_mutated_turns(name: str) -> None:
     rng = random.Random(f"parsers {name}")
@@ -103,6 +178,7 @@ def test_mutated_turns(name: str) -> None:
         in_thinking = rng.random() < 0.1
         parsed = parser.parse(text, in_thinking=in_thinking, tools=TOOLS)
         check(text, parsed, end_of_leading_thinking(form, text, in_thinking))
+        check_thinking(name, parsed, in_thinking)
         fine += any(call.error is None for call in parsed.calls)
         broken += any(call.error is not None for call in parsed.calls)
         thoughts += bool(parsed.reasoning)
@@ -122,6 +198,22 @@ def test_unmutated_turns_are_read(name: str) -> None:
             assert [(call.name, call.error) for call in parsed.calls] == [(name, None) for name, _ in calls]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_thinking_anywhere_hides_its_calls(name: str) -> None:
+    rng, form = random.Random(f"scattered {name}"), FORMATS[name]
+    parser = get_parser(form.parser)
+    several = 0
+    for _ in range(500):
+        text, calls, thoughts = scattered_turn(rng, form)
+        parsed = parser.parse(text, tools=TOOLS)
+        check(text, parsed, 0)
+        assert [(call.name, call.error) for call in parsed.calls] == [(name, None) for name, _ in calls]
+        assert parsed.reasoning.count("Or ") == parsed.reasoning.count("hidden") == thoughts
+        assert "hidden" not in parsed.content
+        several += thoughts > 1
+    assert several > 100
+
+
 @pytest.mark.parametrize("name", parser_names())
 @pytest.mark.parametrize("in_thinking", [False, True])
 def test_text_of_markers_only(name: str, in_thinking: bool) -> None:
@@ -129,15 +221,30 @@ def test_text_of_markers_only(name: str, in_thinking: bool) -> None:
     parser = get_parser(name)
     for _ in range(500):
         text = "".join(rng.choices(MARKERS, k=rng.randint(0, 30)))
-        check(text, parser.parse(text, in_thinking=in_thinking, tools=TOOLS), 0)
+        parsed = parser.parse(text, in_thinking=in_thinking, tools=TOOLS)
+        check(text, parsed, 0)
+        check_thinking(name.replace("-", "_"), parsed, in_thinking)
 
 
 PATHOLOGICAL = {
-    "hermes": ["<tool_call>", '<tool_call>{"a": "', '<tool_call>{"</tool_call>', '<tool_call>"</tool_call>"'],
+    "hermes": [
+        "<tool_call>",
+        "<tool_call><think></think>",
+        '<tool_call>{"a": "',
+        '<tool_call>{"</tool_call>',
+        '<tool_call>"</tool_call>"',
+    ],
     "qwen3_coder": ["<tool_call>", "<tool_call><function=f><parameter=a>", "<function=f></parameter>"],
     "glm45": ["<tool_call>", "<tool_call>f<arg_key>a</arg_key><arg_value>", "<tool_call>f<arg_key>"],
     "llama3_json": ["<|python_tag|>", '<|python_tag|>{"a": "', '{"name": "f", "parameters": {}};'],
-    "mistral": ["[TOOL_CALLS] [", '[TOOL_CALLS] [{"', '[TOOL_CALLS]f[ARGS]{"]', "[THINK]", "[THINK][/THINK]"],
+    "mistral": [
+        "[TOOL_CALLS] [",
+        '[TOOL_CALLS] [{"',
+        '[TOOL_CALLS]f[ARGS]{"]',
+        "[THINK]",
+        "[THINK][/THINK]",
+        "[THINK]<think>",
+    ],
     "deepseek_v3": [
         "<｜tool▁call▁begin｜>",
         "<｜tool▁calls▁begin｜>",
@@ -161,7 +268,10 @@ BEFORE = {
 """What makes JSON of what follows."""
 
 
-@pytest.mark.parametrize("unit", ["</s>", " ", "<think>", "</s>x", " x"])
+@pytest.mark.parametrize(
+    "unit",
+    ["</s>", "<|im_end|>", " ", "<think>", "<think></think>", "<think>x</think>x", "<|im_end|>x", " x"],
+)
 def test_a_megabyte_that_every_format_reads_alike(unit: str) -> None:
     text = unit * (1_000_000 // len(unit))
     parsed = get_parser("hermes").parse(text)

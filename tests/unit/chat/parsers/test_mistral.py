@@ -32,9 +32,26 @@ def test_thinking_between_content() -> None:
     assert parsed.content == "Hm.So.Yes." and parsed.calls == ()
 
 
-def test_think_tags() -> None:
-    parsed = MistralParser().parse("<think>a</think>b")
+@pytest.mark.parametrize(
+    ("text", "in_thinking"),
+    [
+        ("<think>a</think>b", False),
+        ("b<think>a</think>", False),
+        ("a</think>b", True),
+        ("a[/THINK]b</s>", True),
+        ("[THINK]a[/THINK]b", True),
+    ],
+)
+def test_both_ways_to_mark_thinking(text: str, in_thinking: bool) -> None:
+    parsed = MistralParser().parse(text, in_thinking=in_thinking)
     assert (parsed.reasoning, parsed.content) == ("a", "b")
+
+
+@pytest.mark.parametrize("call", ["", " [", "f[ARGS]{", "f[CALL_ID]", ' [{"name": "f"},'])
+def test_a_broken_call_ends_before_thinking(call: str) -> None:
+    parsed = MistralParser().parse(f"[TOOL_CALLS]{call}[THINK]or [TOOL_CALLS]g[ARGS]{{}}[/THINK]")
+    assert parsed.calls and all(call.error for call in parsed.calls)
+    assert parsed.reasoning == "or [TOOL_CALLS]g[ARGS]{}"
 
 
 def test_an_empty_list_is_no_call() -> None:

@@ -10,7 +10,11 @@ from rollstream.chat.parsers.turn import TurnReader
     [
         ("hello<|im_end|>", "hello"),
         ("hello <|im_end|>\n<|endoftext|><|endoftext|>\n", "hello "),
-        ("hello</s>", "hello"),
+        ("hello<|END_OF_TURN_TOKEN|>", "hello"),
+        ("hello<end_of_utterance>", "hello"),
+        ("hello<turn|>\n", "hello"),
+        ("<p><s>hello</s>", "<p><s>hello</s>"),
+        ("hello<eos>", "hello<eos>"),
         ("<|im_end|> hello", "<|im_end|> hello"),
         ("hello \n", "hello \n"),
         ("<|eot_id|>", ""),
@@ -40,8 +44,12 @@ def test_neighbours_of_one_kind_are_one_segment() -> None:
     ("text", "in_thinking", "reasoning", "content"),
     [
         ("\n<think>a</think>b", False, "a", "b"),
-        ("<think>a</think>b<think>c</think>", False, "a", "b<think>c</think>"),
-        ("before<think>a</think>", False, "", "before<think>a</think>"),
+        ("<think>a</think>b<think>c</think>", False, "a\nc", "b"),
+        ("<think>a</think>\n<think>c</think>b", False, "a\nc", "b"),
+        ("before<think>a</think>", False, "a", "before"),
+        ("before<think>a", False, "a", "before"),
+        ("a</think>b<think>c</think>d", True, "a\nc", "bd"),
+        ("\n a</think>b", True, "\n a", "b"),
         ("a</think>b</think>c", True, "a", "b</think>c"),
         ("<think>a</think>b", True, "a", "b"),
         ("<think>a", False, "a", ""),
@@ -54,6 +62,24 @@ def test_thinking(text: str, in_thinking: bool, reasoning: str, content: str) ->
     turn.read_thinking(in_thinking)
     parsed = turn.finish()
     assert (parsed.reasoning, parsed.content) == (reasoning, content)
+
+
+def test_content_up_to_a_marker_outside_of_thinking() -> None:
+    turn = TurnReader("a<think>#</think>b#c<think>#")
+    assert turn.take_content("#") and turn.position == 18
+    turn.take("markup", 19)
+    assert not turn.take_content("#") and turn.position == turn.end
+    parsed = turn.finish()
+    assert (parsed.content, parsed.reasoning) == ("abc", "#\n#")
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [("call <think> </x> #", 17), ("call <think> # </x>", 5), ("call # <think>", 5), ("call <think>", 5)],
+)
+def test_a_broken_call_ends_where_it_is_closed_or_thinking_begins(text: str, end: int) -> None:
+    turn = TurnReader(text)
+    assert turn.end_of_broken(0, min(turn.find("</x>"), turn.find("#")), "</x>") == end
 
 
 def test_find_goes_forward_and_back() -> None:

@@ -1,0 +1,380 @@
+"""vLLM servers: ids in, ids and log-probs out. See `vllm_wire` for their two routes."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+
+from rollstream.engine.base import Capabilities
+from rollstream.engine.checks import ModelLimits, read_engine_kwargs, read_model_limits
+from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer, is_answered
+from rollstream.engine.pool import PoolEngine
+from rollstream.engine.replica import ReplicaAwayError, ReplicaRequest, SharedHealth
+from rollstream.engine.vllm_wire import (
+    COMPLETIONS,
+    GENERATE,
+    LogprobKind,
+    Route,
+    probe_body,
+    read_probe,
+    read_reply,
+    request_body,
+    server_request_id,
+)
+from rollstream.errors import ConfigError, EngineError, RollstreamError, TransientEngineError
+from rollstream.trajectory import Completion
+
+_LOG = logging.getLogger(__name__)
+
+ENGINE_KWARGS: dict[str, Any] = {
+    **CONNECTION_KWARGS,
+    # Seconds for the one token that is sampled at start: the first request of a server may compile for half a
+    # minute, and one that is busy with another run has a queue.
+    "probe_timeout": 120.0,
+    "update_timeout": 600.0,  # seconds for a server to load other weights
+}
+"""Keys of `engine_kwargs` with their defaults."""
+
+_ABORT_TIMEOUT_S = 10.0
+"""An abort is a courtesy to the server: not worth waiting longer."""
+
+_ABORT = "/inference/v1/abort_requests"
+"""Comes with the generate route. `/abort_requests`, of development servers, aborts everything when it is
+given no request: that one is not asked whether it is there."""
+
+_NO_SUCH_TEXT = "no such text"
+"""A stop text for the probe: it asks whether a server takes any."""
+
+_KIND = "a vLLM"
+_WHAT_TO_CHECK = (
+    "check that actor_rollout_ref.rollout.server_urls names vLLM servers and that they are running"
+)
+
+
+class VLLMReplica:
+    """One vLLM server.
+
+    Args:
+        url: base URL, `http://host:port`.
+        model_path: the model the caller means; a server with another one is warned about.
+        limits: what the model's folder says and servers don't.
+        kwargs: see `ENGINE_KWARGS`.
+
+    Attributes:
+        expected: what the pool was found to be at its start; a server that comes later must not be another
+            kind.
+    """
+
+    expected: Capabilities | None = None
+
+    def __init__(
+        self, url: str, *, model_path: str | None, limits: ModelLimits | None, kwargs: dict[str, Any]
+    ) -> None:
+        self._server = HttpServer(url, kwargs)
+        self._health = SharedHealth(self)
+        self._model_path = model_path
+        self._probe_timeout: float = kwargs["probe_timeout"]
+        self._update_timeout: float = kwargs["update_timeout"]
+        self._vocab_size = limits.vocab_size if limits else None
+        self._route: Route = COMPLETIONS
+        self._abort_path: str | None = None
+        self._is_dev = False
+        self._model = ""
+        self._names_requests = True
+        self._found: Capabilities | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._in_flight: dict[str, asyncio.Task[bytes]] = {}
+
+    @property
+    def name(self) -> str:
+        return self._server.url
+
+    async def describe(self) -> Capabilities:
+        max_model_len = await self._choose_model()
+        self._is_dev = bool(await self._server.ask("/weight_info", kind=_KIND))
+        if await self._is_paused():
+            raise ReplicaAwayError(f"{self.name} is paused (POST /resume ends that)")
+        try:
+            if await self._has_generate_route():
+                self._route, self._abort_path = GENERATE, _ABORT
+            else:
+                self._route, self._abort_path = COMPLETIONS, "/abort_requests" if self._is_dev else None
+            logprobs, stop_strings = await self._probe()
+        except TransientEngineError as error:
+            raise ReplicaAwayError(str(error)) from error
+        self._found = Capabilities(
+            token_ids=True,
+            logprobs=logprobs,
+            seeds=True,
+            stop_strings=stop_strings,
+            stop_token_ids=True,
+            images=False,
+            # Only the generate route says which weights sampled a token.
+            update_weights=self._is_dev and self._route == GENERATE,
+            max_model_len=max_model_len,
+            vocab_size=self._vocab_size,
+        )
+        return self._found
+
+    async def generate(self, request: ReplicaRequest) -> Completion:
+        try:
+            if self._found is None:
+                await self._get_to_know()
+            return await self._generate(request)
+        except ReplicaAwayError:
+            self._found = (
+                None  # who comes back may be another: restarted with other options, or other weights
+            )
+            raise
+
+    async def _generate(self, request: ReplicaRequest) -> Completion:
+        if request.aborted:
+            return _aborted(request)
+        route = self._route  # the one of now: a server that was restarted may have another
+        body = request_body(route, request.prompt_ids, request.sampling, request.rid, self._model)
+        task = asyncio.ensure_future(
+            self._server.post(
+                route,
+                orjson.dumps(body),
+                is_healthy=self._health.ask,
+                wanted=lambda: not request.aborted,
+            )
+        )
+        self._in_flight[request.rid] = task
+        try:
+            await asyncio.wait((task,))
+            if task.cancelled():  # by `abort`, which knows no other way
+                return _aborted(request)
+            return read_reply(
+                self.name,
+                route,
+                task.result(),
+                request.sampling,
+                rid=request.rid if self._names_requests else None,
+                prompt_tokens=len(request.prompt_ids),
+                vocab_size=self._vocab_size,
+                aborted=request.aborted,
+            )
+        except TransientEngineError as error:
+            # A server whose engine died answers 500, and one that shuts down aborts.
+            if await self._health.ask():
+                raise
+            raise ReplicaAwayError(f"{error}, and it is not healthy") from error
+        finally:
+            del self._in_flight[request.rid]
+            task.cancel()  # closes the connection, which ends the request in the server
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def abort(self, rid: str) -> None:
+        """Ends a request in the server. One without an abort route loses what it has sampled of it."""
+        if self._abort_path is None:
+            if (task := self._in_flight.get(rid)) is not None:
+                task.cancel()
+            return
+        body = {"request_ids": [server_request_id(self._route, rid)]}
+        try:
+            await self._server.tell(self._abort_path, body, timeout_s=_ABORT_TIMEOUT_S)
+        except RollstreamError as error:
+            # A server that cannot be reached runs nothing that could be aborted.
+            _LOG.debug("could not abort %s on %s: %s", rid, self.name, error)
+
+    async def health(self) -> bool:
+        if await is_answered(self._server.get("/health", timeout_s=self._server.health_timeout)) != 200:
+            return False
+        try:
+            return not await self._is_paused()
+        except EngineError:
+            return False
+
+    async def update_weights(self, source: str, version: int) -> None:
+        """Loads weights from a folder that the server sees. Requests in flight go on with the new ones.
+
+        The server is paused meanwhile, and stays paused when it fails: without its old weights and without
+        the new ones it would die at the next request. Another update may mend it.
+        """
+        reload = {
+            "method": "reload_weights",
+            "kwargs": {"weights_path": source},
+            "timeout": self._update_timeout,
+        }
+        await self._tell("/pause?mode=keep")
+        try:
+            await self._tell("/collective_rpc", reload)
+            # What is running is computed anew: its keys and values are those of the old weights.
+            dropped = await self._tell("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+            if b'"success":true' not in dropped.replace(b" ", b""):
+                raise EngineError(f"{self.name} keeps its prefix cache of the old weights")
+            await self._tell("/update_weight_version", {"new_version": str(version)})
+        except EngineError as error:
+            raise EngineError(f"{error} (it stays paused until an update goes well)") from error
+        await self._tell("/resume")
+
+    async def close(self) -> None:
+        if (asking := self._asking) is not None:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await self._health.close()
+        await self._server.close()
+
+    async def _get_to_know(self) -> None:
+        """Asks a server that was away, at the start or since, what it is: once for all who wait for that."""
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(self._describe_again())
+            self._asking.add_done_callback(self._forget_asking)
+        asking = self._asking
+        await asyncio.wait((asking,))
+        if asking.cancelled():
+            raise ReplicaAwayError("the engine is closed")
+        asking.result()
+
+    def _forget_asking(self, asking: "asyncio.Task[None]") -> None:
+        self._asking = None
+        if not asking.cancelled():
+            asking.exception()  # seen, also when nobody waits any more
+
+    async def _describe_again(self) -> None:
+        try:
+            found = await self.describe()
+        except ReplicaAwayError:
+            raise
+        except EngineError as error:  # not a request's fault
+            raise ReplicaAwayError(str(error)) from error
+        if self.expected is not None and (missing := _missing(found, self.expected)):
+            self._found = None
+            raise ReplicaAwayError(f"{self.name} is not what the run began with: it has {missing}")
+
+    async def _is_paused(self) -> bool:
+        """Whether requests wait for somebody to end a pause. Only development servers have pauses."""
+        if not self._is_dev:
+            return False
+        return bool((await self._server.ask("/is_paused", kind=_KIND)).get("is_paused"))
+
+    async def _choose_model(self) -> int | None:
+        """Chooses which of the server's models is meant; returns its longest sequence."""
+        cards = (await self._server.ask("/v1/models", kind=_KIND)).get("data") or []
+        if not cards:
+            raise EngineError(f"{self.name}/v1/models names no model: is it {_KIND} server?")
+        wanted = Path(self._model_path or "").name
+        chosen = next((card for card in cards if wanted in _names(card)), cards[0])
+        if wanted and wanted not in _names(chosen):
+            served = chosen.get("root") or chosen.get("id")
+            _LOG.warning("%s serves %r, but model.path is %r", self.name, served, self._model_path)
+        self._model = str(chosen.get("id"))
+        # The card of an adapter has no length: it is its base model's.
+        lengths = [card.get("max_model_len") for card in (chosen, *cards)]
+        return next((length for length in lengths if isinstance(length, int)), None)
+
+    async def _has_generate_route(self) -> bool:
+        # An abort of no request does nothing, and its route is there where the generate route is.
+        # 403 without --enable-scale-out, 404 in older versions.
+        return await self._takes(_ABORT, {"request_ids": []}, timeout_s=_ABORT_TIMEOUT_S) is not None
+
+    async def _probe(self) -> tuple[LogprobKind, bool]:
+        """What log-probs are of, which no route says, and whether stop texts are taken."""
+        rid = f"probe-{secrets.token_hex(4)}"
+        payload = None
+        # Without a tokenizer, a server refuses stop texts (--tokens-only), or takes them and never sees one
+        # (--skip-tokenizer-init).
+        detokenize = {"model": self._model, "tokens": [0]}
+        if await self._takes("/detokenize", detokenize, timeout_s=self._probe_timeout) is not None:
+            body = probe_body(self._route, rid, self._model, stop=[_NO_SUCH_TEXT])
+            payload = await self._takes(self._route, body, timeout_s=self._probe_timeout)
+        stop_strings = payload is not None
+        if payload is None:
+            body = probe_body(self._route, rid, self._model, stop=[])
+            payload = await self._tell(self._route, body, timeout_s=self._probe_timeout)
+        try:
+            kind, self._names_requests = read_probe(payload, rid)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.name}{self._route} answers with something else: {error}") from error
+        if kind == "none":
+            _LOG.warning(
+                "%s gives no log-probs, but something else (--logprobs-mode raw_logits or processed_logits?)",
+                self.name,
+            )
+        return kind, stop_strings
+
+    async def _takes(self, path: str, body: object, *, timeout_s: float) -> bytes | None:
+        """The answer to something that a server may not have or may refuse; None if so."""
+        try:
+            return await self._tell(path, body, timeout_s=timeout_s)
+        except (ReplicaAwayError, TransientEngineError):
+            raise
+        except EngineError as error:
+            _LOG.info("%s does not take %s: %s", self.name, path, error)
+            return None
+
+    async def _tell(self, path: str, body: object = None, *, timeout_s: float | None = None) -> bytes:
+        return await self._server.tell(path, body, timeout_s=timeout_s or self._update_timeout)
+
+
+def _names(card: dict[str, Any]) -> set[str]:
+    """What a model of `/v1/models` is called: by its server, and on its disk."""
+    return {Path(str(card[key])).name for key in ("id", "root") if card.get(key)}
+
+
+def _missing(found: Capabilities, expected: Capabilities) -> str:
+    """What a run that began with `expected` would miss in another server; empty if nothing."""
+    missing = []
+    if found.logprobs != expected.logprobs:
+        missing.append(f"log-probs of another kind ({found.logprobs}, not {expected.logprobs})")
+    if expected.stop_strings and not found.stop_strings:
+        missing.append("no stop strings")
+    lengths = found.max_model_len, expected.max_model_len
+    if lengths[0] is not None and (lengths[1] is None or lengths[0] < lengths[1]):
+        missing.append(f"sequences of {lengths[0]} tokens at most")
+    return ", ".join(missing)
+
+
+def _aborted(request: ReplicaRequest) -> Completion:
+    """Of a request that was aborted before there was anything."""
+    return Completion([], [] if request.sampling.logprobs else None, "abort")
+
+
+class VLLMEngine(PoolEngine):
+    """A pool of vLLM servers of the same model.
+
+    Args:
+        server_urls: base URLs, `http://host:port`.
+        model_path: the model the caller means. Where it is a folder, it says what the servers don't
+            (vocabulary size, longest sequence).
+        max_model_len: prompt plus response tokens at most; None takes the servers' own limit.
+        engine_kwargs: see `ENGINE_KWARGS`.
+    """
+
+    def __init__(
+        self,
+        server_urls: Sequence[str],
+        *,
+        model_path: str | None = None,
+        max_model_len: int | None = None,
+        engine_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not server_urls:
+            raise ConfigError(
+                "engine 'vllm' needs the servers' URLs: "
+                "actor_rollout_ref.rollout.server_urls=[http://host:8000]"
+            )
+        kwargs = read_engine_kwargs("vllm", engine_kwargs or {}, ENGINE_KWARGS)
+        limits = read_model_limits(Path(model_path)) if model_path else None
+
+        def own(capabilities: Capabilities) -> Capabilities:
+            lengths = (capabilities.max_model_len, max_model_len, limits.max_model_len if limits else None)
+            known = [length for length in lengths if length is not None]
+            return replace(capabilities, max_model_len=min(known, default=None))
+
+        self._servers = [
+            VLLMReplica(url, model_path=model_path, limits=limits, kwargs=kwargs) for url in server_urls
+        ]
+        super().__init__(self._servers, own=own, what="vLLM", hint=_WHAT_TO_CHECK)
+
+    async def start(self) -> None:
+        await super().start()
+        for server in self._servers:
+            server.expected = self.capabilities

@@ -1,0 +1,355 @@
+"""Engine `vllm` against real vLLM servers on a CPU. `make test-vllm` makes their environment, and runs it."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.demo import MODEL_PATH
+from rollstream.engine.base import Engine
+from rollstream.engine.openvino import OpenVINOEngine
+from rollstream.engine.vllm import VLLMEngine
+from rollstream.errors import EngineError, EngineUnavailableError
+from rollstream.trajectory import Completion, SamplingParams
+from tests.faults.runs import overrides, write_prompts
+
+PYTHON = os.environ.get("ROLLSTREAM_VLLM_PYTHON")
+
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="needs vLLM: run `make test-vllm`"),
+    pytest.mark.timeout(900),  # a server takes a minute to start
+]
+
+ENTRY = "vllm.entrypoints.openai.api_server"  # `vllm serve` of the CPU package does not find itself
+OPTIONS = {
+    # Two kinds of log-probs on the two routes: four servers would show no more.
+    "generate": ["--enable-scale-out", "--enable-prompt-tokens-details"],
+    "completions": ["--logprobs-mode", "processed_logprobs", "--served-model-name", "other-name"],
+}
+GREEDY = SamplingParams(24, temperature=0.0)
+LONG = SamplingParams(3000, ignore_eos=True, seed=1)
+HOT = SamplingParams(60, temperature=1.5)
+
+
+@dataclass
+class Server:
+    route: str
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def running(self) -> int:
+        """Requests that the server works at."""
+        metrics = urlopen(f"{self.url}/metrics", timeout=20).read().decode()
+        return int(float(re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", metrics, re.MULTILINE)[0]))
+
+    async def until_running(self, count: int) -> None:
+        async with asyncio.timeout(60):
+            while await asyncio.to_thread(self.running) != count:
+                await asyncio.sleep(0.02)
+
+    def kill(self, how: signal.Signals) -> None:
+        """The server and the processes of its engine, which outlive it when it is killed."""
+        os.killpg(self.process.pid, how)
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    command = [str(PYTHON), "-m", ENTRY, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--model", str(MODEL_PATH), "--dtype", "float32", "--enforce-eager"]
+    # A seeded request whose prompt is split ends the engine of vLLM 0.32 on a CPU.
+    command += ["--max-num-batched-tokens", "16384", *OPTIONS[request.param]]
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_SERVER_DEV_MODE": "1" if request.param == "generate" else "0",
+    }
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+    found = Server(request.param, f"http://127.0.0.1:{port}", process)
+    try:
+        deadline = time.monotonic() + 600
+        while not is_up(found.url):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield found
+    finally:
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                found.kill(how)
+                process.wait(20)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                pass
+
+
+def is_up(url: str) -> bool:
+    try:
+        with urlopen(f"{url}/health", timeout=20) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.fixture
+async def engine(server: Server) -> AsyncIterator[VLLMEngine]:
+    engine = VLLMEngine([server.url], model_path=str(MODEL_PATH))
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    asked = [f"What is {i * 13 % 97} + {i * 31 % 89}?" for i in range(20)]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in asked
+    ]
+
+
+class Reference:
+    """The model's own log-probs, by a plain forward pass in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(1)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def score(
+        self, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1.0
+    ) -> tuple[list[int], list[float]]:
+        """The likeliest id at each place of a response, and the log-prob of the one that is there."""
+        import torch
+
+        with torch.no_grad():
+            logits = self._model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        logprobs = (logits / temperature).log_softmax(-1)
+        return logits.argmax(-1).tolist(), logprobs.gather(1, torch.tensor([[i] for i in ids]))[:, 0].tolist()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(MODEL_PATH)
+
+
+async def answer(engine: Engine, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[Completion]:
+    return await asyncio.gather(
+        *(engine.generate(prompt, how, request_id=str(i)) for i, (prompt, how) in enumerate(asked))
+    )
+
+
+async def test_capabilities_are_found_out(server: Server, engine: VLLMEngine) -> None:
+    found = engine.capabilities
+    assert found.logprobs == ("raw" if server.route == "generate" else "processed")
+    assert found.update_weights == (server.route == "generate")
+    assert (found.max_model_len, found.vocab_size) == (4096, 512)
+    assert found.token_ids and found.seeds and found.stop_strings and not found.images
+    assert await engine.health()
+
+
+async def test_greedy_answers_are_those_of_a_forward_pass(
+    engine: VLLMEngine, prompts: list[list[int]], reference: Reference, tmp_path: Path
+) -> None:
+    answers = await answer(engine, [(prompt, GREEDY) for prompt in prompts])
+    for prompt, completion in zip(prompts, answers, strict=True):
+        ids, logprobs = reference.score(prompt, completion.token_ids)
+        assert completion.token_ids == ids
+        assert completion.logprobs == pytest.approx(logprobs, abs=1e-3)
+        assert (completion.finish_reason, ids[-1]) == ("stop", 2)  # the end token is part of it
+    embedded = OpenVINOEngine(MODEL_PATH, log_path=tmp_path / "engine.log")
+    await embedded.start()
+    expected = await answer(embedded, [(prompt, GREEDY) for prompt in prompts])
+    await embedded.close()
+    assert [c.token_ids for c in answers] == [c.token_ids for c in expected]
+
+
+async def test_logprobs_are_what_the_engine_says(
+    engine: VLLMEngine, prompts: list[list[int]], reference: Reference
+) -> None:
+    raw = engine.capabilities.logprobs == "raw"
+    # Processed log-probs are those after top-p and top-k as well, which the reference does not know.
+    how = replace(HOT, top_p=0.9, top_k=50) if raw else HOT
+    asked = [(prompt, replace(how, seed=i)) for i, prompt in enumerate(prompts)]
+    for (prompt, _), completion in zip(asked, await answer(engine, asked), strict=True):
+        temperature = 1.0 if raw else HOT.temperature
+        _, logprobs = reference.score(prompt, completion.token_ids, temperature)
+        assert completion.logprobs == pytest.approx(logprobs, abs=1e-3)
+    without = await engine.generate(prompts[0], replace(how, logprobs=False), request_id="a")
+    assert without.logprobs is None and without.token_ids
+
+
+async def test_seeds_repeat_whatever_else_is_in_the_batch(
+    engine: VLLMEngine, prompts: list[list[int]]
+) -> None:
+    asked = [(prompts[i % 4], replace(HOT, seed=i)) for i in range(24)]
+    together = await answer(engine, asked)
+    alone = [await engine.generate(prompt, how, request_id="a") for prompt, how in asked]
+    assert [c.token_ids for c in alone] == [c.token_ids for c in together]
+    assert len({tuple(c.token_ids) for c in together}) > 12
+
+
+async def test_how_a_generation_ends(engine: VLLMEngine, prompts: list[list[int]]) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
+    how = replace(HOT, seed=3, ignore_eos=True)
+    prompt = prompts[0]
+    free = await engine.generate(prompt, how, request_id="a")
+    assert (free.finish_reason, len(free.token_ids)) == ("length", 60)
+    wanted = free.token_ids[20]
+    stopped = await engine.generate(prompt, replace(how, stop_token_ids=(wanted,)), request_id="a")
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(wanted) + 1]
+    texts = [tokenizer.decode(free.token_ids[i : i + 2], skip_special_tokens=False) for i in range(50)]
+    special = tokenizer.decode([2], skip_special_tokens=False)
+    for text in (next(text for text in texts if text.isalnum()), special):
+        cut = await engine.generate(prompt, replace(how, max_tokens=400, stop=("none", text)), request_id="a")
+        assert cut.finish_reason == "stop"
+        assert text in tokenizer.decode(cut.token_ids, skip_special_tokens=False)
+        assert text not in tokenizer.decode(cut.token_ids[:-1], skip_special_tokens=False)
+        assert cut.token_ids[:60] == free.token_ids[: len(cut.token_ids)]
+        assert len(cut.logprobs or []) == len(cut.token_ids)
+
+
+async def test_abort_and_cancel_end_a_request_in_the_server(server: Server, engine: VLLMEngine) -> None:
+    task = asyncio.create_task(engine.generate([1, 5], LONG, request_id="a"))
+    await server.until_running(1)
+    await engine.abort("a")
+    part = await asyncio.wait_for(task, 60)
+    await server.until_running(0)
+    assert part.finish_reason == "abort"
+    assert len(part.logprobs or []) == len(part.token_ids) < 3000
+    if server.route == "generate":  # without an abort route, what there was is lost
+        again = await engine.generate([1, 5], replace(LONG, max_tokens=400), request_id="b")
+        assert part.token_ids[:400] == again.token_ids[: len(part.token_ids)]
+    task = asyncio.create_task(engine.generate([1, 5], LONG, request_id="c"))
+    await server.until_running(1)
+    task.cancel()
+    await asyncio.wait((task,))
+    assert task.cancelled()
+    await server.until_running(0)
+    await engine.abort("unknown")
+
+
+async def test_many_at_once(engine: VLLMEngine, prompts: list[list[int]], reference: Reference) -> None:
+    asked = [
+        (prompts[i % 20] + [5] * (i % 7), SamplingParams(8 + i, seed=i, ignore_eos=i % 2 == 0))
+        for i in range(64)
+    ]
+    answers = await answer(engine, asked)
+    for (prompt, how), completion in zip(asked, answers, strict=True):
+        assert len(completion.token_ids) == how.max_tokens or completion.finish_reason == "stop"
+        assert completion.logprobs == pytest.approx(
+            reference.score(prompt, completion.token_ids)[1], abs=1e-3
+        )
+
+
+async def test_the_servers_own_refusals(server: Server) -> None:
+    engine = VLLMEngine([server.url])  # without the model's folder it does not know the vocabulary
+    await engine.start()
+    with pytest.raises(EngineError, match="answers 400: Token id 600 is out of vocabulary") as caught:
+        await engine.generate([600], GREEDY, request_id="a")
+    assert type(caught.value) is EngineError
+    assert await engine.health()
+    await engine.close()
+
+
+async def test_other_weights(
+    server: Server, engine: VLLMEngine, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    if server.route != "generate":
+        pytest.skip("needs the generate route and VLLM_SERVER_DEV_MODE=1")
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "changed"
+    shutil.copytree(MODEL_PATH, folder)
+    weights = load_file(MODEL_PATH / "model.safetensors")
+    changed = {name: value * 1.1 if "mlp" in name else value for name, value in weights.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+
+    before = await engine.generate(prompts[0], GREEDY, request_id="a")
+    over = asyncio.create_task(engine.generate(prompts[0], replace(LONG, max_tokens=1500), request_id="b"))
+    await server.until_running(1)
+    await engine.update_weights(str(folder), 7)
+    after = await engine.generate(prompts[0], GREEDY, request_id="a")
+    first = await over
+    with pytest.raises(EngineError, match="stays paused"):
+        await engine.update_weights(str(tmp_path / "nothing"), 8)
+    assert not await engine.health()
+    await engine.update_weights(str(MODEL_PATH), 9)
+    assert await engine.health()
+    again = await engine.generate(prompts[0], GREEDY, request_id="a")
+
+    assert (before.policy_versions, after.policy_versions) == ([(0, 0)], [(0, 7)])
+    assert again.policy_versions == [(0, 9)]
+    assert again.token_ids == before.token_ids
+    assert again.logprobs == pytest.approx(before.logprobs, abs=1e-4)
+    new = Reference(folder)
+    assert after.logprobs == pytest.approx(new.score(prompts[0], after.token_ids)[1], abs=1e-3)
+    # What was in flight goes on with the new weights, exactly from where they are said to begin.
+    (_, old_version), (start, new_version) = first.policy_versions
+    assert (old_version, new_version) == (0, 7)
+    logprobs = first.logprobs or []
+    assert logprobs[:start] == pytest.approx(
+        Reference(MODEL_PATH).score(prompts[0], first.token_ids)[1][:start], abs=1e-3
+    )
+    assert logprobs[start:] == pytest.approx(new.score(prompts[0], first.token_ids)[1][start:], abs=1e-3)
+
+
+def test_a_run_from_end_to_end(server: Server, reference: Reference, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "actor_rollout_ref__rollout__name": "vllm",
+        "actor_rollout_ref__rollout__n": 4,
+    }
+    words = overrides(tmp_path / "run", write_prompts(tmp_path / "p.jsonl", 8), server.url, **settings)
+    command = [sys.executable, "-m", "rollstream.cli", "generate", *words, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["completed"] == 32
+    rows = pq.read_table(tmp_path / "run" / "trajectories.parquet").to_pylist()
+    assert [(row["index"], row["repeat"]) for row in rows] == [(i, k) for i in range(8) for k in range(4)]
+    for row in rows:
+        assert row["response_mask"] == [1] * len(row["response_ids"])
+        expected = reference.score(row["prompt_ids"], row["response_ids"])[1]
+        assert row["response_logprobs"] == pytest.approx(expected, abs=1e-3)
+
+
+async def test_a_server_that_is_killed(server: Server, engine: VLLMEngine) -> None:
+    """The last one: it leaves no server."""
+    tasks = [asyncio.create_task(engine.generate([1, 5], LONG, request_id=str(i))) for i in range(4)]
+    await server.until_running(4)
+    server.kill(signal.SIGKILL)
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    assert {type(result) for result in results} == {EngineUnavailableError}
+    assert not await engine.health()
+    with pytest.raises(EngineUnavailableError, match=server.url):
+        await engine.generate([1], GREEDY, request_id="a")

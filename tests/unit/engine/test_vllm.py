@@ -1,0 +1,645 @@
+"""A small server that answers as vLLM 0.32 did when it was recorded, and what the engine makes of it."""
+
+import asyncio
+import copy
+import logging
+import math
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rollstream.engine.base import Engine
+from rollstream.engine.registry import create_engine, data_deciding_kwargs
+from rollstream.engine.vllm import VLLMEngine
+from rollstream.engine.vllm_wire import COMPLETIONS, GENERATE, read_probe, request_body, server_request_id
+from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
+from rollstream.trajectory import SamplingParams
+
+SAMPLING = SamplingParams(5, seed=1)
+
+CACHED = {"cached_tokens": 3, "created_cache_tokens": None, "multimodal_tokens": None}
+USAGE = {
+    "prompt_tokens": 4,
+    "total_tokens": 9,
+    "completion_tokens": 5,
+    "prompt_tokens_details": CACHED,
+    "completion_tokens_details": None,
+}
+IDS = [374, 129, 350, 19, 19]
+LOGPROBS = [
+    -5.9154815673828125,
+    -6.10731315612793,
+    -1.9620392322540283,
+    -0.9532407522201538,
+    -1.842869758605957,
+]
+GENERATE_REPLY: dict[str, Any] = {
+    "request_id": "generate-tokens-abc.1",
+    "model": "org/demo",
+    "created": 1795268398,
+    "usage": USAGE,
+    "prompt_logprobs": None,
+    "prompt_token_ids": None,
+    "output_mode": "tokens",
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "token_ids": IDS,
+            "weight_versions": [
+                {"version": "default", "start": 0, "end": 2},
+                {"version": "7", "start": 2, "end": 5},
+            ],
+            "logprobs": {
+                "content": [
+                    {
+                        "token_id": token,
+                        "logprob": value,
+                        "rank": 129,
+                        "top_logprobs": [{"token_id": token, "logprob": value, "rank": 129}],
+                    }
+                    for token, value in zip(IDS, LOGPROBS, strict=True)
+                ]
+            },
+        }
+    ],
+}
+COMPLETION_REPLY: dict[str, Any] = {
+    "id": "cmpl-abc.1",
+    "object": "text_completion",
+    "created": 1795268426,
+    "model": "org/demo",
+    "choices": [
+        {
+            "index": 0,
+            "text": 'des�"}}11',
+            "logprobs": {
+                "text_offset": [0, 12, 24, 36, 47],
+                "token_logprobs": LOGPROBS,
+                "tokens": [f"token_id:{token}" for token in IDS],
+                "top_logprobs": [
+                    {f"token_id:{token}": value} for token, value in zip(IDS, LOGPROBS, strict=True)
+                ],
+            },
+            "finish_reason": "length",
+            "stop_reason": None,
+            "token_ids": IDS,
+            "prompt_token_ids": [1, 5, 6, 7],
+        }
+    ],
+    "usage": USAGE,
+}
+RAW_TOPS = [-5.257299423217773, -5.306367874145508, -5.329089641571045, -5.396659851074219]
+PROCESSED_TOPS = [0.0, -9999.0, -9999.0, -9999.0]
+DISABLED = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+
+def failure(status: int, message: str, kind: str) -> web.Response:
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return web.json_response({"error": error}, status=status)
+
+
+def probe_reply(route: str, rid: str, tops: list[float]) -> dict[str, Any]:
+    if route == GENERATE:
+        scored = [{"token_id": 300 + i, "logprob": top, "rank": i + 1} for i, top in enumerate(tops)]
+        content = [{"token_id": 300, "logprob": tops[0], "rank": 1, "top_logprobs": scored}]
+        choice = {"index": 0, "finish_reason": "length", "token_ids": [300], "logprobs": {"content": content}}
+        return {"request_id": f"generate-tokens-{rid}", "choices": [choice]}
+    logprobs = {
+        "token_logprobs": tops[:1],
+        "top_logprobs": [{f"token_id:{300 + i}": top for i, top in enumerate(tops)}],
+    }
+    return {"id": f"cmpl-{rid}", "choices": [{"token_ids": [300], "logprobs": logprobs}]}
+
+
+class FakeServer:
+    """vLLM's routes. What it is told to answer with, it keeps answering with."""
+
+    def __init__(self, *, scale_out: bool = True, dev: bool = False) -> None:
+        self.scale_out, self.dev = scale_out, dev
+        self.tops = RAW_TOPS
+        self.takes_stops = True
+        self.has_tokenizer = True
+        self.renames = False
+        self.healthy = True
+        self.paused = False
+        self.cards: list[dict[str, Any]] = [{"id": "org/demo", "root": "/models/demo", "max_model_len": 64}]
+        self.edit: Callable[[dict[str, Any]], None] = lambda reply: None
+        self.answer: Callable[[], web.Response] | None = None
+        self.hang = False
+        self.failing_path = ""
+        self.asked: list[dict[str, Any]] = []
+        self.probes = 0
+        self.told: list[tuple[str, Any]] = []
+        self.waiting: dict[str, asyncio.Event] = {}
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self.serve)
+        self._server = TestServer(app)
+
+    async def __aenter__(self) -> "FakeServer":
+        await self._server.start_server()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for event in self.waiting.values():
+            event.set()
+        await self._server.close()
+
+    @property
+    def url(self) -> str:
+        return str(self._server.make_url("")).rstrip("/")
+
+    async def serve(self, request: web.Request) -> web.Response:
+        path = request.path
+        if path == "/health":
+            return web.Response(status=200 if self.healthy else 503)
+        if path == "/v1/models":
+            return web.json_response({"object": "list", "data": self.cards})
+        if path == "/detokenize":
+            if self.has_tokenizer:
+                return web.json_response({"prompt": "6"})
+            return failure(400, "Tokenizer not available when `skip_tokenizer_init=True`", "BadRequestError")
+        if path in (GENERATE, "/inference/v1/abort_requests") and not self.scale_out:
+            return failure(403, DISABLED, "PermissionDeniedError")
+        if path in (GENERATE, COMPLETIONS):
+            return await self.sample(path, await request.json())
+        if path == "/inference/v1/abort_requests" or (self.dev and path == "/abort_requests"):
+            for name in (body := await request.json())["request_ids"]:
+                self.told.append((path, name))
+                self.waiting[name].set()
+            assert path.startswith("/inference") or body["request_ids"], "this would abort everything"
+            return web.Response()
+        if self.dev and path == "/weight_info":
+            return web.json_response({"weight_version": "default"})
+        if self.dev and path == "/is_paused":
+            return web.json_response({"is_paused": self.paused})
+        if self.dev and request.method == "POST":
+            return await self.control(request)
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    async def control(self, request: web.Request) -> web.Response:
+        self.told.append((request.path_qs, orjson.loads(await request.read() or b"null")))
+        self.paused = self.paused if request.path not in ("/pause", "/resume") else request.path == "/pause"
+        if request.path == self.failing_path:
+            if request.path == "/reset_prefix_cache":
+                return web.json_response({"success": False})
+            return failure(500, "Call to collective_rpc method failed", "InternalServerError")
+        return web.json_response({"success": True})
+
+    async def sample(self, path: str, body: dict[str, Any]) -> web.Response:
+        params = body["sampling_params"] if path == GENERATE else body
+        if params.get("stop") and not self.takes_stops:
+            return failure(400, "stop strings are not supported", "BadRequestError")
+        rid = "its-own" if self.renames else body["request_id"]
+        if body["request_id"].startswith("probe-"):
+            self.probes += 1
+            if self.answer is not None:
+                return self.answer()
+            return web.json_response(probe_reply(path, rid, self.tops))
+        self.asked.append(body)
+        if self.answer is not None:
+            return self.answer()
+        reply = copy.deepcopy(GENERATE_REPLY if path == GENERATE else COMPLETION_REPLY)
+        reply |= {"request_id": f"generate-tokens-{rid}"} if path == GENERATE else {"id": f"cmpl-{rid}"}
+        if self.hang:
+            name = server_request_id(path, body["request_id"])  # type: ignore[arg-type]
+            self.waiting[name] = asyncio.Event()
+            try:
+                await self.waiting[name].wait()
+            finally:
+                del self.waiting[name]
+            reply["choices"][0]["finish_reason"] = "abort"
+        self.edit(reply)
+        return web.json_response(reply)
+
+
+@pytest.fixture(params=[True, False], ids=["generate", "completions"])
+async def server(request: pytest.FixtureRequest) -> AsyncIterator[FakeServer]:
+    async with FakeServer(scale_out=request.param) as server:
+        yield server
+
+
+@pytest.fixture
+async def engine(server: FakeServer) -> AsyncIterator[VLLMEngine]:
+    engine = VLLMEngine([server.url])
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+async def eventually(check: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not check():
+            await asyncio.sleep(0.005)
+
+
+async def test_ids_and_logprobs_are_those_of_the_server(server: FakeServer, engine: VLLMEngine) -> None:
+    assert isinstance(engine, Engine)
+    completion = await engine.generate([1, 5, 6, 7], SAMPLING, request_id="abc")
+    assert completion.token_ids == IDS
+    assert completion.logprobs == LOGPROBS
+    assert completion.finish_reason == "length"
+    assert completion.cached_prompt_tokens == 3
+    assert completion.policy_versions == ([(0, 0), (2, 7)] if server.scale_out else [(0, 0)])
+    plain = await engine.generate([1, 5, 6, 7], replace(SAMPLING, logprobs=False), request_id="abc")
+    assert plain.logprobs is None and plain.token_ids == IDS
+    first, second = (body.get("sampling_params", body) for body in server.asked)
+    assert first["logprobs"] == 0 and "logprobs" not in second
+    assert server.asked[0]["model"] == "org/demo"
+
+
+def test_bodies_say_all_that_was_asked_for() -> None:
+    how = SamplingParams(
+        9, 0.7, 0.9, 20, seed=3, stop=("a", "<|im_end|>"), stop_token_ids=(4, 5), ignore_eos=True
+    )
+    params = {
+        "max_tokens": 9,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "logprobs": 0,
+        "seed": 3,
+        "stop": ("a", "<|im_end|>"),
+        "skip_special_tokens": False,
+        "stop_token_ids": (4, 5),
+        "ignore_eos": True,
+    }
+    assert request_body(GENERATE, [1, 2], how, "r", "m") == {
+        "request_id": "r",
+        "model": "m",
+        "token_ids": [1, 2],
+        "sampling_params": {**params, "detokenize": True},
+    }
+    completions = request_body(COMPLETIONS, [1, 2], how, "r", "m")
+    assert completions == {**completions, **params, "request_id": "r", "model": "m", "prompt": [1, 2]}
+    assert completions["return_token_ids"] and completions["min_p"] == 0.0
+    quiet = request_body(GENERATE, [1], SamplingParams(2), "r", "m")["sampling_params"]
+    assert quiet == {
+        "max_tokens": 2,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+async def test_capabilities_come_from_the_server(server: FakeServer, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 500, "max_position_embeddings": 48}')
+    server.dev, server.tops, server.takes_stops = True, PROCESSED_TOPS, False
+    engine = VLLMEngine([server.url], model_path=str(tmp_path))
+    with pytest.raises(EngineError, match="not been started"):
+        _ = engine.capabilities
+    await engine.start()
+    found = engine.capabilities
+    assert found.logprobs == "processed"
+    assert not found.stop_strings and not found.images
+    assert found.seeds and found.stop_token_ids and found.stop_token_ids_with_ignore_eos
+    assert found.update_weights is server.scale_out
+    assert (found.max_model_len, found.vocab_size) == (48, 500)
+    await engine.close()
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("tops", "kind"),
+    [
+        (RAW_TOPS, "raw"),
+        ([-1e-7, -18.0, -19.5], "raw"),
+        ([math.log(0.5), math.log(0.3), math.log(0.2)], "raw"),
+        (PROCESSED_TOPS, "processed"),
+        ([14.2, 11.0, 9.5, 3.0], "none"),
+        ([14.2, -9999.0, -9999.0], "none"),
+        ([-3.0, -9999.0, -9999.0], "none"),
+        ([900.0, 800.0], "none"),
+        ([-0.5, -0.6, -0.7], "none"),
+    ],
+)
+def test_what_logprobs_are_of(route: str, tops: list[float], kind: str) -> None:
+    assert read_probe(orjson.dumps(probe_reply(route, "r", tops)), "r") == (kind, True)
+    assert read_probe(orjson.dumps(probe_reply(route, "x", tops)), "r") == (kind, False)
+
+
+async def test_a_server_without_a_tokenizer_sees_no_stop_strings(server: FakeServer) -> None:
+    server.has_tokenizer = False  # and it takes them without a word
+    engine = VLLMEngine([server.url])
+    await engine.start()
+    assert not engine.capabilities.stop_strings
+    assert engine.capabilities.logprobs == "raw"
+    with pytest.raises(EngineError, match="cannot stop at texts"):
+        await engine.generate([1, 5, 6, 7], replace(SAMPLING, stop=("a",)), request_id="a")
+    assert server.asked == []
+    await engine.close()
+
+
+async def test_logits_are_no_logprobs(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.tops = [14.2, 11.0, 9.5, 3.0]
+    engine = VLLMEngine([server.url])
+    await engine.start()
+    assert engine.capabilities.logprobs == "none"
+    assert "--logprobs-mode" in caplog.text
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("model_path", "asked_for", "warned"),
+    [
+        (None, "org/demo", False),
+        ("/elsewhere/demo", "org/demo", False),
+        ("org/demo", "org/demo", False),
+        ("/adapters/tuned", "tuned", False),
+        ("/models/other", "org/demo", True),
+    ],
+)
+async def test_the_model_that_is_meant(
+    server: FakeServer,
+    caplog: pytest.LogCaptureFixture,
+    model_path: str | None,
+    asked_for: str,
+    warned: bool,
+) -> None:
+    server.cards.append(
+        {"id": "tuned", "root": "/adapters/tuned", "parent": "org/demo", "max_model_len": None}
+    )
+    engine = VLLMEngine([server.url], model_path=model_path)
+    await engine.start()
+    await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
+    assert server.asked[0]["model"] == asked_for
+    assert engine.capabilities.max_model_len == 64
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert bool(warnings) is warned
+    await engine.close()
+
+
+def broken_versions(reply: dict[str, Any]) -> None:
+    reply["choices"][0]["weight_versions"] = [{"version": "7", "start": 1, "end": 5}]
+
+
+def fewer_logprobs(reply: dict[str, Any]) -> None:
+    logprobs = reply["choices"][0]["logprobs"]
+    for key, values in logprobs.items():
+        logprobs[key] = values[:-1]
+
+
+def no_logprob(reply: dict[str, Any]) -> None:
+    logprobs = reply["choices"][0]["logprobs"]
+    if "content" in logprobs:
+        logprobs["content"][2]["logprob"] = -9999.0
+    else:
+        logprobs["token_logprobs"][2] = None
+
+
+BROKEN: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (fewer_logprobs, "5 ids do not match 4 log-probs"),
+    (no_logprob, "lacks the log-probs of 1 token"),
+    (lambda reply: reply["choices"][0].pop("logprobs"), "5 ids do not match 0 log-probs"),
+    (lambda reply: reply["choices"][0].pop("token_ids"), "no token_ids"),
+    (lambda reply: reply["choices"][0].update(token_ids=[1, 2, 3, -4, 5]), "outside the vocabulary"),
+    (lambda reply: reply["choices"][0].update(finish_reason="error"), "finish reason is 'error'"),
+    (lambda reply: reply["choices"].clear(), "0 answers"),
+    (lambda reply: reply.update(usage={"prompt_tokens": 5}), "a prompt of 5 tokens, not 4"),
+    (lambda reply: reply.update(id="cmpl-other", request_id="generate-tokens-other"), "instead of"),
+    (lambda reply: reply.pop("choices"), "cannot be read"),
+    (lambda reply: reply["choices"][0].update(finish_reason="abort"), "which nobody here asked for"),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), BROKEN, ids=[message for _, message in BROKEN])
+async def test_a_broken_reply_is_tried_again(
+    server: FakeServer, engine: VLLMEngine, edit: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    server.edit = edit  # type: ignore[assignment]
+    with pytest.raises(TransientEngineError, match=message) as caught:
+        await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
+    assert type(caught.value) is TransientEngineError
+    server.healthy = False  # what a server says while it goes is no fault of the request
+    with pytest.raises(EngineUnavailableError, match="not healthy"):
+        await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
+
+
+async def test_versions_of_other_tokens_are_a_broken_reply() -> None:
+    async with FakeServer() as server:
+        engine = VLLMEngine([server.url])
+        await engine.start()
+        server.edit = broken_versions
+        with pytest.raises(TransientEngineError, match="weight versions"):
+            await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
+        await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "healthy", "expected", "message"),
+    [
+        (
+            lambda: failure(400, "Token id 600 is out of vocabulary", "BadRequestError"),
+            True,
+            EngineError,
+            "600",
+        ),
+        (lambda: failure(404, "The model `x` does not exist.", "NotFoundError"), True, EngineError, "`x`"),
+        (lambda: failure(500, "oops", "InternalServerError"), True, TransientEngineError, "500: oops"),
+        (lambda: failure(503, "oops", "ServiceUnavailableError"), True, TransientEngineError, "503: oops"),
+        (lambda: failure(500, DEAD, "InternalServerError"), False, EngineUnavailableError, "EngineCore"),
+        (lambda: failure(503, "oops", "ServiceUnavailable"), False, EngineUnavailableError, "not healthy"),
+        (lambda: web.Response(text='{"choices": ['), True, TransientEngineError, "cannot be read"),
+    ],
+)
+async def test_every_fault_has_its_error(
+    server: FakeServer,
+    engine: VLLMEngine,
+    answer: Callable[[], web.Response],
+    healthy: bool,
+    expected: type[EngineError],
+    message: str,
+) -> None:
+    server.answer, server.healthy = answer, healthy
+    with pytest.raises(expected, match=message) as caught:
+        await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
+    assert type(caught.value) is expected
+    assert await engine.health() is healthy
+    server.answer, server.healthy = None, True
+    assert (await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")).token_ids == IDS
+
+
+async def test_a_router_that_renames_requests(server: FakeServer) -> None:
+    server.renames = True
+    engine = VLLMEngine([server.url])
+    await engine.start()
+    assert (await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")).token_ids == IDS
+    await engine.close()
+
+
+async def test_abort_returns_what_the_server_gives(server: FakeServer) -> None:
+    server.dev = True
+    engine = VLLMEngine([server.url])
+    await engine.start()
+    server.hang = True
+    task = asyncio.create_task(engine.generate([1, 5, 6, 7], SAMPLING, request_id="a"))
+    await eventually(lambda: len(server.waiting) == 1)
+    await engine.abort("a")
+    completion = await asyncio.wait_for(task, 5)
+    assert (completion.finish_reason, completion.token_ids) == ("abort", IDS)
+    path = "/inference/v1/abort_requests" if server.scale_out else "/abort_requests"
+    assert [told[0] for told in server.told] == [path]
+    await engine.abort("unknown")
+    await engine.close()
+
+
+async def test_abort_without_a_route_closes_the_connection() -> None:
+    async with FakeServer(scale_out=False) as server:
+        engine = VLLMEngine([server.url])
+        await engine.start()
+        server.hang = True
+        task = asyncio.create_task(engine.generate([1, 5, 6, 7], SAMPLING, request_id="a"))
+        await eventually(lambda: len(server.waiting) == 1)
+        await engine.abort("a")
+        completion = await asyncio.wait_for(task, 5)
+        assert (completion.finish_reason, completion.token_ids, completion.logprobs) == ("abort", [], [])
+        server.hang = False
+        assert (await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")).token_ids == IDS
+        await engine.close()
+
+
+async def test_cancelling_aborts_in_the_server(server: FakeServer, engine: VLLMEngine) -> None:
+    server.hang = True
+    task = asyncio.create_task(engine.generate([1, 5, 6, 7], SAMPLING, request_id="a"))
+    await eventually(lambda: len(server.waiting) == 1)
+    (name,) = server.waiting
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    if server.scale_out:
+        await eventually(lambda: server.told == [("/inference/v1/abort_requests", name)])
+
+
+async def test_other_weights_are_loaded_in_order() -> None:
+    async with FakeServer(dev=True) as server:
+        engine = VLLMEngine([server.url], engine_kwargs={"update_timeout": 30})
+        await engine.start()
+        await engine.update_weights("/weights/8", 8)
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": "/weights/8"}, "timeout": 30.0}
+        steps = [
+            ("/pause?mode=keep", None),
+            ("/collective_rpc", reload),
+            ("/reset_prefix_cache?reset_running_requests=true&reset_external=true", None),
+            ("/update_weight_version", {"new_version": "8"}),
+            ("/resume", None),
+        ]
+        assert server.told == steps
+        for path, done in (("/collective_rpc", 2), ("/reset_prefix_cache", 3)):
+            server.told.clear()
+            server.failing_path = path
+            with pytest.raises(EngineError, match="stays paused until an update goes well"):
+                await engine.update_weights("/weights/8", 8)
+            assert server.told == steps[:done]
+            assert not await engine.health()
+        other = VLLMEngine([server.url])
+        with pytest.raises(EngineUnavailableError, match="is paused"):
+            await other.start()
+        server.failing_path = ""
+        await engine.update_weights("/weights/8", 8)
+        assert await engine.health()
+        await engine.close()
+
+
+async def test_weights_of_a_server_in_production_stay(server: FakeServer, engine: VLLMEngine) -> None:
+    with pytest.raises(EngineError, match="cannot update weights"):
+        await engine.update_weights("/weights/8", 8)
+    assert server.told == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "message"),
+    [
+        (lambda: failure(500, DEAD, "InternalServerError"), EngineUnavailableError, "EngineCore"),
+        (lambda: failure(401, "Unauthorized", "AuthenticationError"), EngineError, "401"),
+        (lambda: web.Response(text="hello"), EngineError, "answers with something else"),
+    ],
+)
+async def test_a_start_that_fails_says_why(
+    server: FakeServer, answer: Callable[[], web.Response], expected: type[EngineError], message: str
+) -> None:
+    server.answer = answer
+    engine = VLLMEngine([server.url])
+    with pytest.raises(expected, match=message) as caught:
+        await engine.start()
+    assert type(caught.value) is expected
+
+
+async def test_a_server_that_comes_later_is_asked_what_it_is(server: FakeServer) -> None:
+    async with FakeServer() as late:
+        late.paused, late.dev = True, True
+        late.cards[0]["id"] = "org/late"
+        engine = VLLMEngine([server.url, late.url])
+        await engine.start()
+        late.paused = False
+        server.answer = lambda: failure(500, DEAD, "InternalServerError")
+        server.healthy = False
+        answers = await asyncio.gather(
+            *(engine.generate([1, 5, 6, 7], SAMPLING, request_id=str(i)) for i in range(8))
+        )
+        assert [c.token_ids for c in answers] == [IDS] * 8
+        assert {body["model"] for body in late.asked} == {"org/late"}
+        assert late.probes == 1
+        await engine.close()
+
+
+async def test_a_server_that_comes_back_may_be_another(server: FakeServer, engine: VLLMEngine) -> None:
+    server.answer, server.healthy = (lambda: failure(500, DEAD, "InternalServerError")), False
+    with pytest.raises(EngineUnavailableError, match="EngineCore"):
+        await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
+    server.answer, server.healthy = None, True
+    server.scale_out = not server.scale_out
+    assert (await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")).token_ids == IDS
+    assert ("sampling_params" in server.asked[-1]) is server.scale_out
+    server.answer, server.healthy = (lambda: failure(500, DEAD, "InternalServerError")), False
+    with pytest.raises(EngineUnavailableError, match="EngineCore"):
+        await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
+    server.answer, server.healthy = None, True
+    server.tops = PROCESSED_TOPS  # two kinds in one dataset would be worse than none
+    server.takes_stops = False
+    server.cards[0]["max_model_len"] = 63
+    with pytest.raises(
+        EngineUnavailableError, match=r"another kind \(processed, not raw\), no stop strings, sequences of 63"
+    ):
+        await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
+    assert server.asked[-1]["request_id"].startswith("a.")
+
+
+async def test_a_server_that_is_something_else() -> None:
+    async with FakeServer() as server:
+        server.cards = []
+        engine = VLLMEngine([server.url])
+        with pytest.raises(EngineError, match="is it a vLLM server"):
+            await engine.start()
+
+
+async def test_a_killed_server_is_away(server: FakeServer, engine: VLLMEngine) -> None:
+    server.hang = True
+    task = asyncio.create_task(engine.generate([1, 5, 6, 7], SAMPLING, request_id="a"))
+    await eventually(lambda: len(server.waiting) == 1)
+    server.answer = lambda: web.Response()
+    await engine.close()
+    with pytest.raises(EngineUnavailableError):
+        await asyncio.wait_for(task, 5)
+    nobody = VLLMEngine(["http://127.0.0.1:1"])
+    with pytest.raises(EngineUnavailableError, match="names vLLM servers"):
+        await nobody.start()
+
+
+def test_wrong_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="server_urls"):
+        VLLMEngine([])
+    with pytest.raises(ConfigError, match="did you mean 'probe_timeout'"):
+        VLLMEngine(["http://a:1"], engine_kwargs={"probe_timeut": 3})
+    engine = create_engine("vllm", model_path="org/demo", server_urls=["http://a:1"], log_dir=tmp_path)
+    assert isinstance(engine, VLLMEngine)
+    assert data_deciding_kwargs("vllm", {"probe_timeout": 3.0}) == {}
