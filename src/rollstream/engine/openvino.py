@@ -167,12 +167,11 @@ class OpenVINOEngine:
                 return False
             if self._worker.alive:
                 return True
-            now = asyncio.get_running_loop().time()
-            if now < self._restart_at:
+            loop = asyncio.get_running_loop()
+            if loop.time() < self._restart_at:
                 return False
             _LOG.warning("starting a new openvino worker: %s", self._worker.cause)
             delay = self._restart_delay
-            self._restart_at = now + delay
             self._restart_delay = min(_RESTART_DELAY_MAX_S, max(_RESTART_DELAY_S, 2 * delay))
             await self._worker.close()
             try:
@@ -180,6 +179,8 @@ class OpenVINOEngine:
             except EngineError as error:
                 _LOG.warning("%s", error)
                 return False
+            finally:
+                self._restart_at = loop.time() + delay  # a model that takes long to load waits all the same
             return True
 
     async def close(self) -> None:
