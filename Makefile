@@ -18,7 +18,7 @@ demo: .venv-demo/.done
 test: .venv/.done
 	.venv/bin/python -m pytest $(TEST_ARGS)
 test-vllm: .venv/.done .venv-vllm/.done
-	ROLLSTREAM_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv/bin/python -m pytest tests/compat/test_vllm.py $(TEST_ARGS)
+	ROLLSTREAM_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv/bin/python -m pytest tests/compat/test_vllm.py tests/conformance $(TEST_ARGS)
 check: .venv/.done
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .

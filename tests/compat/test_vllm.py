@@ -2,19 +2,14 @@
 
 import asyncio
 import json
-import os
-import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,91 +20,24 @@ from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.engine.vllm import VLLMEngine
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
+from tests.compat.vllm_server import OPTIONS, PYTHON, Server, vllm_server
+from tests.conformance.reference import Reference
 from tests.faults.runs import overrides, write_prompts
-
-PYTHON = os.environ.get("ROLLSTREAM_VLLM_PYTHON")
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="needs vLLM: run `make test-vllm`"),
     pytest.mark.timeout(900),  # a server takes a minute to start
 ]
 
-ENTRY = "vllm.entrypoints.openai.api_server"  # `vllm serve` of the CPU package does not find itself
-OPTIONS = {
-    # Two kinds of log-probs on the two routes: four servers would show no more.
-    "generate": ["--enable-scale-out", "--enable-prompt-tokens-details"],
-    "completions": ["--logprobs-mode", "processed_logprobs", "--served-model-name", "other-name"],
-}
 GREEDY = SamplingParams(24, temperature=0.0)
 LONG = SamplingParams(3000, ignore_eos=True, seed=1)
 HOT = SamplingParams(60, temperature=1.5)
 
 
-@dataclass
-class Server:
-    route: str
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def running(self) -> int:
-        """Requests that the server works at."""
-        metrics = urlopen(f"{self.url}/metrics", timeout=20).read().decode()
-        return int(float(re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", metrics, re.MULTILINE)[0]))
-
-    async def until_running(self, count: int) -> None:
-        async with asyncio.timeout(60):
-            while await asyncio.to_thread(self.running) != count:
-                await asyncio.sleep(0.02)
-
-    def kill(self, how: signal.Signals) -> None:
-        """The server and the processes of its engine, which outlive it when it is killed."""
-        os.killpg(self.process.pid, how)
-
-
 @pytest.fixture(scope="module", params=OPTIONS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    log = tmp_path_factory.mktemp("vllm") / "server.log"
-    command = [str(PYTHON), "-m", ENTRY, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--model", str(MODEL_PATH), "--dtype", "float32", "--enforce-eager"]
-    # A seeded request whose prompt is split ends the engine of vLLM 0.32 on a CPU.
-    command += ["--max-num-batched-tokens", "16384", *OPTIONS[request.param]]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_SERVER_DEV_MODE": "1" if request.param == "generate" else "0",
-    }
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
-    found = Server(request.param, f"http://127.0.0.1:{port}", process)
-    try:
-        deadline = time.monotonic() + 600
-        while not is_up(found.url):
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.5)
-        yield found
-    finally:
-        for how in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                found.kill(how)
-                process.wait(20)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                pass
-
-
-def is_up(url: str) -> bool:
-    try:
-        with urlopen(f"{url}/health", timeout=20) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
+    with vllm_server(request.param, tmp_path_factory.mktemp("vllm") / "server.log") as server:
+        yield server
 
 
 @pytest.fixture
@@ -132,28 +60,6 @@ def prompts() -> list[list[int]]:
         )
         for text in asked
     ]
-
-
-class Reference:
-    """The model's own log-probs, by a plain forward pass in float32."""
-
-    def __init__(self, folder: Path) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(1)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-    def score(
-        self, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1.0
-    ) -> tuple[list[int], list[float]]:
-        """The likeliest id at each place of a response, and the log-prob of the one that is there."""
-        import torch
-
-        with torch.no_grad():
-            logits = self._model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-        logprobs = (logits / temperature).log_softmax(-1)
-        return logits.argmax(-1).tolist(), logprobs.gather(1, torch.tensor([[i] for i in ids]))[:, 0].tolist()
 
 
 @pytest.fixture(scope="module")

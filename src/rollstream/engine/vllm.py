@@ -96,7 +96,7 @@ class VLLMReplica:
         return self._server.url
 
     async def describe(self) -> Capabilities:
-        max_model_len = await self._choose_model()
+        max_model_len, said = await self._choose_model()
         self._is_dev = bool(await self._server.ask("/weight_info", kind=_KIND))
         if await self._is_paused():
             raise ReplicaAwayError(f"{self.name} is paused (POST /resume ends that)")
@@ -105,13 +105,17 @@ class VLLMReplica:
                 self._route, self._abort_path = GENERATE, _ABORT
             else:
                 self._route, self._abort_path = COMPLETIONS, "/abort_requests" if self._is_dev else None
-            logprobs, stop_strings = await self._probe()
+            if said is None:
+                logprobs, stop_strings = await self._probe()
+            else:
+                self._names_requests = True
+                logprobs, stop_strings = said["logprobs"], said["stop_strings"]
         except TransientEngineError as error:
             raise ReplicaAwayError(str(error)) from error
         self._found = Capabilities(
             token_ids=True,
             logprobs=logprobs,
-            seeds=True,
+            seeds=said is None or said["seeds"],
             stop_strings=stop_strings,
             stop_token_ids=True,
             images=False,
@@ -255,8 +259,13 @@ class VLLMReplica:
             return False
         return bool((await self._server.ask("/is_paused", kind=_KIND)).get("is_paused"))
 
-    async def _choose_model(self) -> int | None:
-        """Chooses which of the server's models is meant; returns its longest sequence."""
+    async def _choose_model(self) -> tuple[int | None, dict[str, Any] | None]:
+        """Chooses which of the server's models is meant.
+
+        Returns:
+            its longest sequence, and what a server says that it can do: `rollstream serve` does, a vLLM is
+            probed.
+        """
         cards = (await self._server.ask("/v1/models", kind=_KIND)).get("data") or []
         if not cards:
             raise EngineError(f"{self.name}/v1/models names no model: is it {_KIND} server?")
@@ -268,7 +277,9 @@ class VLLMReplica:
         self._model = str(chosen.get("id"))
         # The card of an adapter has no length: it is its base model's.
         lengths = [card.get("max_model_len") for card in (chosen, *cards)]
-        return next((length for length in lengths if isinstance(length, int)), None)
+        said = chosen.get("capabilities")
+        length = next((length for length in lengths if isinstance(length, int)), None)
+        return length, said if isinstance(said, dict) else None
 
     async def _has_generate_route(self) -> bool:
         # An abort of no request does nothing, and its route is there where the generate route is.

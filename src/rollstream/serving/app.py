@@ -3,6 +3,7 @@
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
@@ -101,6 +102,8 @@ class _GenerationRoutes:
             "root": self._service.model_path,
             "parent": None,
             "max_model_len": self._service.capabilities.max_model_len,
+            # No field of OpenAI's or vLLM's: spares our own client the questions that it asks a vLLM.
+            "capabilities": asdict(self._service.capabilities),
         }
 
 

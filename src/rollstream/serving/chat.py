@@ -95,7 +95,9 @@ async def chat(
     tools = read_tools(asked.tools) if asked.tool_choice == "auto" else []
     prompt_ids = model.tokenizer.render(read_messages(asked.messages), tools=tools or None)
     sampling = build_sampling(_sampling(asked, model, service, prompt_ids, tools), service.capabilities)
-    envelope = wire.Envelope.make(model, "chat.completion", "chatcmpl", asked.rid or asked.request_id)
+    envelope = wire.Envelope.make(
+        model, "chat.completion", "chatcmpl", rid=asked.rid, request_id=asked.request_id
+    )
     requests = [
         EngineRequest(
             f"{envelope.id}_{sample}", prompt_ids, replace(sampling, seed=seed_of(sampling.seed, sample))

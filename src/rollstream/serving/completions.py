@@ -35,6 +35,7 @@ class CompletionRequest(msgspec.Struct):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: dict[str, Any] | None = None
+    skip_special_tokens: bool = True
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     rid: str | None = None
@@ -77,7 +78,9 @@ async def complete(
         service.capabilities,
     )
     prompts = await _read_prompts(asked.prompt, model, service)
-    envelope = wire.Envelope.make(model, "text_completion", "cmpl", asked.rid or asked.request_id)
+    envelope = wire.Envelope.make(
+        model, "text_completion", "cmpl", rid=asked.rid, request_id=asked.request_id
+    )
     requests = [
         EngineRequest(
             f"{envelope.id}_{at}_{sample}", prompt, replace(sampling, seed=seed_of(sampling.seed, sample))
@@ -88,7 +91,9 @@ async def complete(
     completions = await service.generate(envelope.id, requests)
     choices = []
     for index, (request, completion) in enumerate(zip(requests, completions, strict=True)):
-        answer = model.reader.read(completion, request.sampling)
+        answer = model.reader.read(
+            completion, request.sampling, skip_special_tokens=asked.skip_special_tokens
+        )
         choice: dict[str, Any] = {
             "index": index,
             "text": answer.text,

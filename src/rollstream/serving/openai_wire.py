@@ -61,9 +61,12 @@ class Envelope:
     created: int
 
     @classmethod
-    def make(cls, model: ServedModel, object_name: str, prefix: str, rid: str | None) -> "Envelope":
-        """For a new answer."""
-        return cls(rid or f"{prefix}-{uuid.uuid4().hex}", object_name, model.name, int(time.time()))
+    def make(
+        cls, model: ServedModel, object_name: str, prefix: str, *, rid: str | None, request_id: str | None
+    ) -> "Envelope":
+        """For a new answer: SGLang's is called `rid`, vLLM's by the prefix and `request_id`."""
+        name = rid or f"{prefix}-{request_id or uuid.uuid4().hex}"
+        return cls(name, object_name, model.name, int(time.time()))
 
     def around(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """An answer, or a chunk of one."""

@@ -128,7 +128,16 @@ async def test_tokens_by_their_ids() -> None:
     names = [f"token_id:{token}" for token in tokenizer().encode("78")]
     assert answer["choices"][0]["logprobs"]["tokens"] == names
     assert [one["token"] for one in turn["choices"][0]["logprobs"]["content"]] == names
-    assert (answer["id"], turn["id"]) == ("mine", "mine")
+    assert (answer["id"], turn["id"]) == ("cmpl-mine", "chatcmpl-mine")
+
+
+async def test_special_tokens_are_shown_on_request() -> None:
+    async with serving(saying("7<|im_start|>8")) as client:
+        texts = []
+        for skip in (True, False):
+            _, answer = await client.post(PATH, {"prompt": "1", "skip_special_tokens": skip})
+            texts.append(answer["choices"][0]["text"])
+    assert texts == ["78", "7<|im_start|>8"]
 
 
 async def test_a_stop_string_is_named_and_left_out() -> None:
