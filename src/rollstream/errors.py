@@ -58,6 +58,10 @@ class TransientEngineError(EngineError, TransientError):
     """The engine failed this request in a way that may pass (HTTP 5xx, truncated reply)."""
 
 
+class EngineOverloadedError(TransientEngineError):
+    """The engine is there and has too much to do (HTTP 429, 503). Also a sign to send it less at once."""
+
+
 class EngineUnavailableError(EngineError):
     """No engine is there to ask. Costs no rollout an attempt: work waits until the engine is back."""
 

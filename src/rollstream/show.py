@@ -30,6 +30,8 @@ def print_trajectory(found: FoundTrajectory, *, tokens: bool, console: Console |
     console.print(Text(f"reward {reward}   finish {row['finish_reason']}   data source {row['data_source']}"))
     if row["reward_extra"]:
         console.print(Text(f"reward says {orjson.dumps(row['reward_extra']).decode()}"))
+    if row["extra"].get("token_exact") is False:
+        console.print(Text("token ids are the local tokenizer's, not those that were sampled"))
     console.print(Text(f"ground truth {orjson.dumps(row['ground_truth']).decode()}"))
     for message in row["messages"]:
         console.print()

@@ -84,6 +84,8 @@ class Completion:
     """Run-length encoded `(start, version)` over `token_ids`."""
     cached_prompt_tokens: int = 0
     """Prompt tokens the engine had in its prefix cache."""
+    message: Message | None = None
+    """The assistant's message, of an engine that speaks messages; None of one that speaks ids."""
 
 
 @dataclass(slots=True)

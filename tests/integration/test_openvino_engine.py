@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from rollstream.engine.base import Engine
+from rollstream.engine.base import Engine, EngineLoad
 from rollstream.engine.checks import read_model_limits
+from rollstream.engine.load import ask_load
 from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
@@ -67,6 +68,28 @@ async def answer(engine: Engine, asked: list[tuple[list[int], SamplingParams]]) 
     return await asyncio.gather(
         *(engine.generate(prompt, how, request_id=str(i)) for i, (prompt, how) in enumerate(asked))
     )
+
+
+async def test_the_engine_says_how_busy_it_is(tmp_path: Path) -> None:
+    engine = await started(tmp_path, num_kv_blocks=8)  # of 32 tokens
+    assert await ask_load(engine) is None  # nothing has ended yet
+    how = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
+    tasks = [
+        asyncio.create_task(engine.generate([5] * 4, how, request_id=str(number))) for number in range(40)
+    ]
+    seen = []
+    async with asyncio.timeout(60):
+        while not all(task.done() for task in tasks):
+            seen.append(await ask_load(engine))
+            await asyncio.sleep(0.001)
+    said = [load for load in seen if load is not None]
+    assert max(load.running for load in said) in (3, 4)  # each needs two blocks of 32 tokens
+    assert max(load.queued for load in said) >= 20
+    assert max(load.kv_usage or 0 for load in said) > 0.5
+    assert {load.preemptions for load in said} == {0}
+    assert await ask_load(engine) == EngineLoad(0, 0, 0.0, 0)
+    await engine.close()
+    assert await ask_load(engine) is None
 
 
 def worst_logprob_error(asked: list[tuple[list[int], SamplingParams]], answers: list[Completion]) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
+from rollstream.agent.chat_answer import read_answer
 from rollstream.agent.images import ImageReader
 from rollstream.agent.interactions import Interactions
 from rollstream.agent.prompt import PromptRenderer
@@ -15,7 +16,8 @@ from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.chat.parsers.base import ToolCallParser, get_parser
 from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer
-from rollstream.engine.base import Engine
+from rollstream.engine.base import ChatEngine, ChatPrompt, Engine
+from rollstream.errors import EngineError
 from rollstream.trajectory import Completion, Message, Metrics, SamplingParams, Trajectory
 
 SnapshotScoring = Literal["outcome", "own", "none"]
@@ -68,6 +70,16 @@ class AgentResources:
         """Tokens that end a turn after a call, where the vocabulary has them."""
         ids = (self.tokenizer.token_id(token) for token in self.parser.stop_tokens)
         return tuple(i for i in ids if i is not None)
+
+    @property
+    def token_exact(self) -> bool:
+        """Whether stored ids are those that were sampled; not with an engine that speaks messages."""
+        return self.engine.capabilities.token_ids
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        """What every trajectory's `extra` says: `token_exact: false` where it is so, else nothing."""
+        return {} if self.token_exact else {"token_exact": False}
 
 
 class AgentLoop(ABC):
@@ -177,25 +189,69 @@ class AgentLoop(ABC):
             room = min(room, self.resources.max_model_len - prompt_tokens - response_tokens)
         return room
 
-    async def generate(self, prompt_ids: list[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        messages: Sequence[Message] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> Completion:
         """Asks the engine for one continuation and counts it.
 
         The seed of the first call is the rollout's; later calls have seeds derived from it, so that turns do
         not repeat each other's random numbers.
+
+        Args:
+            prompt_ids: the prompt.
+            sampling: how to sample.
+            messages: the same prompt as messages. An engine that speaks messages needs them; its completion
+                has a `message`, and as ids what the chat template makes of it.
+            tools: schemas that the prompt shows.
+
+        Raises:
+            EngineError: the engine's, or it speaks messages and there are none.
         """
         if sampling.seed is not None:
             sampling = replace(sampling, seed=turn_seed(sampling.seed, self._engine_calls))
         self._engine_calls += 1
         started = time.monotonic()
         try:
-            completion = await self.resources.engine.generate(
-                prompt_ids, sampling, request_id=self.request_id, images=list(self.images) or None
-            )
+            if self.resources.token_exact:
+                completion = await self.resources.engine.generate(
+                    prompt_ids, sampling, request_id=self.request_id, images=list(self.images) or None
+                )
+            else:
+                completion = await self._chat(prompt_ids, sampling, messages, tools)
         finally:
             self.metrics.generate_s += time.monotonic() - started
             self.metrics.engine_calls += 1
         self.metrics.cached_prompt_tokens += completion.cached_prompt_tokens
         return completion
+
+    async def _chat(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        messages: Sequence[Message] | None,
+        tools: list[dict[str, Any]] | None,
+    ) -> Completion:
+        engine = self.resources.engine
+        if messages is None or not isinstance(engine, ChatEngine):
+            raise EngineError(
+                f"this engine takes messages, not token ids, and {type(self).__name__} gives it none: "
+                "`self.generate(ids, sampling, messages=messages, tools=tools)`, or use `Conversation`"
+            )
+        prompt = ChatPrompt(list(messages), prompt_ids, tools or (), tuple(self.images))
+        completion = await engine.chat(prompt, sampling, request_id=self.request_id)
+        template = self.resources.template
+        message = read_answer(completion.message, template, turn=self._engine_calls)
+        ended = completion.finish_reason == "stop"
+        ids = template.answer_ids(message, tools=tools, ended=ended)
+        reason = completion.finish_reason
+        if len(ids) > sampling.max_tokens:  # the endpoint counts in tokens of its own
+            ids, reason = ids[: sampling.max_tokens], "length"
+        return replace(completion, token_ids=ids, finish_reason=reason, message=message)
 
 
 def turn_seed(seed: int, call: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollstream.agent.base import AgentLoop
+from rollstream.agent.chat_answer import calls_of, identified, openai_call
 from rollstream.agent.images import SeenImage
 from rollstream.agent.tokens import TokenTrack
 from rollstream.chat.parsers.base import ToolCall
@@ -86,25 +87,26 @@ class Conversation:
                 f"{resources.max_model_len}"
             )
         stops = sampling.stop_token_ids
-        if self._tools and (more := set(resources.parser_stop_ids) - set(stops)):
+        if self._tools and resources.token_exact and (more := set(resources.parser_stop_ids) - set(stops)):
             stops = (*stops, *sorted(more))
         if limit != sampling.max_tokens or stops is not sampling.stop_token_ids:
             sampling = replace(sampling, max_tokens=limit, stop_token_ids=stops)
         in_thinking = resources.template.in_thinking(self.track.context)
-        completion = await self._loop.generate(self.track.context, sampling)
+        completion = await self._loop.generate(
+            self.track.context, sampling, messages=self.messages, tools=self._tools
+        )
         sampled_at = len(self.track)
         self.track.add_sampled(completion)
         self.assistant_turns += 1
-        text = resources.tokenizer.decode(self._without_end(completion.token_ids), skip_special_tokens=False)
-        parsed = resources.parser.parse(text, in_thinking=in_thinking, tools=self._tools or ())
-        calls = self._identified(parsed.calls)
-        message: Message = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning or calls:
-            message["content"] = parsed.content.strip()
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        if calls:
-            message["tool_calls"] = [_openai_call(call) for call in calls]
+        if completion.message is None:
+            ids = self._without_end(completion.token_ids)
+            text = resources.tokenizer.decode(ids, skip_special_tokens=False)
+            message, calls = self._read(text, in_thinking=in_thinking)
+        elif self._tools or completion.message.get("tool_calls"):
+            message, calls = completion.message, calls_of(completion.message)
+        else:  # the prompt describes the tools, if there are some: calls are written as text
+            message, calls = self._read(completion.message["content"], in_thinking=False)
+            message = {**completion.message, **message}
         self.messages.append(message)
         self._last = Turn(message, calls, completion, sampled_at)
         return self._last
@@ -136,18 +138,19 @@ class Conversation:
         ends = resources.tokenizer.end_ids.union(resources.parser_stop_ids)
         return ids[:-1] if ids and ids[-1] in ends else ids
 
-    def _identified(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
-        """Calls with ids that are unique in the answer and that the chat template takes.
-
-        The model's own ids where they are; else ones of nine letters and digits, which every template takes.
-        """
-        given = [call.call_id for call in calls]
-        template = self._loop.resources.template
-        if len(set(given)) == len(given) and all(one and template.takes_call_id(one) for one in given):
-            return list(calls)
-        return [
-            replace(call, call_id=f"c{self.assistant_turns:03d}{at:05d}") for at, call in enumerate(calls)
-        ]
+    def _read(self, text: str, *, in_thinking: bool) -> tuple[Message, list[ToolCall]]:
+        """The message in what a model wrote, and its calls."""
+        resources = self._loop.resources
+        parsed = resources.parser.parse(text, in_thinking=in_thinking, tools=self._tools or ())
+        calls = identified(parsed.calls, resources.template, turn=self.assistant_turns)
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning or calls:
+            message["content"] = parsed.content.strip()
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if calls:
+            message["tool_calls"] = [openai_call(call) for call in calls]
+        return message, calls
 
     def _ids_after(self, messages: list[Message], images: Sequence[Any]) -> list[int]:
         if self._last is None:
@@ -191,13 +194,3 @@ class Conversation:
             metrics=self._loop.metrics,
             extra=dict(extra or {}),
         )
-
-
-def _openai_call(call: ToolCall) -> dict[str, Any]:
-    """A call in OpenAI's form; arguments as a mapping, as chat templates want it. As text if unreadable."""
-    arguments = call.text if call.arguments is None else call.arguments
-    return {
-        "type": "function",
-        "id": call.call_id,
-        "function": {"name": call.name, "arguments": arguments},
-    }

@@ -25,17 +25,23 @@ class SingleTurnAgent(AgentLoop):
             )
         track = TokenTrack(prompt_ids, logprobs=sampling.logprobs)
         completion = await self.generate(
-            prompt_ids, sampling if limit == sampling.max_tokens else replace(sampling, max_tokens=limit)
+            prompt_ids,
+            sampling if limit == sampling.max_tokens else replace(sampling, max_tokens=limit),
+            messages=messages,
+            tools=self.resources.prompts.tools,
         )
         track.add_sampled(completion)
-        answer = self.resources.tokenizer.decode(completion.token_ids)
+        answer = completion.message or {
+            "role": "assistant",
+            "content": self.resources.tokenizer.decode(completion.token_ids),
+        }
         return Trajectory(
             prompt_ids=prompt_ids,
             response_ids=track.response_ids,
             response_mask=track.response_mask,
             response_logprobs=track.response_logprobs,
             policy_versions=track.policy_versions,
-            messages=[*messages, {"role": "assistant", "content": answer}],
+            messages=[*messages, answer],
             finish_reason="aborted" if completion.finish_reason == "abort" else completion.finish_reason,
             num_turns=2,
             metrics=self.metrics,

@@ -38,7 +38,10 @@ _REMEMBERED_CLOSES = 128
 _TAIL = 16
 """Sampled ids that are compared with what follows: an end of turn is a few tokens."""
 
-THINKING_OPENERS = ("<think>", "[THINK]")
+_THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+"""What opens a thinking block, and what closes it."""
+
+THINKING_OPENERS = tuple(_THINKING)
 """With these at its end, a prompt leaves the model inside a thinking block."""
 
 
@@ -72,6 +75,7 @@ class TurnTemplate:
         self._processor = processor
         self._closes: OrderedDict[tuple[object, ...], _Close] = OrderedDict()
         self._call_ids: dict[tuple[int, bool], bool] = {}
+        self._together: dict[tuple[int, bool], bool] = {}
 
     def ids_after(
         self,
@@ -164,6 +168,87 @@ class TurnTemplate:
         if not whole.startswith(before):
             raise DataError("the chat template renders a question in another way when an answer follows it")
         return self._tokenizer.encode(whole.removeprefix(before))
+
+    def answer_ids(
+        self, answer: Message, *, tools: list[dict[str, Any]] | None = None, ended: bool = True
+    ) -> list[int]:
+        """Ids of an answer of which only the message is known, as the template writes it.
+
+        They follow a prompt with its generation prompt, and `ids_after` follows them. They are what a model
+        of this template would have sampled to say this in the template's own words; nobody sampled them.
+
+        Args:
+            answer: the assistant's message; arguments of calls are mappings, or text if unreadable.
+            tools: schemas, as for the prompt.
+            ended: whether the turn has ended: then the token that ends it is the last one, if the tokenizer
+                knows it for an end (`ChatTokenizer.end_ids`).
+
+        Raises:
+            DataError: the template refuses the message.
+        """
+        calls: list[dict[str, Any]] = answer.get("tool_calls") or []
+        if self._shows_together(calls, tools):
+            text = self._answer_text(answer, tools)
+        else:  # one after the other, in one turn
+            parts = [{**answer, "tool_calls": calls[:1]}]
+            parts += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+            *begun, last = [self._answer_text(part, tools) for part in parts]
+            text = "".join(self._without_end(one, calls[:1], tools) for one in begun) + last
+        tokenizer = self._tokenizer
+        if ended:
+            ids = tokenizer.encode(text)
+            for at in range(len(ids) - 1, -1, -1):
+                if ids[at] in tokenizer.end_ids:
+                    return ids[: at + 1]
+                if tokenizer.decode([ids[at]], skip_special_tokens=False).strip():
+                    break  # the template ends turns in another way: `ids_after` adds it
+        return tokenizer.encode(self._without_end(text, calls, tools))
+
+    def _shows_together(self, calls: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
+        """Whether the template shows these calls in one message; some refuse, or leave out, all but one."""
+        if len(calls) < 2:
+            return True
+        key = (len(calls), bool(tools))
+        if key not in self._together:
+            try:
+                self._together[key] = self._after_mark(calls, tools)[0] >= len(calls)
+            except DataError:
+                self._together[key] = False
+        return self._together[key]
+
+    def _without_end(self, text: str, calls: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        return text.removesuffix(self._close(calls, tools).end)
+
+    def _answer_text(self, answer: Message, tools: list[dict[str, Any]] | None) -> str:
+        """What the template writes of an answer after its generation prompt, the end of the turn included."""
+        before = self._tokenizer.render_text([_QUESTION], tools=tools, add_generation_prompt=False)
+        opened = self._tokenizer.render_text([_QUESTION], tools=tools)
+        try:
+            whole = self._render_answer(answer, tools)
+        except DataError:
+            calls = answer.get("tool_calls") or ()
+            if all(isinstance(call["function"]["arguments"], dict) for call in calls):
+                raise
+            # Arguments that are no mapping: some templates take nothing else.
+            whole = self._render_answer({**answer, "tool_calls": [_readable(call) for call in calls]}, tools)
+        if not (whole.startswith(before) and opened.startswith(before)):
+            raise DataError("the chat template renders a question in another way when an answer follows it")
+        prompt, turn = opened.removeprefix(before), whole.removeprefix(before)
+        if turn.startswith(prompt):
+            return turn.removeprefix(prompt)
+        for opener, closer in _THINKING.items():
+            head, found, rest = prompt.rpartition(opener)
+            if found and not rest.strip() and turn.startswith(head):
+                # The prompt opens a block that the template leaves out of the turns it shows.
+                thinking = str(answer.get("reasoning_content") or "").strip()
+                return f"{thinking}\n{closer}\n\n{turn.removeprefix(head)}"
+        shared = 0  # what both begin with: the role, as a rule
+        while shared < min(len(prompt), len(turn)) and prompt[shared] == turn[shared]:
+            shared += 1
+        return turn[shared:]
+
+    def _render_answer(self, answer: Message, tools: list[dict[str, Any]] | None) -> str:
+        return self._tokenizer.render_text([_QUESTION, answer], tools=tools, add_generation_prompt=False)
 
     def shows_tool(self, schema: dict[str, Any]) -> bool:
         """Whether the template tells the model of a tool."""
@@ -306,6 +391,14 @@ def _marked_answer(calls: list[dict[str, Any]]) -> Message:
         return {"role": "assistant", "content": _MARK}
     marked = [{**call, "function": {**call["function"], "arguments": {"mark": _MARK}}} for call in calls]
     return {"role": "assistant", "content": "", "tool_calls": marked}
+
+
+def _readable(call: dict[str, Any]) -> dict[str, Any]:
+    """A call with a mapping as arguments, whatever the model wrote."""
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**call["function"], "arguments": {"unreadable": arguments}}}
 
 
 def _framed(text: str) -> str:

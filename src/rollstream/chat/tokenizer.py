@@ -20,6 +20,9 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.t
 
 _PART_PROBE = "ROLLSTREAMPROBE"
 
+_OPEN_MARK = "ROLLSTREAMOPEN"
+"""Stands for what comes next in a message. Letters only: no template trims, escapes or splits it."""
+
 _PROBE = " ".join(string.ascii_letters + string.digits)
 """Text of which every tokenizer of a language model knows something."""
 
@@ -101,15 +104,39 @@ class ChatTokenizer:
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Ids of a conversation, ready for the model to answer.
+
+        Args:
+            messages: the conversation.
+            tools: schemas to show.
+            add_generation_prompt: end with the beginning of an answer.
+            continue_final_message: end inside the last message, an answer that the model goes on with;
+                there is no generation prompt then.
 
         Raises:
             DataError: the chat template refuses these messages.
         """
+        if continue_final_message:
+            return self.encode(self._render_open(messages, tools))
         return self.encode(
             self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         )
+
+    def _render_open(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
+        """A conversation up to the end of its last message's text, which stays open."""
+        *before, last = messages
+        text = last.get("content")
+        if last.get("role") != "assistant" or not isinstance(text, str) or last.get("tool_calls"):
+            raise DataError("only an assistant's message of text, without calls, can be gone on with")
+        # Rendered with a mark behind it, so that no template trims the end, and cut off there.
+        marked = [*before, {**last, "content": text + _OPEN_MARK}]
+        rendered = self.render_text(marked, tools=tools, add_generation_prompt=False)
+        head, found, _ = rendered.rpartition(_OPEN_MARK)
+        if not found or not head.endswith(text):
+            raise DataError("the chat template does not show the last message as it is")
+        return head
 
     def render_text(
         self,

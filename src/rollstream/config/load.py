@@ -27,6 +27,8 @@ from rollstream.errors import ConfigError
 FREE_FORM = frozenset(
     {
         "actor_rollout_ref.rollout.engine_kwargs",
+        "actor_rollout_ref.rollout.launch.args",
+        "actor_rollout_ref.rollout.launch.env",
         "data.apply_chat_template_kwargs",
         "custom_reward_function.reward_kwargs",
         "train_tasks",
@@ -242,6 +244,7 @@ def _check_values(settings: Settings) -> None:
     rollout, data, generation = settings.actor_rollout_ref.rollout, settings.data, settings.generation
     reward, turns = settings.custom_reward_function, rollout.multi_turn
     multi_turn = "actor_rollout_ref.rollout.multi_turn"
+    launch, launching = "actor_rollout_ref.rollout.launch", rollout.launch
     at_least: list[tuple[str, float, float]] = [
         ("actor_rollout_ref.rollout.n", rollout.n, 1),
         ("actor_rollout_ref.rollout.response_length", rollout.response_length, 1),
@@ -257,12 +260,23 @@ def _check_values(settings: Settings) -> None:
         ("generation.grace_period", generation.grace_period, 0),
         ("generation.max_failed_share", generation.max_failed_share, 0),
         ("custom_reward_function.max_concurrency", reward.max_concurrency, 1),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size, 1),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size", rollout.pipeline_model_parallel_size, 1),
+        ("actor_rollout_ref.rollout.data_parallel_size", rollout.data_parallel_size, 1),
+        ("trainer.nnodes", settings.trainer.nnodes, 1),
+        (f"{launch}.max_restarts", launching.max_restarts, 0),
+        (f"{launch}.restart_delay", launching.restart_delay, 0),
+        (f"{launch}.restart_delay_max", launching.restart_delay_max, 0),
         (f"{multi_turn}.max_parallel_calls", turns.max_parallel_calls, 1),
         (f"{multi_turn}.max_tool_response_length", turns.max_tool_response_length, 1),
     ]
     for name in ("max_assistant_turns", "max_user_turns"):
         if (limit := getattr(turns, name)) is not None:
             at_least.append((f"{multi_turn}.{name}", limit, 1))
+    if launching.replicas is not None:
+        at_least.append((f"{launch}.replicas", launching.replicas, 1))
+    if settings.trainer.n_gpus_per_node is not None:
+        at_least.append(("trainer.n_gpus_per_node", settings.trainer.n_gpus_per_node, 0))
     for key, value, least in at_least:
         if not value >= least:
             raise ConfigError(f"{key} must be at least {least:g} (it is {value})")
@@ -272,6 +286,8 @@ def _check_values(settings: Settings) -> None:
         ("generation.engine_timeout", generation.engine_timeout),
         ("generation.pull_timeout", generation.pull_timeout),
         ("custom_reward_function.timeout", reward.timeout),
+        (f"{launch}.startup_timeout", launching.startup_timeout),
+        (f"{launch}.unhealthy_timeout", launching.unhealthy_timeout),
         (f"{multi_turn}.tool_timeout", turns.tool_timeout),
         (f"{multi_turn}.interaction_timeout", turns.interaction_timeout),
     ]
@@ -280,6 +296,11 @@ def _check_values(settings: Settings) -> None:
             raise ConfigError(f"{key} must be above 0 (it is {value})")
     if rollout.top_p > 1:
         raise ConfigError(f"actor_rollout_ref.rollout.top_p must be at most 1 (it is {rollout.top_p})")
+    share = rollout.gpu_memory_utilization
+    if share is not None and not 0 < share <= 1:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.gpu_memory_utilization must be above 0 and at most 1 (it is {share})"
+        )
     if rollout.top_k < -1 or rollout.top_k == 0:
         raise ConfigError(
             f"actor_rollout_ref.rollout.top_k must be -1 (off) or at least 1 (it is {rollout.top_k})"

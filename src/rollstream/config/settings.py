@@ -44,6 +44,22 @@ class MultiTurnSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchSettings:
+    """`actor_rollout_ref.rollout.launch`: servers that rollstream starts itself. Times in seconds."""
+
+    server: Literal["auto", "sglang", "vllm", "rollstream"]
+    replicas: int | None
+    python: str | None
+    args: dict[str, Any]
+    env: dict[str, Any]
+    startup_timeout: float
+    unhealthy_timeout: float
+    max_restarts: int
+    restart_delay: float
+    restart_delay_max: float
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutSettings:
     """`actor_rollout_ref.rollout`: the engine and how it samples. Lengths in tokens."""
 
@@ -60,7 +76,15 @@ class RolloutSettings:
     response_length: int
     max_model_len: int | None
     server_urls: list[str]
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    data_parallel_size: int
+    gpu_memory_utilization: float | None
+    dtype: str
+    load_format: str
+    launch: LaunchSettings
     engine_kwargs: dict[str, Any]
+    on_weight_update: Literal["continue", "restart", "abort"]
     agent: AgentSettings
     multi_turn: MultiTurnSettings
 
@@ -121,6 +145,8 @@ class RewardSettings:
 class TrainerSettings:
     """`trainer`."""
 
+    nnodes: int
+    n_gpus_per_node: int | None
     project_name: str
     experiment_name: str
     default_local_dir: str
@@ -134,6 +160,7 @@ class GenerationSettings:
     seed: int | None
     executor: Literal["local"]
     max_in_flight: int
+    adaptive_in_flight: bool
     max_attempts: int
     attempt_timeout: float
     retry_delay: float

@@ -1,9 +1,10 @@
 """What an engine promises, whoever it is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from rollstream.trajectory import Completion, SamplingParams
+from rollstream.trajectory import Completion, Message, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +12,7 @@ class Capabilities:
     """What an engine can give. Asking for more is an error at start, never a null later."""
 
     token_ids: bool
-    """Takes and returns token ids exactly."""
+    """Takes and returns token ids exactly. If not, it is a `ChatEngine`: it speaks messages."""
     logprobs: Literal["raw", "processed", "none"]
     """Log-probs of the model's own distribution (raw), of the one sampled from (processed), or none."""
     seeds: bool
@@ -26,6 +27,29 @@ class Capabilities:
     """Ids are below this; None when the engine does not say."""
     stop_token_ids_with_ignore_eos: bool = True
     """Stop ids end a generation also when `ignore_eos` is set."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is, over all its replicas."""
+
+    running: int
+    """Requests that it works on."""
+    queued: int
+    """Requests that it has and does not work on yet, or not any more."""
+    kv_usage: float | None = None
+    """Share of its KV cache that is taken, 0 to 1; None when it does not say."""
+    preemptions: int | None = None
+    """How often it took a request's memory away for others: a counter; None when it does not say."""
+
+
+@runtime_checkable
+class ReportsLoad(Protocol):
+    """An engine that says how busy it is; optional, see `load.ask_load`."""
+
+    async def load(self) -> EngineLoad | None:
+        """Its load now; None when it does not say. Answers within seconds."""
+        ...
 
 
 @runtime_checkable
@@ -78,4 +102,31 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Releases everything; requests in flight end with `EngineUnavailableError`. May be called twice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """What an engine that speaks messages is asked."""
+
+    messages: Sequence[Message]
+    """The conversation so far, in OpenAI's form; arguments of calls are mappings, or text if unreadable."""
+    ids: list[int]
+    """The same as the local tokenizer has it: for lengths and limits, never sent."""
+    tools: Sequence[dict[str, Any]] = ()
+    """Schemas of the tools that the model may call."""
+    images: Sequence[object] = ()
+    """One for each image part of `messages`, in their order."""
+
+
+@runtime_checkable
+class ChatEngine(Engine, Protocol):
+    """An engine with `Capabilities.token_ids` False: messages in, a message out. `generate` is refused."""
+
+    async def chat(self, prompt: ChatPrompt, sampling: SamplingParams, *, request_id: str) -> Completion:
+        """Lets the model answer; errors, aborts and cancellation are those of `generate`.
+
+        Returns:
+            a completion with a `message` and without ids: these are the caller's, who has a tokenizer.
+        """
         ...

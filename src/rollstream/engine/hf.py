@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from rollstream.daemon_threads import DaemonThreads, ThreadCall
-from rollstream.engine.base import Capabilities
+from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import check_request
-from rollstream.engine.hf_batch import Batch, BatchSettings, OnUpdate
+from rollstream.engine.hf_batch import Batch, BatchSettings
 from rollstream.engine.hf_cache import cache_size
 from rollstream.engine.hf_model import LiveModel, copy_weights, load_module, read_weights, tokenizer_file
 from rollstream.engine.hf_request import Request
@@ -73,7 +73,7 @@ class HFEngine:
         self._model_path = None if model_path is None else check_model_path(str(model_path))
         self._lent = model
         self._max_model_len = max_model_len
-        self._on_update = cast(OnUpdate, self._kwargs["on_update"])
+        self._keep_cache: bool = self._kwargs["keep_cache"]
         self._threads = DaemonThreads("hf-engine")
         self._loaded: _Loaded | None = None
         self._batch: Batch | None = None
@@ -171,15 +171,15 @@ class HFEngine:
         """Inside it no step runs, and weights may be changed in place: a trainer's optimizer step, say.
 
         Every token sampled after it is stamped with `version`. When it ends with an error, the version stays
-        as it was. What is in flight fares as `engine_kwargs.on_update` says:
+        as it was.
 
-        - `abort`: it ends with what was sampled and finish reason `abort`. Whoever asked can go on from those
-          ids: everything before is then computed anew, with the new weights.
-        - `restart`: the engine does just that by itself.
-        - `continue`: it goes on over the keys and values that the old weights left behind. Its tokens come
-          from neither the old model nor the new one, and their log-probs are those of that mixture.
+        What is in flight ends with what was sampled and finish reason `abort`; what has no token yet begins
+        anew. Whoever asked can go on from those ids, as `InterruptibleEngine` does: everything before is then
+        computed anew, with the new weights.
 
-        Requests of which nothing was sampled yet begin anew with the first two.
+        With `engine_kwargs.keep_cache` it goes on instead, over the keys and values that the old weights left
+        behind. Its tokens come from neither the old model nor the new one, and their log-probs are those of
+        that mixture.
         """
         model = self._live_model()
         try:
@@ -188,8 +188,8 @@ class HFEngine:
             model.lock.release()
             raise
         try:
-            if self._batch is not None:
-                self._batch.interrupt(self._on_update)
+            if self._batch is not None and not self._keep_cache:
+                self._batch.interrupt()
             yield
             if model.module.device.type == "cuda":
                 await self._to_the_end(_synchronize)
@@ -217,6 +217,10 @@ class HFEngine:
                 _LOG.warning("%s", error)
                 return False
             return True
+
+    async def load(self) -> EngineLoad | None:
+        """What the batch knows of itself."""
+        return None if self._batch is None or self._batch.error is not None else self._batch.load()
 
     async def close(self) -> None:
         self._closed = True

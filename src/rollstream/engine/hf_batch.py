@@ -7,8 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from rollstream.engine.base import EngineLoad
 from rollstream.engine.hf_cache import CacheSize
 from rollstream.engine.hf_model import LiveModel
 from rollstream.engine.hf_request import Request
@@ -16,9 +17,6 @@ from rollstream.engine.hf_sampler import Sampler
 from rollstream.engine.openvino_worker import StopTexts
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import FinishReason
-
-OnUpdate = Literal["abort", "restart", "continue"]
-"""What happens to requests in flight when the weights change."""
 
 _STOP_TIMEOUT_S = 30.0
 """For the step that is under way when the engine is closed; after that its thread is left behind."""
@@ -131,22 +129,26 @@ class Batch:
             self._take_out(request)
             self._admit()
 
-    def interrupt(self, how: OnUpdate) -> None:
-        """Makes nothing that is in flight rest on keys and values of other weights. Under the model's lock.
+    def interrupt(self) -> None:
+        """Ends what has tokens, and begins anew what has none. Under the model's lock.
 
-        Requests of which nothing was sampled yet begin again under either way but `continue`.
+        So nothing that is in flight rests on keys and values of other weights.
         """
-        if how == "continue":
-            return
         with self._lock:
             running = list(self._running.values())
         for request in running:
-            if how == "abort" and request.token_ids:
+            if request.token_ids:
                 self.abort(request)
             else:
                 with self._lock:
                     if self._take_out(request):
                         self._enter(request)
+
+    def load(self) -> EngineLoad:
+        """How busy it is. Nothing is ever evicted, see above."""
+        with self._lock:
+            usage = 1 - self._free_blocks / self._settings.cache.blocks
+            return EngineLoad(len(self._running), len(self._waiting), max(0.0, min(1.0, usage)), 0)
 
     def close(self) -> None:
         """Fails what is in flight; `stop` then ends the thread."""

@@ -18,7 +18,7 @@ ENGINE_KWARGS: dict[str, Any] = {
     "max_num_seqs": 32,  # requests in one step; with dense masks more are slower
     "max_num_batched_tokens": 256,  # prompt and response tokens in one step
     "num_threads": 0,  # CPU threads of the model; 0 leaves torch's number alone
-    "on_update": "abort",  # requests in flight when the weights change: abort, restart, continue
+    "keep_cache": False,  # what is in flight when the weights change goes on over the old keys and values
 }
 """Keys of `engine_kwargs` with their defaults."""
 
@@ -54,10 +54,6 @@ def read_kwargs(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"engine_kwargs.max_num_seqs {kwargs['max_num_seqs']} must not be more than "
             f"max_num_batched_tokens {kwargs['max_num_batched_tokens']}"
-        )
-    if kwargs["on_update"] not in ("abort", "restart", "continue"):
-        raise ConfigError(
-            f"engine_kwargs.on_update is {kwargs['on_update']!r}, want abort, restart or continue"
         )
     return kwargs
 

@@ -7,7 +7,8 @@ other 4xx                                          -> this request is bad
 """
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,7 @@ import orjson
 from yarl import URL
 
 from rollstream.engine.replica import ReplicaAwayError
-from rollstream.errors import ConfigError, EngineError, TransientEngineError
+from rollstream.errors import ConfigError, EngineError, EngineOverloadedError, TransientEngineError
 
 CONNECTION_KWARGS: dict[str, Any] = {
     "connect_timeout": 10.0,  # seconds for one TCP (and TLS) connect
@@ -53,10 +54,14 @@ class HttpServer:
         self._connect_timeout: float = kwargs["connect_timeout"]
         self._info_timeout: float = kwargs["info_timeout"]
         self._headers = {"Content-Type": "application/json"}
+        self._api_key = ""
         if name := kwargs["api_key_env"]:
-            if name not in os.environ:
-                raise ConfigError(f"engine_kwargs.api_key_env: no {name!r} in the environment")
-            self._headers["Authorization"] = f"Bearer {os.environ[name]}"
+            self._api_key = os.environ.get(name, "").strip()  # a file's last line break is no part of it
+            if not self._api_key:
+                raise ConfigError(
+                    f"engine_kwargs.api_key_env: no {name!r} in the environment, or it is empty"
+                )
+            self._headers["Authorization"] = f"Bearer {self._api_key}"
         self._urls: dict[str, URL] = {}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
@@ -91,7 +96,7 @@ class HttpServer:
                 raise self._away(error) from error
         if status == 200:
             return payload
-        refusal = http_error(self.url, status, payload)
+        refusal = self.refusal(status, payload)
         if status not in AWAY_STATUSES or await is_healthy():
             raise refusal
         raise ReplicaAwayError(f"{refusal}, and it is not healthy")
@@ -112,8 +117,31 @@ class HttpServer:
         except CONNECTION_ERRORS as error:
             raise self._away(error) from error
         if status != 200:
-            raise http_error(self.url, status, payload)
+            raise self.refusal(status, payload)
         return payload
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Sends a request and gives its answer, whatever its status, as soon as it begins. No limit on time.
+
+        Leaving the block before its end closes the connection.
+
+        Raises:
+            ReplicaAwayError: no connection, or it is lost inside the block.
+        """
+        try:
+            async with self._open_session().post(self._url(path), data=body) as response:
+                yield response
+        except CONNECTION_ERRORS as error:
+            raise self._away(error) from error
+
+    def refusal(self, status: int, payload: bytes) -> EngineError:
+        """The error for a status other than 200, in the server's own words, but without the API key."""
+        return status_error(self.url, status, self.without_key(_error_message(payload)))
+
+    def without_key(self, text: str) -> str:
+        """A text of the server's as it may be shown: servers repeat the API key in what they refuse."""
+        return text.replace(self._api_key, "***") if self._api_key else text
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         """Status and body. Raises `ReplicaAwayError`."""
@@ -139,7 +167,7 @@ class HttpServer:
         if status in (404, 405):
             return {}
         if status != 200:
-            error = http_error(self.url, status, payload)
+            error = self.refusal(status, payload)
             raise ReplicaAwayError(str(error)) if status in AWAY_STATUSES else error
         try:
             value = orjson.loads(payload)
@@ -175,7 +203,15 @@ class HttpServer:
         return url
 
     def _away(self, error: BaseException) -> ReplicaAwayError:
-        return ReplicaAwayError(f"{self.url}: {type(error).__name__}: {error}")
+        hint = ""
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            hint = (
+                ": its certificate is not one that this machine trusts. Name a file with it, or with its "
+                "authority's, in the environment variable SSL_CERT_FILE"
+            )
+        elif isinstance(error, aiohttp.ClientSSLError):
+            hint = ": it does not speak TLS as a server at https:// does. Is its URL http://?"
+        return ReplicaAwayError(f"{self.url}: {type(error).__name__}: {error}{hint}")
 
 
 async def is_answered(request: Awaitable[tuple[int, bytes]]) -> int | None:
@@ -194,14 +230,11 @@ def base_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def http_error(server: str, status: int, payload: bytes) -> EngineError:
-    """The error for an HTTP status other than 200, in the server's own words."""
-    return status_error(server, status, _error_message(payload))
-
-
 def status_error(server: str, status: int, message: str) -> EngineError:
     """The error for a status: one that may pass is `TransientEngineError`."""
     text = f"{server} answers {status}: {message}"
+    if status in (429, 503):
+        return EngineOverloadedError(text)
     if status in (408, 429) or status >= 500:
         return TransientEngineError(text)
     return EngineError(text)

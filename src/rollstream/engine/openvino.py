@@ -9,14 +9,19 @@ import importlib.util
 import itertools
 import logging
 import random
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollstream.engine.base import Capabilities
+import msgspec
+
+from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import check_request, read_engine_kwargs, read_model_limits
 from rollstream.engine.openvino_process import WorkerProcess
-from rollstream.engine.openvino_protocol import Add, Start, pack_ids, unpack_floats, unpack_ids
+from rollstream.engine.openvino_protocol import Add, Start, Update, pack_ids, unpack_floats, unpack_ids
+from rollstream.engine.openvino_weights import lay_out_weights
+from rollstream.engine.to_the_end import to_the_end
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import Completion, SamplingParams
 
@@ -31,7 +36,7 @@ ENGINE_KWARGS: dict[str, Any] = {
     "num_threads": 0,  # CPU threads of the model; 0 takes all cores
     "kv_cache_precision": "f32",  # f32 for exact log-probs; u8 is smaller and faster
     "inference_precision": "f32",  # f32 for exact log-probs; bf16 is faster where the CPU has it
-    "start_timeout": 300.0,  # seconds to load the model
+    "start_timeout": 300.0,  # seconds to load the model, or other weights
 }
 """Keys of `engine_kwargs` with their defaults."""
 
@@ -92,6 +97,7 @@ class OpenVINOEngine:
         self._max_model_len = max_model_len
         self._start_timeout: float = kwargs["start_timeout"]
         self._start = _start_message(self._model_path, kwargs)
+        self._weights: tempfile.TemporaryDirectory[str] | None = None
         self._worker: WorkerProcess | None = None
         self._starting: asyncio.Task[WorkerProcess] | None = None
         self._capabilities: Capabilities | None = None
@@ -109,6 +115,11 @@ class OpenVINOEngine:
         return self._capabilities
 
     @property
+    def version(self) -> int:
+        """Of the weights that the next request is given."""
+        return self._start.version
+
+    @property
     def worker_pid(self) -> int | None:
         """The living worker's process id."""
         return self._worker.pid if self._worker is not None and self._worker.alive else None
@@ -121,7 +132,7 @@ class OpenVINOEngine:
         """
         async with self._restart_lock:
             if self._worker is None and not self._closed:
-                await self._start_worker()
+                self._worker = await self._start_worker(self._start)
 
     async def generate(
         self,
@@ -151,6 +162,7 @@ class OpenVINOEngine:
             token_ids=unpack_ids(done.tokens),
             logprobs=None if done.logprobs is None else unpack_floats(done.logprobs),
             finish_reason=done.reason,
+            policy_versions=[(0, done.version)],
         )
 
     async def abort(self, request_id: str) -> None:
@@ -158,10 +170,28 @@ class OpenVINOEngine:
             self._worker.abort(number)
 
     async def update_weights(self, source: str, version: int) -> None:
-        raise EngineError("engine 'openvino': updating weights is not supported yet")
+        """Loads other weights of the same model: an export of it, or safetensors (see `lay_out_weights`).
+
+        They are copied first, so what is at `source` may go or change after this, and a worker that has to be
+        started again has them too. What is in flight when they are loaded ends with finish reason `abort` and
+        what was sampled; what has no token yet begins with the new ones. So every completion is of one
+        version.
+
+        Cancelling this takes effect when the weights have been loaded, or have not.
+
+        Raises:
+            EngineError: they cannot be loaded. The old ones go on, and nothing was interrupted, unless the
+                worker died of it; `health` then starts another one with the old weights.
+        """
+        async with self._restart_lock:
+            if self._closed or self._worker is None:
+                raise EngineUnavailableError("the engine is closed, or was not started")
+            await to_the_end(self._update(self._worker, Path(source).expanduser(), version))
 
     async def health(self) -> bool:
         """Whether the worker is alive. Starts a new one if not, at most one at a time, with back-off."""
+        if self._worker is not None and self._worker.alive:
+            return not self._closed  # also while it loads weights
         async with self._restart_lock:
             if self._closed or self._worker is None:
                 return False
@@ -175,7 +205,7 @@ class OpenVINOEngine:
             self._restart_delay = min(_RESTART_DELAY_MAX_S, max(_RESTART_DELAY_S, 2 * delay))
             await self._worker.close()
             try:
-                await self._start_worker()
+                self._worker = await self._start_worker(self._start)
             except EngineError as error:
                 _LOG.warning("%s", error)
                 return False
@@ -183,22 +213,55 @@ class OpenVINOEngine:
                 self._restart_at = loop.time() + delay  # a model that takes long to load waits all the same
             return True
 
+    async def load(self) -> EngineLoad | None:
+        """How busy the worker was when the last request ended."""
+        return None if self._worker is None else self._worker.load
+
     async def close(self) -> None:
         self._closed = True
         # A second cancellation would interrupt the worker's clean-up after the first one.
         if self._starting is not None and not self._starting.cancelling():
             self._starting.cancel()
+        if self._restart_lock.locked() and self._worker is not None:
+            self._worker.give_up("the engine was closed")  # in the middle of an update
         async with self._restart_lock:
             if self._worker is not None:
                 await self._worker.close()
                 self._worker = None
+            if self._weights is not None:
+                self._weights.cleanup()
+                self._weights = None
 
-    async def _start_worker(self) -> None:
+    async def _update(self, worker: WorkerProcess, source: Path, version: int) -> None:
+        weights = await asyncio.to_thread(_copy_weights, self._model_path, source)
+        start = msgspec.structs.replace(self._start, model_path=weights.name, version=version)
+        try:
+            if self._closed:
+                raise EngineUnavailableError("the engine was closed")
+            if worker.alive:
+                update = Update(next(self._numbers), weights.name, version)
+                try:
+                    await worker.update(update, timeout_s=self._start_timeout)
+                except EngineUnavailableError:
+                    raise
+                except EngineError as error:
+                    raise EngineError(f"engine 'openvino' cannot load {source}: {error}") from error
+            else:
+                await worker.close()
+                self._worker = await self._start_worker(start)
+        except BaseException:
+            weights.cleanup()
+            raise
+        before, self._weights, self._start = self._weights, weights, start
+        if before is not None:
+            await asyncio.to_thread(before.cleanup)
+
+    async def _start_worker(self, start: Start) -> WorkerProcess:
         self._starting = asyncio.create_task(
-            WorkerProcess.start(self._start, log_path=self._log_path, timeout_s=self._start_timeout)
+            WorkerProcess.start(start, log_path=self._log_path, timeout_s=self._start_timeout)
         )
         try:
-            self._worker = await self._starting
+            worker = await self._starting
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -206,7 +269,7 @@ class OpenVINOEngine:
             raise EngineUnavailableError("the engine was closed while it was starting") from None
         finally:
             self._starting = None
-        lengths = (self._limits.max_model_len, self._max_model_len, self._worker.cache_tokens)
+        lengths = (self._limits.max_model_len, self._max_model_len, worker.cache_tokens)
         self._capabilities = Capabilities(
             token_ids=True,
             logprobs="raw",
@@ -214,10 +277,21 @@ class OpenVINOEngine:
             stop_strings=(self._model_path / "tokenizer.json").is_file(),
             stop_token_ids=True,
             images=False,
-            update_weights=False,
+            update_weights=True,
             max_model_len=min(length for length in lengths if length is not None),
             vocab_size=self._limits.vocab_size,
         )
+        return worker
+
+
+def _copy_weights(model: Path, source: Path) -> tempfile.TemporaryDirectory[str]:
+    weights = tempfile.TemporaryDirectory(prefix="rollstream-weights-", ignore_cleanup_errors=True)
+    try:
+        lay_out_weights(model, source, Path(weights.name))
+    except BaseException:
+        weights.cleanup()
+        raise
+    return weights
 
 
 def _check_ranges(kwargs: Mapping[str, Any]) -> None:
@@ -269,7 +343,9 @@ def _start_message(model_path: Path, kwargs: Mapping[str, Any]) -> Start:
         properties["INFERENCE_NUM_THREADS"] = kwargs["num_threads"]
     cache = "num_kv_blocks" if kwargs["num_kv_blocks"] else "cache_size"
     names = (cache, "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
-    return Start(str(model_path), properties, {name: kwargs[name] for name in names})
+    return Start(
+        str(model_path), properties, {name: kwargs[name] for name in names}, tokenizer_path=str(model_path)
+    )
 
 
 def _order(number: int, prompt_ids: list[int], sampling: SamplingParams) -> Add:

@@ -6,11 +6,12 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 import rollstream
+from rollstream.engine.base import EngineLoad
 from rollstream.engine.openvino_protocol import (
     FROM_WORKER,
     LENGTH_BYTES,
@@ -21,6 +22,8 @@ from rollstream.engine.openvino_protocol import (
     Results,
     Start,
     StartFailed,
+    Update,
+    Updated,
     encode_frame,
 )
 from rollstream.errors import EngineError, EngineUnavailableError
@@ -47,8 +50,10 @@ class WorkerProcess:
         self._log_path = log_path
         self._log_offset = log_offset
         self._pending: dict[int, asyncio.Future[Done]] = {}
+        self._updates: dict[int, asyncio.Future[Updated]] = {}
         self._orders = Orders([], [], [])
         self._flush_planned = False
+        self._last: Results | None = None
         self._reader: asyncio.Task[None] | None = None
 
     @classmethod
@@ -90,6 +95,18 @@ class WorkerProcess:
         return self._process.pid
 
     @property
+    def load(self) -> EngineLoad | None:
+        """As it was when the last request ended; None before that."""
+        last = self._last
+        if last is None or not self.alive:
+            return None
+        if not self._pending:
+            return EngineLoad(0, 0, 0.0, preemptions=0)
+        # Room for the longest answer is reserved for each request, so none is ever preempted.
+        running, usage = min(last.running, len(self._pending)), max(0.0, min(1.0, last.kv_usage))
+        return EngineLoad(running, min(last.waiting, len(self._pending)), usage, preemptions=0)
+
+    @property
     def alive(self) -> bool:
         """Whether requests are served; otherwise `cause` says why not."""
         return not self.cause
@@ -120,6 +137,38 @@ class WorkerProcess:
             self._orders.abort.append(number)
             self._plan_flush()
 
+    async def update(self, update: Update, *, timeout_s: float) -> None:
+        """Has the worker load other weights. Results that come after this returns are of those.
+
+        Raises:
+            EngineError: it cannot; the old weights go on.
+            EngineUnavailableError: the worker is dead, or dies, or takes too long and is killed: nobody would
+                know which weights it has.
+        """
+        if self.cause:
+            raise EngineUnavailableError(self.cause)
+        future: asyncio.Future[Updated] = asyncio.get_running_loop().create_future()
+        self._updates[update.number] = future
+        try:
+            self._input.write(encode_frame(update))
+            async with asyncio.timeout(timeout_s):
+                updated = await future
+        except TimeoutError:
+            self.give_up(f"the worker process (pid {self.pid}) did not load weights within {timeout_s:g} s")
+            raise EngineUnavailableError(self.cause) from None
+        finally:
+            del self._updates[update.number]
+        if updated.error:
+            raise EngineError(updated.error)
+
+    def give_up(self, cause: str) -> None:
+        """Kills the process; requests in flight end with `EngineUnavailableError`. `close` it as well."""
+        if not self.cause:
+            self.cause = cause
+        self._fail_pending()
+        if self._process.returncode is None:
+            self._process.kill()
+
     async def close(self) -> None:
         """Ends the process; requests in flight end with `EngineUnavailableError`."""
         if not self.cause:
@@ -147,10 +196,10 @@ class WorkerProcess:
         if not self.cause:
             self._input.write(encode_frame(orders))
 
-    async def _receive(self) -> Ready | StartFailed | Results:
+    async def _receive(self) -> Ready | StartFailed | Results | Updated:
         header = await self._output.readexactly(LENGTH_BYTES)
         body = await self._output.readexactly(int.from_bytes(header, "little"))
-        message: Ready | StartFailed | Results = FROM_WORKER.decode(body)
+        message: Ready | StartFailed | Results | Updated = FROM_WORKER.decode(body)
         return message
 
     async def _read_results(self) -> None:
@@ -158,7 +207,13 @@ class WorkerProcess:
         try:
             while True:
                 message = await self._receive()
+                if isinstance(message, Updated):
+                    update = self._updates.get(message.number)
+                    if update is not None and not update.done():
+                        update.set_result(message)
+                    continue
                 assert isinstance(message, Results)
+                self._last = message
                 for done in message.done:
                     future = self._pending.pop(done.id, None)
                     if future is not None and not future.done():
@@ -175,7 +230,8 @@ class WorkerProcess:
 
     def _fail_pending(self) -> None:
         pending, self._pending = self._pending, {}
-        for future in pending.values():
+        waiting: list[asyncio.Future[Any]] = [*pending.values(), *self._updates.values()]
+        for future in waiting:
             if not future.done():
                 future.set_exception(EngineUnavailableError(self.cause))
 

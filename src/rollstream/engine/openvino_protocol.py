@@ -21,6 +21,19 @@ class Start(msgspec.Struct, tag=True):
     """OpenVINO properties of the compiled model."""
     scheduler: dict[str, int | bool]
     """Attributes of openvino_genai.SchedulerConfig."""
+    tokenizer_path: str = ""
+    """Folder of the tokenizer, when it is not `model_path`."""
+    version: int = 0
+    """Of the weights."""
+
+
+class Update(msgspec.Struct, tag=True):
+    """To the worker: other weights of the same model."""
+
+    number: int
+    """Answered with; never used twice in the life of a worker."""
+    model_path: str
+    version: int
 
 
 class Add(msgspec.Struct):
@@ -72,17 +85,33 @@ class Done(msgspec.Struct):
     reason: Literal["stop", "length", "abort", "refused", "broken"]
     """refused: the pipeline does not take this request; broken: it failed while working on it."""
     error: str = ""
+    version: int = 0
+    """Of the weights that sampled all of its tokens."""
+
+
+class Updated(msgspec.Struct, tag=True):
+    """Answer to an `Update`. After it, results are of the new weights."""
+
+    number: int
+    error: str = ""
+    """Why not; the old weights go on then, and nothing was interrupted."""
 
 
 class Results(msgspec.Struct, tag=True):
-    """From the worker: what ended in one step."""
+    """From the worker: what ended in one step, and how busy the step was."""
 
     done: list[Done]
+    running: int = 0
+    """Requests in that step."""
+    waiting: int = 0
+    """Requests that the KV cache had no room for yet."""
+    kv_usage: float = 0.0
+    """Share of the KV cache that was reserved for those that ran."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-TO_WORKER = msgspec.msgpack.Decoder(Start | Orders)
-FROM_WORKER = msgspec.msgpack.Decoder(Ready | StartFailed | Results)
+TO_WORKER = msgspec.msgpack.Decoder(Start | Orders | Update)
+FROM_WORKER = msgspec.msgpack.Decoder(Ready | StartFailed | Results | Updated)
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:

@@ -29,6 +29,8 @@ from rollstream.engine.openvino_protocol import (
     Results,
     Start,
     StartFailed,
+    Update,
+    Updated,
     encode_frame,
     pack_floats,
     pack_ids,
@@ -58,7 +60,7 @@ class Channel:
         self._poll.register(self._input, select.POLLIN)
         self._buffer = bytearray()
 
-    def send(self, message: Ready | StartFailed | Results) -> None:
+    def send(self, message: Ready | StartFailed | Results | Updated) -> None:
         """Writes one frame; waits while the pipe is full. Ends the process if nobody reads."""
         data = memoryview(encode_frame(message))
         try:
@@ -67,7 +69,7 @@ class Channel:
         except BrokenPipeError:
             os._exit(0)
 
-    def receive(self, *, wait: bool) -> list[Start | Orders]:
+    def receive(self, *, wait: bool) -> list[Start | Orders | Update]:
         """The messages that have arrived; with `wait`, at least one. Ends the process with its input."""
         while True:
             while self._poll.poll(0):
@@ -81,7 +83,7 @@ class Channel:
             self._poll.poll(_IDLE_POLL_MS)
             _end_without_parent()
 
-    def _take_frames(self) -> list[Start | Orders]:
+    def _take_frames(self) -> list[Start | Orders | Update]:
         messages = []
         buffer, position = self._buffer, 0
         while len(buffer) - position >= LENGTH_BYTES:
@@ -138,9 +140,12 @@ class Worker:
         self._running: dict[int, _Running] = {}
         self._done: list[Done] = []
         self._stop_texts: StopTexts | None = None
-        self._load()
+        self._busy = (0, 0, 0.0)
+        """What `Results` say of the last step."""
+        self._load(start.model_path)
 
-    def _load(self) -> None:
+    def _load(self, model_path: str) -> None:
+        """Makes a new pipeline; when that fails, everything stays as it was."""
         import openvino
         import openvino_genai
         from openvino_genai import py_openvino_genai
@@ -155,21 +160,23 @@ class Worker:
         scheduler = openvino_genai.SchedulerConfig()
         for key, value in self._start.scheduler.items():
             setattr(scheduler, key, value)
-        self._max_running = scheduler.max_num_seqs
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
-            self._start.model_path, scheduler, "CPU", self._start.properties
+        pipeline = openvino_genai.ContinuousBatchingPipeline(
+            model_path, scheduler, "CPU", self._start.properties
         )
-        self._free_blocks = self.cache_blocks = self._warm_up()
+        blocks = self._warm_up(pipeline)
+        self._pipeline = pipeline
+        self._max_running = scheduler.max_num_seqs
+        self._free_blocks = self.cache_blocks = blocks
         self._cancelled_blocks = 0
 
-    def _warm_up(self) -> int:
+    def _warm_up(self, pipeline: Any) -> int:
         """Answers one request, because much is only checked then. Returns the size of the cache in blocks."""
         add = Add(-1, pack_ids([0]), 2, 1.0, 1.0, -1, False, 0, (), (), True)
-        handle = self._open(add)
-        self._pipeline.step()
+        handle = self._open(add, pipeline)
+        pipeline.step()
         # In percent, while this request holds one block: the pipeline does not say it otherwise.
-        blocks: int = round(100 / self._pipeline.get_metrics().cache_usage)
-        self._pipeline.step()
+        blocks: int = round(100 / pipeline.get_metrics().cache_usage)
+        pipeline.step()
         if handle.get_status().value == self._still_running:
             raise RuntimeError("the pipeline does not finish a request of two tokens")
         return blocks
@@ -181,7 +188,11 @@ class Worker:
             for message in self._channel.receive(wait=not busy):
                 if isinstance(message, Orders):
                     self._obey(message)
+                elif isinstance(message, Update):
+                    self._update(message)
             self._admit()
+            usage = 1 - self._free_blocks / self.cache_blocks
+            self._busy = (len(self._running), len(self._waiting), usage)
             if self._running or self._cancelled_blocks:
                 _end_without_parent()
                 self._step()
@@ -189,7 +200,7 @@ class Worker:
 
     def _flush(self) -> None:
         if self._done:
-            self._channel.send(Results(self._done))
+            self._channel.send(Results(self._done, *self._busy))
             self._done = []
 
     def _obey(self, orders: Orders) -> None:
@@ -198,6 +209,30 @@ class Worker:
             self._end_early(request_id, answer=True)
         for request_id in orders.cancel:
             self._end_early(request_id, answer=False)
+
+    def _update(self, update: Update) -> None:
+        """Goes on with other weights. What has tokens ends with them, what has none begins with the new ones.
+
+        Constants are folded into the compiled model, so it takes another pipeline; while it is made there are
+        two, and nothing is generated.
+        """
+        running = list(self._running.values())
+        for one in running:
+            self._read(one)
+        try:
+            self._load(update.model_path)
+        except Exception as error:
+            traceback.print_exc()
+            self._channel.send(Updated(update.number, cause_of(error)))
+            return
+        for one in running:
+            if one.ids:
+                self._answer(one, "abort")
+        self._waiting.extendleft(one.add for one in reversed(running) if not one.ids)
+        self._running.clear()
+        self._start.model_path, self._start.version = update.model_path, update.version
+        self._flush()
+        self._channel.send(Updated(update.number))
 
     def _end_early(self, request_id: int, *, answer: bool) -> None:
         if (running := self._running.get(request_id)) is not None:
@@ -210,7 +245,8 @@ class Worker:
                 if add.id == request_id:
                     self._waiting.remove(add)
                     if answer:
-                        self._done.append(Done(add.id, b"", b"" if add.logprobs else None, "abort"))
+                        logprobs = b"" if add.logprobs else None
+                        self._done.append(Done(add.id, b"", logprobs, "abort", version=self._start.version))
                     break
 
     def _admit(self) -> None:
@@ -224,7 +260,7 @@ class Worker:
                 return
             else:
                 try:
-                    handle = self._open(add)
+                    handle = self._open(add, self._pipeline)
                 except Exception as error:
                     self._refuse(str(error))
                     continue
@@ -235,7 +271,7 @@ class Worker:
     def _refuse(self, error: str) -> None:
         self._done.append(Done(self._waiting.popleft().id, b"", None, "refused", error))
 
-    def _open(self, add: Add) -> Any:
+    def _open(self, add: Add, pipeline: Any) -> Any:
         config = self._config_type()
         config.max_new_tokens = add.max_tokens
         config.logprobs = 1 if add.logprobs else 0
@@ -252,7 +288,7 @@ class Worker:
             # The pipeline's own ignore_eos would drop stop_token_ids as well.
             config.set_eos_token_id(_NO_END_TOKEN)
         ids = numpy.frombuffer(add.prompt, dtype=numpy.int32).astype(numpy.int64)
-        return self._pipeline.add_request(add.id + 1, self._tensor(ids[None]), config)
+        return pipeline.add_request(add.id + 1, self._tensor(ids[None]), config)
 
     def _step(self) -> None:
         try:
@@ -290,11 +326,11 @@ class Worker:
             self._answer(running, "broken", f"{type(error).__name__}: {error}")
         self._running.clear()
         self._flush()
-        self._load()
+        self._load(self._start.model_path)
 
     def _stopped_by_text(self, running: _Running) -> bool:
         if self._stop_texts is None:
-            self._stop_texts = StopTexts(Path(self._start.model_path))
+            self._stop_texts = StopTexts(Path(self._start.tokenizer_path or self._start.model_path))
         return self._stop_texts.found(running.ids, running.add.stop)
 
     def _read(self, running: _Running) -> None:
@@ -313,7 +349,8 @@ class Worker:
 
     def _answer(self, running: _Running, reason: Any, error: str = "") -> None:
         logprobs = pack_floats(running.logprobs) if running.add.logprobs else None
-        self._done.append(Done(running.add.id, pack_ids(running.ids), logprobs, reason, error))
+        ids = pack_ids(running.ids)
+        self._done.append(Done(running.add.id, ids, logprobs, reason, error, self._start.version))
 
     def _release(self, running: _Running) -> None:
         """After a request has ended by itself."""

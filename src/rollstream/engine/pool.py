@@ -9,6 +9,10 @@ The way of a request:
                        all are away    --> EngineUnavailableError: the caller waits, nothing is charged
                        some are there, all failed at it --> TransientEngineError: charged as an attempt
                        the request is at fault          --> EngineError, at once
+
+Near the end of a run a request on a slow replica may be taken away from it and go on at an idle faster one,
+with the tokens it has: see `stragglers`. A replica that was away says what it is before it gets work: see
+`introductions`. One that takes requests and says nothing is away when its health says no: see `watch`.
 """
 
 import asyncio
@@ -16,11 +20,18 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from rollstream.engine.base import Capabilities
+from rollstream.engine.base import Capabilities, ChatPrompt, EngineLoad, ReportsLoad
 from rollstream.engine.checks import check_request
+from rollstream.engine.flight import Flight, Stretch
+from rollstream.engine.introductions import Introductions, missing_capabilities
+from rollstream.engine.load import LoadSum
+from rollstream.engine.partial import PartialCompletion
+from rollstream.engine.pool_weights import PoolWeights
 from rollstream.engine.replica import Replica, ReplicaAwayError, ReplicaRequest
-from rollstream.engine.routing import Outcome, Router
+from rollstream.engine.routing import Outcome, Pick, Router
+from rollstream.engine.watch import PoolWatch
 from rollstream.errors import (
     ConfigError,
     EngineError,
@@ -31,6 +42,14 @@ from rollstream.errors import (
 from rollstream.trajectory import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+POOL_KWARGS: dict[str, Any] = {
+    # Seconds with requests and without an answer after which a server is asked for its health; 0: never. Long
+    # answers take longer; asking costs next to nothing.
+    "probe_after": 30.0,
+    "move_stragglers": True,  # from slow servers to idle faster ones
+}
+"""Keys of `engine_kwargs` for every pool, with their defaults."""
 
 _ABORT_TIMEOUT_S = 10.0
 """An abort is a courtesy to the server: not worth waiting longer."""
@@ -46,6 +65,7 @@ class PoolEngine:
         own: the user's limits, laid over what the replicas say of themselves.
         what: the engine's name, for messages.
         hint: what to check when nobody answers at start.
+        kwargs: see `POOL_KWARGS`; None takes the defaults.
     """
 
     def __init__(
@@ -55,6 +75,7 @@ class PoolEngine:
         own: Callable[[Capabilities], Capabilities] = lambda capabilities: capabilities,
         what: str = "engine",
         hint: str = "check actor_rollout_ref.rollout.server_urls, and that the servers are running",
+        kwargs: dict[str, Any] | None = None,
     ) -> None:
         if not replicas:
             raise ConfigError(f"engine {what!r} needs at least one replica")
@@ -68,8 +89,20 @@ class PoolEngine:
         # request comes again, and two runs may share a server.
         self._nonce = secrets.token_hex(4)
         self._counter = itertools.count()
-        self._in_flight: dict[str, tuple[ReplicaRequest, str]] = {}
+        self._in_flight: dict[str, Flight] = {}
+        self._introductions = Introductions(lambda: self.capabilities)
+        kwargs = POOL_KWARGS | (kwargs or {})
+        self._watch = PoolWatch(
+            self._router,
+            self._replicas,
+            self._in_flight,
+            probe_after=kwargs["probe_after"],
+            move=kwargs["move_stragglers"],
+            abort=self._abort_soon,
+        )
         self._aborts: set[asyncio.Task[None]] = set()
+        self._loads = LoadSum()
+        self._weights = PoolWeights()
         self._closed = False
 
     @property
@@ -82,6 +115,11 @@ class PoolEngine:
     def replicas(self) -> list[str]:
         """Names of the replicas, in the order they came."""
         return list(self._replicas)
+
+    @property
+    def moved(self) -> int:
+        """How many requests were moved from a slow replica to a faster one."""
+        return self._watch.moved
 
     async def start(self) -> None:
         """Asks every replica what it is; at least one has to answer.
@@ -97,6 +135,7 @@ class PoolEngine:
         except BaseException:
             await self.close()
             raise
+        self._watch.start()
 
     async def add_replica(self, replica: Replica) -> None:
         """Takes in a replica while requests go on.
@@ -107,9 +146,11 @@ class PoolEngine:
         """
         if replica.name in self._replicas:
             return
-        found = self._own(await replica.describe())
-        if self._capabilities is not None and found != self._capabilities:
-            raise EngineError(f"{replica.name} is another kind of server than {', '.join(self._replicas)}")
+        found = await replica.describe()
+        if self._capabilities is not None and (missing := missing_capabilities(found, self._capabilities)):
+            raise EngineError(
+                f"{replica.name} is another kind of server than {', '.join(self._replicas)}: it has {missing}"
+            )
         self._replicas[replica.name] = replica
         self._router.add(replica.name)
 
@@ -123,6 +164,8 @@ class PoolEngine:
             raise EngineError(f"{name} is the last replica")
         replica = self._replicas.pop(name, None)
         self._router.remove(name)
+        self._weights.forget(name)
+        self._introductions.forget(name)
         if replica is not None:
             await replica.close()
 
@@ -133,80 +176,61 @@ class PoolEngine:
         *,
         request_id: str,
         images: list[object] | None = None,
+        chat: ChatPrompt | None = None,
     ) -> Completion:
+        """As `Engine.generate`; `chat`: the same as messages, for replicas that speak messages."""
         check_request(prompt_ids, sampling, self.capabilities, images=images)
+        partial = PartialCompletion(prompt_ids, sampling)
+        seeded = sampling.seed is not None
+        flight = Flight(request_id, partial, list(images or ()), seeded=seeded, chat=chat)
+        self._in_flight[request_id] = flight
         causes: dict[str, RollstreamError] = {}
-        request = ReplicaRequest(prompt_ids, sampling, request_id, "", list(images or ()))
         try:
-            while not request.aborted:
+            while not flight.aborted:
                 if self._closed:
                     raise EngineUnavailableError("the engine is closed")
-                pick = self._router.pick(request_id, causes)
+                pick = self._pick(flight, causes)
                 if pick is None:
                     raise self._refusal(causes)
-                request.rid = f"{request_id}.{self._nonce}{next(self._counter)}"
-                self._in_flight[request_id] = (request, pick.name)
-                outcome: Outcome = "cancelled"
-                tokens = 0
-                try:
-                    completion = await self._replicas[pick.name].generate(request)
-                    outcome, tokens = "answered", len(completion.token_ids)
-                    return completion
-                except ReplicaAwayError as error:
-                    outcome = "away"
-                    causes[pick.name] = error
-                except TransientEngineError as error:
-                    outcome = "failed"
-                    causes[pick.name] = error
-                except EngineError:
-                    outcome = "answered"
-                    raise
-                except asyncio.CancelledError:
-                    self._abort_soon(pick.name, request.rid)
-                    raise
-                finally:
-                    self._router.release(pick, outcome, tokens=tokens)
+                piece = await self._ask(flight, pick, causes)
+                if piece is None:
+                    continue
+                if piece.finish_reason != "abort" or flight.seat is None or flight.aborted:
+                    return partial.finish(piece)
+                partial.add(piece)  # it goes on where its seat is
+                if partial.is_full:
+                    return partial.result("length")
         finally:
             self._in_flight.pop(request_id, None)
-        # Aborted, and its replica is away: what it had is lost, and it is not worth another one.
-        return Completion([], [] if sampling.logprobs else None, "abort")
+            self._leave_seat(flight)
+        # Aborted, and its replica is away: what that had is lost, and it is not worth another one.
+        return partial.result("abort")
 
     async def abort(self, request_id: str) -> None:
-        if (found := self._in_flight.get(request_id)) is not None:
-            request, name = found
-            request.aborted = True
-            await self._replicas[name].abort(request.rid)
+        if (flight := self._in_flight.get(request_id)) is not None:
+            flight.aborted = True
+            if (stretch := flight.stretch) is not None:
+                stretch.request.aborted = True
+                await stretch.replica.abort(stretch.request.rid)
 
     async def update_weights(self, source: str, version: int) -> None:
-        """Loads the weights on every replica; on all of them, or it raises.
+        """Loads weights on all replicas; those that cannot get no request before they have them.
+
+        New requests wait meanwhile. Requests in flight are the caller's to end first, see
+        `InterruptibleEngine`; a server may wait for them, or go on with them under the new weights.
 
         Raises:
-            EngineError: a replica could not. The others may have the new weights: generate nothing before
-                an update has gone well.
+            EngineError: none could; the old weights stay. The exact contract: `PoolWeights.update`.
         """
         if not self.capabilities.update_weights:
             raise EngineError(f"engine {self._what!r} cannot update weights")
-        names = list(self._replicas)
-        results = await asyncio.gather(
-            *(self._replicas[name].update_weights(source, version) for name in names), return_exceptions=True
-        )
-        failed = {
-            name: result
-            for name, result in zip(names, results, strict=True)
-            if isinstance(result, BaseException)
-        }
-        for error in failed.values():
-            if not isinstance(error, RollstreamError):
-                raise error
-        if failed:
-            causes = "; ".join(f"{name}: {error}" for name, error in failed.items())
-            raise EngineError(f"{len(failed)} of {len(names)} replicas could not update weights ({causes})")
+        await self._weights.update(list(self._replicas.values()), source, version)
 
     async def health(self) -> bool:
         """Whether at least one replica says it is healthy."""
         if self._closed:
             return False
-        checks = [asyncio.ensure_future(replica.health()) for replica in self._replicas.values()]
+        checks = [asyncio.ensure_future(self._ask_health(name)) for name in self._replicas]
         try:
             for check in asyncio.as_completed(checks):
                 if await check:
@@ -221,21 +245,101 @@ class PoolEngine:
         if self._closed:
             return
         self._closed = True
-        if self._aborts:
-            await asyncio.wait(self._aborts, timeout=_ABORT_TIMEOUT_S)
-        await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
+        try:
+            await self._watch.close()
+        finally:
+            await self._introductions.close()
+            if self._aborts:
+                await asyncio.wait(self._aborts, timeout=_ABORT_TIMEOUT_S)
+            await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
+
+    def _pick(self, flight: Flight, causes: dict[str, RollstreamError]) -> Pick | None:
+        """The replica that gets the request next: where it has a seat, else where the router says."""
+        seat, flight.seat = flight.seat, None
+        if seat is not None:
+            if self._router.is_there(seat.name) and seat.name not in causes:
+                return seat
+            self._router.release(seat, "cancelled")
+        return self._router.pick(flight.request_id, causes)
+
+    async def _ask(self, flight: Flight, pick: Pick, causes: dict[str, RollstreamError]) -> Completion | None:
+        """A replica's answer to a request; None, with the cause in `causes`, when others may do better.
+
+        Raises:
+            EngineError: the request is at fault.
+        """
+        replica = self._replicas[pick.name]
+        rid = f"{flight.request_id}.{self._nonce}{next(self._counter)}"
+        partial = flight.partial
+        request = ReplicaRequest(
+            partial.prompt_ids,
+            partial.sampling,
+            flight.request_id,
+            rid,
+            flight.images,
+            flight.aborted,
+            flight.chat,
+        )
+        outcome: Outcome = "cancelled"
+        tokens = 0
+        try:
+            async with asyncio.timeout(None) as leash:
+                flight.stretch = Stretch(pick, replica, request, leash)
+                if self._introductions.is_owed(pick.name):
+                    await self._introductions.meet(replica)
+                piece = await self._weights.generate(replica, request)
+            outcome, tokens = "answered", len(piece.token_ids)
+            return piece
+        except TimeoutError:
+            outcome = "away"
+            causes[pick.name] = ReplicaAwayError(f"{pick.name} does not answer, and it is not healthy")
+        except ReplicaAwayError as error:
+            outcome = "away"
+            causes[pick.name] = error
+        except TransientEngineError as error:
+            if flight.seat is None:
+                outcome = "failed"
+                causes[pick.name] = error
+            # Else it was taken away before the server had anything of it, which not every server can say.
+        except EngineError:
+            outcome = "answered"
+            raise
+        except asyncio.CancelledError:
+            self._abort_soon(flight.stretch)
+            raise
+        finally:
+            flight.stretch = None
+            if outcome == "away":
+                self._introductions.owe(pick.name)
+            self._router.release(pick, outcome, tokens=tokens)
+        return None
+
+    def _leave_seat(self, flight: Flight) -> None:
+        """Gives back a seat that was not needed: the request was done where it was."""
+        if flight.seat is not None:
+            self._router.release(flight.seat, "cancelled")
+            flight.seat = None
+
+    async def _ask_health(self, name: str) -> bool:
+        if await self._replicas[name].health():
+            self._router.heard(name)
+            return True
+        return False
 
     def _refusal(self, causes: dict[str, RollstreamError]) -> RollstreamError:
         """What to say when every replica was tried."""
         for error in causes.values():
             if not isinstance(error, ReplicaAwayError):
                 return error  # one that is there failed at it: trying again may help, and is charged
-        said = "; ".join(str(error) for error in causes.values())
-        return EngineUnavailableError(f"no {self._what} server answers ({said})")
+        said = [str(error) for error in causes.values()]
+        said += [f"{name} hangs" for name in self._router.hung if name not in causes]
+        return EngineUnavailableError(f"no {self._what} server answers ({'; '.join(said)})")
 
-    def _abort_soon(self, name: str, rid: str) -> None:
+    def _abort_soon(self, stretch: Stretch | None) -> None:
+        if stretch is None:
+            return
         # Held by the set until it is done; `close` waits for it. Cancellation itself is not delayed.
-        task = asyncio.get_running_loop().create_task(self._replicas[name].abort(rid))
+        task = asyncio.get_running_loop().create_task(stretch.replica.abort(stretch.request.rid))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
@@ -245,11 +349,12 @@ class PoolEngine:
         )
         found: list[Capabilities] = []
         silent: list[str] = []
-        for answer in answers:
+        for name, answer in zip(self._replicas, answers, strict=True):
             if isinstance(answer, Capabilities):
                 found.append(answer)
             elif isinstance(answer, ReplicaAwayError):
                 silent.append(str(answer))
+                self._introductions.owe(name)
             else:
                 raise answer
         if not found:
@@ -259,6 +364,12 @@ class PoolEngine:
         for cause in silent:
             logger.warning("%s server does not answer, going on without it: %s", self._what, cause)
         return common_capabilities(found)
+
+    async def load(self) -> EngineLoad | None:
+        """Of all replicas that say theirs; None when nobody does."""
+        asked = {name: one for name, one in self._replicas.items() if isinstance(one, ReportsLoad)}
+        loads = await asyncio.gather(*(replica.load() for replica in asked.values()))
+        return self._loads.add(zip(asked, loads, strict=True))
 
 
 def common_capabilities(found: Sequence[Capabilities]) -> Capabilities:

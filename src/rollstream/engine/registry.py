@@ -1,15 +1,19 @@
 """Engines by name, and whether one can give what is asked for."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.checks import ids_fit, read_engine_kwargs, unknown_name
+from rollstream.engine.launch_plan import LaunchRequest
 from rollstream.errors import ConfigError
 from rollstream.trajectory import SamplingParams
 
-ENGINES = ("hf", "openvino", "sglang", "vllm")
+logger = logging.getLogger(__name__)
+
+ENGINES = ("hf", "openai", "openvino", "sglang", "vllm")
 """Names for `actor_rollout_ref.rollout.name`."""
 
 
@@ -20,6 +24,7 @@ def create_engine(
     server_urls: Sequence[str] = (),
     max_model_len: int | None = None,
     engine_kwargs: Mapping[str, Any] | None = None,
+    launch: LaunchRequest | None = None,
     log_dir: Path,
 ) -> Engine:
     """Makes an engine; `start` it before use.
@@ -30,11 +35,12 @@ def create_engine(
         server_urls: base URLs of engines that are servers.
         max_model_len: prompt plus response tokens at most; None takes the engine's own limit.
         engine_kwargs: settings of the engine itself, see docs/engines.md.
-        log_dir: where an embedded engine writes its log.
+        launch: how servers are launched where no URLs are given; None: an engine that needs URLs says so.
+        log_dir: where an embedded engine and launched servers write their logs.
 
     Raises:
         ConfigError: unknown engine or engine_kwargs key, a value out of range, missing package, model folder
-            or URLs.
+            or URLs; servers that cannot be launched.
     """
     if name in ("hf", "openvino") and server_urls:
         raise ConfigError(
@@ -55,6 +61,19 @@ def create_engine(
             engine_kwargs=engine_kwargs,
             log_path=log_dir / "engine-openvino.log",
         )
+    if launch is not None and is_launched(name, server_urls):
+        from rollstream.engine.launch import launched_engine
+
+        if model_path is None:
+            raise ConfigError(f"engine {name!r} needs actor_rollout_ref.model.path to launch servers")
+        return launched_engine(
+            name,
+            model_path=str(model_path),
+            max_model_len=max_model_len,
+            engine_kwargs=engine_kwargs,
+            request=launch,
+            log_dir=log_dir,
+        )
     if name == "sglang":
         from rollstream.engine.sglang import SGLangEngine
 
@@ -73,7 +92,21 @@ def create_engine(
             max_model_len=max_model_len,
             engine_kwargs=engine_kwargs,
         )
+    if name == "openai":
+        from rollstream.engine.openai import OpenAIEngine
+
+        return OpenAIEngine(
+            server_urls,
+            model_path=None if model_path is None else str(model_path),
+            max_model_len=max_model_len,
+            engine_kwargs=engine_kwargs,
+        )
     raise unknown_name("engine", name, ENGINES)
+
+
+def is_launched(name: str, server_urls: Sequence[str]) -> bool:
+    """Whether an engine's servers are launched by rollstream: they could be, and no URLs are given."""
+    return name in ("sglang", "vllm") and not server_urls
 
 
 def check_engine_config(
@@ -82,6 +115,7 @@ def check_engine_config(
     model_path: str | Path | None,
     server_urls: Sequence[str] = (),
     engine_kwargs: Mapping[str, Any] | None = None,
+    launch: LaunchRequest | None = None,
 ) -> None:
     """Refuses an engine that cannot start as it is configured, as far as that shows without starting it.
 
@@ -92,6 +126,7 @@ def check_engine_config(
         model_path: see there.
         server_urls: see there.
         engine_kwargs: see there.
+        launch: see there; asking for devices may take seconds.
 
     Raises:
         ConfigError: what `create_engine` raises.
@@ -102,6 +137,7 @@ def check_engine_config(
         model_path=model_path,
         server_urls=server_urls,
         engine_kwargs=engine_kwargs,
+        launch=launch,
         log_dir=Path(),
     )
 
@@ -124,6 +160,11 @@ def data_deciding_kwargs(name: str, engine_kwargs: Mapping[str, Any] | None = No
 
         values = read_engine_kwargs(name, engine_kwargs or {}, openvino.ENGINE_KWARGS)
         return {key: values[key] for key in openvino.DATA_DECIDING_KWARGS}
+    if name == "openai":
+        from rollstream.engine import openai
+
+        values = openai.read_settings(engine_kwargs)
+        return {"token_exact": False, **{key: values[key] for key in openai.DATA_DECIDING_KWARGS}}
     if name in ("sglang", "vllm"):
         return {}  # its settings are about connections; the servers decide the rest
     raise unknown_name("engine", name, ENGINES)
@@ -152,13 +193,23 @@ def check_capabilities(
     rollout = "actor_rollout_ref.rollout"
     problems = []
     if not capabilities.token_ids:
-        problems.append("it does not return the exact token ids it sampled")
+        # Whoever chose this engine chose that; what it costs is said once, and marked on every trajectory.
+        logger.warning(
+            "this engine speaks messages, not token ids: ids are those of the local tokenizer, not those "
+            "that were sampled, and without log-probs (trajectories are marked by extra.token_exact=false)"
+        )
+        endpoint = "an endpoint that knows it takes it by engine_kwargs.extra_body"
+        if sampling.top_k != -1:
+            problems.append(f"it knows no top_k; set {rollout}.top_k=-1 ({endpoint})")
+        if sampling.ignore_eos:
+            problems.append(f"it cannot go on after an end token; set {rollout}.ignore_eos=false")
     if sampling.logprobs and capabilities.logprobs == "none":
         problems.append(f"it has no log-probs; set {rollout}.calculate_log_probs=false")
     if sampling.seed is not None and not capabilities.seeds:
         problems.append(
             "it does not honour seeds; set generation.seed=null "
-            "(SGLang: start the servers with --enable-deterministic-inference)"
+            "(SGLang: start the servers with --enable-deterministic-inference; openai: "
+            "engine_kwargs.honours_seed=true for an endpoint that repeats itself)"
         )
     if sampling.stop and not capabilities.stop_strings:
         problems.append(f"it cannot stop at texts; {rollout}.stop must be empty")

@@ -2,15 +2,19 @@
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from rollstream.engine.base import Capabilities
-from rollstream.errors import EngineUnavailableError
+from rollstream.engine.base import Capabilities, ChatPrompt
+from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
 
 
 class ReplicaAwayError(EngineUnavailableError):
     """The replica is not there; another one may be. The message names it."""
+
+
+class WeightsLostError(EngineError):
+    """A replica did not get to new weights, and has not got its old ones any more."""
 
 
 @dataclass(slots=True)
@@ -26,6 +30,8 @@ class ReplicaRequest:
     images: list[object] = field(default_factory=list)
     aborted: bool = False
     """Set when the caller wants what there is."""
+    chat: ChatPrompt | None = None
+    """The request as messages, for replicas that speak messages."""
 
 
 class Replica(Protocol):
@@ -64,11 +70,28 @@ class Replica(Protocol):
         ...
 
     async def update_weights(self, source: str, version: int) -> None:
-        """Loads other weights. Raises `EngineError`, or `ReplicaAwayError`."""
+        """Loads other weights.
+
+        Raises:
+            ReplicaAwayError: it was not there, or was lost midway.
+            WeightsLostError: it could not, and its old weights are gone.
+            TransientEngineError: it failed in a way that says nothing of its weights.
+            EngineError: it refused, and keeps the old ones.
+        """
         ...
 
     async def close(self) -> None:
         """Releases connections."""
+        ...
+
+
+@runtime_checkable
+class ResumesAborted(Protocol):
+    """A replica whose requests may be taken away in the middle; optional."""
+
+    @property
+    def resumes_aborted(self) -> bool:
+        """Whether an aborted request gives its tokens, and a prompt that ends with them goes on there."""
         ...
 
 

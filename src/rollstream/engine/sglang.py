@@ -9,12 +9,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollstream.engine.base import Capabilities
+from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import ModelLimits, read_engine_kwargs, read_model_limits
 from rollstream.engine.http_server import AWAY_STATUSES, CONNECTION_KWARGS, HttpServer, is_answered
-from rollstream.engine.pool import PoolEngine
-from rollstream.engine.replica import ReplicaRequest, SharedHealth
-from rollstream.engine.sglang_wire import check_images, collapse_images, read_reply, request_body
+from rollstream.engine.load import (
+    ASK_TIMEOUT_S,
+    SGLANG_METRICS,
+    LoadRoutes,
+    read_metrics,
+    read_sglang_loads,
+)
+from rollstream.engine.pool import POOL_KWARGS, PoolEngine
+from rollstream.engine.replica import ReplicaRequest, SharedHealth, WeightsLostError
+from rollstream.engine.served_model import check_served_model, model_names
+from rollstream.engine.sglang_wire import (
+    check_images,
+    collapse_images,
+    parse_version,
+    read_reply,
+    request_body,
+)
 from rollstream.errors import ConfigError, EngineError, RollstreamError
 from rollstream.trajectory import Completion
 
@@ -22,6 +36,8 @@ _LOG = logging.getLogger(__name__)
 
 ENGINE_KWARGS: dict[str, Any] = {
     **CONNECTION_KWARGS,
+    **POOL_KWARGS,
+    "check_model": True,  # whether a server of a model with another name is an error
     "update_timeout": 600.0,  # seconds for a server to load other weights
 }
 """Keys of `engine_kwargs` with their defaults."""
@@ -42,7 +58,7 @@ class SGLangReplica:
 
     Args:
         url: base URL, `http://host:port`.
-        model_path: the model the caller means; a server with another one is warned about.
+        model_path: the model the caller means; a server with another one is refused.
         limits: what the model's folder says and servers don't.
         kwargs: see `ENGINE_KWARGS`.
     """
@@ -55,7 +71,18 @@ class SGLangReplica:
         self._model_path = model_path
         self._update_timeout: float = kwargs["update_timeout"]
         self._image_token_id = limits.image_token_id if limits else None
-        self._vocab_size = limits.vocab_size if limits else None
+        self._check_model: bool = kwargs["check_model"]
+        self._loaded = ""
+        """Folder of the weights of the last update: a server calls its model by that from then on."""
+        self._model_vocab_size = limits.vocab_size if limits else None
+        self._vocab_size = self._model_vocab_size
+        self._loads = LoadRoutes(
+            [
+                ("/metrics", lambda page: read_metrics(page, SGLANG_METRICS)),
+                ("/v1/loads", read_sglang_loads),
+                ("/get_load", read_sglang_loads),
+            ]
+        )
 
     @property
     def name(self) -> str:
@@ -69,9 +96,11 @@ class SGLangReplica:
             models = (await self._server.ask("/v1/models", kind="an SGLang")).get("data") or [{}]
             max_model_len = models[0].get("max_model_len")
         served = model.get("model_path") or info.get("model_path")
-        if self._model_path and served and Path(served).name != Path(self._model_path).name:
-            _LOG.warning("%s serves %r, but model.path is %r", self.name, served, self._model_path)
-        sizes = [model.get("vocab_size") or info.get("vocab_size"), self._vocab_size]
+        if not self._loaded or not model_names(self._loaded) & model_names(str(served)):
+            # A trainer's weights lie in a folder of theirs; the tokenizer stays where it was.
+            names = (served, info.get("served_model_name"), model.get("tokenizer_path"))
+            check_served_model(self.name, names, self._model_path, strict=self._check_model)
+        sizes = [model.get("vocab_size") or info.get("vocab_size"), self._model_vocab_size]
         self._vocab_size = min((size for size in sizes if size is not None), default=None)
         said = info.get("capabilities")  # of `rollstream serve`, whose engines differ
         kind = said.get("logprobs") if isinstance(said, dict) else None
@@ -92,6 +121,10 @@ class SGLangReplica:
             stop_token_ids_with_ignore_eos=False,
         )
 
+    @property
+    def resumes_aborted(self) -> bool:
+        return True
+
     async def generate(self, request: ReplicaRequest) -> Completion:
         ids, images = request.prompt_ids, request.images
         if images:
@@ -108,7 +141,6 @@ class SGLangReplica:
             request.sampling,
             rid=request.rid,
             vocab_size=self._vocab_size,
-            aborted=request.aborted,
             image_prompt_tokens=len(ids) if images else None,
         )
 
@@ -136,6 +168,18 @@ class SGLangReplica:
             raise EngineError(
                 f"{self.name} could not load {source}: {payload[:500].decode(errors='replace')}"
             )
+        self._loaded = source
+        said = (await self._server.ask("/get_model_info", kind="an SGLang")).get("weight_version")
+        if parse_version(said) != version:
+            # The version of a token is what the server says with it.
+            raise WeightsLostError(
+                f"{self.name} has loaded {source}, but says weight version {said!r} and not {version}: "
+                "this SGLang is too old to tell which weights a token is from"
+            )
+
+    async def load(self) -> EngineLoad | None:
+        """How busy the server is. `/metrics`, if it was started with them, say more than its load routes."""
+        return await self._loads.ask(lambda path: self._server.get(path, timeout_s=ASK_TIMEOUT_S))
 
     async def close(self) -> None:
         await self._health.close()
@@ -179,4 +223,5 @@ class SGLangEngine(PoolEngine):
             own=own,
             what="SGLang",
             hint=_WHAT_TO_CHECK,
+            kwargs={key: kwargs[key] for key in POOL_KWARGS},
         )

@@ -35,6 +35,9 @@ class _MetaInfo(msgspec.Struct):
     cached_tokens: int = 0
     prompt_tokens: int | None = None
     weight_version: Any = None
+    """Of the weights when the request ended."""
+    weight_versions: list[tuple[int, int]] | None = None
+    """Run-length encoded `(start, version)`: `rollstream serve` says it where there are several."""
 
 
 class _Reply(msgspec.Struct):
@@ -126,10 +129,11 @@ def read_reply(
     *,
     rid: str,
     vocab_size: int | None,
-    aborted: bool,
     image_prompt_tokens: int | None = None,
 ) -> Completion:
     """Checks a `/generate` reply and makes a completion of it.
+
+    An abort is one whoever asked for it: another client, a trainer that pauses the server, the server itself.
 
     Args:
         server: named in errors.
@@ -137,13 +141,11 @@ def read_reply(
         sampling: what was asked for.
         rid: of the request that this must answer.
         vocab_size: ids must be below it; None where nobody said.
-        aborted: whether we asked for an abort. One that nobody asked for (another client's `abort_all`, a
-            server that is being emptied) is no completion.
         image_prompt_tokens: tokens of a prompt with images; None for one without. A server processes images
             itself, and a prompt of another length is not the one that is stored.
 
     Raises:
-        TransientEngineError: the reply is broken, or cut short by somebody else.
+        TransientEngineError: the reply is broken.
         EngineError: it says that the request can't be served, or that the prompt was another one.
     """
     try:
@@ -158,11 +160,6 @@ def read_reply(
         raise _broken(server, f"its finish reason is {reason!r}")
     if reason.status_code is not None:
         raise status_error(server, reason.status_code, str(reason.message))
-    if reason.type == "abort" and not aborted:
-        raise TransientEngineError(
-            f"{server} aborted the request, which nobody here asked for: {reason.message or '(no message)'}"
-        )
-
     if (
         image_prompt_tokens is not None
         and reason.type != "abort"
@@ -195,12 +192,22 @@ def read_reply(
         token_ids=ids,
         logprobs=logprobs,
         finish_reason=_FINISH_REASONS[reason.type],
-        policy_versions=[(0, _parse_version(meta.weight_version))],
+        policy_versions=_policy_versions(server, meta, len(ids)),
         cached_prompt_tokens=meta.cached_tokens,
     )
 
 
-def _parse_version(weight_version: object) -> int:
+def _policy_versions(server: str, meta: _MetaInfo, tokens: int) -> list[tuple[int, int]]:
+    runs = meta.weight_versions
+    if not runs:
+        return [(0, parse_version(meta.weight_version))]
+    starts = [start for start, _ in runs]
+    if starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= max(1, tokens):
+        raise _broken(server, f"its weight versions are not those of {tokens} tokens")
+    return runs
+
+
+def parse_version(weight_version: object) -> int:
     """SGLang's weight version is free text, "default" until the first update: that is version 0."""
     try:
         return int(str(weight_version))

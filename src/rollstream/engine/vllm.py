@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 import orjson
 
-from rollstream.engine.base import Capabilities
+from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import ModelLimits, read_engine_kwargs, read_model_limits
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer, is_answered
-from rollstream.engine.pool import PoolEngine
-from rollstream.engine.replica import ReplicaAwayError, ReplicaRequest, SharedHealth
+from rollstream.engine.load import ASK_TIMEOUT_S, VLLM_METRICS, LoadRoutes, read_metrics
+from rollstream.engine.pool import POOL_KWARGS, PoolEngine
+from rollstream.engine.replica import ReplicaAwayError, ReplicaRequest, SharedHealth, WeightsLostError
+from rollstream.engine.served_model import check_served_model, model_names
 from rollstream.engine.vllm_wire import (
     COMPLETIONS,
     GENERATE,
@@ -34,6 +36,8 @@ _LOG = logging.getLogger(__name__)
 
 ENGINE_KWARGS: dict[str, Any] = {
     **CONNECTION_KWARGS,
+    **POOL_KWARGS,
+    "check_model": True,  # whether a server of a model with another name is an error
     # Seconds for the one token that is sampled at start: the first request of a server may compile for half a
     # minute, and one that is busy with another run has a queue.
     "probe_timeout": 120.0,
@@ -62,16 +66,10 @@ class VLLMReplica:
 
     Args:
         url: base URL, `http://host:port`.
-        model_path: the model the caller means; a server with another one is warned about.
+        model_path: the model the caller means; a server with another one is refused.
         limits: what the model's folder says and servers don't.
         kwargs: see `ENGINE_KWARGS`.
-
-    Attributes:
-        expected: what the pool was found to be at its start; a server that comes later must not be another
-            kind.
     """
-
-    expected: Capabilities | None = None
 
     def __init__(
         self, url: str, *, model_path: str | None, limits: ModelLimits | None, kwargs: dict[str, Any]
@@ -79,6 +77,7 @@ class VLLMReplica:
         self._server = HttpServer(url, kwargs)
         self._health = SharedHealth(self)
         self._model_path = model_path
+        self._check_model: bool = kwargs["check_model"]
         self._probe_timeout: float = kwargs["probe_timeout"]
         self._update_timeout: float = kwargs["update_timeout"]
         self._vocab_size = limits.vocab_size if limits else None
@@ -87,9 +86,8 @@ class VLLMReplica:
         self._is_dev = False
         self._model = ""
         self._names_requests = True
-        self._found: Capabilities | None = None
-        self._asking: asyncio.Task[None] | None = None
         self._in_flight: dict[str, asyncio.Task[bytes]] = {}
+        self._loads = LoadRoutes([("/metrics", lambda page: read_metrics(page, VLLM_METRICS))])
 
     @property
     def name(self) -> str:
@@ -112,7 +110,7 @@ class VLLMReplica:
                 logprobs, stop_strings = said["logprobs"], said["stop_strings"]
         except TransientEngineError as error:
             raise ReplicaAwayError(str(error)) from error
-        self._found = Capabilities(
+        return Capabilities(
             token_ids=True,
             logprobs=logprobs,
             seeds=said is None or said["seeds"],
@@ -124,20 +122,12 @@ class VLLMReplica:
             max_model_len=max_model_len,
             vocab_size=self._vocab_size,
         )
-        return self._found
+
+    @property
+    def resumes_aborted(self) -> bool:
+        return self._abort_path is not None
 
     async def generate(self, request: ReplicaRequest) -> Completion:
-        try:
-            if self._found is None:
-                await self._get_to_know()
-            return await self._generate(request)
-        except ReplicaAwayError:
-            self._found = (
-                None  # who comes back may be another: restarted with other options, or other weights
-            )
-            raise
-
-    async def _generate(self, request: ReplicaRequest) -> Completion:
         if request.aborted:
             return _aborted(request)
         route = self._route  # the one of now: a server that was restarted may have another
@@ -163,10 +153,9 @@ class VLLMReplica:
                 rid=request.rid if self._names_requests else None,
                 prompt_tokens=len(request.prompt_ids),
                 vocab_size=self._vocab_size,
-                aborted=request.aborted,
             )
         except TransientEngineError as error:
-            # A server whose engine died answers 500, and one that shuts down aborts.
+            # A server whose engine died answers 500.
             if await self._health.ask():
                 raise
             raise ReplicaAwayError(f"{error}, and it is not healthy") from error
@@ -215,43 +204,17 @@ class VLLMReplica:
             if b'"success":true' not in dropped.replace(b" ", b""):
                 raise EngineError(f"{self.name} keeps its prefix cache of the old weights")
             await self._tell("/update_weight_version", {"new_version": str(version)})
+            await self._tell("/resume")
         except EngineError as error:
-            raise EngineError(f"{error} (it stays paused until an update goes well)") from error
-        await self._tell("/resume")
+            raise WeightsLostError(f"{error} (it stays paused until an update goes well)") from error
 
     async def close(self) -> None:
-        if (asking := self._asking) is not None:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
         await self._health.close()
         await self._server.close()
 
-    async def _get_to_know(self) -> None:
-        """Asks a server that was away, at the start or since, what it is: once for all who wait for that."""
-        if self._asking is None:
-            self._asking = asyncio.ensure_future(self._describe_again())
-            self._asking.add_done_callback(self._forget_asking)
-        asking = self._asking
-        await asyncio.wait((asking,))
-        if asking.cancelled():
-            raise ReplicaAwayError("the engine is closed")
-        asking.result()
-
-    def _forget_asking(self, asking: "asyncio.Task[None]") -> None:
-        self._asking = None
-        if not asking.cancelled():
-            asking.exception()  # seen, also when nobody waits any more
-
-    async def _describe_again(self) -> None:
-        try:
-            found = await self.describe()
-        except ReplicaAwayError:
-            raise
-        except EngineError as error:  # not a request's fault
-            raise ReplicaAwayError(str(error)) from error
-        if self.expected is not None and (missing := _missing(found, self.expected)):
-            self._found = None
-            raise ReplicaAwayError(f"{self.name} is not what the run began with: it has {missing}")
+    async def load(self) -> EngineLoad | None:
+        """How busy the server is, by its `/metrics`."""
+        return await self._loads.ask(lambda path: self._server.get(path, timeout_s=ASK_TIMEOUT_S))
 
     async def _is_paused(self) -> bool:
         """Whether requests wait for somebody to end a pause. Only development servers have pauses."""
@@ -269,11 +232,10 @@ class VLLMReplica:
         cards = (await self._server.ask("/v1/models", kind=_KIND)).get("data") or []
         if not cards:
             raise EngineError(f"{self.name}/v1/models names no model: is it {_KIND} server?")
-        wanted = Path(self._model_path or "").name
-        chosen = next((card for card in cards if wanted in _names(card)), cards[0])
-        if wanted and wanted not in _names(chosen):
-            served = chosen.get("root") or chosen.get("id")
-            _LOG.warning("%s serves %r, but model.path is %r", self.name, served, self._model_path)
+        wanted = model_names(self._model_path or "")
+        chosen = next((card for card in cards if wanted & _names(card)), cards[0])
+        served = (chosen.get("root"), chosen.get("id"))
+        check_served_model(self.name, served, self._model_path, strict=self._check_model)
         self._model = str(chosen.get("id"))
         # The card of an adapter has no length: it is its base model's.
         lengths = [card.get("max_model_len") for card in (chosen, *cards)]
@@ -327,20 +289,7 @@ class VLLMReplica:
 
 def _names(card: dict[str, Any]) -> set[str]:
     """What a model of `/v1/models` is called: by its server, and on its disk."""
-    return {Path(str(card[key])).name for key in ("id", "root") if card.get(key)}
-
-
-def _missing(found: Capabilities, expected: Capabilities) -> str:
-    """What a run that began with `expected` would miss in another server; empty if nothing."""
-    missing = []
-    if found.logprobs != expected.logprobs:
-        missing.append(f"log-probs of another kind ({found.logprobs}, not {expected.logprobs})")
-    if expected.stop_strings and not found.stop_strings:
-        missing.append("no stop strings")
-    lengths = found.max_model_len, expected.max_model_len
-    if lengths[0] is not None and (lengths[1] is None or lengths[0] < lengths[1]):
-        missing.append(f"sequences of {lengths[0]} tokens at most")
-    return ", ".join(missing)
+    return set().union(*(model_names(str(card[key])) for key in ("id", "root") if card.get(key)))
 
 
 def _aborted(request: ReplicaRequest) -> Completion:
@@ -380,12 +329,10 @@ class VLLMEngine(PoolEngine):
             known = [length for length in lengths if length is not None]
             return replace(capabilities, max_model_len=min(known, default=None))
 
-        self._servers = [
-            VLLMReplica(url, model_path=model_path, limits=limits, kwargs=kwargs) for url in server_urls
-        ]
-        super().__init__(self._servers, own=own, what="vLLM", hint=_WHAT_TO_CHECK)
-
-    async def start(self) -> None:
-        await super().start()
-        for server in self._servers:
-            server.expected = self.capabilities
+        super().__init__(
+            [VLLMReplica(url, model_path=model_path, limits=limits, kwargs=kwargs) for url in server_urls],
+            own=own,
+            what="vLLM",
+            hint=_WHAT_TO_CHECK,
+            kwargs={key: kwargs[key] for key in POOL_KWARGS},
+        )

@@ -178,9 +178,10 @@ def read_reply(
     rid: str | None,
     prompt_tokens: int,
     vocab_size: int | None,
-    aborted: bool,
 ) -> Completion:
     """Checks the reply of either route and makes a completion of it.
+
+    An abort is one whoever asked for it: another client, a trainer that pauses the server, the server itself.
 
     Args:
         server: named in errors.
@@ -190,11 +191,9 @@ def read_reply(
         rid: of the request that this must answer; None where somebody between renames requests.
         prompt_tokens: of the request.
         vocab_size: ids must be below it; None where nobody said.
-        aborted: whether we asked for an abort. One that nobody asked for (a server that is paused for other
-            weights, or shut down) is no completion.
 
     Raises:
-        TransientEngineError: the reply is broken, or cut short by somebody else.
+        TransientEngineError: the reply is broken.
     """
     decoder: msgspec.json.Decoder[Any] = _GENERATE_REPLY if route == GENERATE else _COMPLETION_REPLY
     try:
@@ -210,8 +209,6 @@ def read_reply(
     reason = _FINISH_REASONS.get(choice.finish_reason or "")
     if reason is None:
         raise _broken(server, f"its finish reason is {choice.finish_reason!r}")
-    if reason == "abort" and not aborted:
-        raise TransientEngineError(f"{server} aborted the request, which nobody here asked for")
     if usage.prompt_tokens is not None and usage.prompt_tokens != prompt_tokens:
         raise _broken(server, f"it is about a prompt of {usage.prompt_tokens} tokens, not {prompt_tokens}")
 

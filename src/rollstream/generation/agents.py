@@ -17,6 +17,7 @@ from rollstream.chat.tokenizer import ChatTokenizer
 from rollstream.config.load import to_settings
 from rollstream.engine.registry import check_engine_config
 from rollstream.errors import ConfigError
+from rollstream.generation.replicas import launch_request
 from rollstream.user_code import source_digest
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ def load_agents(config: DictConfig) -> Agents:
         model_path=given.actor_rollout_ref.model.path,
         server_urls=rollout.server_urls,
         engine_kwargs=rollout.engine_kwargs,
+        launch=launch_request(given),
     )
     multi_turn = rollout.multi_turn
     loops = AgentLoops(load_agent_loops(rollout.agent.agent_loop_config_path))

@@ -24,6 +24,7 @@ from rollstream.config.load import compose, to_settings, to_yaml
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.generation.logs import log_to_console
 from rollstream.generation.progress import ProgressConsole, format_duration, progress_console
+from rollstream.generation.replicas import launched_commands
 from rollstream.generation.runner import GenerationResult, generate
 from rollstream.generation.setup import Prepared, peek_manifest, prepare
 from rollstream.generation.stopping import StoppedEarly, StopSignals
@@ -141,15 +142,8 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
     """Prints what a run would be. Raises `RunDirectoryError` when the run directory would refuse it."""
     manifest = peek_manifest(config)
     prepared = await prepare(config, manifest)
-    with tempfile.TemporaryDirectory(prefix="rollstream-dry-run-") as folder:
-        engine = prepared.create_engine(Path(folder))
-        try:
-            await engine.start()
-            prepared.check_engine(engine)
-            prepared.agents.loops.check(prepared.loop_names, prepared.agent_resources(engine))
-            capabilities = asdict(engine.capabilities)
-        finally:
-            await engine.close()
+    launched = launched_commands(prepared.settings, prepared.run_dir / "logs")
+    capabilities = {} if launched else await _engine_capabilities(prepared)
     row = prepared.dataset.row(int(prepared.dataset.order[0]))
     report: dict[str, Any] = {
         "run_dir": str(prepared.run_dir),
@@ -171,6 +165,7 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
             row.messages, tools=prepared.prompt_tools(row) or prepared.prompts.tools
         ),
         "engine": capabilities,
+        "launch": launched,
         "identity": prepared.manifest.identity,
     }
     out.write(_json(report) if as_json else _dry_run_text(report, prepared))
@@ -178,6 +173,30 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
     _refuse_like_a_run(prepared, manifest)
     if not as_json:
         out.write("dry run: everything resolves, nothing was generated\n")
+
+
+async def _engine_capabilities(prepared: Prepared) -> dict[str, Any]:
+    """What the engine says of itself; it is started for that, and has to be able to do what is asked for."""
+    with tempfile.TemporaryDirectory(prefix="rollstream-dry-run-") as folder:
+        engine = prepared.create_engine(Path(folder))
+        try:
+            await engine.start()
+            prepared.check_engine(engine)
+            prepared.agents.loops.check(prepared.loop_names, prepared.agent_resources(engine))
+            return asdict(engine.capabilities)
+        finally:
+            await engine.close()
+
+
+def _launch_lines(launched: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = (
+        [f"  would launch {len(launched)} replicas, which are not started in a dry run"] if launched else []
+    )
+    for index, replica in enumerate(launched):
+        devices = f", devices {','.join(replica['devices'])}" if replica["devices"] else ""
+        env = "".join(f"{name}={shlex.quote(value)} " for name, value in replica["env"].items())
+        lines.append(f"  replica {index}{devices}: {env}{shlex.join(replica['command'])}")
+    return lines
 
 
 def _dry_run_text(report: Mapping[str, Any], prepared: Prepared) -> str:
@@ -193,6 +212,7 @@ def _dry_run_text(report: Mapping[str, Any], prepared: Prepared) -> str:
         f"rollouts:      {report['rollouts']} ({rows})",
         f"engine:        {rollout.name}",
         *(f"  {name}: {value}" for name, value in report["engine"].items()),
+        *_launch_lines(report["launch"]),
         f"agent loops:   {', '.join(report['agent_loops'])}",
         f"tools:         {', '.join(report['tools']) or 'none'}",
         f"first prompt:  {report['first_prompt_tokens']} tokens",

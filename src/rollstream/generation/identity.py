@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from rollstream.config.settings import Settings
+from rollstream.generation.replicas import launch_identity
 from rollstream.store.manifest import DATASET_IDENTITY
 
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
@@ -56,7 +57,7 @@ def build_identity(
         f"{DATASET_IDENTITY}.shuffle": data.shuffle,
         f"{DATASET_IDENTITY}.seed": data.seed if data.shuffle else None,
     }
-    identity |= agents
+    identity |= agents | launch_identity(settings)
     if "multi_turn.parser" in agents:  # a loop that takes turns
         for name in [
             "max_assistant_turns",

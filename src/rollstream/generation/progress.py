@@ -43,6 +43,8 @@ class Snapshot:
     retries: int = 0
     unscored: int = 0
     """Completed rollouts whose reward function failed."""
+    cap: int | None = None
+    """Rollouts in flight at most, where that is below `generation.max_in_flight` now."""
 
 
 class RateMeter:
@@ -87,13 +89,14 @@ def format_line(snapshot: Snapshot, rate: float, tokens_rate: float, width: int 
     left = max(0, snapshot.total - snapshot.done - snapshot.failed)
     reward = "-" if snapshot.mean_reward is None else f"{snapshot.mean_reward:.3f}"
     head = f"{snapshot.done}/{snapshot.total}{share}"
+    fly = f"{snapshot.in_flight}" if snapshot.cap is None else f"{snapshot.in_flight} (cap {snapshot.cap})"
     parts = [
         _Part(head, head, 0),
         _Part(f"{rate:.1f}/s", f"{rate:.1f}/s", 7),
         _Part(f"{tokens_rate:,.0f} tok/s", f"{_thousands(tokens_rate)} tok/s", 5),
         _Part(f"saved batches {snapshot.saved_batches}", f"saved {snapshot.saved_batches}", 2),
         _Part(f"pending {snapshot.pending_rows}", f"pend {snapshot.pending_rows}", 1),
-        _Part(f"in flight {snapshot.in_flight}", f"fly {snapshot.in_flight}", 4),
+        _Part(f"in flight {fly}", f"fly {snapshot.in_flight}", 4),
         _Part(f"failed {snapshot.failed}", f"fail {snapshot.failed}", 9 if snapshot.failed else 3),
     ]
     if snapshot.retries:

@@ -20,8 +20,10 @@ from rollstream.generation.progress import Snapshot, progress_console, show_prog
 from rollstream.generation.result import GenerationResult
 from rollstream.generation.setup import Prepared, peek_manifest, prepare
 from rollstream.generation.stopping import StoppedEarly, StopSignals, in_daemon_thread
+from rollstream.rollout.adaptation import Adaptation
 from rollstream.rollout.gate import EngineGate
 from rollstream.rollout.local import LocalExecutor, WindowCounters
+from rollstream.rollout.meter import MeteredEngine
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.store.batch import DamagedFileError
@@ -223,7 +225,8 @@ class _Run:
             stack.callback(prepared.reward.close)
             prepared.check_rows()
             gate = EngineGate(engine, timeout=settings.engine_timeout)
-            resources = prepared.agent_resources(engine)
+            metered = MeteredEngine(engine)
+            resources = prepared.agent_resources(metered)
             prepared.agents.loops.check(prepared.loop_names, resources)
             worker = RolloutWorker(
                 resources,
@@ -235,13 +238,18 @@ class _Run:
                 gate=gate,
                 reward=prepared.reward,
                 loops=prepared.agents.loops,
+                refusal_patience=settings.engine_timeout,
             )
+            adaptation = None
+            if settings.adaptive_in_flight:
+                adaptation = Adaptation(settings.max_in_flight, metered, gate, worker.counters)
             executor = LocalExecutor(
                 worker,
                 writer,
                 load_row=prepared.dataset.row,
                 max_in_flight=settings.max_in_flight,
                 on_durable=self._count,
+                adaptation=adaptation,
             )
             self.window = executor.counters
             keys = self._directory.state.keys
@@ -259,6 +267,7 @@ class _Run:
                     done=done,
                     failed=failed,
                     in_flight=executor.counters.in_flight,
+                    cap=executor.cap if executor.cap < settings.max_in_flight else None,
                     pending_rows=writer.pending_rows,
                     saved_batches=writer.saved_batches,
                     tokens=self._tokens,

@@ -25,6 +25,7 @@ from rollstream.data.prompts import KnownDataset, PromptDataset, load_prompts
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.data.tool_schemas import load_tool_schemas
 from rollstream.engine.base import Engine
+from rollstream.engine.interruptible import InterruptibleEngine
 from rollstream.engine.registry import (
     check_capabilities,
     create_engine,
@@ -33,6 +34,7 @@ from rollstream.engine.registry import (
 from rollstream.errors import ConfigError, DataError
 from rollstream.generation.agents import Agents, load_agents
 from rollstream.generation.identity import build_identity
+from rollstream.generation.replicas import launch_request
 from rollstream.generation.stopping import in_daemon_thread
 from rollstream.reward.base import FunctionReward
 from rollstream.reward.custom import load_reward
@@ -101,14 +103,16 @@ class Prepared:
     def create_engine(self, log_dir: Path) -> Engine:
         """The configured engine, not started. Raises `ConfigError`."""
         model, rollout = self.settings.actor_rollout_ref.model, self.settings.actor_rollout_ref.rollout
-        return create_engine(
+        engine = create_engine(
             rollout.name,
             model_path=model.path,
             server_urls=rollout.server_urls,
             max_model_len=rollout.max_model_len,
             engine_kwargs=rollout.engine_kwargs,
+            launch=launch_request(self.settings),
             log_dir=log_dir,
         )
+        return InterruptibleEngine(engine, on_update=rollout.on_weight_update)
 
     def check_engine(self, engine: Engine) -> None:
         """Refuses what a started engine cannot give (R8). Raises `ConfigError`."""
@@ -118,7 +122,9 @@ class Prepared:
                 f"the prompt rows have images, but engine {rollout.name!r} takes none: see docs/images.md"
             )
         stops = self.sampling.stop_token_ids
-        if self.agents.tools.schemas:
+        if not engine.capabilities.token_ids:
+            self._check_chat(engine)
+        elif self.agents.tools.schemas:
             stops = (*stops, *self.agent_resources(engine).parser_stop_ids)
         check_capabilities(
             engine.capabilities,
@@ -127,6 +133,26 @@ class Prepared:
             response_length=rollout.response_length,
             max_model_len=rollout.max_model_len,
         )
+
+    def _check_chat(self, engine: Engine) -> None:
+        """Refuses what is done to ids here and would not reach an engine that speaks messages."""
+        if self.settings.data.truncation != "error":
+            raise ConfigError(
+                f"data.truncation={self.settings.data.truncation} cuts prompt ids, but this engine is sent "
+                "messages: set data.truncation=error, and data.filter_overlong_prompts=true to leave long "
+                "prompts out"
+            )
+        if self.agents.tools.schemas and not self.agent_resources(engine).template.has_tool_role:
+            raise ConfigError(
+                "the local chat template has no role for tool results, which a chat endpoint must be given: "
+                "name another tokenizer (actor_rollout_ref.model.tokenizer_path) or template "
+                "(custom_chat_template)"
+            )
+        if self.settings.data.apply_chat_template_kwargs:
+            logger.warning(
+                "data.apply_chat_template_kwargs reaches the local tokenizer only; an endpoint that knows "
+                "them takes them by engine_kwargs.extra_body={chat_template_kwargs: {...}}"
+            )
 
     async def prepare_reward(self) -> None:
         """Imports what the first row's rule needs, so that what is missing shows at start.
@@ -220,6 +246,11 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
     dataset = load_prompts(data, known=known)
     reward = _load_reward(settings.custom_reward_function)
     assert model.path is not None
+    if rollout.name == "openai" and not (model.tokenizer_path or Path(model.path).expanduser().is_dir()):
+        raise ConfigError(
+            f"engine 'openai' needs a local tokenizer, and {model.path!r} is the endpoint's name of a model: "
+            "set actor_rollout_ref.model.tokenizer_path to a folder or hub name, best of the same model"
+        )
     tokenizer = load_tokenizer(
         model.tokenizer_path or model.path,
         custom_chat_template=model.custom_chat_template,

@@ -14,8 +14,9 @@ from rollstream.errors import EngineLostError, EngineUnavailableError
 logger = logging.getLogger(__name__)
 
 _FIRST_PROBE_S = 0.2
-_PROBE_S_MAX = 2.0
-"""Between probes; also the longest that a returned engine waits for work."""
+_PROBE_S_MAX = 1.0
+"""Between probes; also the longest that a returned engine waits for work. With the probe itself and the first
+answers, work goes on as before within two seconds of the return."""
 
 _QUIET_S = 10.0
 """After an opening that held this long, the next closing is a new one: pauses begin short again."""
@@ -58,7 +59,8 @@ class EngineGate:
         """Returns when the engine is there.
 
         Raises:
-            EngineLostError: it stayed away for longer than `timeout`; the cause is the first report.
+            EngineLostError: it stayed away for longer than `timeout`, the cause is the first report; or it
+                says itself that it will not come back.
         """
         while self._closed_by is not None:
             async with self._probing:
@@ -82,6 +84,8 @@ class EngineGate:
         try:
             async with asyncio.timeout(remaining):
                 healthy = await self._engine.health()
+        except EngineLostError:
+            raise
         except Exception as error:
             logger.info("engine probe: %s: %s", type(error).__name__, error)
             return False

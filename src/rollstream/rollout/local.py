@@ -1,8 +1,9 @@
 """The local executor: a bounded window of rollouts in one event loop.
 
-`max_in_flight` slots share one iterator of owed keys; a slot takes the next key only when its last
-rollout is durable (late binding). So what is in flight, committing included, never exceeds the window,
-and nothing is held for what is not dispatched yet.
+Slots share one iterator of owed keys; a slot takes the next key only when its last rollout is durable and
+the window has room (late binding). So what is in flight, committing included, never exceeds `max_in_flight`,
+and nothing is held for what is not dispatched yet. A lower cap makes slots wait, one by one as their rollouts
+end; a higher one lets them go on.
 """
 
 import asyncio
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rollstream.errors import DataError
+from rollstream.rollout.adaptation import Adaptation
+from rollstream.rollout.window import Window
 from rollstream.rollout.worker import RolloutWorker, make_failure
 from rollstream.store.records import EncodingError
 from rollstream.store.writer import StoreWriter
@@ -40,6 +43,7 @@ class LocalExecutor:
         load_row: Callable[[int], PromptRow],
         max_in_flight: int,
         on_durable: Callable[[Rollout | Failure], None] | None = None,
+        adaptation: Adaptation | None = None,
     ) -> None:
         """Args:
         worker: runs them.
@@ -47,15 +51,23 @@ class LocalExecutor:
         load_row: the prompt row of an index; may raise `DataError`.
         max_in_flight: rollouts at once.
         on_durable: called for each rollout or failure once it is durable (R2).
+        adaptation: keeps fewer in flight while the engine is overloaded; None always fills the window.
         """
         self._worker = worker
         self._writer = writer
         self._load_row = load_row
         self._max_in_flight = max_in_flight
         self._on_durable = on_durable
+        self._adaptation = adaptation
+        self._window = Window(max_in_flight)
         self._stopping = False
         self._slots: list[asyncio.Task[None]] = []
         self.counters = WindowCounters()
+
+    @property
+    def cap(self) -> int:
+        """Rollouts in flight at most, now: `max_in_flight`, or fewer."""
+        return self._window.cap
 
     async def run(self, keys: Iterator[RolloutKey]) -> None:
         """Works off `keys`; returns when all are durable, or after a stop when nothing is in flight.
@@ -64,20 +76,38 @@ class LocalExecutor:
             StorageError: the writer is broken.
             EngineLostError: the engine stayed away too long.
         """
+        self._window = Window(self._window.cap)
         try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self._max_in_flight):
-                    key = next(keys, None)
-                    if key is None:
-                        break
-                    self._slots.append(group.create_task(self._slot(key, keys)))
+            async with asyncio.TaskGroup() as companions:
+                adapting: asyncio.Task[None] | None = None
+                if self._adaptation is not None:
+                    adapting = companions.create_task(self._adaptation.run(self._window))
+                try:
+                    await self._run_slots(keys)
+                finally:
+                    if adapting is not None:
+                        adapting.cancel()
         except BaseExceptionGroup as errors:
             first = _first(errors)
             raise first from first.__cause__
 
+    async def _run_slots(self, keys: Iterator[RolloutKey]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._max_in_flight):
+                if self._window.in_flight >= self._window.cap:
+                    # Of an earlier run: the others wait for their turn like those whose rollout has ended.
+                    self._slots.append(group.create_task(self._wait_and_run(keys)))
+                    continue
+                key = next(keys, None)
+                if key is None:
+                    break
+                await self._window.enter()
+                self._slots.append(group.create_task(self._slot(key, keys)))
+
     def stop(self) -> None:
         """Takes no further keys; what is in flight goes on. Idempotent."""
         self._stopping = True
+        self._window.close()
 
     def drop(self) -> None:
         """Cuts off what is in flight."""
@@ -85,17 +115,34 @@ class LocalExecutor:
         for slot in self._slots:
             slot.cancel()
 
+    async def _wait_and_run(self, keys: Iterator[RolloutKey]) -> None:
+        if (key := await self._next(keys)) is not None:
+            await self._slot(key, keys)
+
     async def _slot(self, key: RolloutKey | None, keys: Iterator[RolloutKey]) -> None:
-        while key is not None and not self._stopping:
+        """Runs `key`, for which it has a place in the window, and then what comes."""
+        while key is not None:
             self.counters.in_flight += 1
             try:
-                await self._one(key)
+                if not self._stopping:
+                    await self._one(key)
             except asyncio.CancelledError:
                 self.counters.dropped += 1
                 raise
             finally:
                 self.counters.in_flight -= 1
-            key = next(keys, None)
+                self._window.leave()
+            key = await self._next(keys)
+
+    async def _next(self, keys: Iterator[RolloutKey]) -> RolloutKey | None:
+        """The next key and a place for it; None when there is no more to begin."""
+        if self._stopping or not await self._window.enter():
+            return None
+        key = next(keys, None)
+        if key is None:
+            self._window.leave()
+            self._window.close()  # those who wait have nothing to wait for
+        return key
 
     async def _one(self, key: RolloutKey) -> None:
         result: Rollout | Failure

@@ -5,6 +5,7 @@ The life of a rollout:
     waiting at the gate -> attempt -> scoring -> Rollout
           ^                  | engine away (not charged): back to the gate
           |                  | transient error, attempts left: back-off, back to the gate
+          |                  | engine full (not charged): back-off, back to the gate
           +------------------+ else: Failure
 
 A worker never raises for what one rollout does; it raises when the engine is lost for good.
@@ -34,6 +35,7 @@ from rollstream.errors import (
     ConfigError,
     DataError,
     EngineError,
+    EngineOverloadedError,
     RewardError,
 )
 from rollstream.rollout.gate import EngineGate
@@ -44,8 +46,12 @@ from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, T
 logger = logging.getLogger(__name__)
 
 _FREE_OUTAGES = 8
-"""Outages that one rollout lives through unsuspected. With the gate's pauses that is some ten seconds of an
+"""Outages that one rollout lives through unsuspected. With the gate's pauses that is some six seconds of an
 engine that says it is well and is not."""
+
+_REFUSAL_WAIT_S_MAX = 5.0
+"""Between two tries at a full engine: a rollout that sleeps longer leaves room unused that has come since,
+and a hundred that ask this often are twenty small requests a second."""
 
 _SAID_LOUDLY = 5
 
@@ -71,6 +77,8 @@ class WorkerCounters:
     """Attempts cut off because the engine went away; charged to nobody."""
     reward_errors: int = 0
     """Rollouts that completed but could not be scored."""
+    timeouts: int = 0
+    """Attempts cut off by their time limit."""
 
 
 class RolloutWorker:
@@ -88,6 +96,7 @@ class RolloutWorker:
         gate: EngineGate,
         reward: RewardScorer | None = None,
         loops: AgentLoops | None = None,
+        refusal_patience: float = 0.0,
     ) -> None:
         """Args:
         resources: shared by all loops of this worker.
@@ -99,6 +108,8 @@ class RolloutWorker:
         gate: closed while the engine is away.
         reward: None leaves rollouts unscored.
         loops: the agent loops by name; None knows the built-in and the registered ones.
+        refusal_patience: seconds from the first time on that the engine refuses a rollout for want of room,
+            for which its refusals are charged to no attempt.
         """
         self._resources = resources
         self._sampling = sampling
@@ -107,6 +118,7 @@ class RolloutWorker:
         self._retry = retry
         self._attempt_timeout = attempt_timeout
         self._gate = gate
+        self._refusal_patience = refusal_patience
         self._reward = reward
         self._loops = loops or AgentLoops()
         self._quarantine = Quarantine()
@@ -117,6 +129,7 @@ class RolloutWorker:
         """Executes one rollout to its end. Raises `EngineLostError` when the engine stays away."""
         dispatched = time.monotonic()
         attempt, outages, suspected, passed = 1, 0, False, False
+        refusals, refused_at = 0, 0.0
         try:
             while True:
                 await self._gate.wait()
@@ -145,6 +158,14 @@ class RolloutWorker:
                         self._quarantine.suspect()
                     if not alone:
                         continue
+                if isinstance(failure, EngineOverloadedError):
+                    refusals += 1
+                    refused_at = refused_at or started
+                    if time.monotonic() - refused_at < self._refusal_patience:
+                        # The engine is there and full: it makes room at the pace of answers, not of retries.
+                        wait = min(_REFUSAL_WAIT_S_MAX, self._retry.wait(refusals, self._jitter))
+                        await asyncio.sleep(wait)
+                        continue
                 again = unavailable is not None or is_transient(failure)
                 if not again or attempt >= self._retry.max_attempts:
                     return make_failure(row.index, repeat, row.prompt_key, attempt, _stage(failure), failure)
@@ -164,7 +185,7 @@ class RolloutWorker:
             row_extra = {**row.columns, **({"extra_info": row.extra_info} if row.extra_info else {})}
             for trajectory in trajectories:
                 trajectory.metrics.queue_s = started - dispatched
-                trajectory.extra = {**row_extra, **trajectory.extra}
+                trajectory.extra = {**row_extra, **trajectory.extra, **self._resources.marks}
             await self._score_all(row, repeat, trajectories, scoring)
         except Exception as error:  # a loop's own odd trajectory: its fault, not the run's
             return make_failure(row.index, repeat, row.prompt_key, attempt, "agent", error)
@@ -205,6 +226,7 @@ class RolloutWorker:
                 )
         except TimeoutError as error:
             if limit.expired():
+                self.counters.timeouts += 1
                 raise AttemptTimeoutError(
                     f"attempt {attempt} took longer than {self._attempt_timeout:g} s "
                     "(generation.attempt_timeout)"

@@ -25,8 +25,6 @@ _NEUTRAL = {
     "modalities": ["text"],
     "functions": [],
     "function_call": "none",
-    "add_generation_prompt": True,
-    "continue_final_message": False,
     "add_special_tokens": False,
     "chat_template_kwargs": {},
     "include_reasoning": True,
@@ -61,6 +59,8 @@ class ChatRequest(msgspec.Struct):
     return_tokens_as_token_ids: bool = False
     rid: str | None = None
     request_id: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
 
 async def chat(
@@ -93,7 +93,7 @@ async def chat(
         )
     # Tools that may not be called are not shown, as in SGLang.
     tools = read_tools(asked.tools) if asked.tool_choice == "auto" else []
-    prompt_ids = model.tokenizer.render(read_messages(asked.messages), tools=tools or None)
+    prompt_ids = _render(asked, model, tools)
     sampling = build_sampling(_sampling(asked, model, service, prompt_ids, tools), service.capabilities)
     envelope = wire.Envelope.make(
         model, "chat.completion", "chatcmpl", rid=asked.rid, request_id=asked.request_id
@@ -105,7 +105,8 @@ async def chat(
         for sample in range(asked.n)
     ]
     completions = await service.generate(envelope.id, requests)
-    in_thinking = model.template.in_thinking(prompt_ids)
+    # What an answer goes on with is text: thinking that it opened has been closed.
+    in_thinking = model.template.in_thinking(prompt_ids) and not asked.continue_final_message
     turns = [
         _read_turn(model, request, completion, tools, in_thinking=in_thinking)
         for request, completion in zip(requests, completions, strict=True)
@@ -136,6 +137,25 @@ async def chat(
         chunks = [{**chunk, "usage": None} for chunk in chunks]
         chunks.append(envelope.around([], usage=usage, **more))
     return chunks
+
+
+def _render(asked: ChatRequest, model: ServedModel, tools: list[dict[str, Any]]) -> list[int]:
+    """Ids of the messages, ready for an answer; inside the last one with `continue_final_message`."""
+    messages = read_messages(asked.messages)
+    if asked.add_generation_prompt is asked.continue_final_message:
+        raise RequestError(
+            "an answer either begins (add_generation_prompt) or goes on (continue_final_message): exactly "
+            "one of them has to be true",
+            param="add_generation_prompt",
+        )
+    if asked.continue_final_message and messages[-1]["role"] != "assistant":
+        raise RequestError(
+            "continue_final_message goes on with the last message, which must be an assistant's",
+            param="continue_final_message",
+        )
+    return model.tokenizer.render(
+        messages, tools=tools or None, continue_final_message=asked.continue_final_message
+    )
 
 
 def _sampling(

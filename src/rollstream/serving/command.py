@@ -21,6 +21,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from rollstream.chat.parsers.base import get_parser
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.engine.base import Engine
+from rollstream.engine.interruptible import InterruptibleEngine
 from rollstream.engine.registry import create_engine, data_deciding_kwargs
 from rollstream.errors import ConfigError
 from rollstream.serving.model import ServedModel
@@ -74,7 +75,10 @@ def _load(options: argparse.Namespace, log_dir: Path) -> tuple[Engine, ServedMod
     except ConfigError as error:
         # The same engines are set up by `rollstream generate`, whose word for it this is.
         raise ConfigError(str(error).replace("actor_rollout_ref.model.path", "--model")) from error
-    return engine, ServedModel(name, path, options.engine, tokenizer, parser, keeps_prefixes)
+    # Who is in flight when weights are updated goes on with the new ones.
+    return InterruptibleEngine(engine), ServedModel(
+        name, path, options.engine, tokenizer, parser, keeps_prefixes
+    )
 
 
 async def _serve(engine: Engine, model: ServedModel, options: argparse.Namespace, parent_pid: int) -> None:

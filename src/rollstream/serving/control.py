@@ -31,13 +31,12 @@ class _Pause(msgspec.Struct):
 class _WeightUpdate(msgspec.Struct):
     model_path: str
     weight_version: str | int | None = None
+    abort_all_requests: bool = False
 
 
 _ABORT_WORDS = frozenset(("finished_reason", "abort_message"))
 
-_UPDATE_WORDS = frozenset(
-    ("load_format", "abort_all_requests", "is_async", "torch_empty_cache", "token_step")
-)
+_UPDATE_WORDS = frozenset(("load_format", "is_async", "torch_empty_cache", "token_step"))
 """How SGLang loads; what is loaded is the same."""
 
 _UPDATE_NEUTRAL = {"keep_pause": False, "recapture_cuda_graph": False, "flush_cache": True}
@@ -126,11 +125,15 @@ class ControlRoutes:
 
     async def load(self, request: web.Request) -> web.Response:
         """How much there is to do; a list, since SGLang has one entry for each data-parallel rank."""
-        return json_response([self._load()])
+        load = await self._service.load()
+        return json_response([self._load(queued=load.queued if load is not None else 0)])
 
     async def metrics(self, request: web.Request) -> web.Response:
         """For Prometheus."""
-        return web.Response(text=metrics_text(self._service, self._counts), content_type="text/plain")
+        return web.Response(
+            text=metrics_text(self._service, self._counts, await self._service.load()),
+            content_type="text/plain",
+        )
 
     async def abort(self, request: web.Request) -> web.Response:
         """Ends one request or all; one that is not in flight may just have ended."""
@@ -161,7 +164,10 @@ class ControlRoutes:
         return json_response({"message": "Generation continues.", "status": "ok"})
 
     async def update_weights(self, request: web.Request) -> web.Response:
-        """Loads weights from a folder that the server can read; 400 from an engine that cannot."""
+        """Loads weights from a folder that the server can read; 400 from an engine that cannot.
+
+        What is in flight goes on with the new weights, or returns what it has with `abort_all_requests`.
+        """
         asked = read_parameters(
             read_object(await request.read()),
             _WeightUpdate,
@@ -172,6 +178,8 @@ class ControlRoutes:
             if not Path(asked.model_path).is_dir():
                 # Some engines would take another text for a name on a hub, and fetch it.
                 raise RequestError(f"there is no folder {asked.model_path} here", param="model_path")
+            if asked.abort_all_requests:
+                await self._service.abort()
             version = await self._service.update_weights(asked.model_path, _version(asked.weight_version))
         except RollstreamError as error:
             # SGLang's shape, with OpenAI's beside it.
@@ -180,9 +188,11 @@ class ControlRoutes:
         body = {"success": True, "message": f"weights loaded, version {version}", "num_paused_requests": 0}
         return json_response(body)
 
-    def _load(self) -> dict[str, Any]:
+    def _load(self, queued: int = 0) -> dict[str, Any]:
+        """`queued`: by the engine."""
         running, waiting = self._service.running, self._service.waiting
-        return {"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting}
+        in_engine = min(queued, running)
+        return {"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting + in_engine}
 
 
 def _version(asked: str | int | None) -> int | None:

@@ -6,7 +6,16 @@ Source: https://prometheus.io/docs/instrumenting/exposition_formats/ (version 0.
 from collections import Counter
 from collections.abc import Mapping
 
+from rollstream.engine.base import EngineLoad
 from rollstream.serving.service import EngineService
+
+_AS_OTHERS_SAY = {
+    "running": ("gauge", ("sglang:num_running_reqs", "vllm:num_requests_running")),
+    "queued": ("gauge", ("sglang:num_queue_reqs", "vllm:num_requests_waiting")),
+    "kv_usage": ("gauge", ("sglang:token_usage", "vllm:kv_cache_usage_perc")),
+    "preemptions": ("counter", ("sglang:num_retracted_requests_total", "vllm:num_preemptions_total")),
+}
+"""What clients of those servers read, see `engine.load`."""
 
 
 class RequestCounts:
@@ -21,8 +30,8 @@ class RequestCounts:
         return self.answered.total()
 
 
-def metrics_text(service: EngineService, counts: RequestCounts) -> str:
-    """The page. What an engine does not say (how full its KV cache is) is not there."""
+def metrics_text(service: EngineService, counts: RequestCounts, load: EngineLoad | None) -> str:
+    """The page. What the engine does not say, `load` or a part of it, is not there."""
     lines: list[str] = []
 
     def add(name: str, kind: str, text: str, values: Mapping[str, int]) -> None:
@@ -58,4 +67,12 @@ def metrics_text(service: EngineService, counts: RequestCounts) -> str:
             for (route, status), number in counts.answered.items()
         },
     )
+    for field, (kind, names) in _AS_OTHERS_SAY.items():
+        value = getattr(load, field, None)
+        if value is None:
+            continue
+        if field == "queued":
+            value += service.waiting
+        for name in names:
+            lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
     return "\n".join(lines) + "\n"

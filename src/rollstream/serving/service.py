@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollstream.engine.base import Capabilities, Engine
+from rollstream.engine.base import Capabilities, Engine, EngineLoad
 from rollstream.engine.checks import check_request
+from rollstream.engine.load import ask_load
 from rollstream.errors import EngineUnavailableError
 from rollstream.serving.refusals import RequestError
 from rollstream.trajectory import Completion, SamplingParams
@@ -170,6 +171,10 @@ class EngineService:
     async def health(self) -> bool:
         """Whether requests are served; brings back an engine that died."""
         return not self._closed and await self._engine.health()
+
+    async def load(self) -> EngineLoad | None:
+        """How busy the engine is; None when it does not say."""
+        return await ask_load(self._engine)
 
     async def try_out(self) -> None:
         """Samples one token, also during a pause. Raises `EngineError` if that does not work."""

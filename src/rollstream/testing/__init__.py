@@ -1,6 +1,6 @@
 """What it takes to test an agent loop or a pool without a model: a scripted engine and a stub server.
 
-`ScriptedEngine`, `StubServer` and `answer_by_text` can be imported from here.
+`ChatStub`, `ScriptedEngine`, `StubServer` and `answer_by_text` can be imported from here.
 """
 
 import importlib
@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollstream.testing.scripted import ScriptedEngine
+    from rollstream.testing.stub_chat import ChatStub
     from rollstream.testing.stub_server import StubServer
     from rollstream.testing.text_rules import answer_by_text
 
-__all__ = ["ScriptedEngine", "StubServer", "answer_by_text"]
+__all__ = ["ChatStub", "ScriptedEngine", "StubServer", "answer_by_text"]
 
-_HOMES = {"ScriptedEngine": "scripted", "StubServer": "stub_server", "answer_by_text": "text_rules"}
+_HOMES = {
+    "ChatStub": "stub_chat",
+    "ScriptedEngine": "scripted",
+    "StubServer": "stub_server",
+    "answer_by_text": "text_rules",
+}
 
 
 def __getattr__(name: str) -> Any:

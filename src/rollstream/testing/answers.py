@@ -65,9 +65,17 @@ class AnswerBook:
             logprobs += self._logprobs[block]
         return ids[:length], logprobs[:length]
 
-    def answer_json(self, digest: bytes, length: int) -> tuple[bytes, bytes]:
-        """The same answer as JSON arrays: `[id, ...]` and `[[logprob, id, null], ...]`."""
-        choice = _extend(digest, length)
+    def answer_json(self, digest: bytes, length: int, *, start: int = 0) -> tuple[bytes, bytes]:
+        """`length` tokens of the same answer as JSON arrays: `[id, ...]` and `[[logprob, id, null], ...]`.
+
+        `start`: tokens at its beginning that are left out.
+        """
+        choice = _extend(digest, start + length)
+        if start:
+            ids = [token for block in choice for token in self._ids[block]][start : start + length]
+            logprobs = [logprob for block in choice for logprob in self._logprobs[block]]
+            entries = _entries_json(ids, logprobs[start : start + length])
+            return orjson.dumps(ids), b"[%b]" % entries
         whole, rest = divmod(length, BLOCK_TOKENS)
         id_parts = [self._ids_json[block] for block in choice[:whole]]
         entry_parts = [self._entries_json[block] for block in choice[:whole]]

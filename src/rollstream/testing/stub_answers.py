@@ -44,13 +44,15 @@ class BookAnswer:
     length: int
     max_tokens: int
     cached_tokens: int = 0
+    start: int = 0
+    """Tokens of it that are there already."""
 
     @property
     def finish_reason(self) -> dict[str, Any]:
         return _length(self.length) if self.length == self.max_tokens else _stop(0)
 
     def to_json(self, length: int) -> tuple[bytes, bytes | None]:
-        return self.book.answer_json(self.digest, length)
+        return self.book.answer_json(self.digest, length, start=self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,8 @@ def write_reply(
     ids, entries = answer.to_json(length)
     if fault == "short_logprobs":
         entries = answer.to_json(max(0, length - 1))[1]
+    if fault == "bad_ids":
+        ids, entries = b"[%d]" % _NO_ID, b"[[-1.0,%d,null]]" % _NO_ID
     meta = {
         "id": f"{rid}-not" if fault == "wrong_rid" else rid,
         "finish_reason": reason,
@@ -146,6 +150,9 @@ def write_reply(
     body = orjson.dumps({"text": "", "output_ids": orjson.Fragment(ids), "meta_info": meta})
     return body[: len(body) // 2] if fault == "truncate" else body
 
+
+_NO_ID = 2**31 - 1
+"""In no vocabulary."""
 
 _ABORTED: dict[str, Any] = {"type": "abort", "message": "Aborted"}
 

@@ -6,7 +6,9 @@ from typing import Literal
 
 from rollstream.errors import ConfigError
 
-Fault = Literal["error", "bad_request", "hang", "truncate", "short_logprobs", "wrong_rid", "abort", "drop"]
+Fault = Literal[
+    "error", "bad_request", "hang", "truncate", "short_logprobs", "bad_ids", "wrong_rid", "abort", "drop"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class Faults:
     """A whole HTTP reply with half of its JSON."""
     short_logprobs: float = 0.0
     """One log-prob fewer than there are ids."""
+    bad_ids: float = 0.0
+    """An id outside every vocabulary."""
     wrong_rid: float = 0.0
     """A reply that names another request."""
     abort: float = 0.0
@@ -41,6 +45,8 @@ class Faults:
     """`/readiness` answers 503, as that of a router without servers; else there is none, as in SGLang."""
     broken_http: bool = False
     """Every route answers with something that is not HTTP."""
+    frozen: bool = False
+    """Takes connections and answers nothing but `/stub/faults`, as a process that is stopped."""
     update_fails: bool = False
     """`/update_weights_from_disk` answers 400."""
 
@@ -60,6 +66,7 @@ _SHARES: tuple[Fault, ...] = (
     "hang",
     "truncate",
     "short_logprobs",
+    "bad_ids",
     "wrong_rid",
     "abort",
     "drop",

@@ -16,7 +16,7 @@ import random
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, NoReturn
 
 import orjson
@@ -28,15 +28,10 @@ from rollstream.testing.stub_answers import BookAnswer, RuleAnswer, StubAnswer, 
 from rollstream.testing.stub_faults import Fault, Faults, Latency
 from rollstream.testing.stub_images import expanded_length, image_digest, image_files
 from rollstream.testing.stub_stats import Stats
+from rollstream.testing.stub_work import StubWork
 
 _MAX_BODY = 2**28
 """Prompts with images are large; a test server does not guard against its tester."""
-
-
-@dataclass(slots=True)
-class _Flight:
-    ended: asyncio.Event
-    aborted: bool = False
 
 
 class StubServer:
@@ -56,10 +51,16 @@ class StubServer:
             with exactly that many.
         vocab_size: of prompt and response ids; a prompt id beyond it is a 400.
         latency: time until an answer.
+        token_s: seconds for each token of an answer, besides.
+        speed: it works so many times as fast.
+        lengths: tokens of an answer of the book, drawn for the prompt, at most `max_new_tokens`; not together
+            with `response_tokens`.
+        prompt_tokens: length of prompts. What a longer one has besides is taken for the beginning of the
+            answer, which goes on from there. None: all is prompt.
         max_running: requests worked on at once, the others wait their turn; None is no limit.
         faults: may be changed at any time.
         context_length: longest prompt + response, reported, and a 400 beyond.
-        model_path: reported.
+        model_path: reported; None says nothing of a model, and is taken for any.
         weight_version: reported, also with every answer.
         images: whether its model understands images; if not, a request with images is a 400.
         image_token_id: its placeholder. With it, `prompt_tokens` counts images' tokens as Qwen2-VL's does.
@@ -74,10 +75,14 @@ class StubServer:
         response_tokens: int | None = None,
         vocab_size: int = 512,
         latency: Latency = Latency(),  # noqa: B008 (frozen)
+        token_s: float = 0.0,
+        speed: float = 1.0,
+        lengths: Latency | None = None,
+        prompt_tokens: int | None = None,
         max_running: int | None = None,
         faults: Faults = Faults(),  # noqa: B008 (frozen)
         context_length: int | None = None,
-        model_path: str = "stub",
+        model_path: str | None = None,
         weight_version: str = "default",
         deterministic: bool = True,
         images: bool = False,
@@ -87,6 +92,10 @@ class StubServer:
         self.response_tokens = response_tokens
         self.vocab_size = vocab_size
         self.latency = latency
+        self.token_s = token_s
+        self.speed = speed
+        self.lengths = lengths
+        self.prompt_tokens = prompt_tokens
         self.faults = faults
         self.context_length = context_length
         self.model_path = model_path
@@ -94,6 +103,8 @@ class StubServer:
         self.deterministic = deterministic
         self.images = images
         self.image_token_id = image_token_id
+        self.metrics = True
+        """Whether there is `/metrics`; `/get_load` is always there, as in SGLang."""
         self.stats = Stats()
         self.book = AnswerBook(vocab_size)
         self.url = ""
@@ -102,9 +113,8 @@ class StubServer:
         """What `Faults.die_after` does: here the sockets close at once, as when a process is killed."""
         self._rule = rule
         self._port = port
-        self._slots = asyncio.Semaphore(max_running) if max_running else None
         self._rng = random.Random(fault_seed)
-        self._flights: dict[str, _Flight] = {}
+        self.work = StubWork(max_running)
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self._routes: dict[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]] = {
@@ -116,6 +126,8 @@ class StubServer:
             "/get_model_info": self._model_info,
             "/get_server_info": self._server_info,
             "/update_weights_from_disk": self._update_weights,
+            "/metrics": self._metrics,
+            "/get_load": self._load,
             "/stub/stats": self._report_stats,
             "/stub/faults": self._set_faults,
         }
@@ -131,7 +143,7 @@ class StubServer:
 
     async def stop(self) -> None:
         """Ends all connections and the server. A later `start` takes the same port."""
-        self._end_flights()
+        self.work.end_all()
         listener, self._listener = self._listener, None
         server, self._server = self._server, None
         if listener is not None:
@@ -157,11 +169,7 @@ class StubServer:
 
     def _die_in_process(self) -> None:
         self.kill()
-        self._end_flights()
-
-    def _end_flights(self) -> None:
-        for flight in self._flights.values():
-            flight.ended.set()
+        self.work.end_all()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if self.faults.broken_http and request.transport is not None:
@@ -170,7 +178,10 @@ class StubServer:
         route = self._routes.get(request.path)
         if route is None:
             return _json({"error": {"message": f"no route {request.path}"}}, 404)
-        return await route(request)
+        response = await route(request)
+        while self.faults.frozen and request.path != "/stub/faults":  # noqa: ASYNC110 (a field that anyone sets)
+            await asyncio.sleep(0.01)
+        return response
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
         stats = self.stats
@@ -190,11 +201,12 @@ class StubServer:
         if problem:
             return _json({"error": {"message": problem}}, 400)
         rid: str = query.get("rid") or f"stub-{stats.requests}"
-        if rid in self._flights:
+        if rid in self.work:
             return _json({"error": {"message": f"Duplicate request ID detected: {rid}"}}, 400)
 
         fault = self.faults.choose(self._rng.random())
-        digest = self.book.digest(prompt_ids, params.get("sampling_seed"))
+        own_ids = prompt_ids[: self.prompt_tokens]
+        digest = self.book.digest(own_ids, params.get("sampling_seed"))
         prompt_tokens = len(prompt_ids)
         if images:
             digests = [image_digest(file) for file in images]
@@ -204,7 +216,10 @@ class StubServer:
         stats.in_flight += 1
         stats.peak_in_flight = max(stats.peak_in_flight, stats.in_flight)
         try:
-            share = await self._work(rid, digest, forever=fault == "hang")
+            done = len(prompt_ids) - len(own_ids)
+            answer = self._answer(digest, done, max_tokens) if self._rule is None else None
+            seconds = self.latency.draw(digest) + self.token_s * (answer.length if answer else 0)
+            share = await self.work.do(rid, float("inf") if fault == "hang" else seconds / self.speed)
         finally:
             stats.in_flight -= 1
         if fault is not None:
@@ -212,11 +227,12 @@ class StubServer:
             if early := self._fail_early(fault, request):
                 return early
         try:
-            answer = await self._decide(query, rid, digest, images)
+            answer = answer or await self._ask_rule(query, rid, images)
         except Exception as error:
             return _json({"error": {"message": f"the rule raised {type(error).__name__}: {error}"}}, 500)
         if fault == "abort" and share is None:
             share = 0.5
+        stats.tokens += answer.length if share is None else int(share * answer.length)
         body = write_reply(
             answer,
             rid=rid,
@@ -241,30 +257,6 @@ class StubServer:
             return f"Requested token count exceeds the model's maximum context length of {limit} tokens"
         return None
 
-    async def _work(self, rid: str, digest: bytes, *, forever: bool) -> float | None:
-        """Takes the time an answer takes; returns the share that was done if it was aborted, else None."""
-        latency = float("inf") if forever else self.latency.draw(digest)
-        if latency <= 0 and self._slots is None:
-            return None
-        flight = self._flights[rid] = _Flight(asyncio.Event())
-        loop = asyncio.get_running_loop()
-        try:
-            if self._slots is not None:
-                await self._slots.acquire()
-            try:
-                began = loop.time()
-                timeout = None if latency == float("inf") else latency
-                async with asyncio.timeout(timeout):
-                    await flight.ended.wait()
-            except TimeoutError:
-                return None
-            finally:
-                if self._slots is not None:
-                    self._slots.release()
-            return min(1.0, (loop.time() - began) / latency) if flight.aborted else None
-        finally:
-            del self._flights[rid]
-
     def _fail_early(self, fault: Fault, request: web.BaseRequest) -> web.StreamResponse | None:
         if fault == "error":
             return _json({"error": {"message": "stub error"}}, self.faults.error_status)
@@ -274,24 +266,20 @@ class StubServer:
             request.transport.abort()
         return None
 
-    async def _decide(
-        self, query: dict[str, Any], rid: str, digest: bytes, images: list[bytes]
-    ) -> StubAnswer:
-        if self._rule is None:
-            max_tokens: int = query["sampling_params"]["max_new_tokens"]
-            length = min(max_tokens, self.response_tokens or max_tokens)
-            return BookAnswer(self.book, digest, length, max_tokens)
+    def _answer(self, digest: bytes, done: int, max_tokens: int) -> StubAnswer:
+        length = int(self.lengths.draw(digest)) if self.lengths else self.response_tokens
+        left = max_tokens if length is None else min(max_tokens, max(1, length - done))
+        return BookAnswer(self.book, digest, left, max_tokens, start=done)
+
+    async def _ask_rule(self, query: dict[str, Any], rid: str, images: list[bytes]) -> StubAnswer:
+        assert self._rule is not None
         request = ScriptedRequest(rid, query["input_ids"], read_sampling(query), tuple(images))
         return RuleAnswer(await ask_rule(self._rule, request, self.book))
 
     async def _abort(self, request: web.BaseRequest) -> web.StreamResponse:
         query = orjson.loads(await request.read())
-        names = list(self._flights) if query.get("abort_all") else [query.get("rid")]
-        for name in names:
-            if flight := self._flights.get(name):
-                self.stats.aborts += 1
-                flight.aborted = True
-                flight.ended.set()
+        names = self.work.names() if query.get("abort_all") else [str(query.get("rid"))]
+        self.stats.aborts += sum(self.work.abort(name) for name in names)
         return web.Response()
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -335,6 +323,17 @@ class StubServer:
         self.weight_version = str(query.get("weight_version") or self.weight_version)
         return _json({"success": True, "message": "Succeeded to update model weights."})
 
+    async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not self.metrics:
+            return _json({"error": {"message": "no metrics"}}, 404)
+        lines = [f'sglang:num_running_reqs{{model_name="stub"}} {float(self.work.running)}']
+        lines.append(f'sglang:num_queue_reqs{{model_name="stub"}} {float(self.work.waiting)}')
+        return web.Response(text="\n".join(lines) + "\n")
+
+    async def _load(self, request: web.BaseRequest) -> web.StreamResponse:
+        running, waiting = self.work.running, self.work.waiting
+        return _json([{"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting}])
+
     async def _report_stats(self, request: web.BaseRequest) -> web.StreamResponse:
         return _json(asdict(self.stats))
 
@@ -353,7 +352,7 @@ def _parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--response-tokens", type=int, default=None)
     parser.add_argument("--vocab-size", type=int, default=512)
     parser.add_argument("--context-length", type=int, default=None)
-    parser.add_argument("--model-path", default="stub")
+    parser.add_argument("--model-path", default=None)
     parser.add_argument(
         "--latency", default="fixed:0", help="fixed:T, lognormal:MEDIAN,SIGMA, pareto:MIN,ALPHA"
     )

@@ -14,6 +14,8 @@ class Stats:
     """`/generate` requests that arrived."""
     answered: int = 0
     """Whole answers, broken ones included."""
+    tokens: int = 0
+    """Sampled, those of aborted requests included."""
     faults: int = 0
     aborts: int = 0
     """`/abort_request` calls that named a request in flight."""

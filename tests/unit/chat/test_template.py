@@ -353,3 +353,67 @@ def _with_template(tokenizer: ChatTokenizer, template: str) -> ChatTokenizer:
     inner = copy.deepcopy(tokenizer._tokenizer)
     inner.chat_template = template
     return ChatTokenizer(inner, end_ids=tokenizer.end_ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(played=st.lists(answers, min_size=1, max_size=3), tools=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_an_answer_of_which_only_the_message_is_known(name: str, played: list[Answer], tools: bool) -> None:
+    """Its ids are what a model of this template would have sampled, up to the token that ends the turn."""
+    dialogue = Dialogue(name, tools, system=False)
+    for answer in played:
+        answer.end = 0
+        before = len(dialogue.messages)
+        try:
+            dialogue.play(answer)
+        except DataError:
+            return  # the template cannot show this conversation at all
+        message = dialogue.messages[before]
+        if name in ("gpt_oss", "glm"):
+            continue  # end a turn by tokens that the template itself does not write there
+        ids = dialogue.template.answer_ids(message, tools=dialogue.tools)
+        assert ids == dialogue.sampled[-1]
+        assert dialogue.template.answer_ids(message, tools=dialogue.tools, ended=False) == ids[:-1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(answer=answers)
+@settings(max_examples=30, deadline=None)
+def test_any_answer_has_ids_and_something_may_follow_it(name: str, answer: Answer) -> None:
+    """Also several calls where the template shows one, and arguments that are no mapping."""
+    tokenizer = load(name)
+    template = TurnTemplate(tokenizer)
+    message: Message = {"role": "assistant", "content": answer.content}
+    if answer.thinking:
+        message["reasoning_content"] = answer.thinking
+    if answer.calls and template.has_tool_role:
+        message["tool_calls"] = [
+            {"type": "function", "id": f"c00000{at:03d}", "function": {**call, "arguments": given}}
+            for at, (call, given) in enumerate(zip(answer.calls, [{"x": 1}, '{"x": 1'], strict=False))
+        ]
+    ids = template.answer_ids(message, tools=TOOLS)
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    if not message.get("tool_calls"):
+        assert answer.content.strip() in text
+        added: list[Message] = [{"role": "user", "content": "and?"}]
+    else:
+        assert all(call["function"]["name"] in text for call in message["tool_calls"])
+        added = template.tool_messages(message["tool_calls"], ["12"] * len(message["tool_calls"]))
+    after = tokenizer.decode(template.ids_after(message, added, sampled_ids=ids, tools=TOOLS))
+    assert added[0]["content"] in after
+
+
+@pytest.mark.parametrize(("opener", "closer"), [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
+@pytest.mark.parametrize("thought", ["", "hm"])
+def test_a_prompt_that_opens_a_thinking_block(opener: str, closer: str, thought: str) -> None:
+    """As DeepSeek-R1's: the prompt opens it, and the turns that the template shows leave it out."""
+    tokenizer = load("chatml")
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\nOPENER\n{% endif %}"
+    )
+    raw = copy.deepcopy(tokenizer._tokenizer)
+    raw.chat_template = source.replace("OPENER", opener)
+    template = TurnTemplate(ChatTokenizer(raw, end_ids=tokenizer.end_ids))
+    ids = template.answer_ids({"role": "assistant", "content": "12", "reasoning_content": thought})
+    assert raw.decode(ids) == f"{thought}\n{closer}\n\n12<|im_end|>"

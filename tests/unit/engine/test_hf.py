@@ -37,7 +37,6 @@ def test_wrong_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "max_num_batched_tokens": 0,
         "num_threads": -1,
         "cache_size": 0.0,
-        "on_update": "stop",
     }
     for key, value in wrong.items():
         with pytest.raises(ConfigError, match=rf"engine_kwargs\.{key} is {value!r}, want"):

@@ -44,10 +44,29 @@ def test_what_an_engine_cannot_give_is_an_error_at_start() -> None:
         check(WEAK, asked)
     for key in ("calculate_log_probs", "generation.seed", "rollout.stop ", "rollout.stop_token_ids"):
         assert key in str(caught.value)
-    with pytest.raises(ConfigError, match="exact token ids"):
-        check(replace(STRONG, token_ids=False), asked)
     with pytest.raises(ConfigError, match="ignore_eos"):
         check(replace(STRONG, stop_token_ids_with_ignore_eos=False), replace(asked, ignore_eos=True))
+
+
+def test_an_engine_without_token_ids_is_said_once_and_gives_less(caplog: pytest.LogCaptureFixture) -> None:
+    speaks = replace(STRONG, token_ids=False, logprobs="none", seeds=False, stop_token_ids=False)
+    check(speaks, SamplingParams(40, logprobs=False, stop=("a",)))
+    (line,) = caplog.records
+    assert "not those that were sampled" in line.message
+    assert "extra.token_exact=false" in line.message
+    asked = SamplingParams(40, seed=1, stop_token_ids=(3,), top_k=5, ignore_eos=True)
+    with pytest.raises(ConfigError) as caught:
+        check(speaks, asked)
+    for hint in (
+        "calculate_log_probs=false",
+        "generation.seed=null",
+        "honours_seed",
+        "rollout.stop_token_ids must be empty",
+        "top_k=-1",
+        "extra_body",
+        "ignore_eos=false",
+    ):
+        assert hint in str(caught.value)
 
 
 def test_lengths_that_cannot_fit() -> None:
@@ -133,6 +152,12 @@ def test_the_settings_that_decide_data() -> None:
     given = {"kv_cache_precision": "u8", "num_threads": 2}
     assert data_deciding_kwargs("openvino", given) == defaults | {"kv_cache_precision": "u8"}
     assert data_deciding_kwargs("sglang", {"connect_timeout": 3.0}) == {}
+    given = {"extra_body": {"top_k": 2}, "requests_per_minute": 5}
+    assert data_deciding_kwargs("openai", given) == {
+        "token_exact": False,
+        "extra_body": {"top_k": 2},
+        "send_reasoning": False,
+    }
     with pytest.raises(ConfigError, match="unknown engine"):
         data_deciding_kwargs("no such engine")
     with pytest.raises(ConfigError, match="unknown key"):

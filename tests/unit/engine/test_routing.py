@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -120,6 +121,42 @@ def test_one_failure_is_an_accident_five_are_not() -> None:
     assert [pick(routes).name for _ in range(3)] == ["b"] * 3
 
 
+def test_one_that_hangs_gets_nothing_until_it_is_heard_of_and_then_one_request() -> None:
+    routes, clock = router("a", "b")
+    held = [pick(routes, None, ("b",)) for _ in range(3)]
+    clock.now += 30
+    assert routes.silent(29) == ["a"]
+    assert routes.silent(31) == []
+    routes.hang("a")
+    for one in held:
+        routes.release(one, "away")
+    clock.now += 1000
+    assert [pick(routes).name for _ in range(5)] == ["b"] * 5
+    assert routes.pick(None, ("b",)) is None
+    assert routes.take("a") is None
+    routes.heard("a")
+    assert pick(routes) == Pick("a", True)
+    assert [pick(routes).name for _ in range(3)] == ["b"] * 3
+
+
+def test_the_speed_is_that_of_all_tokens_not_of_single_answers() -> None:
+    """One short quick answer says less than a long slow one."""
+    routes, clock = router("a")
+    answer(routes, clock, pick(routes), seconds=0.1, tokens=10)
+    answer(routes, clock, pick(routes), seconds=10.0, tokens=500)
+    assert routes.replicas["a"].tokens_per_second == pytest.approx((0.9 * 10 + 500) / (0.9 * 0.1 + 10))
+
+
+def test_one_that_is_late_with_its_first_answer_counts_as_slow() -> None:
+    routes, clock = router("new", "known")
+    for _ in range(4):
+        pick(routes, None, ("known",))
+    for _ in range(10):
+        answer(routes, clock, pick(routes, None, ("new",)), seconds=1.0)
+    # 4 in flight for 10 s, where an answer of 100 tokens takes 1 s.
+    assert routes.load("new") == pytest.approx(5 / (100 / 10))
+
+
 def test_replicas_come_and_go() -> None:
     routes, _ = router("a")
     gone = pick(routes)
@@ -141,7 +178,7 @@ class Routing(RuleBasedStateMachine):
     @rule(session=st.sampled_from([None, "s", "t"]), tried=st.sets(st.sampled_from("abcd")))
     def ask(self, session: str | None, tried: set[str]) -> None:
         found = self.routes.pick(session, tried)
-        left = set(self.routes.replicas) - tried
+        left = set(self.routes.replicas) - tried - set(self.routes.hung)
         assert (found is None) == (not left)
         if found is not None:
             assert found.name in left
@@ -154,6 +191,22 @@ class Routing(RuleBasedStateMachine):
             self.clock.now += seconds
             outcome = data.draw(st.sampled_from(["answered", "failed", "away", "cancelled"]))
             self.routes.release(flight, outcome, tokens=tokens)
+
+    @rule(name=st.sampled_from("abcd"))
+    def seat(self, name: str) -> None:
+        state = self.routes.replicas.get(name)
+        found = self.routes.take(name)
+        assert (found is None) == (state is None or state.is_open or state.is_hung)
+        if found is not None:
+            self.flights.append(found)
+
+    @rule(name=st.sampled_from("abcd"), hangs=st.booleans())
+    def hang_or_wake(self, name: str, hangs: bool) -> None:
+        if hangs:
+            self.routes.hang(name)
+        else:
+            self.routes.heard(name)
+        assert (name in self.routes.hung) == (hangs and name in self.routes.replicas)
 
     @rule(seconds=st.floats(0, 60))
     def wait(self, seconds: float) -> None:
@@ -174,6 +227,12 @@ class Routing(RuleBasedStateMachine):
             assert state.in_flight == counts[name]
             assert state.tries == trials[name]
             assert state.open_for <= 15.0
+            began = sum(flight.began for flight in self.flights if flight.name == name)
+            assert abs(state.began - began) < 1e-6 * max(1.0, began)
+        for lane in self.routes.lanes().values():
+            assert lane.speed > 0
+            assert lane.usual >= 0
+        assert all(self.routes.replicas[name].in_flight for name in self.routes.silent(0.0))
 
 
 TestRouting = Routing.TestCase

@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from rollstream.engine.base import Engine
+from rollstream.engine.interruptible import InterruptibleEngine
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.testing.stub_faults import Faults, Latency
@@ -70,16 +71,41 @@ async def test_capabilities_come_from_the_server(server: StubServer, engine: SGL
     await other.close()
 
 
-async def test_another_model_is_warned_about(
-    server: StubServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+async def test_a_models_folder_says_what_the_server_does_not(server: StubServer, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 48}')
     engine = SGLangEngine([server.url], model_path=str(tmp_path))
     await engine.start()
-    assert "serves 'stub'" in caplog.text
     assert engine.capabilities.vocab_size == 100
     assert engine.capabilities.max_model_len == 48
     await engine.close()
+
+
+async def test_another_model_is_refused(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.model_path = "/models/Qwen2.5-0.5B"
+    for wanted in ("Qwen/Qwen2.5-0.5B", "/elsewhere/Qwen2.5-0.5B/", None):
+        engine = SGLangEngine([server.url], model_path=wanted)
+        await engine.start()
+        await engine.close()
+    with pytest.raises(
+        EngineError, match=r"serves '/models/Qwen2\.5-0\.5B', but .*model\.path is 'other'.*check_model"
+    ):
+        await SGLangEngine([server.url], model_path="other").start()
+    assert not caplog.records
+    engine = SGLangEngine([server.url], model_path="other", engine_kwargs={"check_model": False})
+    await engine.start()
+    await engine.close()
+    assert "serves '/models/Qwen2.5-0.5B'" in caplog.text
+
+
+async def test_an_abort_by_somebody_else_keeps_what_was_sampled(
+    server: StubServer, engine: SGLangEngine
+) -> None:
+    """Whoever wants to go on from it does so: see `InterruptibleEngine`."""
+    whole = await engine.generate([1], SAMPLING, request_id="a")
+    server.faults = Faults(abort=1.0)
+    part = await engine.generate([1], SAMPLING, request_id="a")
+    assert (part.finish_reason, part.token_ids) == ("abort", whole.token_ids[:8])
+    assert part.logprobs == (whole.logprobs or [])[:8]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +117,6 @@ async def test_another_model_is_warned_about(
         (Faults(truncate=1.0), TransientEngineError, "cannot be read"),
         (Faults(short_logprobs=1.0), TransientEngineError, "16 ids do not match 15"),
         (Faults(wrong_rid=1.0), TransientEngineError, "instead of"),
-        (Faults(abort=1.0), TransientEngineError, "aborted the request, which nobody here asked for"),
         (Faults(error=1.0, error_status=503), TransientEngineError, "answers 503: stub error"),
         (Faults(error=1.0, error_status=502, unhealthy=True), EngineUnavailableError, "not healthy"),
         (Faults(error=1.0, error_status=503, unhealthy=True), EngineUnavailableError, "not healthy"),
@@ -254,14 +279,19 @@ async def test_abort_while_the_server_goes_away_asks_no_other(server: StubServer
         await engine.close()
 
 
-async def test_an_abort_by_somebody_else_is_tried_again(server: StubServer, engine: SGLangEngine) -> None:
+async def test_aborting_everything_at_the_server_costs_no_token(
+    server: StubServer, engine: SGLangEngine
+) -> None:
+    """As a trainer does that pauses generation: the request goes on when it may."""
     server.latency = Latency("fixed", 30.0)
-    task = asyncio.create_task(engine.generate([1], SAMPLING, request_id="a"))
+    interruptible = InterruptibleEngine(engine)
+    task = asyncio.create_task(interruptible.generate([1], SAMPLING, request_id="a"))
     await eventually(lambda: server.stats.in_flight == 1)
+    server.latency = Latency()
     async with aiohttp.ClientSession(server.url) as client:
         await client.post("/abort_request", json={"abort_all": True})
-    with pytest.raises(TransientEngineError, match="Aborted"):
-        await asyncio.wait_for(task, 5)
+    answer = await asyncio.wait_for(task, 5)
+    assert (len(answer.token_ids), answer.finish_reason) == (16, "stop")
 
 
 async def test_start_needs_one_server(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -95,14 +95,13 @@ def reply(prompt_tokens: int | None, finish: str = "stop") -> bytes:
     )
 
 
-def read(payload: bytes, image_prompt_tokens: int | None, aborted: bool = False) -> list[int]:
+def read(payload: bytes, image_prompt_tokens: int | None) -> list[int]:
     return read_reply(
         "server",
         payload,
         SAMPLING,
         rid="r",
         vocab_size=9,
-        aborted=aborted,
         image_prompt_tokens=image_prompt_tokens,
     ).token_ids
 
@@ -114,4 +113,4 @@ def test_a_server_that_made_another_prompt_of_the_images_is_found_out() -> None:
             read(reply(tokens), 12)
     # Without images a server has nothing to expand, and some do not say.
     assert read(reply(None), None) == read(reply(5), None) == [7]
-    assert read(reply(0, "abort"), 12, aborted=True) == [7]
+    assert read(reply(0, "abort"), 12) == [7]

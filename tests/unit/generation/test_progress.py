@@ -39,6 +39,7 @@ def test_line_says_everything() -> None:
     )
     assert "WAITING FOR THE ENGINE" in format_line(snapshot(waiting=True), 0.0, 0.0)
     assert "mean reward - | ETA -" in format_line(snapshot(mean_reward=None), 0.0, 0.0)
+    assert "| in flight 8 (cap 9) |" in format_line(snapshot(cap=9), 1.0, 1.0)
     assert "retries 2 | unscored 1" in format_line(snapshot(retries=2, unscored=1), 1.0, 1.0)
 
 

@@ -11,6 +11,7 @@ from rollstream.agent.prompt import PromptRenderer
 from rollstream.agent.registry import register
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.demo import MODEL_PATH
+from rollstream.engine.base import Engine
 from rollstream.errors import (
     DataError,
     EngineError,
@@ -19,8 +20,10 @@ from rollstream.errors import (
     RewardError,
     TransientEngineError,
 )
+from rollstream.rollout.adaptation import Adaptation
 from rollstream.rollout.gate import EngineGate
 from rollstream.rollout.local import LocalExecutor
+from rollstream.rollout.meter import MeteredEngine
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker, rollout_seed
 from rollstream.store.find import find_trajectory
@@ -58,9 +61,11 @@ class Harness:
     def __init__(
         self,
         run: RunDirectory,
-        engine: ScriptedEngine,
+        engine: Engine,
         tokenizer: ChatTokenizer,
         *,
+        every_s: float | None = None,
+        refusal_patience: float = 0.0,
         loop: str = "single_turn_agent",
         max_in_flight: int = 8,
         attempt_timeout: float = 30.0,
@@ -68,8 +73,9 @@ class Harness:
     ) -> None:
         self.run = run
         self.engine = engine
+        metered = MeteredEngine(engine)
         resources = AgentResources(
-            engine, tokenizer, PromptRenderer(tokenizer, prompt_length=64, truncation="error"), 16
+            metered, tokenizer, PromptRenderer(tokenizer, prompt_length=64, truncation="error"), 16
         )
         self.gate = EngineGate(engine, timeout=engine_timeout)
         self.worker = RolloutWorker(
@@ -81,11 +87,21 @@ class Harness:
             attempt_timeout=attempt_timeout,
             gate=self.gate,
             reward=LengthReward(),
+            refusal_patience=refusal_patience,
         )
         self.writer = StoreWriter(run, save_batch_size=1000, pull_timeout=60)
         self.writer.start()
+        self.adaptation = None
+        if every_s is not None:
+            self.adaptation = Adaptation(
+                max_in_flight, metered, self.gate, self.worker.counters, every_s=every_s
+            )
         self.executor = LocalExecutor(
-            self.worker, self.writer, load_row=load_row, max_in_flight=max_in_flight
+            self.worker,
+            self.writer,
+            load_row=load_row,
+            max_in_flight=max_in_flight,
+            adaptation=self.adaptation,
         )
 
     async def work(self, rows: int) -> None:

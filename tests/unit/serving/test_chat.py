@@ -235,3 +235,33 @@ async def test_what_cannot_be_answered_is_a_400(more: dict[str, Any], param: str
         error = await client.refused(PATH, {"messages": QUESTION, **more})
     assert error["param"] == param
     assert not engine.requests
+
+
+async def test_an_answer_that_goes_on() -> None:
+    engine = saying(f" is 5{END}")
+    begun = [*QUESTION, {"role": "assistant", "content": "The answer"}]
+    async with serving(engine) as client:
+        body = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+        _, answer = await client.post(PATH, body)
+        assert answer["choices"][0]["message"]["content"] == " is 5"
+        (request,) = engine.requests
+        prompt = tokenizer().render_text(QUESTION) + "The answer"
+        assert request.prompt_ids == tokenizer().encode(prompt)
+        for messages, more, hint in [
+            (begun, {"continue_final_message": True, "add_generation_prompt": True}, "exactly one"),
+            (begun, {"add_generation_prompt": False}, "exactly one"),
+            (QUESTION, {"continue_final_message": True}, "must be an assistant's"),
+        ]:
+            error = await client.refused(PATH, {"messages": messages, **more})
+            assert hint in error["message"]
+        called = {"role": "assistant", "content": "x", "tool_calls": [_a_call()]}
+        error = await client.refused(PATH, {"messages": [*QUESTION, called], "continue_final_message": True})
+        assert "without calls" in error["message"]
+        text = "a line\n\n"  # white space at the end is kept
+        body["messages"] = [*QUESTION, {"role": "assistant", "content": text}]
+        await client.post(PATH, body)
+    assert tokenizer().decode(engine.requests[-1].prompt_ids, skip_special_tokens=False).endswith(text)
+
+
+def _a_call() -> dict[str, Any]:
+    return {"id": "c00000000", "type": "function", "function": {"name": "calculator", "arguments": "{}"}}

@@ -96,6 +96,19 @@ async def test_weights_over_http(tmp_path: Path) -> None:
     assert (status, answer["success"], "cannot update" in answer["message"]) == (400, False, True)
 
 
+async def test_an_update_may_abort_what_is_in_flight(tmp_path: Path) -> None:
+    engine = ScriptedEngine(latency=30.0)
+    async with serving(engine) as client:
+        asked = asyncio.create_task(client.post("/generate", GENERATE))
+        while not engine.in_flight:
+            await asyncio.sleep(0.01)
+        body = {"model_path": str(tmp_path), "abort_all_requests": True}
+        assert (await client.post("/update_weights_from_disk", body))[0] == 200
+        _, reply = await asyncio.wait_for(asked, 10)
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+        await client.refused("/update_weights_from_disk", {**body, "abort_all_requests": "all of them"})
+
+
 async def test_a_cache_is_flushed_only_if_there_is_none() -> None:
     async with serving(ScriptedEngine()) as client:
         assert (await client.post("/flush_cache", {}))[0] == 200

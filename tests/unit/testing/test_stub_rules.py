@@ -74,7 +74,7 @@ async def test_a_whole_completion_is_sent_as_it_is() -> None:
             await ask(server, [1])
 
 
-@pytest.mark.parametrize("fault", ["error", "truncate", "short_logprobs", "wrong_rid", "abort", "drop"])
+@pytest.mark.parametrize("fault", ["error", "truncate", "short_logprobs", "bad_ids", "wrong_rid", "drop"])
 async def test_faults_apply_to_a_rules_answers(fault: str) -> None:
     async with StubServer(_count_up, faults=Faults(**{fault: 1.0})) as server:
         with pytest.raises(EngineError):

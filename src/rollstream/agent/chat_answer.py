@@ -1,0 +1,72 @@
+"""The answer of an engine that speaks messages, as the agent room has answers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from rollstream.chat.parsers.base import ToolCall
+from rollstream.chat.template import TurnTemplate
+from rollstream.trajectory import Message
+
+
+def read_answer(message: Message | None, template: TurnTemplate, *, turn: int) -> Message:
+    """The message as chat templates want it: arguments of calls as mappings; as text if they are none.
+
+    Args:
+        message: as the endpoint gave it; None is an answer with nothing in it.
+        template: says which ids of calls it takes.
+        turn: which answer of the rollout it is, for ids of calls.
+    """
+    given = message or {"role": "assistant", "content": ""}
+    answer: Message = {"role": "assistant", "content": given.get("content") or ""}
+    if given.get("reasoning_content"):
+        answer["reasoning_content"] = given["reasoning_content"]
+    calls = [_read_call(call) for call in given.get("tool_calls") or ()]
+    if calls or "reasoning_content" in answer:
+        answer["content"] = answer["content"].strip()
+    if calls:
+        answer["tool_calls"] = [openai_call(call) for call in identified(calls, template, turn=turn)]
+    return answer
+
+
+def calls_of(message: Message) -> list[ToolCall]:
+    """The tool calls of a message from `read_answer`, those that cannot be read included."""
+    return [_read_call(call) for call in message.get("tool_calls") or ()]
+
+
+def identified(calls: Sequence[ToolCall], template: TurnTemplate, *, turn: int) -> list[ToolCall]:
+    """Calls with ids that are unique in the answer and that the chat template takes.
+
+    The model's own ids where they are; else ones of nine letters and digits, which every template takes.
+    """
+    given = [call.call_id for call in calls]
+    if len(set(given)) == len(given) and all(one and template.takes_call_id(one) for one in given):
+        return list(calls)
+    return [replace(call, call_id=f"c{turn:03d}{at:05d}") for at, call in enumerate(calls)]
+
+
+def openai_call(call: ToolCall) -> dict[str, Any]:
+    """A call in OpenAI's form; arguments as a mapping, as chat templates want it. As text if unreadable."""
+    arguments = call.text if call.arguments is None else call.arguments
+    return {
+        "type": "function",
+        "id": call.call_id,
+        "function": {"name": call.name, "arguments": arguments},
+    }
+
+
+def _read_call(call: dict[str, Any]) -> ToolCall:
+    name, given = call["function"]["name"], call["function"]["arguments"]
+    call_id = call.get("id") or None
+    if isinstance(given, dict):
+        return ToolCall(name, given, orjson.dumps(given).decode(), call_id=call_id)
+    text = str(given)
+    try:
+        value = orjson.loads(text or "{}")  # a call without arguments: some endpoints send nothing
+    except orjson.JSONDecodeError as error:
+        return ToolCall(name, None, text, f"the arguments are not valid JSON ({error})", call_id)
+    if not isinstance(value, dict):
+        return ToolCall(name, None, text, "the arguments must be a JSON object", call_id)
+    return ToolCall(name, value, text, call_id=call_id)

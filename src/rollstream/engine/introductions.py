@@ -1,0 +1,119 @@
+"""Replicas that were away, at the start or later, say what they are before they get work.
+
+    known --(away)--> owed --(describes itself, and is what the run began with)--> known
+                        owed --(is something else)--> owed: it counts as away, and the log says why, once
+
+A server that comes back may be another: restarted with other options, or with another model.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from rollstream.engine.base import Capabilities
+from rollstream.engine.replica import Replica, ReplicaAwayError
+from rollstream.errors import EngineError, TransientEngineError
+
+logger = logging.getLogger(__name__)
+
+
+class Introductions:
+    """Knows which replicas owe an introduction, and asks each of them once for all who wait for it.
+
+    Args:
+        expected: what the run began with.
+    """
+
+    def __init__(self, expected: Callable[[], Capabilities]) -> None:
+        self._expected = expected
+        self._owed: set[str] = set()
+        self._told: dict[str, str] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    def owe(self, name: str) -> None:
+        """The replica must say what it is before it gets work."""
+        self._owed.add(name)
+
+    def is_owed(self, name: str) -> bool:
+        """Whether it must."""
+        return name in self._owed
+
+    def forget(self, name: str) -> None:
+        """The replica is no more."""
+        self._owed.discard(name)
+        self._told.pop(name, None)
+
+    async def meet(self, replica: Replica) -> None:
+        """Returns when the replica has said that it can do what the run needs.
+
+        Raises:
+            ReplicaAwayError: it does not answer, or it is something else.
+        """
+        asking = self._asking.get(replica.name)
+        if asking is None:
+            asking = asyncio.get_running_loop().create_task(self._ask(replica))
+            self._asking[replica.name] = asking
+            asking.add_done_callback(lambda task: self._done(replica.name, task))
+        await asyncio.wait((asking,))  # goes on when this caller is cancelled: others may wait
+        if asking.cancelled():
+            raise ReplicaAwayError("the engine is closed")
+        asking.result()
+
+    async def close(self) -> None:
+        """Ends the questions; who waits for an answer gets a `ReplicaAwayError`."""
+        asking = list(self._asking.values())
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    def _done(self, name: str, task: "asyncio.Task[None]") -> None:
+        self._asking.pop(name, None)
+        if not task.cancelled():
+            task.exception()  # seen, also when nobody waits any more
+
+    async def _ask(self, replica: Replica) -> None:
+        try:
+            missing = missing_capabilities(await replica.describe(), self._expected())
+            problem = f"{replica.name} is not what the run began with: it has {missing}" if missing else ""
+        except ReplicaAwayError:
+            raise
+        except TransientEngineError as error:
+            raise ReplicaAwayError(str(error)) from error
+        except EngineError as error:  # not a request's fault
+            problem = str(error)
+        if not problem:
+            self._owed.discard(replica.name)
+            self._told.pop(replica.name, None)
+            return
+        if self._told.get(replica.name) != problem:
+            self._told[replica.name] = problem
+            logger.error("a server gets no work: %s", problem)
+        raise ReplicaAwayError(problem)
+
+
+def missing_capabilities(found: Capabilities, expected: Capabilities) -> str:
+    """What a run that began with `expected` would miss in another server; empty if nothing."""
+    missing = []
+    if found.logprobs != expected.logprobs:
+        missing.append(f"log-probs of another kind ({found.logprobs}, not {expected.logprobs})")
+    for name, what in _WANTED.items():
+        if getattr(expected, name) and not getattr(found, name):
+            missing.append(f"no {what}")
+    if found.max_model_len is not None and (
+        expected.max_model_len is None or found.max_model_len < expected.max_model_len
+    ):
+        missing.append(f"sequences of {found.max_model_len} tokens at most")
+    if found.vocab_size is not None and found.vocab_size < (expected.vocab_size or 2**31):
+        missing.append(f"a vocabulary of {found.vocab_size} ids, not {expected.vocab_size}")
+    return ", ".join(missing)
+
+
+_WANTED = {
+    "token_ids": "exact token ids",
+    "seeds": "seeds",
+    "stop_strings": "stop strings",
+    "stop_token_ids": "stop token ids",
+    "images": "images",
+    "update_weights": "weight updates",
+    "stop_token_ids_with_ignore_eos": "stop token ids that hold with ignore_eos",
+}

@@ -1,0 +1,155 @@
+"""A program between rollstream and a launched server: the server and all it started end with their owner.
+
+    rollstream --(pipe)--> guard --> server --> its workers …
+
+The guard runs one command, as the leader of a session and process group of its own, and ends
+
+- when the command does, after what the command left behind is gone, too; in the same way, by exit code or
+  signal, so that who waits for the guard sees how the command ended;
+- when its input ends or its parent is another one: rollstream is gone, SIGKILL included;
+- when it gets SIGTERM: rollstream wants it to stop.
+
+In the last two cases everything below it gets SIGTERM, `GRACE_S` to tidy up, and then SIGKILL. Children that
+moved into sessions of their own or whose parents died are found, too: the guard is who the kernel gives
+orphans to. Should the guard itself be killed, the kernel kills the command.
+
+It is run as a file, `python -I -S launch_guard.py PARENT_PID COMMAND …`, with nothing but the standard
+library, so that it starts in some 20 ms and any interpreter will do.
+"""
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+GRACE_S = 5.0
+"""For a server to end in order: shared memory is given back. Its answers are lost anyway."""
+
+_LEFTOVERS_S = 1.0
+"""For what a dead server leaves behind to end by itself: Python's resource tracker removes shared memory when
+its process is gone."""
+
+_POLL_S = 0.5
+"""Between looks at the parent. The end of the input tells sooner, unless some other child of the parent holds
+the other end of the pipe open."""
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def main(parent_pid: int, command: list[str]) -> None:
+    """Runs the command to its end, and ends like it."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
+    if prctl is not None:
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    asked: list[int] = []
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: asked.append(number))
+    server = _start(command, prctl)
+    status: int | None = None
+    while status is None:
+        ready, _, _ = select.select([0, woken], [], [], _POLL_S)
+        if woken in ready:
+            os.read(woken, 4096)
+        status = _reap(server)[0]
+        if asked or 0 in ready or os.getppid() != parent_pid:
+            break
+    _end_all(server, grace=_LEFTOVERS_S if status is not None else GRACE_S, ask=status is None)
+    if status is None:
+        os._exit(0)
+    _end_like(status)
+
+
+def _start(command: list[str], prctl: object) -> int:
+    guard = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        # Python ignores SIGPIPE and SIGXFSZ; what it ignores, its children do, too.
+        for name in ("SIGCHLD", "SIGTERM", "SIGINT", "SIGHUP", "SIGPIPE", "SIGXFSZ"):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        if callable(prctl):
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:  # it ended before the kernel was told
+            os._exit(1)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the guard's input is not the server's
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"cannot run {command[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _reap(server: int) -> tuple[int | None, bool]:
+    """Collects who has ended: the server's wait status, if it is among them, and whether anybody is left."""
+    status = None
+    try:
+        while True:
+            pid, found = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return status, True
+            if pid == server:
+                status = found
+    except ChildProcessError:
+        return status, False
+
+
+def _end_all(server: int, *, grace: float, ask: bool) -> None:
+    """Returns when nothing below this process runs any more."""
+    if ask:
+        _kill(below(os.getpid()), signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    while _reap(server)[1]:
+        if time.monotonic() > deadline:
+            # Again and again: who starts children while being killed is soon out of them.
+            _kill(below(os.getpid()), signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _kill(pids: list[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def below(root: int) -> list[int]:
+    """All processes that descend from `root`, without it. Linux only; elsewhere nobody."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            # The name, in parentheses, may hold anything; after it come the state and the parent's pid.
+            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found: list[int] = []
+    waiting = [root]
+    while waiting:
+        below_one = children.get(waiting.pop(), [])
+        found += below_one
+        waiting += below_one
+    return found
+
+
+def _end_like(status: int) -> None:
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the server's core, if any, is the one of interest
+        number = os.WTERMSIG(status)
+        if number not in (signal.SIGKILL, signal.SIGSTOP):  # of those nobody can take a handler away
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

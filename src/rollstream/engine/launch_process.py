@@ -1,0 +1,176 @@
+"""What starts a replica and tells when it has ended: a protocol, and the way that does it on this machine."""
+
+import asyncio
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rollstream.engine import launch_guard
+from rollstream.engine.launch_plan import ReplicaPlan
+from rollstream.engine.ports import ReservedPort, holds_socket, listening_inodes
+
+_SHOWN_LINES = 20
+_SHOWN_BYTES = 16_384
+"""Of a log's end, to find the last lines in."""
+
+_STOP_TIMEOUT_S = launch_guard.GRACE_S + 3.0
+"""For the guard, which kills after its own grace; then it is killed itself."""
+
+
+class ReplicaProcess(Protocol):
+    """A replica that was started, wherever it runs."""
+
+    @property
+    def url(self) -> str:
+        """Where it listens, or will."""
+        ...
+
+    @property
+    def what(self) -> str:
+        """Its process and log, for messages."""
+        ...
+
+    async def wait(self) -> str:
+        """Returns when it has ended, with how: `ended with exit code 1`, `was killed by SIGKILL`."""
+        ...
+
+    async def is_listening(self) -> bool:
+        """Whether it, and nobody else, listens at `url`."""
+        ...
+
+    def last_words(self) -> str:
+        """The end of what it wrote since it was started; empty when it wrote nothing."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends it and everything it started. May be called twice, and after its end."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts replicas."""
+
+    async def start(self, plan: ReplicaPlan) -> ReplicaProcess:
+        """Starts one; it is not ready yet. Raises `EngineError` when it cannot."""
+        ...
+
+
+class LocalLauncher:
+    """Starts replicas as processes of this machine.
+
+    Args:
+        log_dir: gets one log for each replica, which all its starts share.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+    def log_path(self, index: int) -> Path:
+        """The log of a replica."""
+        return self._log_dir / f"replica-{index}-{self._stamp}.log"
+
+    async def start(self, plan: ReplicaPlan) -> "LocalProcess":
+        port = ReservedPort()
+        try:
+            return await LocalProcess.start(plan, port, self.log_path(plan.index))
+        except BaseException:
+            port.release()
+            raise
+
+
+class LocalProcess:
+    """A replica below a guard of its own (see `launch_guard`). Made by `start`."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        command: Sequence[str],
+        port: ReservedPort,
+        log_path: Path,
+        log_offset: int,
+    ) -> None:
+        self._process = process
+        self._command = list(command)
+        self._port = port
+        self._log_path = log_path
+        self._log_offset = log_offset
+
+    @classmethod
+    async def start(cls, plan: ReplicaPlan, port: ReservedPort, log_path: Path) -> "LocalProcess":
+        """Starts a replica on a port, which it takes over."""
+        command = plan.command(port.number)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
+            log.flush()
+            offset = log.tell()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", launch_guard.__file__, str(os.getpid()), *command),
+                stdin=asyncio.subprocess.PIPE,  # held open as long as the replica is wanted
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **plan.env},
+                start_new_session=True,
+            )
+        return cls(process, command, port, log_path, offset)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port.number}"
+
+    @property
+    def what(self) -> str:
+        return f"{shlex.join(self._command)} (pid {self._process.pid}, log {self._log_path})"
+
+    @property
+    def pid(self) -> int:
+        """Of the guard, which leads the replica's process group."""
+        return self._process.pid
+
+    async def wait(self) -> str:
+        code = await self._process.wait()
+        if code >= 0:
+            return f"ended with exit code {code}"
+        # It may have been the guard itself: then nobody looked after the others of its group.
+        self._kill_group()
+        known = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {known.get(-code, f'signal {-code}')}"
+
+    async def is_listening(self) -> bool:
+        return await asyncio.to_thread(self._is_listening)
+
+    def last_words(self) -> str:
+        with self._log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_offset, size - _SHOWN_BYTES))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+        return "\n".join(lines[-_SHOWN_LINES:])
+
+    async def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # which tells the guard
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await self.wait()
+        except TimeoutError:
+            self._kill_group()
+            await self._process.wait()
+        self._port.release()
+
+    def _kill_group(self) -> None:
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def _is_listening(self) -> bool:
+        if sys.platform != "linux":
+            return True
+        inodes = listening_inodes(self._port.number)
+        return any(holds_socket(pid, inodes) for pid in launch_guard.below(self._process.pid))

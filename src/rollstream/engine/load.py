@@ -1,0 +1,181 @@
+"""How busy an engine is: asking it, reading what servers say, adding up replicas."""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import orjson
+
+from rollstream.engine.base import EngineLoad, ReportsLoad
+from rollstream.engine.replica import ReplicaAwayError
+
+_LOG = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 2.0
+"""A server that takes longer to say how busy it is has said nothing: that was of another moment."""
+
+Get = Callable[[str], Awaitable[tuple[int, bytes]]]
+"""Asks a server for a path: status and body. Raises `ReplicaAwayError`."""
+
+VLLM_METRICS = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "queued",
+    "vllm:kv_cache_usage_perc": "kv_usage",
+    "vllm:gpu_cache_usage_perc": "kv_usage",  # its name before vLLM 0.10
+    "vllm:num_preemptions_total": "preemptions",
+    "vllm:num_preemptions": "preemptions",  # as exported without the suffix of counters
+}
+"""Source: https://docs.vllm.ai/en/latest/usage/metrics.html. One sample for each data-parallel engine."""
+
+SGLANG_METRICS = {
+    "sglang:num_running_reqs": "running",
+    "sglang:num_queue_reqs": "queued",
+    "sglang:token_usage": "kv_usage",
+    "sglang:num_retracted_requests_total": "preemptions",
+}
+"""Source: https://docs.sglang.io/references/production_metrics.html; there with `--enable-metrics`.
+`sglang:num_retracted_reqs` is a gauge that is set back to 0: of no use here."""
+
+
+async def ask_load(engine: object) -> EngineLoad | None:
+    """The load of an engine; None when it does not say, in time or at all."""
+    if not isinstance(engine, ReportsLoad):
+        return None
+    try:
+        async with asyncio.timeout(ASK_TIMEOUT_S):
+            load = await engine.load()
+    except Exception as error:  # anybody's engine: what it cannot say must not end a run
+        _LOG.debug("the engine does not say its load: %s: %s", type(error).__name__, error)
+        return None
+    return load if isinstance(load, EngineLoad) and _is_sound(load) else None
+
+
+def read_metrics(page: bytes, names: Mapping[str, str]) -> EngineLoad | None:
+    """The load that a page in Prometheus' text format tells; None without requests running and queued.
+
+    Requests and preemptions of several samples (data-parallel engines) are added up, of the cache's usage the
+    highest counts.
+
+    Args:
+        page: https://prometheus.io/docs/instrumenting/exposition_formats/ (version 0.0.4).
+        names: what metrics mean: `running`, `queued`, `kv_usage`, `preemptions`.
+    """
+    found: dict[str, list[float]] = {}
+    page = b"\n" + page
+    for name, meaning in names.items():
+        if meaning in found:  # an old name and its successor may both be there
+            continue
+        # Searched, not split: a page has a thousand lines, and is asked for every other second.
+        values = [value for value in _samples(page, name.encode()) if math.isfinite(value) and value >= 0]
+        if values:
+            found[meaning] = values
+    if "running" not in found or "queued" not in found:
+        return None
+    return EngineLoad(
+        running=round(sum(found["running"])),
+        queued=round(sum(found["queued"])),
+        kv_usage=min(1.0, max(found["kv_usage"])) if "kv_usage" in found else None,
+        preemptions=round(sum(found["preemptions"])) if "preemptions" in found else None,
+    )
+
+
+def read_sglang_loads(body: bytes) -> EngineLoad | None:
+    """What SGLang's `/v1/loads` says, or its predecessor `/get_load`; None for anything else.
+
+    The former has `num_running_reqs`, the latter `num_reqs`, which counts those that wait as well. Both have
+    an entry for each data-parallel rank.
+    """
+    try:
+        value = orjson.loads(body)
+        entries = value["loads"] if isinstance(value, dict) else value
+        running = queued = 0
+        usage: list[float] = []
+        for entry in entries:
+            waiting = int(entry["num_waiting_reqs"])
+            queued += waiting
+            running += int(
+                entry["num_running_reqs"] if "num_running_reqs" in entry else entry["num_reqs"] - waiting
+            )
+            if "token_usage" in entry:
+                usage.append(float(entry["token_usage"]))
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return None
+    load = EngineLoad(max(0, running), queued, max(usage, default=None))
+    return load if entries and _is_sound(load) else None
+
+
+@dataclass(slots=True)
+class LoadRoutes:
+    """Where a server says how busy it is: the first route that does. One it does not have is asked once."""
+
+    routes: list[tuple[str, Callable[[bytes], EngineLoad | None]]]
+
+    async def ask(self, get: Get) -> EngineLoad | None:
+        """Its load; None when it does not say, or is away."""
+        for route in list(self.routes):
+            path, read = route
+            try:
+                status, body = await get(path)
+            except ReplicaAwayError:
+                return None
+            load = read(body) if status == 200 else None
+            if load is not None:
+                return load
+            if status in (404, 405) and route in self.routes:
+                self.routes.remove(route)
+        return None
+
+
+@dataclass(slots=True)
+class LoadSum:
+    """Adds up the loads of replicas that come, go and start anew, so that preemptions only ever rise."""
+
+    _seen: dict[str, int] = field(default_factory=dict)
+    _preemptions: int = 0
+
+    def add(self, loads: Iterable[tuple[str, EngineLoad | None]]) -> EngineLoad | None:
+        """The load of those that say theirs; None when nobody does.
+
+        The cache's usage is the mean: new requests go where there is room.
+        """
+        said = [(name, load) for name, load in loads if load is not None]
+        if not said:
+            return None
+        counts = False
+        for name, load in said:
+            if load.preemptions is not None:
+                counts = True
+                # Of a replica seen for the first time, what was before does not count; one that was
+                # restarted counts from 0.
+                before = self._seen.get(name, load.preemptions)
+                self._preemptions += (
+                    load.preemptions - before if load.preemptions >= before else load.preemptions
+                )
+                self._seen[name] = load.preemptions
+        usage = [load.kv_usage for _, load in said if load.kv_usage is not None]
+        return EngineLoad(
+            running=sum(load.running for _, load in said),
+            queued=sum(load.queued for _, load in said),
+            kv_usage=sum(usage) / len(usage) if usage else None,
+            preemptions=self._preemptions if counts else None,
+        )
+
+
+def _samples(page: bytes, name: bytes) -> Iterator[float]:
+    position, wanted = 0, b"\n" + name
+    while (position := page.find(wanted, position)) >= 0:
+        position += len(wanted)
+        end = page.find(b"\n", position)
+        line = page[position : end if end >= 0 else len(page)]
+        if not line.startswith((b"{", b" ", b"\t")):
+            continue  # a longer name
+        with contextlib.suppress(IndexError, ValueError):
+            yield float(line[line.rfind(b"}") + 1 :].split()[0])
+
+
+def _is_sound(load: EngineLoad) -> bool:
+    counts = (load.running, load.queued, load.preemptions or 0)
+    return all(count >= 0 for count in counts) and (load.kv_usage is None or 0.0 <= load.kv_usage <= 1.0)

@@ -1,0 +1,177 @@
+"""New weights for an OpenVINO model: of another export, or written into the places of the old ones."""
+
+import shutil
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import orjson
+
+from rollstream.engine.checks import read_model_limits
+from rollstream.errors import ConfigError, EngineError
+
+XML, BIN = "openvino_model.xml", "openvino_model.bin"
+
+_CONFIGS = ("config.json", "generation_config.json")
+"""What a pipeline reads beside the model: the second one has the end token."""
+
+_MAX_HEADER = 100_000_000
+"""Bytes; the format's own limit."""
+
+_EXPORT = "export the new weights as well, and name the export's folder"
+
+Tensors = Mapping[str, numpy.ndarray[Any, Any]]
+
+
+def lay_out_weights(model: Path, source: Path, target: Path) -> None:
+    """Makes `target` a folder of `model` with the weights of `source`. Nothing in it points elsewhere.
+
+    Args:
+        model: folder of an OpenVINO model.
+        source: another export of the same model; or a folder of safetensors, as trainers save them. Those
+            take the places of the tensors in `model`'s own safetensors, which the `.bin` has to hold byte for
+            byte as float32.
+        target: an empty folder.
+
+    Raises:
+        EngineError: `source` has no weights, or those of another model; or the places cannot be told, because
+            the export has folded, merged or rounded weights.
+    """
+    if not source.is_dir():
+        raise EngineError(f"cannot load weights: there is no folder {source}")
+    try:
+        exported = (source / XML).is_file()
+        if exported:
+            _check_limits(model, source)
+            shutil.copyfile(source / BIN, target / BIN)
+        elif any(source.glob("*.safetensors")):
+            content = bytearray((model / BIN).read_bytes())
+            _write_tensors(content, find_places(model), read_safetensors(source), str(source))
+            (target / BIN).write_bytes(content)
+        else:
+            raise EngineError(
+                f"cannot load weights: {source} has neither {XML} nor safetensors. Engine 'openvino' takes "
+                "an export of the same model, or what transformers' save_pretrained writes"
+            )
+        shutil.copyfile((source if exported else model) / XML, target / XML)
+        for name in _CONFIGS:
+            if (model / name).is_file():
+                shutil.copyfile(model / name, target / name)
+    except OSError as error:
+        raise EngineError(f"cannot load the weights in {source}: {error}") from error
+
+
+def read_safetensors(folder: Path) -> Tensors:
+    """All tensors of a folder, by name, as float32.
+
+    Source: https://github.com/huggingface/safetensors#format.
+
+    Raises:
+        EngineError: a file is not of this format, or has tensors of other types than F32, F16 and BF16.
+    """
+    tensors: dict[str, numpy.ndarray[Any, Any]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors |= _read_file(path)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EngineError(f"{path} is not a whole safetensors file: {error}") from error
+    return tensors
+
+
+def find_places(model: Path) -> dict[str, tuple[tuple[int, ...], list[int]]]:
+    """Where in the `.bin` each tensor of the folder's safetensors is: its shape, and the offsets in bytes.
+
+    Raises:
+        EngineError: one is not there, or two are in the same place.
+    """
+    content = (model / BIN).read_bytes()
+    by_size: dict[int, set[int]] = defaultdict(set)
+    for layer in ElementTree.parse(model / XML).getroot().iter("layer"):
+        data = layer.find("data")
+        if layer.get("type") == "Const" and data is not None and data.get("element_type") == "f32":
+            by_size[int(data.get("size", 0))].add(int(data.get("offset", 0)))
+    places: dict[str, tuple[tuple[int, ...], list[int]]] = {}
+    taken: dict[int, str] = {}
+    for name, tensor in read_safetensors(model).items():
+        old = tensor.tobytes()
+        found = [at for at in by_size[len(old)] if content[at : at + len(old)] == old]
+        if not found:
+            raise EngineError(
+                f"{model / BIN} does not hold {name!r} of its safetensors as float32: {_EXPORT}"
+            )
+        for at in found:
+            if at in taken:
+                raise EngineError(
+                    f"{model / BIN} holds {name!r} and {taken[at]!r}, which are equal, as one: {_EXPORT}"
+                )
+            taken[at] = name
+        places[name] = (tensor.shape, found)
+    if not places:
+        raise EngineError(
+            f"{model} has no safetensors, which tell where its export holds which weights: {_EXPORT}"
+        )
+    return places
+
+
+def _write_tensors(
+    content: bytearray, places: Mapping[str, tuple[tuple[int, ...], list[int]]], new: Tensors, source: str
+) -> None:
+    for what, names in (("lack", places.keys() - new.keys()), ("have unknown", new.keys() - places.keys())):
+        if names:
+            some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise EngineError(f"the weights in {source} {what} {some}: they are of another model")
+    for name, (shape, offsets) in places.items():
+        if new[name].shape != shape:
+            raise EngineError(
+                f"the weights in {source} are of another model: {name} is {new[name].shape}, not {shape}"
+            )
+        data = new[name].tobytes()
+        for at in offsets:
+            content[at : at + len(data)] = data
+
+
+def _read_file(path: Path) -> dict[str, numpy.ndarray[Any, Any]]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(size - 8, _MAX_HEADER):
+            raise ValueError(f"a header of {length} bytes in {size}")
+        header = orjson.loads(file.read(length))
+        data = file.read()
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        if not 0 <= begin <= end <= len(data):
+            raise ValueError(f"{name} ends at byte {end} of {len(data)}")
+        tensors[name] = _as_float32(data[begin:end], entry["dtype"]).reshape(entry["shape"])
+    return tensors
+
+
+def _as_float32(data: bytes, dtype: str) -> numpy.ndarray[Any, Any]:
+    if dtype == "F32":
+        return numpy.frombuffer(data, numpy.dtype("<f4"))
+    if dtype == "F16":
+        return numpy.frombuffer(data, numpy.dtype("<f2")).astype(numpy.float32)
+    if dtype == "BF16":  # the upper half of a float32
+        return (numpy.frombuffer(data, numpy.dtype("<u2")).astype(numpy.uint32) << 16).view(numpy.float32)
+    raise ValueError(f"dtype {dtype!r}, want F32, F16 or BF16")
+
+
+def _check_limits(model: Path, source: Path) -> None:
+    """An export of another model would load, and then answer for this one."""
+    try:
+        own, other = read_model_limits(model), read_model_limits(source)
+    except ConfigError as error:
+        raise EngineError(f"cannot load weights: {error}") from error
+    for what in ("vocab_size", "max_model_len"):
+        before, after = getattr(own, what), getattr(other, what)
+        if after is not None and after != before:
+            raise EngineError(
+                f"cannot load the weights in {source}: they are of another model, its {what} is {after} "
+                f"and not {before}"
+            )

@@ -1,0 +1,101 @@
+"""Counts what goes through an engine."""
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+from rollstream.engine.base import Capabilities, ChatEngine, ChatPrompt, Engine
+from rollstream.errors import EngineError, EngineOverloadedError
+from rollstream.trajectory import Completion, SamplingParams
+
+
+class MeteredEngine:
+    """An engine as it is, whose requests are counted. All counts only ever rise, but for `calls`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.calls = 0
+        """Requests at the engine now."""
+        self.finished = 0
+        """Requests that were answered."""
+        self.tokens = 0
+        """Sampled in them."""
+        self.seconds = 0.0
+        """They took together."""
+        self.overloads = 0
+        """Requests that were refused for want of room."""
+        self.cut_off = 0
+        """Requests that were cancelled."""
+        self._call_seconds = 0.0
+        self._counted_at = time.monotonic()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.engine.capabilities
+
+    @property
+    def call_seconds(self) -> float:
+        """`calls`, integrated until now."""
+        self._count(0)
+        return self._call_seconds
+
+    async def start(self) -> None:
+        await self.engine.start()
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        images: list[object] | None = None,
+    ) -> Completion:
+        return await self._counted(
+            self.engine.generate(prompt_ids, sampling, request_id=request_id, images=images)
+        )
+
+    async def chat(self, prompt: ChatPrompt, sampling: SamplingParams, *, request_id: str) -> Completion:
+        if not isinstance(self.engine, ChatEngine):
+            raise EngineError("this engine speaks token ids, not messages")
+        return await self._counted(self.engine.chat(prompt, sampling, request_id=request_id))
+
+    async def _counted(self, request: Awaitable[Completion]) -> Completion:
+        started = self._count(1)
+        try:
+            completion = await request
+        except EngineOverloadedError:
+            self.overloads += 1
+            raise
+        except asyncio.CancelledError:
+            self.cut_off += 1
+            raise
+        finally:
+            ended = self._count(-1)
+        self.finished += 1
+        self.tokens += len(completion.token_ids)
+        self.seconds += ended - started
+        return completion
+
+    async def abort(self, request_id: str) -> None:
+        await self.engine.abort(request_id)
+
+    async def update_weights(self, source: str, version: int) -> None:
+        await self.engine.update_weights(source, version)
+
+    async def health(self) -> bool:
+        return await self.engine.health()
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    def _count(self, change: int) -> float:
+        now = time.monotonic()
+        self._call_seconds += self.calls * (now - self._counted_at)
+        self._counted_at = now
+        self.calls += change
+        return now
+
+    def __getattr__(self, name: str) -> Any:
+        # What an engine has beyond the protocol stays within the reach of agent loops.
+        return getattr(self.engine, name)

@@ -1,0 +1,98 @@
+"""Runs whose replicas rollstream launches itself: `rollstream serve` with the demo model."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+from tests.faults.runs import has_rollouts, overrides
+
+LAUNCH = "actor_rollout_ref__rollout__launch__"
+
+
+class Launched:
+    """What a run has launched, found by a mark in its environment: also what left its process group."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = f"LAUNCHED_BY_TEST={mark}".encode()
+        self.env = f"{{LAUNCHED_BY_TEST: {mark}}}"
+
+    def processes(self) -> dict[int, str]:
+        """Command lines by pid."""
+        time.sleep(0.02)  # it is asked again and again, and the replicas need the processor
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:  # it has just ended, or is somebody else's
+                continue
+        return found
+
+    def servers(self) -> list[int]:
+        return [
+            pid
+            for pid, command in self.processes().items()
+            if "--port" in command and "launch_guard" not in command
+        ]
+
+    def serving(self) -> list[int]:
+        """Servers that take connections."""
+        return [
+            pid for pid, command in self.processes().items() if pid in self.servers() and _listens(command)
+        ]
+
+    def guards(self) -> list[int]:
+        return [pid for pid, command in self.processes().items() if "launch_guard" in command]
+
+    def workers(self) -> list[int]:
+        """Of the servers' engines."""
+        return [pid for pid, command in self.processes().items() if "openvino_worker" in command]
+
+    def kill(self, pids: list[int], number: int = signal.SIGKILL) -> None:
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    def are_gone_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if not self.processes():
+                return True
+            time.sleep(0.05)
+        return False
+
+
+def _listens(command: str) -> bool:
+    """Whether somebody listens at the port of a server's command line."""
+    words = command.split()
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(words[words.index("--port") + 1]))) == 0
+
+
+def has_begun(root: Path) -> bool:
+    """As `has_rollouts`, without taking the processor from the replicas that are waited for."""
+    time.sleep(0.05)
+    return has_rollouts(root)
+
+
+def launch_overrides(
+    run_dir: Path, prompts: Path, launched: Launched, *, replicas: int, **settings: object
+) -> list[str]:
+    """A run over replicas of its own, one thread each."""
+    words = overrides(
+        run_dir,
+        prompts,
+        "",
+        **{
+            f"{LAUNCH}server": "rollstream",
+            f"{LAUNCH}replicas": replicas,
+            f"{LAUNCH}args": "{engine_kwargs: {num_threads: 1}}",
+            f"{LAUNCH}env": launched.env,
+            **settings,
+        },
+    )
+    return [word for word in words if "server_urls" not in word]

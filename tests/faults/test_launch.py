@@ -1,0 +1,266 @@
+"""Launched replicas: killed, away all at once, unable to start; and a rollstream that is killed itself."""
+
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.store.paths import RunPaths
+from rollstream.store.summary import read_status
+from rollstream.store.validate import validate_run
+from tests.faults.launches import LAUNCH, Launched, has_begun, launch_overrides
+from tests.faults.runs import Runner, run_to_end, write_prompts
+
+pytest.importorskip("openvino_genai")
+
+
+@pytest.fixture
+def launched() -> Launched:
+    return Launched(uuid4().hex)
+
+
+def attempts(root: Path) -> dict[int, int]:
+    """How many rollouts took how many attempts."""
+    found: dict[int, int] = {}
+    for count in pq.read_table(root / "trajectories.parquet", columns=["attempts"])["attempts"].to_pylist():
+        found[count] = found.get(count, 0) + 1
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kills_of_replicas_cost_no_rollout_and_no_attempt(tmp_path: Path, launched: Launched) -> None:
+    rng = random.Random(4)
+    paths = RunPaths(tmp_path / "run")
+    command = launch_overrides(
+        paths.root,
+        write_prompts(tmp_path / "prompts.jsonl", 500),
+        launched,
+        replicas=4,
+        actor_rollout_ref__rollout__n=4,
+        actor_rollout_ref__rollout__response_length=96,
+        actor_rollout_ref__rollout__ignore_eos="true",
+        generation__max_in_flight=64,
+    )
+    runner = Runner(command, log=tmp_path / "log")
+    assert runner.wait_until(lambda: has_begun(paths.root))
+    kills, next_kill = 0, 0.0
+    while runner.process.poll() is None:
+        # One is left to go on with; any process may be hit: a server, its guard, or its worker.
+        if time.monotonic() >= next_kill and len(serving := launched.serving()) > 1:
+            launched.kill([rng.choice([*serving, *launched.guards(), *launched.workers()])])
+            kills += 1
+            next_kill = time.monotonic() + rng.uniform(1.0, 5.0)
+        time.sleep(0.05)
+    print(f"{kills} kills\n{runner.output()}")
+    assert runner.process.returncode == 0, runner.output()[-3000:]
+    assert kills >= 4
+    assert read_status(paths.root).completed == 2000
+    assert attempts(paths.root) == {1: 2000}
+    assert validate_run(paths.root).sound
+    assert "is back, at http://127.0.0.1:" in runner.output()
+    assert launched.are_gone_within(10)
+
+
+def stub_python(folder: Path, latency: str) -> Path:
+    """An "interpreter" that starts a stub server in a server's place: quick, on a busy machine too."""
+    path = folder / "python"
+    path.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$1" = -c ]; then exec {sys.executable} "$@"; fi\n'
+        f"if [ -e {folder}/broken ]; then echo 'CUDA out of memory'; exit 9; fi\n"
+        "for port; do :; done\n"
+        f"exec {sys.executable} -m rollstream.testing.stub_server --response-tokens 64 --latency {latency} "
+        '--port "$port"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+class _Progress:
+    """When how many rollouts were durable."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.points: list[tuple[float, int]] = []
+
+    def look(self) -> int:
+        done = read_status(self._root).completed
+        self.points.append((time.monotonic(), done))
+        return done
+
+    def rate(self, begin: float, end: float) -> float:
+        inside = [point for point in self.points if begin <= point[0] <= end]
+        (start, before), (stop, after) = inside[0], inside[-1]
+        return (after - before) / (stop - start)
+
+
+@pytest.mark.timeout(600)
+def test_after_an_outage_of_all_the_run_is_as_fast_as_before_within_two_seconds(
+    tmp_path: Path, launched: Launched
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    command = launch_overrides(
+        paths.root,
+        write_prompts(tmp_path / "prompts.jsonl", 1500),
+        launched,
+        replicas=4,
+        generation__max_in_flight=32,
+        **{
+            f"{LAUNCH}python": stub_python(tmp_path, "fixed:0.5"),
+            f"{LAUNCH}args": "{}",
+            f"{LAUNCH}restart_delay": 10,
+        },
+    )
+    runner = Runner(command, log=tmp_path / "log")
+    assert runner.wait_until(lambda: has_begun(paths.root))
+    progress = _Progress(paths.root)
+    began = time.monotonic()
+    while time.monotonic() < began + 5:
+        progress.look()
+        time.sleep(0.05)
+    killed = time.monotonic()
+    launched.kill(launched.servers())
+    done = progress.look()
+    while len(launched.serving()) < 4:
+        time.sleep(0.02)
+    back = time.monotonic()
+    while runner.process.poll() is None and time.monotonic() < back + 8:
+        progress.look()
+        time.sleep(0.05)
+    assert runner.wait() == 0, runner.output()[-3000:]
+    before, after = progress.rate(began + 1, killed), progress.rate(back + 2, back + 7)
+    idle = next(moment for moment, count in progress.points if moment > back and count > done) - back
+    print(
+        f"away {back - killed:.1f} s; {before:.1f} rollouts/s before, {after:.1f} from 2 s after the "
+        f"return on; the first was durable {idle:.1f} s after it"
+    )
+    assert back - killed > 10
+    assert idle < 2
+    assert after > 0.9 * before
+    assert attempts(paths.root) == {1: 1500}
+    assert validate_run(paths.root).sound
+
+
+def test_a_replica_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path, launched: Launched) -> None:
+    (tmp_path / "broken").touch()
+    paths = RunPaths(tmp_path / "run")
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 4)
+    settings = {f"{LAUNCH}python": stub_python(tmp_path, "fixed:0"), f"{LAUNCH}args": "{}"}
+    command = launch_overrides(paths.root, prompts, launched, replicas=2, **settings)
+    runner = Runner(command, log=tmp_path / "log")
+    assert runner.wait() == 1
+    output = runner.output()
+    assert "ended with exit code 9 before it was healthy" in output
+    assert "  the end of its log:\n    CUDA out of memory" in output
+    assert "Traceback" not in output
+    assert not launched.processes()
+    assert not paths.has_data()
+    (tmp_path / "broken").unlink()
+    run_to_end(command, tmp_path / "mended.log")
+    assert validate_run(paths.root).sound
+
+
+def test_replicas_that_do_not_come_back_end_the_run_and_nothing_is_lost(
+    tmp_path: Path, launched: Launched
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 200)
+    settings = {
+        f"{LAUNCH}python": stub_python(tmp_path, "fixed:0.1"),
+        f"{LAUNCH}args": "{}",
+        f"{LAUNCH}max_restarts": 1,
+    }
+    command = launch_overrides(
+        paths.root, prompts, launched, replicas=2, generation__max_in_flight=8, **settings
+    )
+    runner = Runner(command, log=tmp_path / "log")
+    assert runner.wait_until(lambda: has_begun(paths.root))
+    (tmp_path / "broken").touch()
+    launched.kill(launched.servers())
+    assert runner.wait() == 1
+    output = runner.output()
+    assert "error: no replica could be started again." in output
+    assert output.rstrip().endswith("CUDA out of memory")
+    assert not launched.processes()
+    assert read_status(paths.root).failed == 0
+    (tmp_path / "broken").unlink()
+    run_to_end(command, tmp_path / "mended.log")
+    assert read_status(paths.root).completed == 200
+    assert attempts(paths.root) == {1: 200}
+
+
+def test_more_devices_than_there_are_is_an_error_before_anything_starts(
+    tmp_path: Path, launched: Launched
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 4)
+    command = launch_overrides(
+        paths.root,
+        prompts,
+        launched,
+        replicas=2,
+        **{f"{LAUNCH}server": "sglang", "trainer__n_gpus_per_node": 99},
+    )
+    runner = Runner(command, log=tmp_path / "log")
+    assert runner.wait() == 2
+    assert "error: trainer.n_gpus_per_node is 99, but " in runner.output()
+    assert not paths.root.exists()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT", "SIGINT twice", "SIGTERM"])
+def test_no_replica_outlives_rollstream_and_the_same_command_goes_on(
+    tmp_path: Path, launched: Launched, how: str
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    stubs = {f"{LAUNCH}python": stub_python(tmp_path, "fixed:0.5"), f"{LAUNCH}args": "{}"}
+    command = launch_overrides(
+        paths.root,
+        write_prompts(tmp_path / "prompts.jsonl", 60),
+        launched,
+        replicas=2,
+        actor_rollout_ref__rollout__ignore_eos="true",
+        actor_rollout_ref__rollout__response_length=400,
+        generation__max_in_flight=4,
+        generation__grace_period=1,
+        # Real servers have workers below them; they are slow to start, so once is enough.
+        **({} if how == "SIGKILL" else stubs),
+    )
+    runner = Runner(command, log=tmp_path / "log")
+    assert runner.wait_until(lambda: has_begun(paths.root)), runner.output()
+    assert len(launched.servers()) == len(launched.guards()) == 2
+    assert len(launched.workers()) == (2 if how == "SIGKILL" else 0)
+    number = signal.Signals[how.split()[0]]
+    runner.process.send_signal(number)
+    if how == "SIGINT twice":
+        assert runner.wait_until(lambda: "stopping:" in runner.output())
+        runner.process.send_signal(number)
+    assert runner.wait() == (-number if how == "SIGKILL" else 128 + number)
+    if how in ("SIGINT", "SIGTERM"):
+        assert not launched.processes()  # it has waited for them
+    stopped = time.monotonic()
+    assert launched.are_gone_within(10)
+    print(f"{how}: gone after {time.monotonic() - stopped:.2f} s")
+    if how == "SIGKILL":
+        run_to_end([*command, "actor_rollout_ref.rollout.launch.replicas=1"], tmp_path / "resumed.log")
+        assert read_status(paths.root).completed == 60
+        assert validate_run(paths.root).sound
+        assert not launched.processes()
+
+
+def test_a_signal_while_replicas_load_leaves_none(tmp_path: Path, launched: Launched) -> None:
+    paths = RunPaths(tmp_path / "run")
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 4)
+    runner = Runner(launch_overrides(paths.root, prompts, launched, replicas=2), log=tmp_path / "stopped.log")
+    assert runner.wait_until(lambda: len(launched.servers()) == 2)
+    runner.process.send_signal(signal.SIGINT)
+    assert runner.wait() == 130
+    assert "stopped before anything was generated" in runner.output()
+    assert "Traceback" not in runner.output()
+    assert launched.are_gone_within(10)
+    assert not paths.has_data()

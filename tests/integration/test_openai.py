@@ -1,0 +1,273 @@
+"""Engine `openai` through whole runs: with the demo model behind `rollstream serve`, and with a stub."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollstream.chat.tokenizer import load_tokenizer
+from rollstream.cli import main as cli
+from rollstream.demo import MODEL_PATH
+from rollstream.engine.base import ChatPrompt
+from rollstream.engine.openai import OpenAIEngine
+from rollstream.engine.openai_wire import Turn
+from rollstream.errors import ConfigError
+from rollstream.generation.runner import as_config, generate
+from rollstream.store.manifest import read_manifest
+from rollstream.store.validate import validate_run
+from rollstream.testing.stub_chat import ChatFault, ChatStub
+from rollstream.trajectory import SamplingParams
+from tests.integration.test_agents import FUNCTION, mean_reward, rows_of, run, words
+from tests.integration.test_images import TOOLS as LOOK
+from tests.integration.test_images import write_rows
+from tests.integration.test_serve import Served, question, serve
+from tests.unit.chat.vision import CALL, write_model
+
+pytest.importorskip("openvino_genai")
+TOKENIZER = load_tokenizer(str(MODEL_PATH))
+KEY = "sk-very-secret-0123456789"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("openai")
+    (path / "functions.py").write_text(FUNCTION)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    with serve(log=folder / "serve.log") as served:
+        yield served
+
+
+def chat_words(served: Served, run_dir: Path, *more: str, tools: Path | None = None) -> list[str]:
+    return words(
+        run_dir,
+        "actor_rollout_ref.rollout.name=openai",
+        f"actor_rollout_ref.rollout.server_urls=[{served.url}]",
+        "actor_rollout_ref.rollout.calculate_log_probs=false",
+        "actor_rollout_ref.rollout.engine_kwargs={honours_seed: true}",
+        *more,
+        tools=tools,
+    )
+
+
+def check_tokens(row: dict[str, Any], *, tools: bool) -> None:
+    """The ids are the conversation as the template writes it."""
+    messages = orjson.loads(row["messages"])
+    text = TOKENIZER.decode(row["prompt_ids"] + row["response_ids"], skip_special_tokens=False)
+    assert text.startswith(TOKENIZER.decode(row["prompt_ids"], skip_special_tokens=False))
+    for message in messages:
+        assert message["content"] in text
+    assert len(row["response_ids"]) == len(row["response_mask"])
+    assert row["response_logprobs"] is None
+    assert orjson.loads(row["extra"])["token_exact"] is False
+    if row["finish_reason"] == "stop":
+        assert row["response_ids"][-1] in TOKENIZER.end_ids
+    if not tools:
+        assert set(row["response_mask"]) == {1}
+
+
+def test_a_single_turn_is_as_good_as_the_engine_behind_it(
+    folder: Path, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run(chat_words(served, folder / "single"), folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "not those that were sampled" in done.stderr
+    rows = rows_of(folder / "single")
+    for row in rows:
+        check_tokens(row, tools=False)
+    native = run(words(folder / "native"), folder)
+    assert native.returncode == 0, native.stderr[-3000:]
+    # The same seeds, prompts and weights: what is said is the same, and so are the ids, here where the local
+    # tokenizer is the endpoint's and the model writes as its template does.
+    exact = rows_of(folder / "native")
+    assert [row["prompt_ids"] for row in rows] == [row["prompt_ids"] for row in exact]
+    same = sum(row["response_ids"] == other["response_ids"] for row, other in zip(rows, exact, strict=True))
+    assert same > 0.9 * len(rows)
+    assert abs(mean_reward(rows) - mean_reward(exact)) < 0.05
+    assert validate_run(folder / "single").sound
+    manifest = read_manifest(folder / "single")
+    assert manifest is not None
+    assert manifest.identity["engine.token_exact"] is False
+    assert cli(["show", str(folder / "single")]) == 0
+    assert "not those that were sampled" in capsys.readouterr().out
+
+
+def test_tools_make_the_model_better_as_with_the_native_engine(folder: Path, served: Served) -> None:
+    done = run(chat_words(served, folder / "tools", tools=folder / "functions.py"), folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = rows_of(folder / "tools")
+    assert mean_reward(rows) > 0.85  # about 0.94 with the native engine, 0.60 without tools
+    called = [row for row in rows if row["metrics"]["tool_calls"]]
+    assert len(called) > 0.9 * len(rows)
+    for row in called:
+        check_tokens(row, tools=True)
+        assert {0, 1} == set(row["response_mask"])
+        roles = [message["role"] for message in orjson.loads(row["messages"])]
+        assert roles[:3] == ["user", "assistant", "tool"]
+    assert validate_run(folder / "tools").sound
+
+
+def test_a_dry_run_says_what_it_is(folder: Path, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run(chat_words(served, folder / "dry", "--dry-run"), folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = orjson.loads(done.stdout)
+    assert report["engine"]["token_ids"] is False
+    assert report["identity"]["engine.token_exact"] is False
+    assert not (folder / "dry").exists()
+
+
+async def test_a_cut_answer_goes_on_at_a_real_server(served: Served) -> None:
+    """A partial answer is the beginning of the model's own: greedy, it goes on as it would have."""
+    kwargs = {"continue_final_message": True}
+    engine = OpenAIEngine([served.url], model_path=str(MODEL_PATH), engine_kwargs=kwargs)
+    await engine.start()
+    try:
+        messages = question(37, 41)
+        greedy = SamplingParams(32, temperature=0.0, logprobs=False)
+        prompt = ChatPrompt(messages, TOKENIZER.render(messages))
+        whole = await engine.chat(prompt, greedy, request_id="a")
+        assert whole.message is not None
+        text = whole.message["content"]
+        assert len(text) >= 2
+        replica = engine._watch._replicas[engine.replicas[0]]
+        turn = Turn(content=text[:1], pieces=1)
+        await replica._send(greedy, prompt, turn)
+        assert turn.content == text
+    finally:
+        await engine.close()
+
+
+def stub_words(stub: ChatStub, run_dir: Path, prompts: Path, **more: Any) -> list[str]:
+    given = {
+        "actor_rollout_ref.model.path": "stub",
+        "actor_rollout_ref.model.tokenizer_path": MODEL_PATH,
+        "actor_rollout_ref.rollout.name": "openai",
+        "actor_rollout_ref.rollout.server_urls": f"[{stub.url}/v1]",
+        "actor_rollout_ref.rollout.calculate_log_probs": "false",
+        "actor_rollout_ref.rollout.response_length": 64,
+        "data.train_files": prompts,
+        "trainer.default_local_dir": run_dir,
+        "generation.show_progress": "false",
+        "generation.log_level": "debug",
+        **more,
+    }
+    return [f"{key}={value}" for key, value in given.items()]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b"".join(orjson.dumps({"prompt": f"{one} + 1 ="}) + b"\n" for one in range(20)))
+    return file
+
+
+async def test_the_key_is_nowhere_in_a_run(
+    tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("THE_KEY", KEY)
+    async with ChatStub(lambda body: "two words", api_key=KEY) as stub:
+        stub.faults += [
+            ChatFault("status", 400, message=f"no {KEY}"),
+            ChatFault("status", 500, message=f"odd {KEY}"),
+            ChatFault("status", 429, "x", f"slow {KEY}", {"Retry-After": "0.2"}),
+            ChatFault("error_event", message=f"odd {KEY}"),
+            ChatFault("cut"),
+        ]
+        more = {"actor_rollout_ref.rollout.engine_kwargs": "{api_key_env: THE_KEY}"}
+        result = await generate(as_config(stub_words(stub, tmp_path / "run", prompts, **more)))
+    assert (result.completed, result.failed) == (19, 1)
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert len(files) > 3
+    for file in files:
+        assert KEY.encode() not in file.read_bytes(), file
+    told = capfd.readouterr()
+    assert KEY not in told.out + told.err
+    logs = b"".join(file.read_bytes() for file in (tmp_path / "run" / "logs").iterdir())
+    assert b"THE_KEY" in logs
+    assert b"429" in logs
+
+
+async def test_an_outage_and_a_storm_cost_no_attempt(tmp_path: Path, prompts: Path) -> None:
+    async with ChatStub(lambda body: "two words", limit=(15, 0.5), pause=0.02) as stub:
+
+        async def go_away_for_a_while() -> None:
+            while stub.answered < 5:
+                await asyncio.sleep(0.005)
+            await stub.stop()
+            await asyncio.sleep(0.3)
+            await stub.start()
+
+        words = stub_words(stub, tmp_path / "run", prompts, **{"actor_rollout_ref.rollout.n": 3})
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(generate(as_config(words)))
+            group.create_task(go_away_for_a_while())
+    result = running.result()
+    assert (result.completed, result.failed) == (60, 0)
+    assert stub.refused > 0
+    assert validate_run(tmp_path / "run").sound
+    assert {row["metrics"]["engine_calls"] for row in rows_of(tmp_path / "run")} == {1.0}
+
+
+async def test_images_of_rows_and_tools_are_sent_as_data_urls(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_rows(tmp_path)
+    (tmp_path / "tools.py").write_text(LOOK)
+
+    def answer(body: dict[str, Any]) -> str:
+        if body["messages"][-1]["role"] == "tool":
+            return "and that"
+        return CALL  # the template shows no tools, so the calls are text
+
+    def sent(body: dict[str, Any]) -> list[str]:
+        parts = [
+            part for one in body["messages"] if isinstance(one["content"], list) for part in one["content"]
+        ]
+        return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+
+    more = {
+        "actor_rollout_ref.model.path": tmp_path / "model",
+        "actor_rollout_ref.model.tokenizer_path": "null",
+        "actor_rollout_ref.rollout.agent.default_agent_loop": "tool_agent",
+        "actor_rollout_ref.rollout.multi_turn.function_tool_path": tmp_path / "tools.py",
+        "actor_rollout_ref.rollout.multi_turn.show_tools": "false",
+        "actor_rollout_ref.rollout.response_length": 256,
+    }
+    async with ChatStub(answer, model="model") as stub:
+        rows = tmp_path / "rows.jsonl"
+        with pytest.raises(ConfigError, match="takes none"):
+            await generate(as_config(stub_words(stub, tmp_path / "run", rows, **more)))
+        more["actor_rollout_ref.rollout.engine_kwargs"] = "{takes_images: true}"
+        result = await generate(as_config(stub_words(stub, tmp_path / "run", rows, **more)))
+    assert (result.completed, result.failed) == (3, 0)
+    # Rows with one, two and no image; the tool returns one more.
+    assert sorted(len(sent(body)) for body in stub.requests) == [0, 1, 1, 2, 2, 3]
+    assert all(url.startswith("data:image/png;base64,") for body in stub.requests for url in sent(body))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"actor_rollout_ref.rollout.calculate_log_probs": "true"}, "calculate_log_probs=false"),
+        ({"actor_rollout_ref.rollout.top_k": 5}, r"top_k=-1"),
+        ({"actor_rollout_ref.rollout.ignore_eos": "true"}, "ignore_eos=false"),
+        ({"actor_rollout_ref.rollout.stop_token_ids": "[3]"}, "stop_token_ids"),
+        ({"generation.seed": 1}, "honours_seed"),
+        ({"data.truncation": "left"}, "truncation=error"),
+        ({"actor_rollout_ref.model.tokenizer_path": "null"}, "tokenizer_path"),
+        ({"actor_rollout_ref.rollout.server_urls": "[]"}, "server_urls"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+async def test_what_cannot_be_had_is_an_error_at_start(
+    tmp_path: Path, prompts: Path, more: dict[str, Any], said: str
+) -> None:
+    async with ChatStub(lambda body: "x") as stub:
+        with pytest.raises(ConfigError, match=said):
+            await generate(as_config(stub_words(stub, tmp_path / "run", prompts, **more)))
+    assert not stub.requests

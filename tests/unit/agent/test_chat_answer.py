@@ -1,0 +1,236 @@
+"""Loops over an engine that speaks messages: a stub endpoint, and the demo model's tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollstream.agent.base import AgentLoop
+from rollstream.agent.chat_answer import calls_of, read_answer
+from rollstream.agent.registry import AgentLoops, LoopEntry
+from rollstream.agent.tools.toolbox import ToolBox
+from rollstream.chat.template import TurnTemplate
+from rollstream.engine.openai import OpenAIEngine
+from rollstream.testing.stub_chat import ChatFault, ChatStub
+from rollstream.trajectory import Message, PromptRow, SamplingParams, Trajectory
+from tests.unit.agent.rollouts import (
+    call_text,
+    completed,
+    contents,
+    demo_tokenizer,
+    failed,
+    make_row,
+    make_worker,
+    resources,
+)
+from tests.unit.agent.tools.tools import functions, opened
+
+ADD = """
+@function_tool
+def add(a: int, b: int) -> int:
+    '''Adds.
+
+    Args:
+        a: One.
+        b: The other.
+    '''
+    return a + b
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def calling(arguments: Any, *, call_id: str = "c00000000", text: str = "") -> Message:
+    call = {"type": "function", "id": call_id, "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": text, "tool_calls": [call]}
+
+
+async def play(
+    *answers: str | Message,
+    row: PromptRow | None = None,
+    loop: str = "tool_agent",
+    loops: AgentLoops | None = None,
+    tools: ToolBox | None = None,
+    faults: list[ChatFault] | None = None,
+    engine_kwargs: dict[str, Any] | None = None,
+    **given: Any,
+) -> tuple[Any, ChatStub]:
+    """What becomes of a rollout that hears these answers in turn."""
+    left = list(answers)
+    async with ChatStub(lambda body: left.pop(0) if len(left) > 1 else left[0]) as stub:
+        stub.faults += faults or []
+        engine = OpenAIEngine([stub.url], model_path="stub", engine_kwargs=engine_kwargs)
+        await engine.start()
+        try:
+            parts: Any = resources(engine, tools=tools, **given)  # type: ignore[arg-type]
+            worker = make_worker(parts, loop=loop, loops=loops, seed=None, logprobs=False)
+            return await worker.run(row or make_row(), 0), stub
+        finally:
+            await engine.close()
+
+
+def text_of(trajectory: Trajectory) -> str:
+    ids = trajectory.prompt_ids + trajectory.response_ids
+    return demo_tokenizer().decode(ids, skip_special_tokens=False)
+
+
+def by_mask(trajectory: Trajectory, value: int) -> str:
+    pairs = zip(trajectory.response_ids, trajectory.response_mask, strict=True)
+    return demo_tokenizer().decode([i for i, m in pairs if m == value], skip_special_tokens=False)
+
+
+async def test_a_single_turn() -> None:
+    result, stub = await play("12", loop="single_turn_agent")
+    final = completed(result).final
+    assert stub.requests[0]["messages"] == [{"role": "user", "content": "3 + 9 ="}]
+    assert final.prompt_ids == demo_tokenizer().render([{"role": "user", "content": "3 + 9 ="}])
+    assert by_mask(final, 1) == "12<|im_end|>"
+    assert set(final.response_mask) == {1}
+    assert final.messages[-1] == {"role": "assistant", "content": "12"}
+    assert final.response_logprobs is None
+    assert final.extra["token_exact"] is False
+
+
+async def test_tools_are_called_as_the_endpoint_says(tmp_path: Path) -> None:
+    async with opened(functions(tmp_path, ADD)) as tools:
+        result, stub = await play(calling({"a": 3, "b": 9}, text="I add."), "12", tools=tools)
+    final = completed(result).final
+    assert contents(final) == ["12"]
+    assert final.metrics.tool_calls == 1
+    assert final.metrics.tool_errors == 0
+    assert final.extra["token_exact"] is False
+    # The whole is what the template writes of the conversation: nothing is lost between the turns.
+    whole = demo_tokenizer().render_text(final.messages, tools=tools.schemas, add_generation_prompt=False)
+    assert text_of(final) == whole.rstrip("\n")
+    said, given = by_mask(final, 1), by_mask(final, 0)
+    assert "I add." in said
+    assert said.endswith("12<|im_end|>")
+    assert "<tool_response>" in given
+    assert "<tool_call>" not in given
+    first, second = stub.requests
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["add"]
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool"]
+    (call,) = second["messages"][1]["tool_calls"]
+    assert orjson.loads(call["function"]["arguments"]) == {"a": 3, "b": 9}
+    assert second["messages"][2]["tool_call_id"] == call["id"]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 3, "b"', "[1]", "what"])
+async def test_arguments_that_cannot_be_read_are_told_to_the_model(tmp_path: Path, arguments: str) -> None:
+    async with opened(functions(tmp_path, ADD)) as tools:
+        result, stub = await play(calling(arguments), "12", tools=tools)
+    final = completed(result).final
+    assert final.metrics.tool_errors == 1
+    assert contents(final)[0].startswith("Error: the arguments")
+    assert final.messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
+    (sent,) = stub.requests[1]["messages"][1]["tool_calls"]
+    assert orjson.loads(sent["function"]["arguments"]) == {"unreadable": arguments}
+
+
+async def test_many_calls_with_odd_ids(tmp_path: Path) -> None:
+    first = calling({"a": 1, "b": 2}, call_id="same")
+    first["tool_calls"] += calling({"a": 3, "b": 4}, call_id="same")["tool_calls"]
+    async with opened(functions(tmp_path, ADD)) as tools:
+        result, stub = await play(first, "done", tools=tools)
+    assert contents(completed(result).final) == ["3", "7"]
+    sent = stub.requests[1]["messages"]
+    ids = [call["id"] for call in sent[1]["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert [message["tool_call_id"] for message in sent[2:]] == ids
+
+
+async def test_tools_that_only_the_prompt_describes(tmp_path: Path) -> None:
+    async with opened(functions(tmp_path, ADD)) as tools:
+        text = f"I add.\n{call_text('add', a=3, b=9)}"
+        result, stub = await play(text, "12", tools=tools, show_tools=False)
+    final = completed(result).final
+    assert contents(final) == ["12"]
+    assert "tools" not in stub.requests[0]
+    assert text in by_mask(final, 1)
+
+
+async def test_text_that_looks_like_a_call_is_text_where_tools_are_structured(tmp_path: Path) -> None:
+    async with opened(functions(tmp_path, ADD)) as tools:
+        result, _ = await play(call_text("add", a=3, b=9), tools=tools)
+    final = completed(result).final
+    assert final.metrics.tool_calls == 0
+    assert final.messages[-1]["content"] == call_text("add", a=3, b=9)
+
+
+async def test_a_length_is_kept_also_where_the_endpoint_counts_otherwise() -> None:
+    result, stub = await play("twelve " * 200, loop="single_turn_agent", response_length=20)
+    final = completed(result).final
+    assert stub.requests[0]["max_tokens"] == 20
+    assert (len(final.response_ids), final.finish_reason) == (20, "length")
+    cut = ChatFault("finish", code="length")
+    result, _ = await play("12", loop="single_turn_agent", faults=[cut])
+    final = completed(result).final
+    assert (by_mask(final, 1), final.finish_reason) == ("12", "length")  # no end of turn: there was none
+
+
+async def test_a_context_is_edited_in_the_messages_too() -> None:
+    delete = calling({"msg_id": 1})
+    delete["tool_calls"][0]["function"]["name"] = "deleteContext"
+    note = calling({"key": "k", "content": "v"})
+    note["tool_calls"][0]["function"]["name"] = "note"
+    result, stub = await play(note, delete, "12", loop="context_agent")
+    trajectories = completed(result).trajectories
+    assert [one.is_snapshot for one in trajectories] == [True, False]
+    assert all(one.extra["token_exact"] is False for one in trajectories)
+    last = stub.requests[-1]["messages"]
+    assert last[1]["content"] == "[msg_id: 1] [deleted]"
+    assert orjson.loads(last[1]["tool_calls"][0]["function"]["arguments"]) == {}
+    final = trajectories[-1]
+    assert "[deleted]" in demo_tokenizer().decode(final.prompt_ids)
+    assert by_mask(final, 1) == "12<|im_end|>"
+
+
+class Careless(AgentLoop):
+    async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory:
+        ids = await self.render(row["raw_prompt"], prompt_key=row["prompt_key"])
+        await self.generate(ids, sampling)
+        raise AssertionError("unreachable")
+
+
+async def test_a_loop_that_has_only_ids_is_told_what_to_do() -> None:
+    loops = AgentLoops({"careless": LoopEntry(Careless, {})})
+    result, stub = await play("12", loop="careless", loops=loops)
+    failure = failed(result)
+    assert "takes messages, not token ids, and Careless gives it none" in failure.error
+    assert (failure.attempts, stub.requests) == (1, [])
+
+
+async def test_a_content_filter_fails_its_rollout_only() -> None:
+    result, _ = await play(
+        "12", loop="single_turn_agent", faults=[ChatFault("finish", code="content_filter")]
+    )
+    failure = failed(result)
+    assert (failure.attempts, "content_filter" in failure.error) == (1, True)
+
+
+async def test_a_rate_limit_costs_no_attempt() -> None:
+    refusals = [ChatFault("status", 429, "x", headers={"Retry-After": "0.2"})] * 3
+    result, stub = await play("12", loop="single_turn_agent", faults=refusals)
+    assert completed(result).attempts == 1
+    assert len(stub.requests) == 4
+
+
+def test_answers_as_templates_want_them() -> None:
+    template = TurnTemplate(demo_tokenizer())
+    assert read_answer(None, template, turn=1) == {"role": "assistant", "content": ""}
+    given = calling('{"a": 1}', text=" 12 ") | {"reasoning_content": "hm", "odd": 1}
+    answer = read_answer(given, template, turn=1)
+    assert answer == {
+        "role": "assistant",
+        "content": "12",
+        "reasoning_content": "hm",
+        "tool_calls": calling({"a": 1})["tool_calls"],
+    }
+    (call,) = calls_of(answer)
+    assert (call.name, call.arguments, call.call_id, call.error) == ("add", {"a": 1}, "c00000000", None)
+    (empty,) = calls_of(read_answer(calling(""), template, turn=1))
+    assert empty.arguments == {}

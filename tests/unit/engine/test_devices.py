@@ -1,0 +1,156 @@
+"""Devices from what the vendors' tools print."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.engine.devices import (
+    Devices,
+    find_devices,
+    parse_npu_smi,
+    parse_nvidia_smi,
+    parse_rocm_smi,
+    run_tool,
+)
+from rollstream.errors import ConfigError
+
+FOUR_GPUS = """\
+GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
+GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-2e2f6c6a-5c3b-4b0e-9f51-1a1b6d3f0c11)
+GPU 2: NVIDIA A100-SXM4-80GB (UUID: GPU-93f5f9a0-77a1-6b7c-8a3d-6ad2b6f3b0e5)
+GPU 3: NVIDIA A100-SXM4-80GB (UUID: GPU-b1028956-cfa2-0990-bf4a-5da9abb51763)
+"""
+
+SPLIT = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
+  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
+  MIG 3g.20gb     Device  1: (UUID: MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-2e2f6c6a-5c3b-4b0e-9f51-1a1b6d3f0c11)
+"""
+
+TWO_CARDS = """\
+WARNING: AMD GPU device(s) is/are in a low-power state. Check power control/runtime_status
+
+{"card0": {"Device Name": "AMD Instinct MI300X", "Device ID": "0x74a1", "GUID": "28851"}, \
+"card1": {"Device Name": "AMD Instinct MI300X", "Device ID": "0x74a1", "GUID": "51499"}, "system": {}}
+"""
+
+TWO_NPUS = """\
+        Total Count                    : 2
+
+        NPU ID                         : 0
+        Chip Count                     : 2
+
+        NPU ID                         : 1
+        Chip Count                     : 2
+"""
+
+TOOLS = {"nvidia-smi": FOUR_GPUS, "rocm-smi": TWO_CARDS, "npu-smi": TWO_NPUS}
+
+
+def find(
+    tool: str | None, environ: Mapping[str, str] | None = None, printed: str | None = None
+) -> Devices | None:
+    def run(command: Sequence[str]) -> str | None:
+        if command[0] != tool:
+            return None
+        return TOOLS[tool] if printed is None else printed
+
+    return find_devices(environ or {}, run)
+
+
+def test_what_the_tools_print_is_read() -> None:
+    assert [gpu.name for gpu in parse_nvidia_smi(FOUR_GPUS)] == ["0", "1", "2", "3"]
+    assert [gpu.name for gpu in parse_nvidia_smi(SPLIT)] == [
+        "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f",
+        "MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb",
+        "1",
+    ]
+    assert parse_rocm_smi(TWO_CARDS) == 2
+    assert parse_npu_smi(TWO_NPUS) == 4
+
+
+@given(st.text())
+def test_what_is_no_list_of_devices_names_none(text: str) -> None:
+    assert parse_nvidia_smi("No devices were found\n") == []
+    assert [gpu.name for gpu in parse_nvidia_smi(text)] == [] or "GPU " in text
+    assert parse_rocm_smi(text) == 0 or "card" in text
+    assert parse_npu_smi(text) == 0 or "Chip Count" in text
+
+
+@pytest.mark.parametrize(
+    ("tool", "kind", "ids", "variables"),
+    [
+        ("nvidia-smi", "cuda", ("0", "1", "2", "3"), ("CUDA_VISIBLE_DEVICES",)),
+        ("rocm-smi", "rocm", ("0", "1"), ("HIP_VISIBLE_DEVICES",)),
+        ("npu-smi", "npu", ("0", "1", "2", "3"), ("ASCEND_RT_VISIBLE_DEVICES",)),
+    ],
+)
+def test_without_a_variable_all_are_visible(
+    tool: str, kind: str, ids: tuple[str, ...], variables: tuple[str, ...]
+) -> None:
+    found = find(tool)
+    assert found is not None
+    assert (found.kind, found.ids, found.variables) == (kind, ids, variables)
+
+
+def test_no_tool_no_devices() -> None:
+    assert find(None) is None
+    assert find(None, {"CUDA_VISIBLE_DEVICES": "0"}) is None
+    assert find("nvidia-smi", printed="") is None
+    assert run_tool(["no-such-tool-anywhere"]) is None
+    assert run_tool(["false"]) is None
+    assert run_tool(["echo", "x"]) == "x\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "ids"),
+    [
+        ("2,3", ("2", "3")),
+        (" 3 , 0 ", ("3", "0")),
+        ("1,-1,2", ("1",)),
+        ("GPU-2e2f6c6a,GPU-93f5f9a0-77a1-6b7c-8a3d-6ad2b6f3b0e5",) * 2,
+        ("", None),
+        ("-1", None),
+        ("NoDevFiles", None),
+    ],
+)
+def test_a_visible_devices_variable_is_respected(value: str, ids: tuple[str, ...] | str | None) -> None:
+    found = find("nvidia-smi", {"CUDA_VISIBLE_DEVICES": value})
+    wanted = tuple(ids.split(",")) if isinstance(ids, str) else ids
+    assert (found.ids if found else None) == wanted
+
+
+def test_a_variable_that_names_what_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES=0,4.*no device '4'.*0, 1, 2, 3"):
+        find("nvidia-smi", {"CUDA_VISIBLE_DEVICES": "0,4"})
+    with pytest.raises(ConfigError, match="no device '9'"):
+        find("npu-smi", {"ASCEND_RT_VISIBLE_DEVICES": "9"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "ids", "variables"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "1"}, ("1",), ("HIP_VISIBLE_DEVICES",)),
+        # HIP reads this one, too; both set, both are kept alike.
+        ({"CUDA_VISIBLE_DEVICES": "1"}, ("1",), ("CUDA_VISIBLE_DEVICES",)),
+        (
+            {"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "1"},
+            ("1",),
+            ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+        ),
+        ({"ROCR_VISIBLE_DEVICES": "1"}, ("1",), ("ROCR_VISIBLE_DEVICES",)),
+        # What ROCR leaves is counted from 0.
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, ("0",), ("HIP_VISIBLE_DEVICES",)),
+    ],
+)
+def test_rocm_has_two_layers(
+    environ: dict[str, str], ids: tuple[str, ...], variables: tuple[str, ...]
+) -> None:
+    found = find("rocm-smi", environ)
+    assert found is not None
+    assert (found.ids, found.variables) == (ids, variables)
+    with pytest.raises(ConfigError, match="no device '1'"):
+        find("rocm-smi", {"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"})

@@ -1,0 +1,403 @@
+"""Generations that go on over interruptions: every token is that of its context under its version."""
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.engine import interruptible
+from rollstream.engine.base import Capabilities, Engine, EngineLoad, ReportsLoad
+from rollstream.engine.interruptible import InterruptibleEngine, OnUpdate
+from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
+from rollstream.testing.scripted import ScriptedEngine
+from rollstream.trajectory import Completion, SamplingParams
+
+LONG = SamplingParams(40)
+
+
+def next_token(context: list[int], version: int) -> tuple[int, float]:
+    """A model: a token and its log-prob, of all that was before and of the weights."""
+    digest = hashlib.blake2b(repr((context, version)).encode(), digest_size=4).digest()
+    return digest[0] + 1, -float(digest[1])
+
+
+@dataclass(eq=False)
+class _Inside:
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: bool = False
+
+
+class Stepper:
+    """An engine that samples a token per turn of the event loop, for as many requests as it has slots.
+
+    It insists on what the wrapper promises: no request inside while weights change.
+    """
+
+    def __init__(self, slots: int = 64) -> None:
+        self.version = 0
+        self.inside: dict[str, _Inside] = {}
+        self.slots = asyncio.Semaphore(slots)
+        self.calls = 0
+        self.aborts = 0
+        self.deaf = False
+        """Ignores aborts."""
+        self.stuck = False
+        """Ends everything without a token."""
+        self.away = False
+        self.closed = False
+        self.loading: Callable[[], Any] | None = None
+        self.capabilities = Capabilities(True, "raw", True, True, True, False, True, None)
+
+    async def start(self) -> None: ...
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        images: list[object] | None = None,
+    ) -> Completion:
+        assert request_id not in self.inside
+        self.calls += 1
+        one = self.inside[request_id] = _Inside()
+        try:
+            async with self.slots:
+                while not (one.ended or self.stuck):
+                    if self.closed or self.away:
+                        raise EngineUnavailableError("away")
+                    token, logprob = next_token(prompt_ids + one.ids, self.version)
+                    one.ids.append(token)
+                    one.logprobs.append(logprob)
+                    if len(one.ids) == sampling.max_tokens or (token % 50 == 0 and not sampling.ignore_eos):
+                        how = "length" if len(one.ids) == sampling.max_tokens else "stop"
+                        return Completion(one.ids, one.logprobs, how, [(0, self.version)])  # type: ignore[arg-type]
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                return Completion(one.ids, one.logprobs, "abort", [(0, self.version)])
+        finally:
+            del self.inside[request_id]
+
+    async def abort(self, request_id: str) -> None:
+        self.aborts += 1
+        if request_id in self.inside and not self.deaf:
+            self.inside[request_id].ended = True
+
+    def abort_all(self) -> None:
+        for one in self.inside.values():
+            one.ended = True
+
+    async def update_weights(self, source: str, version: int) -> None:
+        assert not self.inside
+        if self.loading is not None:
+            await self.loading()
+        assert not self.inside
+        if source == "nothing":
+            raise EngineError("there is no folder nothing")
+        self.version = version
+
+    async def health(self) -> bool:
+        return not self.closed
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def check(prompt: list[int], completion: Completion) -> None:
+    """Every token and log-prob is that of its context under its version; versions only go up."""
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == len(completion.token_ids)
+    runs = completion.policy_versions
+    assert runs[0][0] == 0
+    assert all(one[0] < two[0] and one[1] < two[1] for one, two in itertools.pairwise(runs))
+    context = list(prompt)
+    for i, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        version = next(version for start, version in reversed(runs) if start <= i)
+        assert (token, logprob) == next_token(context, version)
+        context.append(token)
+
+
+def lasting(count: int, tokens: int) -> list[list[int]]:
+    """Prompts whose answers, under version 0, have more tokens than that."""
+    found: list[list[int]] = []
+    number = 0
+    while len(found) < count:
+        context = [number]
+        while len(context) <= tokens and (token := next_token(context, 0)[0]) % 50:
+            context.append(token)
+        if len(context) > tokens:
+            found.append([number])
+        number += 1
+    return found
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+OPS = st.one_of(
+    st.tuples(st.just("wait"), st.integers(1, 12)),
+    st.tuples(st.just("update"), st.booleans()),
+    st.tuples(st.just("fail"), st.booleans()),
+    st.tuples(st.just("abort"), st.integers(0, 5)),
+    st.tuples(st.just("abort all"), st.just(0)),
+    st.tuples(st.just("cancel"), st.integers(0, 5)),
+)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(OPS, max_size=12),
+    st.sampled_from(("continue", "restart", "abort")),
+    st.integers(1, 6),
+)
+def test_whatever_interrupts_tokens_are_exact(
+    ops: list[tuple[str, int]], on_update: OnUpdate, slots: int
+) -> None:
+    asyncio.run(_interrupt(ops, on_update, slots))
+
+
+async def _interrupt(ops: list[tuple[str, int]], on_update: OnUpdate, slots: int) -> None:
+    inner = Stepper(slots)
+    engine = InterruptibleEngine(inner, on_update=on_update)
+    asked = [asyncio.create_task(engine.generate([i], LONG, request_id=str(i))) for i in range(6)]
+    version, aborted, updates = 0, set(), []
+    for op, value in ops:
+        match op:
+            case "wait":
+                await turns(value)
+            case "update":
+                version += 1
+                updates.append(asyncio.create_task(engine.update_weights("/x", version)))
+                if value:
+                    await asyncio.wait(updates)
+            case "fail":
+                with pytest.raises(EngineError):
+                    await engine.update_weights("nothing", 99)
+            case "abort":
+                aborted.add(value)
+                await engine.abort(str(value))
+            case "abort all":
+                inner.abort_all()
+            case "cancel":
+                asked[value].cancel()
+    answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+    await asyncio.gather(*updates)
+    assert inner.version == version
+    assert not inner.inside and not engine._flights and not engine._inside
+    for i, answer in enumerate(answers):
+        if isinstance(answer, asyncio.CancelledError):
+            continue
+        assert isinstance(answer, Completion), answer
+        check([i], answer)
+        if answer.finish_reason == "length":
+            assert len(answer.token_ids) == 40
+        if answer.finish_reason == "abort" and on_update != "abort":
+            assert i in aborted
+        if on_update != "continue":
+            assert len(answer.policy_versions) == 1
+
+
+async def test_what_each_policy_does_with_the_tokens() -> None:
+    for on_update in ("continue", "restart", "abort"):
+        inner = Stepper()
+        engine = InterruptibleEngine(inner, on_update=on_update)  # type: ignore[arg-type]
+        prompts = lasting(8, 10)
+        asked = [asyncio.create_task(engine.generate(p, LONG, request_id=str(p[0]))) for p in prompts]
+        await turns(5)
+        sampled = [list(one.ids) for one in inner.inside.values()]
+        assert len(sampled) == 8
+        await engine.update_weights("/new", 7)
+        for prompt, before, answer in zip(prompts, sampled, await asyncio.gather(*asked), strict=True):
+            check(prompt, answer)
+            kept = answer.token_ids[: len(before)] == before
+            if on_update == "continue":
+                (_, old), (start, new) = answer.policy_versions
+                assert kept and (old, new) == (0, 7) and start >= len(before)
+            elif on_update == "restart":
+                assert answer.policy_versions == [(0, 7)]
+            else:
+                assert kept and (answer.finish_reason, answer.policy_versions) == ("abort", [(0, 0)])
+        assert inner.version == 7
+
+
+async def test_sixty_four_in_flight_with_one_slot() -> None:
+    inner = Stepper(1)
+    engine = InterruptibleEngine(inner)
+    asked = [asyncio.create_task(engine.generate([i], LONG, request_id=str(i))) for i in range(64)]
+    for version in (1, 2, 3):
+        await turns(100)
+        await engine.update_weights("/new", version)
+    for i, answer in enumerate(await asyncio.wait_for(asyncio.gather(*asked), 20)):
+        check([i], answer)
+        assert answer.finish_reason != "abort"
+
+
+async def test_stop_strings_begin_anew() -> None:
+    inner = Stepper()
+    engine = InterruptibleEngine(inner)
+    (prompt,) = lasting(1, 10)
+    asked = asyncio.create_task(engine.generate(prompt, replace(LONG, stop=("end",)), request_id="a"))
+    await turns(5)
+    await engine.update_weights("/new", 1)
+    answer = await asked
+    check(prompt, answer)
+    assert answer.policy_versions == [(0, 1)]
+
+
+async def test_the_door_is_closed_while_weights_are_loaded() -> None:
+    inner, loaded = Stepper(), asyncio.Event()
+    inner.loading = loaded.wait
+    engine = InterruptibleEngine(inner)
+    (prompt,) = lasting(1, 10)
+    early = asyncio.create_task(engine.generate(prompt, LONG, request_id="early"))
+    await turns(4)
+    update = asyncio.create_task(engine.update_weights("/new", 1))
+    second = asyncio.create_task(engine.update_weights("/newer", 2))
+    await turns(4)
+    late = [asyncio.create_task(engine.generate([i], LONG, request_id=str(i))) for i in range(3)]
+    await turns(9)
+    assert not inner.inside and not any(task.done() for task in late)
+    # At the door an abort and a cancellation are heard.
+    await engine.abort("0")
+    late[1].cancel()
+    await engine.abort("early")
+    none, cut = await late[0], await early
+    assert (none.token_ids, none.finish_reason, none.policy_versions) == ([], "abort", [(0, 0)])
+    assert cut.finish_reason == "abort" and cut.token_ids
+    check(prompt, cut)
+    loaded.set()
+    await update
+    await second
+    assert {version for _, version in (await late[2]).policy_versions} <= {1, 2}
+    assert late[1].cancelled() and inner.version == 2
+
+
+async def test_an_update_that_fails_or_is_given_up_opens_the_door() -> None:
+    inner, loaded = Stepper(), asyncio.Event()
+    engine = InterruptibleEngine(inner)
+    (prompt,) = lasting(1, 20)
+    asked = asyncio.create_task(engine.generate(prompt, LONG, request_id="a"))
+    await turns(3)
+    with pytest.raises(EngineError, match="no folder"):
+        await engine.update_weights("nothing", 1)
+    await turns(3)
+    inner.loading = loaded.wait
+    update = asyncio.create_task(engine.update_weights("/new", 1))
+    waits = asyncio.create_task(engine.update_weights("/newer", 2))
+    await turns(4)
+    waits.cancel()
+    update.cancel()
+    await asyncio.wait((update, waits))
+    answer = await asked
+    check(prompt, answer)
+    assert (answer.policy_versions, inner.version) == ([(0, 0)], 0)
+
+
+async def test_an_engine_that_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interruptible, "_DRAIN_S", 0.05)
+    monkeypatch.setattr(interruptible, "_ABORT_AGAIN_S", 0.01)
+    inner = Stepper()
+    inner.deaf = True
+    engine = InterruptibleEngine(inner)
+    endless = SamplingParams(10**9, ignore_eos=True)
+    asked = asyncio.create_task(engine.generate([1], endless, request_id="a"))
+    await turns(2)
+    with pytest.raises(EngineError, match="1 requests did not end within"):
+        await engine.update_weights("/new", 1)
+    assert inner.version == 0 and inner.aborts > 1
+    inner.deaf = False
+    await engine.abort("a")
+    assert (await asked).finish_reason == "abort"
+
+
+@pytest.mark.parametrize("others_go_on", [False, True])
+async def test_an_engine_that_ends_everything_is_not_asked_in_a_hot_loop(
+    monkeypatch: pytest.MonkeyPatch, others_go_on: bool
+) -> None:
+    monkeypatch.setattr(interruptible, "_FIRST_REST_S", 0.0005)
+    monkeypatch.setattr(interruptible, "_REST_S_MAX", 0.002)
+    inner = Stepper()
+    inner.stuck = True
+    engine = InterruptibleEngine(inner)
+    asked = asyncio.create_task(engine.generate([1], LONG, request_id="a"))
+    if others_go_on:
+        while inner.calls < 10:
+            await asyncio.sleep(0.001)
+        engine._progress_at = asyncio.get_running_loop().time()  # another request got a token
+    expected = TransientEngineError if others_go_on else EngineUnavailableError
+    with pytest.raises(expected, match="64 times without a token") as caught:
+        await asked
+    assert type(caught.value) is expected
+    assert inner.calls == 64
+
+
+async def test_a_rest_ends_with_an_abort_or_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interruptible, "_FIRST_REST_S", 1000.0)
+    monkeypatch.setattr(interruptible, "_REST_S_MAX", 1000.0)
+    inner = Stepper()
+    inner.stuck = True
+    engine = InterruptibleEngine(inner)
+    asked = [asyncio.create_task(engine.generate([i], LONG, request_id=str(i))) for i in range(2)]
+    await turns(9)
+    await engine.abort("0")
+    assert (await asked[0]).finish_reason == "abort"
+    await engine.close()
+    with pytest.raises(EngineUnavailableError, match="closed"):
+        await asked[1]
+    with pytest.raises(EngineUnavailableError, match="closed"):
+        await engine.update_weights("/new", 1)
+    with pytest.raises(EngineUnavailableError, match="closed"):
+        await engine.generate([1], LONG, request_id="a")
+
+
+async def test_closing_during_an_update_ends_it() -> None:
+    inner = Stepper()
+    inner.deaf = True
+    engine = InterruptibleEngine(inner)
+    endless = SamplingParams(10**9, ignore_eos=True)
+    asked = asyncio.create_task(engine.generate([1], endless, request_id="a"))
+    await turns(2)
+    update = asyncio.create_task(engine.update_weights("/new", 1))
+    late = asyncio.create_task(engine.generate([2], LONG, request_id="late"))
+    await turns(2)
+    await engine.close()
+    results = await asyncio.wait_for(asyncio.gather(asked, update, late, return_exceptions=True), 10)
+    assert [type(result) for result in results] == [EngineUnavailableError] * 3
+
+
+async def test_an_outage_goes_to_the_caller() -> None:
+    inner = Stepper()
+    engine = InterruptibleEngine(inner)
+    asked = asyncio.create_task(engine.generate(lasting(1, 10)[0], LONG, request_id="a"))
+    await turns(4)
+    inner.away = True
+    with pytest.raises(EngineUnavailableError, match="away"):
+        await asked
+    assert not engine._flights
+
+
+async def test_it_is_the_engine_inside() -> None:
+    inner = ScriptedEngine()
+    engine = InterruptibleEngine(inner)
+    assert isinstance(engine, Engine) and isinstance(engine, ReportsLoad)
+    await engine.start()
+    assert await engine.health()
+    assert engine.capabilities is inner.capabilities and engine.engine is inner
+    assert await engine.load() is None
+
+    class Loaded(ScriptedEngine):
+        async def load(self) -> EngineLoad | None:
+            return EngineLoad(1, 2)
+
+    assert await InterruptibleEngine(Loaded()).load() == EngineLoad(1, 2)
+    await engine.close()
+    assert not await engine.health()

@@ -1,0 +1,133 @@
+"""What a configuration says of the replicas to launch."""
+
+from pathlib import Path
+
+import pytest
+
+from rollstream.config.load import compose, to_settings
+from rollstream.config.settings import Settings
+from rollstream.demo import MODEL_PATH
+from rollstream.errors import ConfigError
+from rollstream.generation.replicas import launch_identity, launch_request, launched_commands
+
+ROLLOUT = "actor_rollout_ref.rollout"
+SERVE = (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.launch.server=rollstream")
+
+
+def settings(*words: str) -> Settings:
+    return to_settings(compose([f"actor_rollout_ref.model.path={MODEL_PATH}", *words]))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (f"{ROLLOUT}.name=openvino",),
+        (f"{ROLLOUT}.name=hf", "trainer.n_gpus_per_node=8"),
+        (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.server_urls=[http://a:1]"),
+    ],
+)
+def test_engines_that_need_no_launch_are_not_launched(words: tuple[str, ...]) -> None:
+    assert launch_request(settings(*words)) is None
+    assert launch_identity(settings(*words, f"{ROLLOUT}.dtype=bfloat16")) == {}
+
+
+def test_every_key_reaches_the_request() -> None:
+    request = launch_request(
+        settings(
+            f"{ROLLOUT}.name=vllm",
+            f"{ROLLOUT}.tensor_model_parallel_size=2",
+            f"{ROLLOUT}.pipeline_model_parallel_size=3",
+            f"{ROLLOUT}.data_parallel_size=4",
+            f"{ROLLOUT}.gpu_memory_utilization=0.7",
+            f"{ROLLOUT}.dtype=bfloat16",
+            f"{ROLLOUT}.load_format=dummy",
+            f"{ROLLOUT}.launch.replicas=5",
+            f"{ROLLOUT}.launch.python=/py",
+            f"{ROLLOUT}.launch.args={{max_num_seqs: 9}}",
+            f"{ROLLOUT}.launch.env={{OMP_NUM_THREADS: 1, EMPTY: null}}",
+            f"{ROLLOUT}.launch.startup_timeout=11",
+            f"{ROLLOUT}.launch.unhealthy_timeout=12",
+            f"{ROLLOUT}.launch.max_restarts=13",
+            f"{ROLLOUT}.launch.restart_delay=14",
+            f"{ROLLOUT}.launch.restart_delay_max=15",
+            "trainer.nnodes=16",
+            "trainer.n_gpus_per_node=17",
+            "generation.seed=18",
+            "actor_rollout_ref.model.trust_remote_code=true",
+            "actor_rollout_ref.model.tokenizer_path=tok",
+        )
+    )
+    assert request is not None
+    assert (request.tensor_parallel, request.pipeline_parallel, request.data_parallel) == (2, 3, 4)
+    assert (request.gpu_memory_utilization, request.dtype, request.load_format) == (0.7, "bfloat16", "dummy")
+    assert (request.server, request.replicas, request.python) == ("auto", 5, "/py")
+    assert (request.args, request.env) == ({"max_num_seqs": 9}, {"OMP_NUM_THREADS": "1", "EMPTY": ""})
+    assert (request.startup_timeout, request.unhealthy_timeout) == (11, 12)
+    assert (request.max_restarts, request.restart_delay, request.restart_delay_max) == (13, 14, 15)
+    assert (request.nodes, request.devices_per_node, request.seeds) == (16, 17, True)
+    assert (request.trust_remote_code, request.tokenizer_path) == (True, "tok")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (f"{ROLLOUT}.launch.replicas=0", "at least 1"),
+        (f"{ROLLOUT}.launch.servr=vllm", r"did you mean '.*launch\.server'"),
+        (f"{ROLLOUT}.launch.server=tgi", "must be one of auto, sglang, vllm, rollstream"),
+        (f"{ROLLOUT}.launch.startup_timeout=0", "above 0"),
+        (f"{ROLLOUT}.gpu_memory_utilization=1.5", "at most 1"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=0", "at least 1"),
+        ("trainer.n_gpus_per_node=-1", "at least 0"),
+        ("trainer.nnodes=0", "at least 1"),
+    ],
+)
+def test_wrong_values_are_named(word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(word)
+
+
+def test_an_environment_holds_texts() -> None:
+    with pytest.raises(ConfigError, match=r"launch\.env\.A must be a text"):
+        launch_request(settings(*SERVE, f"{ROLLOUT}.launch.env={{A: [1]}}"))
+
+
+def test_layout_is_free_and_what_decides_the_data_is_not() -> None:
+    plain = (f"{ROLLOUT}.name=sglang",)
+    assert launch_identity(settings(*plain)) == {}
+    for word in (
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+        f"{ROLLOUT}.gpu_memory_utilization=0.7",
+        f"{ROLLOUT}.launch.replicas=3",
+        f"{ROLLOUT}.launch.args={{max_running_requests: 9}}",
+        f"{ROLLOUT}.launch.env={{A: 1}}",
+        "trainer.n_gpus_per_node=4",
+    ):
+        assert launch_identity(settings(*plain, word)) == {}, word
+    decides = launch_identity(
+        settings(
+            *plain,
+            f"{ROLLOUT}.dtype=bfloat16",
+            f"{ROLLOUT}.load_format=dummy",
+            f"{ROLLOUT}.launch.args={{quantization: fp8, kv_cache_dtype: fp8_e5m2}}",
+        )
+    )
+    assert decides == {
+        "launch.dtype": "bfloat16",
+        "launch.load_format": "dummy",
+        "launch.args.quantization": "fp8",
+        "launch.args.kv-cache-dtype": "fp8_e5m2",
+    }
+    serve = launch_identity(settings(*SERVE, f"{ROLLOUT}.launch.args={{engine_kwargs: {{num_threads: 1}}}}"))
+    assert serve["launch.server"] == "rollstream"
+    assert serve["launch.engine.kv_cache_precision"] == "f32"
+    assert not any("num_threads" in key for key in serve)
+
+
+def test_the_plan_can_be_shown() -> None:
+    commands = launched_commands(
+        settings(*SERVE, f"{ROLLOUT}.launch.replicas=2", f"{ROLLOUT}.launch.env={{A: 1}}"), Path("logs")
+    )
+    assert len(commands) == 2
+    assert commands[0]["env"] == {"A": "1"}
+    assert commands[1]["command"][-2:] == ["--port", "CHOSEN_AT_START"]
+    assert launched_commands(settings(), Path("logs")) == []

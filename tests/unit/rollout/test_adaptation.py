@@ -1,0 +1,223 @@
+"""The cap at work: real servers' queues and refusals, outages, stops, and a machine that breaks."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
+from rollstream.demo import MODEL_PATH
+from rollstream.engine.base import EngineLoad
+from rollstream.engine.sglang import SGLangEngine
+from rollstream.errors import EngineOverloadedError
+from rollstream.rollout import concurrency
+from rollstream.rollout.adaptation import Adaptation
+from rollstream.store.find import find_trajectory
+from rollstream.store.summary import read_failures
+from rollstream.testing.scripted import ScriptedEngine
+from rollstream.testing.stub_faults import Faults, Latency
+from rollstream.testing.stub_server import StubServer
+from tests.unit.rollout.test_local import Harness
+from tests.unit.store.fabric import open_dir
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ChatTokenizer:
+    return load_tokenizer(str(MODEL_PATH))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds become hundredths."""
+    monkeypatch.setattr(concurrency, "_WINDOW_S", 0.1)
+    monkeypatch.setattr(concurrency, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(concurrency, "_QUEUE_FLOOR", 4)
+
+
+ROWS = [index for index in range(150) if index not in (3, 5)]  # those two fail in the harness
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("metrics", [True, False])
+async def test_a_long_queue_is_cut_short_and_nothing_is_lost(
+    tmp_path: Path, tokenizer: ChatTokenizer, metrics: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rollstream.rollout.adaptation")
+    async with StubServer(response_tokens=8, latency=Latency("fixed", 0.02), max_running=4) as server:
+        server.metrics = metrics  # else /get_load says it
+        engine = SGLangEngine([server.url])
+        await engine.start()
+        with open_dir(tmp_path) as run:
+            harness = Harness(run, engine, tokenizer, max_in_flight=64, every_s=0.02)
+            try:
+                await harness.executor.run(run.state.keys.owed(ROWS, retry_failed=False))
+            finally:
+                await harness.writer.close()
+            assert run.state.keys.done == 2 * len(ROWS)
+        await engine.close()
+    assert harness.executor.counters.in_flight == 0
+    assert 4 < harness.executor.cap <= 32
+    assert "queued behind 4" in caplog.text
+
+
+@pytest.mark.usefixtures("quick")
+async def test_refusals_lower_the_cap_and_it_recovers(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    async with StubServer(response_tokens=8, latency=Latency("fixed", 0.01)) as server:
+        server.faults = Faults(error=0.3, error_status=429)
+        engine = SGLangEngine([server.url])
+        await engine.start()
+        with open_dir(tmp_path) as run:
+            harness = Harness(run, engine, tokenizer, max_in_flight=32, every_s=0.02)
+            keys = run.state.keys.owed(range(10_000), retry_failed=False)
+            work = asyncio.create_task(harness.executor.run(keys))
+            async with asyncio.timeout(60):
+                while harness.executor.cap > 16:
+                    await asyncio.sleep(0.01)
+                server.faults = Faults()
+                while harness.executor.cap < 32:
+                    await asyncio.sleep(0.01)
+            harness.executor.stop()
+            await asyncio.wait_for(work, 10)
+            await harness.writer.close()
+        await engine.close()
+
+
+async def test_refusals_cost_no_attempt_until_patience_ends(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    engine = ScriptedEngine()
+    await engine.start()
+    engine.fail(lambda request: request.request_id == "0-0-1", EngineOverloadedError("429"), times=20)
+    engine.fail(lambda request: request.request_id[0] == "1", EngineOverloadedError("429: no"), times=None)
+    with open_dir(tmp_path) as run:
+        harness = Harness(run, engine, tokenizer, refusal_patience=0.3)
+        async with asyncio.timeout(20):
+            await harness.work(2)
+        assert (run.state.keys.done, run.state.keys.failed) == (2, 2)
+    assert find_trajectory(tmp_path, 0, 0).row["attempts"] == 1
+    failures = list(read_failures(tmp_path))
+    assert {(one.index, one.attempts, one.error) for one in failures} == {
+        (1, 3, "EngineOverloadedError: 429: no")
+    }
+
+
+class BusyEngine(ScriptedEngine):
+    """Says what it is told to say."""
+
+    said: EngineLoad | Exception | None = None
+    asked = 0
+
+    async def load(self) -> EngineLoad | None:
+        self.asked += 1
+        if isinstance(self.said, Exception):
+            raise self.said
+        return self.said
+
+
+async def busy(**named: object) -> BusyEngine:
+    engine = BusyEngine(**named)  # type: ignore[arg-type]
+    await engine.start()
+    return engine
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("how", ["stop", "drop", "cancel"])
+async def test_slots_that_wait_for_room_end_with_the_run(
+    tmp_path: Path, tokenizer: ChatTokenizer, how: str
+) -> None:
+    engine = await busy(latency=0.005)
+    engine.fail(lambda request: True, EngineOverloadedError("429"), times=None)
+    with open_dir(tmp_path) as run:
+        harness = Harness(run, engine, tokenizer, max_in_flight=32, every_s=0.01)
+        work = asyncio.create_task(
+            harness.executor.run(run.state.keys.owed(range(10_000), retry_failed=False))
+        )
+        async with asyncio.timeout(10):
+            while harness.executor.cap > 8 or harness.executor.counters.in_flight > 8:
+                await asyncio.sleep(0.001)
+        {"stop": harness.executor.stop, "drop": harness.executor.drop, "cancel": work.cancel}[how]()
+        await asyncio.wait_for(asyncio.gather(work, return_exceptions=True), 5)
+        await harness.writer.close()
+        assert harness.executor.counters.in_flight == 0
+        assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_engine_that_cannot_say_its_load_is_no_reason_to_stop(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    engine = await busy(latency=0.002)
+    engine.said = RuntimeError("a bug in somebody's engine")
+    with open_dir(tmp_path) as run:
+        harness = Harness(run, engine, tokenizer, max_in_flight=4, every_s=0.001)
+        try:
+            await harness.executor.run(run.state.keys.owed(ROWS[:40], retry_failed=False))
+        finally:
+            await harness.writer.close()
+        assert run.state.keys.done == 80
+    assert engine.asked > 5
+    assert harness.executor.cap == 4
+
+
+async def test_a_broken_adaptation_ends_the_run_with_its_error(
+    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R10: never silently."""
+
+    def broken(*_: object) -> int:
+        raise ZeroDivisionError("in the state machine")
+
+    monkeypatch.setattr(concurrency.ConcurrencyCap, "observe", broken)
+    engine = await busy(latency=1e6)
+    with open_dir(tmp_path) as run:
+        harness = Harness(run, engine, tokenizer, max_in_flight=4, every_s=0.001)
+        with pytest.raises(ZeroDivisionError, match="state machine"):
+            async with asyncio.timeout(10):
+                await harness.work(4)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_while_the_engine_is_away_nothing_is_concluded(
+    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await busy(latency=0.01)
+    observed = 0
+    observe = concurrency.ConcurrencyCap.observe
+
+    def counting(self: concurrency.ConcurrencyCap, now: concurrency.Observation) -> int:
+        nonlocal observed
+        observed += 1
+        return observe(self, now)
+
+    monkeypatch.setattr(concurrency.ConcurrencyCap, "observe", counting)
+    with open_dir(tmp_path) as run:
+        harness = Harness(run, engine, tokenizer, max_in_flight=8, every_s=0.001)
+        work = asyncio.create_task(harness.executor.run(run.state.keys.owed(ROWS[:30], retry_failed=False)))
+        async with asyncio.timeout(10):
+            while not observed:
+                await asyncio.sleep(0)
+            engine.go_down()
+            while harness.gate.is_open:
+                await asyncio.sleep(0)
+            before, asked = observed, engine.asked
+            while engine.asked < asked + 20:
+                await asyncio.sleep(0.001)
+            assert observed == before
+            engine.come_back()
+            await work
+        await harness.writer.close()
+        assert run.state.keys.done == 60
+    assert observed > before
+
+
+async def test_changes_beyond_some_are_only_for_the_curious(
+    tokenizer: ChatTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rollstream.rollout.adaptation")
+    with open_dir(tmp_path) as run:
+        harness = Harness(run, await busy(), tokenizer, every_s=1.0)
+        adaptation = harness.adaptation
+        assert isinstance(adaptation, Adaptation)
+        for _ in range(1000):
+            adaptation._say(9)
+        await harness.work(1)
+    assert len(caplog.records) == 51

@@ -1,0 +1,55 @@
+"""What the meter counts is what went through."""
+
+import asyncio
+
+import pytest
+
+from rollstream.engine.base import ChatEngine, ChatPrompt, Engine, ReportsLoad
+from rollstream.errors import EngineError, EngineOverloadedError
+from rollstream.rollout.meter import MeteredEngine
+from rollstream.testing.scripted import ScriptedEngine
+from rollstream.trajectory import Completion, SamplingParams
+
+
+class SpeakingEngine(ScriptedEngine):
+    async def chat(self, prompt: ChatPrompt, sampling: SamplingParams, *, request_id: str) -> Completion:
+        return Completion([1, 2], None, "stop")
+
+
+async def test_engines_that_speak_messages_are_counted_too() -> None:
+    prompt = ChatPrompt([{"role": "user", "content": "1 + 1 ="}], [1])
+    engine = MeteredEngine(SpeakingEngine())
+    assert isinstance(engine, ChatEngine)
+    await engine.chat(prompt, SamplingParams(8), request_id="a")
+    assert (engine.calls, engine.finished, engine.tokens) == (0, 1, 2)
+    engine = MeteredEngine(ScriptedEngine())
+    with pytest.raises(EngineError, match="token ids"):
+        await engine.chat(prompt, SamplingParams(8), request_id="a")
+
+
+async def test_everything_is_counted_once() -> None:
+    inner = ScriptedEngine(latency=lambda request: 1e6 if request.request_id == "slow" else 0.02)
+    engine = MeteredEngine(inner)
+    await engine.start()
+    assert isinstance(engine, Engine)
+    assert not isinstance(engine, ReportsLoad)
+    inner.fail(lambda request: request.request_id == "full", EngineOverloadedError("429"))
+    inner.fail(lambda request: request.request_id == "bad", EngineError("400"))
+    sampling = SamplingParams(8)
+    names = ["a", "b", "full", "bad", "slow"]
+    tasks = [asyncio.create_task(engine.generate([1, 2], sampling, request_id=name)) for name in names]
+    await asyncio.sleep(0)
+    assert engine.calls >= 3
+    answers = await asyncio.gather(*tasks[:4], return_exceptions=True)
+    tasks[4].cancel()
+    await asyncio.gather(tasks[4], return_exceptions=True)
+    assert isinstance(answers[2], EngineOverloadedError)
+    assert isinstance(answers[3], EngineError)
+    assert (engine.calls, engine.finished, engine.overloads, engine.cut_off) == (0, 2, 1, 1)
+    assert engine.tokens == sum(len(answer.token_ids) for answer in answers[:2])  # type: ignore[union-attr]
+    assert 0.04 <= engine.seconds <= engine.call_seconds
+    assert engine.call_seconds == engine.call_seconds  # nothing is there any more: time adds nothing
+    assert engine.requests is inner.requests  # what an engine has besides stays in reach
+    with pytest.raises(AttributeError):
+        _ = engine.no_such_thing
+    await engine.close()
