@@ -15,7 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollstream.demo import MODEL_PATH
-from rollstream.engine.base import Engine
+from rollstream.engine.base import ChatPrompt, Engine
+from rollstream.engine.interruptible import InterruptibleEngine
+from rollstream.engine.openai import OpenAIEngine
+from rollstream.engine.openai_wire import Turn
 from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.engine.vllm import VLLMEngine
 from rollstream.errors import EngineError, EngineUnavailableError
@@ -32,6 +35,7 @@ pytestmark = [
 GREEDY = SamplingParams(24, temperature=0.0)
 LONG = SamplingParams(3000, ignore_eos=True, seed=1)
 HOT = SamplingParams(60, temperature=1.5)
+QUESTIONS = [f"What is {i * 13 % 97} + {i * 31 % 89}?" for i in range(20)]
 
 
 @pytest.fixture(scope="module", params=OPTIONS)
@@ -53,12 +57,11 @@ def prompts() -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    asked = [f"What is {i * 13 % 97} + {i * 31 % 89}?" for i in range(20)]
     return [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
         )
-        for text in asked
+        for text in QUESTIONS
     ]
 
 
@@ -189,23 +192,28 @@ async def test_the_servers_own_refusals(server: Server) -> None:
     await engine.close()
 
 
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("model") / "changed"
+    shutil.copytree(MODEL_PATH, folder)
+    weights = load_file(MODEL_PATH / "model.safetensors")
+    other = {name: value * 1.1 if "mlp" in name else value for name, value in weights.items()}
+    save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 async def test_other_weights(
-    server: Server, engine: VLLMEngine, prompts: list[list[int]], tmp_path: Path
+    server: Server, engine: VLLMEngine, prompts: list[list[int]], changed: Path, tmp_path: Path
 ) -> None:
     if server.route != "generate":
         pytest.skip("needs the generate route and VLLM_SERVER_DEV_MODE=1")
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "changed"
-    shutil.copytree(MODEL_PATH, folder)
-    weights = load_file(MODEL_PATH / "model.safetensors")
-    changed = {name: value * 1.1 if "mlp" in name else value for name, value in weights.items()}
-    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-
     before = await engine.generate(prompts[0], GREEDY, request_id="a")
     over = asyncio.create_task(engine.generate(prompts[0], replace(LONG, max_tokens=1500), request_id="b"))
     await server.until_running(1)
-    await engine.update_weights(str(folder), 7)
+    await engine.update_weights(str(changed), 7)
     after = await engine.generate(prompts[0], GREEDY, request_id="a")
     first = await over
     with pytest.raises(EngineError, match="stays paused"):
@@ -219,7 +227,7 @@ async def test_other_weights(
     assert again.policy_versions == [(0, 9)]
     assert again.token_ids == before.token_ids
     assert again.logprobs == pytest.approx(before.logprobs, abs=1e-4)
-    new = Reference(folder)
+    new = Reference(changed)
     assert after.logprobs == pytest.approx(new.score(prompts[0], after.token_ids)[1], abs=1e-3)
     # What was in flight goes on with the new weights, exactly from where they are said to begin.
     (_, old_version), (start, new_version) = first.policy_versions
@@ -229,6 +237,62 @@ async def test_other_weights(
         Reference(MODEL_PATH).score(prompts[0], first.token_ids)[1][:start], abs=1e-3
     )
     assert logprobs[start:] == pytest.approx(new.score(prompts[0], first.token_ids)[1][start:], abs=1e-3)
+
+
+async def test_what_an_update_interrupts_goes_on_with_the_new_weights(
+    server: Server, prompts: list[list[int]], reference: Reference, changed: Path
+) -> None:
+    if server.route != "generate":
+        pytest.skip("needs the generate route and VLLM_SERVER_DEV_MODE=1")
+    engine = InterruptibleEngine(VLLMEngine([server.url], model_path=str(MODEL_PATH)))
+    await engine.start()
+    how = replace(LONG, max_tokens=1500, temperature=0.0, seed=None)
+    tasks = [
+        asyncio.create_task(engine.generate(p, how, request_id=str(i))) for i, p in enumerate(prompts[:8])
+    ]
+    await server.until_running(8)
+    await engine.update_weights(str(changed), 11)
+    try:
+        new, cut = Reference(changed), 0
+        for prompt, completion in zip(prompts, await asyncio.gather(*tasks), strict=False):
+            assert len(completion.token_ids) == how.max_tokens
+            start, version = completion.policy_versions[-1]
+            assert version == 11
+            cut += start > 0
+            old_logprobs = reference.score(prompt, completion.token_ids)[1]
+            new_logprobs = new.score(prompt, completion.token_ids)[1]
+            logprobs = old_logprobs[:start] + new_logprobs[start:]
+            assert completion.logprobs == pytest.approx(logprobs, abs=1e-3)
+        assert cut > 0
+    finally:
+        await engine.update_weights(str(MODEL_PATH), 0)
+        await engine.close()
+
+
+async def test_its_chat_route_with_the_openai_engine(
+    server: Server, prompts: list[list[int]], reference: Reference
+) -> None:
+    engine = OpenAIEngine(
+        [server.url],
+        model_path="other-name" if server.route == "completions" else str(MODEL_PATH),
+        engine_kwargs={"continue_final_message": True},
+    )
+    await engine.start()
+    try:
+        how = replace(GREEDY, logprobs=False)
+        for text, prompt in zip(QUESTIONS, prompts, strict=True):
+            asked = ChatPrompt([{"role": "user", "content": text}], prompt)
+            answer = await engine.chat(asked, how, request_id="a")
+            whole = reference.text((await reference.answer(prompt, how)).token_ids[:-1])
+            assert answer.message is not None
+            assert answer.message["content"] == whole
+        # A partial answer is the beginning of the model's own: it goes on as it would have.
+        turn = Turn(content=whole[:1], pieces=1)
+        replica: Any = engine._watch._replicas[engine.replicas[0]]
+        await replica._send(how, asked, turn)
+        assert turn.content == whole
+    finally:
+        await engine.close()
 
 
 def test_a_run_from_end_to_end(server: Server, reference: Reference, tmp_path: Path) -> None:

@@ -9,7 +9,13 @@ import pytest
 from rollstream.engine.base import Engine
 from rollstream.engine.interruptible import InterruptibleEngine
 from rollstream.engine.sglang import SGLangEngine
-from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
+from rollstream.errors import (
+    ConfigError,
+    EngineError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    TransientEngineError,
+)
 from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubServer
 from rollstream.trajectory import SamplingParams
@@ -112,12 +118,12 @@ async def test_an_abort_by_somebody_else_keeps_what_was_sampled(
     ("faults", "expected", "message"),
     [
         (Faults(error=1.0), TransientEngineError, "stub error"),
-        (Faults(error=1.0, error_status=429), TransientEngineError, "429"),
+        (Faults(error=1.0, error_status=429), EngineOverloadedError, "429"),
         (Faults(bad_request=1.0), EngineError, "stub says this request is bad"),
         (Faults(truncate=1.0), TransientEngineError, "cannot be read"),
         (Faults(short_logprobs=1.0), TransientEngineError, "16 ids do not match 15"),
         (Faults(wrong_rid=1.0), TransientEngineError, "instead of"),
-        (Faults(error=1.0, error_status=503), TransientEngineError, "answers 503: stub error"),
+        (Faults(error=1.0, error_status=503), EngineOverloadedError, "answers 503: stub error"),
         (Faults(error=1.0, error_status=502, unhealthy=True), EngineUnavailableError, "not healthy"),
         (Faults(error=1.0, error_status=503, unhealthy=True), EngineUnavailableError, "not healthy"),
         (Faults(error=1.0, error_status=504, unready=True), EngineUnavailableError, "not healthy"),

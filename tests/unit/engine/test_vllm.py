@@ -18,7 +18,13 @@ from rollstream.engine.base import Engine
 from rollstream.engine.registry import create_engine, data_deciding_kwargs
 from rollstream.engine.vllm import VLLMEngine
 from rollstream.engine.vllm_wire import COMPLETIONS, GENERATE, read_probe, request_body, server_request_id
-from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
+from rollstream.errors import (
+    ConfigError,
+    EngineError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    TransientEngineError,
+)
 from rollstream.trajectory import SamplingParams
 
 SAMPLING = SamplingParams(5, seed=1)
@@ -458,7 +464,7 @@ async def test_versions_of_other_tokens_are_a_broken_reply() -> None:
         ),
         (lambda: failure(404, "The model `x` does not exist.", "NotFoundError"), True, EngineError, "`x`"),
         (lambda: failure(500, "oops", "InternalServerError"), True, TransientEngineError, "500: oops"),
-        (lambda: failure(503, "oops", "ServiceUnavailableError"), True, TransientEngineError, "503: oops"),
+        (lambda: failure(503, "oops", "ServiceUnavailableError"), True, EngineOverloadedError, "503: oops"),
         (lambda: failure(500, DEAD, "InternalServerError"), False, EngineUnavailableError, "EngineCore"),
         (lambda: failure(503, "oops", "ServiceUnavailable"), False, EngineUnavailableError, "not healthy"),
         (lambda: web.Response(text='{"choices": ['), True, TransientEngineError, "cannot be read"),
