@@ -60,6 +60,15 @@ def ids_fit(ids: list[int], vocab_size: int | None) -> bool:
     return bool(highest < (2**31 if vocab_size is None else vocab_size))
 
 
+_LOGPROB_MAX = 0.01
+"""Nats: log-probs that a server computes in half precision are that far above 0 at most."""
+
+
+def logprobs_fit(logprobs: list[float]) -> bool:
+    """Whether all can be logarithms of probabilities: no one is above 0, but for rounding, or not a number."""
+    return not logprobs or bool(numpy.asarray(logprobs).max() <= _LOGPROB_MAX)
+
+
 def check_request(
     prompt_ids: list[int],
     sampling: SamplingParams,

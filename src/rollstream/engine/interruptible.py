@@ -65,7 +65,8 @@ class InterruptibleEngine:
     of its tokens is up to `on_update`:
 
     - `continue`: they stay, each with its log-prob and version; the request goes on after them. Requests with
-      stop strings begin anew: see `PartialCompletion`.
+      stop strings begin anew: see `PartialCompletion`. So do those with a seed, unless an update of ours
+      interrupted them: the same seed and weights must give the same tokens.
     - `restart`: they are dropped and the request begins anew.
     - `abort`: the caller gets them, with finish reason `abort`. Without any, the request begins anew.
 
@@ -220,7 +221,9 @@ class InterruptibleEngine:
         else:
             partial.add(piece)
             length = len(partial)
-            if not partial.can_go_on:
+            # The same seed and weights must give the same tokens, whoever paused a server meanwhile.
+            must_repeat = partial.sampling.seed is not None and not flight.drained
+            if must_repeat or not partial.can_go_on:
                 partial.clear()
         now = asyncio.get_running_loop().time()
         if length > flight.most:

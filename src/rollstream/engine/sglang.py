@@ -76,6 +76,7 @@ class SGLangReplica:
         """Folder of the weights of the last update: a server calls its model by that from then on."""
         self._model_vocab_size = limits.vocab_size if limits else None
         self._vocab_size = self._model_vocab_size
+        self._is_rollstream = False
         self._loads = LoadRoutes(
             [
                 ("/metrics", lambda page: read_metrics(page, SGLANG_METRICS)),
@@ -103,6 +104,7 @@ class SGLangReplica:
         sizes = [model.get("vocab_size") or info.get("vocab_size"), self._model_vocab_size]
         self._vocab_size = min((size for size in sizes if size is not None), default=None)
         said = info.get("capabilities")  # of `rollstream serve`, whose engines differ
+        self._is_rollstream = isinstance(said, dict)
         kind = said.get("logprobs") if isinstance(said, dict) else None
         return Capabilities(
             token_ids=True,
@@ -142,6 +144,7 @@ class SGLangReplica:
             rid=request.rid,
             vocab_size=self._vocab_size,
             image_prompt_tokens=len(ids) if images else None,
+            ends_are_seen=self._is_rollstream,
         )
 
     async def abort(self, rid: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from rollstream.engine.checks import ids_fit
+from rollstream.engine.checks import ids_fit, logprobs_fit
 from rollstream.engine.http_server import status_error
 from rollstream.errors import EngineError, TransientEngineError
 from rollstream.trajectory import Completion, FinishReason, SamplingParams
@@ -130,6 +130,7 @@ def read_reply(
     rid: str,
     vocab_size: int | None,
     image_prompt_tokens: int | None = None,
+    ends_are_seen: bool = False,
 ) -> Completion:
     """Checks a `/generate` reply and makes a completion of it.
 
@@ -143,6 +144,9 @@ def read_reply(
         vocab_size: ids must be below it; None where nobody said.
         image_prompt_tokens: tokens of a prompt with images; None for one without. A server processes images
             itself, and a prompt of another length is not the one that is stored.
+        ends_are_seen: whether the server looks for an end also in the step in which it aborts. SGLang does
+            not (`Req.check_finished` returns before): the last token may be an end token that nobody has
+            seen, and what is generated after it would be of no use. It is left out then, to be sampled again.
 
     Raises:
         TransientEngineError: the reply is broken.
@@ -173,13 +177,18 @@ def read_reply(
         )
 
     logprobs: list[float] | None = None
-    if sampling.logprobs:
+    if reason.type == "abort" and not reply.output_ids and not meta.output_token_logprobs:
+        # Aborted while it was queued: then a server leaves out what was asked for, too.
+        ids, logprobs = [], [] if sampling.logprobs else None
+    elif sampling.logprobs:
         if meta.output_token_logprobs is None:
             raise _broken(server, "it has no log-probs, which were asked for")
         ids = [entry.token_id for entry in meta.output_token_logprobs]
         logprobs = [entry.logprob for entry in meta.output_token_logprobs]
         if reply.output_ids is not None and reply.output_ids != ids:
             raise _broken(server, f"{len(reply.output_ids)} ids do not match {len(ids)} log-probs")
+        if not logprobs_fit(logprobs):
+            raise _broken(server, "it has log-probs above 0")
     elif reply.output_ids is not None:
         ids = reply.output_ids
     else:
@@ -188,11 +197,15 @@ def read_reply(
         raise _broken(server, f"it has ids outside the vocabulary of {vocab_size} ids")
     if len(ids) > sampling.max_tokens:
         raise _broken(server, f"it has {len(ids)} tokens, more than max_tokens {sampling.max_tokens}")
+    versions = _policy_versions(server, meta, len(ids))
+    if reason.type == "abort" and ids and not ends_are_seen and not sampling.ignore_eos:
+        ids, logprobs = ids[:-1], logprobs and logprobs[:-1]
+        versions = [run for run in versions if run[0] < max(1, len(ids))]
     return Completion(
         token_ids=ids,
         logprobs=logprobs,
         finish_reason=_FINISH_REASONS[reason.type],
-        policy_versions=_policy_versions(server, meta, len(ids)),
+        policy_versions=versions,
         cached_prompt_tokens=meta.cached_tokens,
     )
 

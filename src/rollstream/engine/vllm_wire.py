@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollstream.engine.checks import ids_fit
+from rollstream.engine.checks import ids_fit, logprobs_fit
 from rollstream.errors import TransientEngineError
 from rollstream.trajectory import Completion, FinishReason, SamplingParams
 
@@ -217,6 +217,8 @@ def read_reply(
         raise _broken(server, "it has no token_ids: this vLLM is too old, or something between removes them")
     if not ids_fit(ids, vocab_size):
         raise _broken(server, "it has ids outside the vocabulary")
+    if len(ids) > sampling.max_tokens:
+        raise _broken(server, f"it has {len(ids)} tokens, more than max_tokens {sampling.max_tokens}")
     logprobs = _logprobs(server, choice, ids) if sampling.logprobs else None
     details = usage.prompt_tokens_details or _CachedTokens()
     return Completion(
@@ -276,6 +278,8 @@ def _logprobs(server: str, choice: _GenerateChoice | _CompletionChoice, ids: lis
     known = [value for value in values if value is not None and value > _UNKNOWN_LOGPROB]
     if len(known) != len(values):
         raise _broken(server, f"it lacks the log-probs of {len(values) - len(known)} tokens")
+    if not logprobs_fit(known):
+        raise _broken(server, "it has log-probs above 0")
     return known
 
 

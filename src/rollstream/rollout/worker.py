@@ -160,7 +160,7 @@ class RolloutWorker:
                         continue
                 if isinstance(failure, EngineOverloadedError):
                     refusals += 1
-                    refused_at = refused_at or started
+                    refused_at = refused_at or time.monotonic()
                     if time.monotonic() - refused_at < self._refusal_patience:
                         # The engine is there and full: it makes room at the pace of answers, not of retries.
                         wait = min(_REFUSAL_WAIT_S_MAX, self._retry.wait(refusals, self._jitter))

@@ -140,17 +140,23 @@ class EngineService:
                     await self._engine.abort(request_id)
 
     async def pause(self) -> None:
-        """Aborts what is in the engine and holds back what comes, until `resume`."""
+        """Aborts what is in the engine and holds back what comes, until `resume`.
+
+        Returns when nothing is in the engine any more, or the pause has ended.
+        """
         self._paused = True
         for request_id, flight in list(self._flights.items()):
             if flight.sent:
                 flight.aborted = True
                 await self._engine.abort(request_id)
-        await self._idle.wait()
+        if self.running and self._paused:
+            self._idle.clear()  # a resume may have set it
+            await self._idle.wait()
 
     def resume(self) -> None:
         """Ends a pause."""
         self._paused = False
+        self._idle.set()
         self._wake_all()
 
     async def update_weights(self, source: str, version: int | None) -> int:

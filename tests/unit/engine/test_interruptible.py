@@ -45,6 +45,8 @@ class Stepper:
         self.inside: dict[str, _Inside] = {}
         self.slots = asyncio.Semaphore(slots)
         self.calls = 0
+        self.seeds: list[int | None] = []
+        self.prompts: list[list[int]] = []
         self.aborts = 0
         self.deaf = False
         """Ignores aborts."""
@@ -67,6 +69,8 @@ class Stepper:
     ) -> Completion:
         assert request_id not in self.inside
         self.calls += 1
+        self.seeds.append(sampling.seed)
+        self.prompts.append(list(prompt_ids))
         one = self.inside[request_id] = _Inside()
         try:
             async with self.slots:
@@ -251,6 +255,28 @@ async def test_stop_strings_begin_anew() -> None:
     answer = await asked
     check(prompt, answer)
     assert answer.policy_versions == [(0, 1)]
+
+
+@pytest.mark.parametrize("ours", [False, True])
+async def test_a_seed_repeats_whoever_pauses_the_server(ours: bool) -> None:
+    """The same seed and weights give the same tokens; with other weights they are others anyway."""
+    inner = Stepper()
+    engine = InterruptibleEngine(inner)
+    (prompt,) = lasting(1, 10)
+    asked = asyncio.create_task(engine.generate(prompt, replace(LONG, seed=3), request_id="a"))
+    await turns(5)
+    if ours:
+        await engine.update_weights("/new", 1)
+    else:
+        inner.abort_all()
+    answer = await asked
+    check(prompt, answer)
+    if ours:
+        assert [version for _, version in answer.policy_versions] == [0, 1]
+        assert len(set(inner.seeds)) == 2
+    else:
+        assert inner.prompts == [prompt, prompt]
+        assert inner.seeds == [3, 3]
 
 
 async def test_the_door_is_closed_while_weights_are_loaded() -> None:

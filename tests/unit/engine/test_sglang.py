@@ -1,14 +1,17 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
+import orjson
 import pytest
 
 from rollstream.engine.base import Engine
 from rollstream.engine.interruptible import InterruptibleEngine
 from rollstream.engine.sglang import SGLangEngine
+from rollstream.engine.sglang_wire import read_reply
 from rollstream.errors import (
     ConfigError,
     EngineError,
@@ -109,9 +112,45 @@ async def test_an_abort_by_somebody_else_keeps_what_was_sampled(
     """Whoever wants to go on from it does so: see `InterruptibleEngine`."""
     whole = await engine.generate([1], SAMPLING, request_id="a")
     server.faults = Faults(abort=1.0)
-    part = await engine.generate([1], SAMPLING, request_id="a")
-    assert (part.finish_reason, part.token_ids) == ("abort", whole.token_ids[:8])
-    assert part.logprobs == (whole.logprobs or [])[:8]
+    # The server sends 8 tokens. The last one may be an end token that it has not looked at.
+    for ignore_eos, kept in ((False, 7), (True, 8)):
+        part = await engine.generate([1], replace(SAMPLING, ignore_eos=ignore_eos), request_id="a")
+        assert (part.finish_reason, part.token_ids) == ("abort", whole.token_ids[:kept])
+        assert part.logprobs == (whole.logprobs or [])[:kept]
+        assert part.policy_versions == whole.policy_versions
+
+
+def aborted(ids: list[int], **meta: object) -> bytes:
+    entries = [[-0.5, token, None] for token in ids]
+    about = {"id": "r", "finish_reason": {"type": "abort"}, "output_token_logprobs": entries, **meta}
+    return orjson.dumps({"output_ids": ids, "meta_info": about})
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_what_was_aborted_in_the_queue_has_nothing(logprobs: bool) -> None:
+    payload = orjson.dumps({"text": "", "meta_info": {"id": "r", "finish_reason": {"type": "abort"}}})
+    how = SamplingParams(8, logprobs=logprobs)
+    completion = read_reply("server", payload, how, rid="r", vocab_size=9)
+    assert (completion.token_ids, completion.finish_reason) == ([], "abort")
+    assert completion.logprobs == ([] if logprobs else None)
+
+
+def test_the_versions_of_an_aborted_answer_are_those_of_what_is_kept() -> None:
+    runs = [[0, 3], [2, 4]]
+    for ids, kept in (([5, 6, 7], [(0, 3)]), ([5, 6, 7, 8], [(0, 3), (2, 4)])):
+        payload = aborted(ids, weight_versions=runs)
+        completion = read_reply("server", payload, SamplingParams(8), rid="r", vocab_size=9)
+        assert (completion.token_ids, completion.policy_versions) == (ids[:-1], kept)
+        assert len(completion.logprobs or []) == len(ids) - 1
+    seen = read_reply("server", aborted([5]), SamplingParams(8), rid="r", vocab_size=9, ends_are_seen=True)
+    assert seen.token_ids == [5]
+
+
+def test_impossible_logprobs_are_a_broken_reply() -> None:
+    entries = [[-0.5, 5, None], [0.5, 6, None]]
+    payload = aborted([5, 6], output_token_logprobs=entries)
+    with pytest.raises(TransientEngineError, match="log-probs above 0"):
+        read_reply("server", payload, SamplingParams(8), rid="r", vocab_size=9)
 
 
 @pytest.mark.parametrize(

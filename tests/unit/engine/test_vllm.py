@@ -407,6 +407,14 @@ def no_logprob(reply: dict[str, Any]) -> None:
         logprobs["token_logprobs"][2] = None
 
 
+def high_logprob(reply: dict[str, Any]) -> None:
+    logprobs = reply["choices"][0]["logprobs"]
+    if "content" in logprobs:
+        logprobs["content"][2]["logprob"] = 0.5
+    else:
+        logprobs["token_logprobs"][2] = 0.5
+
+
 BROKEN: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (fewer_logprobs, "5 ids do not match 4 log-probs"),
     (no_logprob, "lacks the log-probs of 1 token"),
@@ -415,6 +423,8 @@ BROKEN: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda reply: reply["choices"][0].update(token_ids=[1, 2, 3, -4, 5]), "outside the vocabulary"),
     (lambda reply: reply["choices"][0].update(finish_reason="error"), "finish reason is 'error'"),
     (lambda reply: reply["choices"].clear(), "0 answers"),
+    (high_logprob, "log-probs above 0"),
+    (lambda reply: reply["choices"][0].update(token_ids=[1] * 6), "6 tokens, more than max_tokens 5"),
     (lambda reply: reply.update(usage={"prompt_tokens": 5}), "a prompt of 5 tokens, not 4"),
     (lambda reply: reply.update(id="cmpl-other", request_id="generate-tokens-other"), "instead of"),
     (lambda reply: reply.pop("choices"), "cannot be read"),

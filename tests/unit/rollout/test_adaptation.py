@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from rollstream.store.summary import read_failures
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubServer
+from rollstream.trajectory import Completion
 from tests.unit.rollout.test_local import Harness
 from tests.unit.store.fabric import open_dir
 
@@ -98,6 +100,29 @@ async def test_refusals_cost_no_attempt_until_patience_ends(tmp_path: Path, toke
     assert {(one.index, one.attempts, one.error) for one in failures} == {
         (1, 3, "EngineOverloadedError: 429: no")
     }
+
+
+class LateRefusal(ScriptedEngine):
+    """Refuses for the first time when an attempt has lasted longer than the patience."""
+
+    refused = False
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Completion:
+        if not self.refused:
+            self.refused = True
+            await asyncio.sleep(0.4)
+            raise EngineOverloadedError("429")
+        return await super().generate(*args, **kwargs)
+
+
+async def test_patience_begins_with_the_first_refusal(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    with open_dir(tmp_path) as run:
+        engine = LateRefusal()
+        await engine.start()
+        harness = Harness(run, engine, tokenizer, refusal_patience=0.3)
+        async with asyncio.timeout(20):
+            await harness.work(1)
+    assert find_trajectory(tmp_path, 0, 0).row["attempts"] == 1
 
 
 class BusyEngine(ScriptedEngine):

@@ -125,6 +125,33 @@ async def test_a_pause_aborts_what_runs_and_holds_what_comes() -> None:
     assert [one.request_id for one in engine.requests] == ["early", "health-0", "late"]
 
 
+async def test_a_pause_that_is_ended_at_once_is_answered() -> None:
+    """Though others keep the engine busy."""
+    engine = ScriptedEngine(latency=FOREVER)
+    service = await service_of(engine)
+    early = asyncio.create_task(service.generate("early", [request("early")]))
+    await eventually(lambda: service.running == 1)
+    aborting = asyncio.Event()
+
+    async def slow_abort(request_id: str) -> None:
+        aborting.set()
+        await asyncio.sleep(0)
+
+    engine.abort = slow_abort  # type: ignore[method-assign]
+    pause = asyncio.create_task(service.pause())
+    await aborting.wait()
+    service.resume()
+    await asyncio.wait_for(pause, 5)
+    second = asyncio.create_task(service.pause())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not second.done()  # what is in the engine is still there
+    service.resume()
+    await asyncio.wait_for(second, 5)
+    early.cancel()
+    await asyncio.wait((early,))
+
+
 async def test_an_engine_that_dies_costs_nobody_an_answer() -> None:
     calls: list[str] = []
 
