@@ -45,6 +45,8 @@ def print_trajectory(found: FoundTrajectory, *, tokens: bool, console: Console |
             f"{sampled} of them sampled (mask 1)"
         )
     )
+    if len(row["policy_versions"]) > 1 or row["policy_versions"][0]["version"] != 0:
+        console.print(Text(f"policy versions: {_versions(row['policy_versions'])}"))
     tokenizer = _tokenizer(found)
     console.print(Text("response by mask: ").append(_by_mask(row, tokenizer)))
     if tokens:
@@ -58,6 +60,11 @@ def _message_text(message: dict[str, Any]) -> str:
     if message.get("tool_calls"):
         text += "\ntool calls: " + orjson.dumps(message["tool_calls"]).decode()
     return text
+
+
+def _versions(runs: Sequence[dict[str, int]]) -> str:
+    """Each version with the response token at which it begins."""
+    return ", ".join(f"{run['version']} from token {run['start']}" for run in runs)
 
 
 def _tokenizer(found: FoundTrajectory) -> ChatTokenizer | None:

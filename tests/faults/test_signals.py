@@ -4,10 +4,12 @@ import shlex
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from rollstream.generation.stopping import TOGETHER_S
 from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
@@ -47,6 +49,7 @@ def test_a_second_ctrl_c_stops_at_once_and_loses_nothing(tmp_path: Path) -> None
         runner.process.send_signal(signal.SIGINT)
         assert runner.wait_until(lambda: "stopping:" in runner.output())
         before = read_status(paths.root).completed
+        time.sleep(TOGETHER_S)  # sooner it would be the same one
         runner.process.send_signal(signal.SIGINT)
         assert runner.wait() == 130
         assert "stopped at once" in runner.output()

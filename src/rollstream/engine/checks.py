@@ -65,7 +65,7 @@ _LOGPROB_MAX = 0.01
 
 
 def logprobs_fit(logprobs: list[float]) -> bool:
-    """Whether all can be logarithms of probabilities: no one is above 0, but for rounding, or not a number."""
+    """Whether all can be logarithms of probabilities: none is above 0, but for rounding, or no number."""
     return not logprobs or bool(numpy.asarray(logprobs).max() <= _LOGPROB_MAX)
 
 

@@ -13,6 +13,7 @@ of every token are those of a forward pass under the version that it is stamped 
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -21,6 +22,8 @@ from rollstream.engine.base import Capabilities, ChatEngine, ChatPrompt, Engine,
 from rollstream.engine.partial import PartialCompletion
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import Completion, SamplingParams
+
+_LOG = logging.getLogger(__name__)
 
 OnUpdate = Literal["continue", "restart", "abort"]
 """What becomes of a generation that is interrupted."""
@@ -171,6 +174,7 @@ class InterruptibleEngine:
             try:
                 await self._drain()
                 await self._engine.update_weights(source, version)
+                _LOG.info("weights of version %d, from %s; before it was %d", version, source, self._version)
                 self._version = version
             finally:
                 self._door_is_open = True

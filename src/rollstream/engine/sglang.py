@@ -96,6 +96,9 @@ class SGLangReplica:
         if max_model_len is None:
             models = (await self._server.ask("/v1/models", kind="an SGLang")).get("data") or [{}]
             max_model_len = models[0].get("max_model_len")
+            if not (model or info or models[0]):
+                hint = " (leave /v1 out of its URL)" if self.name.endswith("/v1") else ""
+                raise EngineError(f"{self.name} has no /get_model_info: is it an SGLang server?{hint}")
         served = model.get("model_path") or info.get("model_path")
         if not self._loaded or not model_names(self._loaded) & model_names(str(served)):
             # A trainer's weights lie in a folder of theirs; the tokenizer stays where it was.

@@ -3,11 +3,16 @@
 import asyncio
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+
+TOGETHER_S = 0.5
+"""Seconds. Signals that come this soon after the first are the same one: `timeout` and other wrappers signal
+the process and then its whole group. Nobody presses Ctrl-C twice that fast."""
 
 
 class StoppedEarly(Exception):
@@ -15,7 +20,7 @@ class StoppedEarly(Exception):
 
 
 class StopSignals:
-    """SIGINT and SIGTERM as an event; a second signal calls `on_second` at once.
+    """SIGINT and SIGTERM as an event; a second signal, not right after the first, calls `on_second` at once.
 
     Only the outermost program may take over signals: the command line installs them, a run that is
     embedded in another program has one that never fires.
@@ -26,6 +31,7 @@ class StopSignals:
         self.requested = asyncio.Event()
         self.signal: int | None = None
         """The first signal received."""
+        self._first_at = 0.0
 
     def install(self) -> None:
         """Takes over SIGINT and SIGTERM of the running event loop."""
@@ -34,10 +40,11 @@ class StopSignals:
             loop.add_signal_handler(number, self._receive, number)
 
     def _receive(self, number: int) -> None:
+        now = time.monotonic()
         if self.signal is None:
-            self.signal = number
+            self.signal, self._first_at = number, now
             self.requested.set()
-        elif self._on_second is not None:
+        elif self._on_second is not None and now - self._first_at > TOGETHER_S:
             self._on_second(self.signal)
 
     async def unless_stopped(self, work: Awaitable[_T]) -> _T:

@@ -99,7 +99,7 @@ class _GenerationRoutes:
             "object": "model",
             "created": self._model.created,
             "owned_by": "rollstream",
-            "root": self._service.model_path,
+            "root": self._model.path,
             "parent": None,
             "max_model_len": self._service.capabilities.max_model_len,
             # No field of OpenAI's or vLLM's: spares our own client the questions that it asks a vLLM.

@@ -30,6 +30,9 @@ from rollstream.serving.server import Server
 
 _LOG = logging.getLogger(__name__)
 
+_TOGETHER_S = 0.5
+"""Signals this soon after the first are the same one: wrappers signal a process and then its group."""
+
 _REPORT_S = 10.0
 """Between two lines about requests: a person reads along, and a thousand requests are one line."""
 
@@ -110,15 +113,19 @@ async def _serve(engine: Engine, model: ServedModel, options: argparse.Namespace
 
 
 def _stop_signals() -> asyncio.Event:
-    """Set by SIGINT and SIGTERM; the second one does not wait for anything."""
+    """Set by SIGINT and SIGTERM; a second one, not right after the first, does not wait for anything."""
     stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    first_at = loop.time()
 
     def receive(number: int) -> None:
-        if stop.is_set():
+        nonlocal first_at
+        if not stop.is_set():
+            first_at = loop.time()
+            stop.set()
+        elif loop.time() - first_at > _TOGETHER_S:
             os._exit(128 + number)
-        stop.set()
 
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, receive, number)
     return stop

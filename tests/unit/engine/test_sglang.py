@@ -339,6 +339,12 @@ async def test_aborting_everything_at_the_server_costs_no_token(
     assert (len(answer.token_ids), answer.finish_reason) == (16, "stop")
 
 
+async def test_what_is_no_sglang_server_is_found_out_at_start(server: StubServer) -> None:
+    engine = SGLangEngine([f"{server.url}/v1"])
+    with pytest.raises(EngineError, match=r"/v1 has no /get_model_info: .*\(leave /v1 out of its URL\)"):
+        await engine.start()
+
+
 async def test_start_needs_one_server(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
     nobody = SGLangEngine([free_url()])
     with pytest.raises(EngineUnavailableError, match="no SGLang server answers"):
