@@ -1,6 +1,7 @@
 """Which accelerators this machine has, and how a process is given some. Asks the vendors' own tools."""
 
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,19 @@ Kind = Literal["cuda", "rocm", "npu"]
 _TOOL_TIMEOUT_S = 30.0
 """A driver that nobody uses is loaded by the question: seconds for each device."""
 
+_NO_DEVICES = re.compile(r"No devices (were )?found", re.IGNORECASE)
+"""What nvidia-smi says, and fails, where the driver works and there is no GPU."""
+
+_SHOWN = 500
+"""Characters of what a tool that fails says."""
+
 Run = Callable[[Sequence[str]], str | None]
-"""Runs a command; its standard output, or None when there is no such command or it fails."""
+"""Runs a command; its standard output, or None when there is no such command. Raises
+`DeviceToolError` when it fails."""
+
+
+class DeviceToolError(ConfigError):
+    """A vendor's tool is there and fails: which devices there are is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +53,54 @@ def find_devices(environ: Mapping[str, str], run: Run | None = None) -> Devices 
 
     Raises:
         ConfigError: a variable names devices that are not there.
+        DeviceToolError: none were found, and a tool fails: a broken driver is not the same as no device.
     """
-    run = run or run_tool
-    if (listed := run(["nvidia-smi", "-L"])) is not None and (gpus := parse_nvidia_smi(listed)):
+    failures: list[DeviceToolError] = []
+
+    def ask(*command: str) -> str:
+        try:
+            return (run or run_tool)(command) or ""
+        except DeviceToolError as error:
+            failures.append(error)
+            return ""
+
+    if gpus := parse_nvidia_smi(ask("nvidia-smi", "-L")):
         return _visible("cuda", gpus, environ, ("CUDA_VISIBLE_DEVICES",))
-    if (listed := run(["rocm-smi", "--showid", "--json"])) is not None and (cards := parse_rocm_smi(listed)):
+    if cards := parse_rocm_smi(ask("rocm-smi", "--showid", "--json")):
         return _visible_rocm([str(number) for number in range(cards)], environ)
-    if (listed := run(["npu-smi", "info", "-l"])) is not None and (chips := parse_npu_smi(listed)):
+    if chips := parse_npu_smi(ask("npu-smi", "info", "-l")):
         numbers = [Gpu(str(number), "") for number in range(chips)]
         return _visible("npu", numbers, environ, ("ASCEND_RT_VISIBLE_DEVICES",))
+    if failures:
+        raise failures[0]
     return None
 
 
 def run_tool(command: Sequence[str]) -> str | None:
     """Runs a vendor's tool, see `Run`."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+    if shutil.which(command[0]) is None:
         return None
-    return done.stdout if done.returncode == 0 else None
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TOOL_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise _tool_error(command, f"has not answered within {_TOOL_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise _tool_error(command, f"cannot be run: {error}") from error
+    said = f"{done.stdout}\n{done.stderr}".strip()
+    if done.returncode == 0 or _NO_DEVICES.search(said):
+        return done.stdout
+    raise _tool_error(
+        command, f"fails with exit code {done.returncode}: {said[:_SHOWN] or '(it says nothing)'}"
+    )
+
+
+def _tool_error(command: Sequence[str], what: str) -> DeviceToolError:
+    return DeviceToolError(
+        f"which devices this machine has cannot be found out: `{' '.join(command)}` {what}. To run on the "
+        "CPU, set trainer.n_gpus_per_node=0"
+    )
 
 
 @dataclass(frozen=True, slots=True)

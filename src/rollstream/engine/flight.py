@@ -19,10 +19,9 @@ class Stretch:
     leash: asyncio.Timeout
     """Pulled when the replica hangs."""
 
-    def pull(self) -> None:
-        """Ends the wait for the replica, as if its connection was lost."""
-        if self.leash.when() is None:
-            self.leash.reschedule(asyncio.get_running_loop().time())
+    def pull(self, after: float = 0.0) -> None:
+        """Ends the wait for the replica in so many seconds, as if its connection was lost."""
+        pull(self.leash, after)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +39,8 @@ class Flight:
     seat: Pick | None = None
     """Its place on the replica that it moves to, while it still is where it was."""
     moves: int = 0
+    leash: asyncio.Timeout | None = None
+    """While it waits for a replica: pulled by an abort."""
     aborted: bool = False
     """The caller wants what there is."""
 
@@ -59,3 +60,10 @@ class Flight:
             and isinstance(stretch.replica, ResumesAborted)
             and stretch.replica.resumes_aborted
         )
+
+
+def pull(leash: asyncio.Timeout, after: float = 0.0) -> None:
+    """Ends a wait in so many seconds, if it would not end sooner."""
+    at = asyncio.get_running_loop().time() + after
+    if (when := leash.when()) is None or at < when:
+        leash.reschedule(at)

@@ -30,6 +30,10 @@ AWAY_STATUSES = frozenset((502, 503, 504))
 """What a router answers for a server that is gone, and a server while it starts; also one that is only busy.
 Which of them it is, its health says."""
 
+_KEY_HINT = (
+    "actor_rollout_ref.rollout.engine_kwargs.api_key_env names the environment variable that holds the key"
+)
+
 _KEEP_ALIVE_S = 4.0
 """Below uvicorn's 5 s, so that an idle connection is closed by us and never under a request."""
 
@@ -137,7 +141,7 @@ class HttpServer:
 
     def refusal(self, status: int, payload: bytes) -> EngineError:
         """The error for a status other than 200, in the server's own words, but without the API key."""
-        return status_error(self.url, status, self.without_key(_error_message(payload)))
+        return status_error(self.url, status, _error_message(payload, self.without_key))
 
     def without_key(self, text: str) -> str:
         """A text of the server's as it may be shown: servers repeat the API key in what they refuse."""
@@ -233,6 +237,8 @@ def base_url(url: str) -> str:
 def status_error(server: str, status: int, message: str) -> EngineError:
     """The error for a status: one that may pass is `TransientEngineError`."""
     text = f"{server} answers {status}: {message}"
+    if status in (401, 403):
+        text += f" ({_KEY_HINT})"
     if status in (429, 503):
         return EngineOverloadedError(text)
     if status in (408, 429) or status >= 500:
@@ -240,8 +246,8 @@ def status_error(server: str, status: int, message: str) -> EngineError:
     return EngineError(text)
 
 
-def _error_message(payload: bytes) -> str:
-    """The server's own words: `{"error": {"message": ...}}`, `{"message": ...}`, or the text as it is."""
+def _error_message(payload: bytes, shown: Callable[[str], str]) -> str:
+    """The server's own words, as `shown`: `{"error": {"message": ...}}`, `{"message": ...}`, or the text."""
     try:
         value = orjson.loads(payload)
     except orjson.JSONDecodeError:
@@ -250,5 +256,6 @@ def _error_message(payload: bytes) -> str:
         inner = value.get("error", value)
         message = inner.get("message") if isinstance(inner, dict) else inner
         if message:
-            return str(message)
-    return payload[:500].decode(errors="replace") or "(no message)"
+            return shown(str(message))
+    # Cut at last: half a key would not be found.
+    return shown(payload.decode(errors="replace"))[:500] or "(no message)"

@@ -6,7 +6,6 @@
 A server that comes back may be another: restarted with other options, or with another model.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable
 
@@ -18,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Introductions:
-    """Knows which replicas owe an introduction, and asks each of them once for all who wait for it.
+    """Knows which replicas owe an introduction.
 
     Args:
         expected: what the run began with.
@@ -28,7 +27,6 @@ class Introductions:
         self._expected = expected
         self._owed: set[str] = set()
         self._told: dict[str, str] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}
 
     def owe(self, name: str) -> None:
         """The replica must say what it is before it gets work."""
@@ -43,35 +41,12 @@ class Introductions:
         self._owed.discard(name)
         self._told.pop(name, None)
 
-    async def meet(self, replica: Replica) -> None:
-        """Returns when the replica has said that it can do what the run needs.
+    async def ask(self, replica: Replica) -> None:
+        """Asks a replica what it is. Returns when it can do what the run needs, and owes nothing any more.
 
         Raises:
             ReplicaAwayError: it does not answer, or it is something else.
         """
-        asking = self._asking.get(replica.name)
-        if asking is None:
-            asking = asyncio.get_running_loop().create_task(self._ask(replica))
-            self._asking[replica.name] = asking
-            asking.add_done_callback(lambda task: self._done(replica.name, task))
-        await asyncio.wait((asking,))  # goes on when this caller is cancelled: others may wait
-        if asking.cancelled():
-            raise ReplicaAwayError("the engine is closed")
-        asking.result()
-
-    async def close(self) -> None:
-        """Ends the questions; who waits for an answer gets a `ReplicaAwayError`."""
-        asking = list(self._asking.values())
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
-
-    def _done(self, name: str, task: "asyncio.Task[None]") -> None:
-        self._asking.pop(name, None)
-        if not task.cancelled():
-            task.exception()  # seen, also when nobody waits any more
-
-    async def _ask(self, replica: Replica) -> None:
         try:
             missing = missing_capabilities(await replica.describe(), self._expected())
             problem = f"{replica.name} is not what the run began with: it has {missing}" if missing else ""

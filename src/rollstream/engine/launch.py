@@ -15,14 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import rollstream
 from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import read_engine_kwargs, read_model_limits
-from rollstream.engine.devices import Devices, find_devices
+from rollstream.engine.devices import Devices, DeviceToolError, find_devices
 from rollstream.engine.launch_commands import MODULES, ServerKind
 from rollstream.engine.launch_plan import LaunchRequest, ReplicaPlan, choose_server, plan_replicas
 from rollstream.engine.launch_process import Launcher, LocalLauncher
@@ -75,7 +75,8 @@ class LaunchedEngine:
         self._gone: set[str] = set()
         self._closing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._broken: BaseException | None = None
+        self._broken: dict[str, BaseException] = {}
+        """Replicas that are not looked after any more, by name, and why."""
         self._closed = False
         self.supervisors = [
             Supervisor(
@@ -91,9 +92,9 @@ class LaunchedEngine:
                 kwargs=kwargs,
                 take_in=self._take_in,
                 leave_out=self._leave_out,
-                is_excused=lambda: self._updates > 0,
+                is_excused=partial(self._is_excused, at),
             )
-            for plan in plans
+            for at, plan in enumerate(plans)
         ]
         """One for each replica, by index."""
 
@@ -118,7 +119,7 @@ class LaunchedEngine:
         self._pool = pool
         for supervisor in self.supervisors:
             task = asyncio.create_task(supervisor.run(), name=f"rollstream-{supervisor.name}")
-            task.add_done_callback(self._supervised)
+            task.add_done_callback(partial(self._supervised, supervisor.name))
             self._tasks.add(task)
 
     async def generate(
@@ -152,22 +153,25 @@ class LaunchedEngine:
         """Whether at least one replica says it is healthy.
 
         Raises:
-            EngineLostError: all replicas were given up: waiting would be in vain.
+            EngineLostError: nobody serves and nobody is started again: waiting would be in vain.
         """
         if self._closed or self._pool is None:
             return False
-        if self._broken is not None:
-            raise EngineLostError(f"launched replicas are not looked after any more: {self._broken!r}") from (
-                self._broken
-            )
-        if all(supervisor.state == "given up" for supervisor in self.supervisors):
-            raise EngineLostError(
-                "no replica could be started again. What is done is safe; mend the cause and run the same "
-                f"command again. {self.supervisors[0].cause}"
-            )
-        if not self.serving:
+        if self.serving and await self._pool.health():
+            return True
+        if any(one.state != "given up" and one.name not in self._broken for one in self.supervisors):
             return False
-        return await self._pool.health()
+        broken = next(iter(self._broken.values()), None)
+        why = self.supervisors[0].cause if broken is None else f"They are not looked after: {broken!r}"
+        raise EngineLostError(
+            "no replica could be started again. What is done is safe; mend the cause and run the same "
+            f"command again. {why}"
+        ) from broken
+
+    @property
+    def urls(self) -> list[str]:
+        """Where its replicas listen now; those that come back listen elsewhere."""
+        return self._running.replicas
 
     @property
     def serving(self) -> int:
@@ -223,6 +227,13 @@ class LaunchedEngine:
         _LOG.info("%d of %d replicas ready after %.1f s", len(tasks), len(tasks), time.monotonic() - began)
         return [task.result() for task in tasks]
 
+    def _is_excused(self, at: int) -> bool:
+        """Whether a replica may be deaf: it loads weights, in an update or before it gets work again."""
+        if self._updates:
+            return True
+        url = self.supervisors[at].url
+        return self._pool is not None and url is not None and self._pool.is_loading(url)
+
     async def _take_in(self, url: str) -> None:
         pool = self._running
         replica = self._make_replica(url)
@@ -241,9 +252,10 @@ class LaunchedEngine:
         else:
             self._gone.add(url)  # a pool is never empty: it stays until another one comes
 
-    def _supervised(self, task: asyncio.Task[None]) -> None:
+    def _supervised(self, name: str, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._broken = error
+            self._broken[name] = error
+            _LOG.error("%s is not looked after any more: %r", name, error, exc_info=error)
 
 
 def launched_engine(
@@ -264,26 +276,34 @@ def launched_engine(
         name, model_path=model_path, max_model_len=max_model_len, request=request, log_dir=log_dir
     )
     path = _expanded(model_path)
-    limits = read_model_limits(Path(path))
-    defaults = SGLANG_KWARGS if name == "sglang" else VLLM_KWARGS
-    kwargs = read_engine_kwargs(name, engine_kwargs or {}, defaults)
 
     def make_pool(urls: Sequence[str]) -> PoolEngine:
         engine = SGLangEngine if name == "sglang" else VLLMEngine
         return engine(urls, model_path=path, max_model_len=max_model_len, engine_kwargs=engine_kwargs)
 
-    def make_replica(url: str) -> Replica:
-        kind = SGLangReplica if name == "sglang" else VLLMReplica
-        return kind(url, model_path=path, limits=limits, kwargs=kwargs)
-
     return LaunchedEngine(
         plans,
         LocalLauncher(log_dir),
         make_pool=make_pool,
-        make_replica=make_replica,
+        make_replica=replica_maker(name, model_path=model_path, engine_kwargs=engine_kwargs),
         request=request,
-        kwargs=kwargs,
+        kwargs=_connection_kwargs(name, engine_kwargs),
     )
+
+
+def replica_maker(
+    name: str, *, model_path: str, engine_kwargs: Mapping[str, Any] | None
+) -> Callable[[str], Replica]:
+    """What makes a replica of a launched engine from its URL. Raises `ConfigError` as `launched_engine`."""
+    path = _expanded(model_path)
+    limits = read_model_limits(Path(path))
+    kwargs = _connection_kwargs(name, engine_kwargs)
+    kind = SGLangReplica if name == "sglang" else VLLMReplica
+    return lambda url: kind(url, model_path=path, limits=limits, kwargs=kwargs)
+
+
+def _connection_kwargs(name: str, engine_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    return read_engine_kwargs(name, engine_kwargs or {}, SGLANG_KWARGS if name == "sglang" else VLLM_KWARGS)
 
 
 def launch_plan(
@@ -305,7 +325,7 @@ def launch_plan(
     plans = plan_replicas(
         server,
         request,
-        _machine_devices(),
+        _devices_for(server, request),
         model_path=path,
         max_model_len=max_model_len,
         python=_interpreter(request.python),
@@ -315,6 +335,17 @@ def launch_plan(
     if server == "rollstream" and request.python is None:
         _check_embedded(path, request.args)
     return plans
+
+
+def _devices_for(server: ServerKind, request: LaunchRequest) -> Devices | None:
+    if server == "rollstream":
+        return None
+    try:
+        return _machine_devices()  # for 0, too: so that they can be hidden from the server
+    except DeviceToolError:
+        if request.devices_per_node == 0:
+            return None
+        raise
 
 
 @cache
@@ -350,9 +381,11 @@ def _check_interpreter(server: ServerKind, python: str | None) -> None:
             raise ConfigError(
                 f"replicas of {server!r} are to be launched, but this environment has no {module!r}. Name "
                 f"another environment's interpreter by {rollout}.launch.python, or running servers by "
-                f"{rollout}.server_urls"
+                f"{rollout}.server_urls; or launch rollstream's own servers, which need no GPU, by "
+                f"{rollout}.launch.server=rollstream"
             )
         return
+    _LOG.info("looking for %r in the environment of %s", module, python)
     found = _has_module(_interpreter(python), module)
     if found is None:
         raise ConfigError(f"{rollout}.launch.python: {python} cannot be run as a Python interpreter")

@@ -11,7 +11,8 @@ The guard runs one command, as the leader of a session and process group of its 
 
 In the last two cases everything below it gets SIGTERM, `GRACE_S` to tidy up, and then SIGKILL. Children that
 moved into sessions of their own or whose parents died are found, too: the guard is who the kernel gives
-orphans to. Should the guard itself be killed, the kernel kills the command.
+orphans to. Should the guard itself be killed, the kernel kills the command, and who started the guard looks
+for the others, by `MARK` in their environment.
 
 It is run as a file, `python -I -S launch_guard.py PARENT_PID COMMAND …`, with nothing but the standard
 library, so that it starts in some 20 ms and any interpreter will do.
@@ -24,6 +25,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 GRACE_S = 5.0
@@ -36,6 +38,14 @@ its process is gone."""
 _POLL_S = 0.5
 """Between looks at the parent. The end of the input tells sooner, unless some other child of the parent holds
 the other end of the pipe open."""
+
+MARK = "ROLLSTREAM_REPLICA"
+"""Environment variable by which all processes of a replica can be found, each start of it by a value of its
+own: should the guard be killed, its parent looks for them."""
+
+_PARENT, _BEGUN = 1, 19
+"""Fields of /proc/PID/stat, counted from the state: the parent's pid, and when the process began (in ticks
+since the machine did). Source: proc_pid_stat(5)."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -105,16 +115,17 @@ def _reap(server: int) -> tuple[int | None, bool]:
 def _end_all(server: int, *, grace: float, ask: bool) -> None:
     """Returns when nothing below this process runs any more."""
     if ask:
-        _kill(below(os.getpid()), signal.SIGTERM)
+        kill(below(os.getpid()), signal.SIGTERM)
     deadline = time.monotonic() + grace
     while _reap(server)[1]:
         if time.monotonic() > deadline:
             # Again and again: who starts children while being killed is soon out of them.
-            _kill(below(os.getpid()), signal.SIGKILL)
+            kill(below(os.getpid()), signal.SIGKILL)
         time.sleep(0.02)
 
 
-def _kill(pids: list[int], number: int) -> None:
+def kill(pids: Iterable[int], number: int) -> None:
+    """Sends a signal to those that are still there."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -126,12 +137,8 @@ def below(root: int) -> list[int]:
     """All processes that descend from `root`, without it. Linux only; elsewhere nobody."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            # The name, in parentheses, may hold anything; after it come the state and the parent's pid.
-            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        children.setdefault(int(fields[1]), []).append(int(entry.name))
+        if (fields := _stat(int(entry.name))) is not None:
+            children.setdefault(int(fields[_PARENT]), []).append(int(entry.name))
     found: list[int] = []
     waiting = [root]
     while waiting:
@@ -139,6 +146,45 @@ def below(root: int) -> list[int]:
         found += below_one
         waiting += below_one
     return found
+
+
+def begun(pids: Iterable[int]) -> dict[int, int]:
+    """Processes by pid, with the moment that each began: a pid that is used again has another."""
+    return {pid: int(fields[_BEGUN]) for pid in pids if (fields := _stat(pid)) is not None}
+
+
+def still(known: Mapping[int, int]) -> set[int]:
+    """Those of `begun` that run, and all below them."""
+    running = {pid for pid, moment in begun(known).items() if moment == known[pid] and not _is_dead(pid)}
+    return running.union(*(below(pid) for pid in running))
+
+
+def marked(mark: str) -> set[int]:
+    """Processes whose environment has `MARK` with this value. Linux only; elsewhere nobody."""
+    wanted = f"{MARK}={mark}".encode()
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.add(int(entry.name))
+        except OSError:  # it has just ended, or is another user's
+            continue
+    return found
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """Fields of /proc/PID/stat from the state on; None for a process that is gone."""
+    try:
+        # The name, in parentheses, may hold anything.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+
+
+def _is_dead(pid: int) -> bool:
+    """Whether a process has ended and only waits to be collected."""
+    fields = _stat(pid)
+    return fields is None or fields[0] in (b"Z", b"X")
 
 
 def _end_like(status: int) -> None:

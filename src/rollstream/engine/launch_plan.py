@@ -11,6 +11,10 @@ from rollstream.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
+_LAST_WORDS = frozenset(("key", "keys", "apikey", "token", "pat"))
+_WORDS = frozenset(("secret", "secrets", "password", "passwd", "passphrase", "credential", "credentials"))
+"""Of names of secrets."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
@@ -97,8 +101,9 @@ def plan_replicas(
 
     Raises:
         ConfigError: more devices or replicas than there are, sizes that do not divide, arguments that are not
-            the user's to give.
+            the user's to give, a secret.
     """
+    refuse_secrets(request.args, request.env)
     count, each = _count(server, request, len(devices.ids) if devices else 0)
     plans = []
     for index in range(count):
@@ -125,6 +130,37 @@ def plan_replicas(
         words = server_words(server, python, options, request.args)
         plans.append(ReplicaPlan(index, chosen, {**env, **request.env}, tuple(words)))
     return plans
+
+
+def refuse_secrets(args: Mapping[str, Any], env: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for keys and passwords among the user's arguments and variables.
+
+    All users of a machine can read command lines, logs hold them, and the configuration is written to the run
+    directory.
+    """
+    instead = (
+        "looks like a secret, and what is configured is written to the run directory, a command to logs. Set "
+        "it in the environment that rollstream is started in, which the servers inherit"
+    )
+    for name, value in args.items():
+        # A switch is none, as in vLLM's `--hf-token`, which takes the token that is stored.
+        if value is not None and not isinstance(value, bool) and _names_secret(str(name)):
+            raise ConfigError(
+                f"{_ROLLOUT}.launch.args.{name} {instead} (vLLM reads VLLM_API_KEY), or do without: launched "
+                "servers listen on 127.0.0.1 only"
+            )
+    for name, text in env.items():
+        if text and _names_secret(str(name)):
+            raise ConfigError(f"{_ROLLOUT}.launch.env.{name} {instead}")
+
+
+def _names_secret(name: str) -> bool:
+    """Whether an argument or a variable of this name holds a secret.
+
+    `api-key` and `HF_TOKEN` do; `long-prefill-token-threshold` and `TOKENIZERS_PARALLELISM` do not.
+    """
+    words = name.lower().replace("-", "_").split("_")
+    return words[-1] in _LAST_WORDS or not _WORDS.isdisjoint(words)
 
 
 def _count(server: ServerKind, request: LaunchRequest, found: int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """What starts a replica and tells when it has ended: a protocol, and the way that does it on this machine."""
 
 import asyncio
+import logging
 import os
 import shlex
 import signal
@@ -9,10 +10,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
+from uuid import uuid4
 
 from rollstream.engine import launch_guard
 from rollstream.engine.launch_plan import ReplicaPlan
-from rollstream.engine.ports import ReservedPort, holds_socket, listening_inodes
+from rollstream.engine.ports import ReservedPort, holds_socket, is_free, listening_inodes
+from rollstream.errors import EngineError
+
+_LOG = logging.getLogger(__name__)
 
 _SHOWN_LINES = 20
 _SHOWN_BYTES = 16_384
@@ -20,6 +25,9 @@ _SHOWN_BYTES = 16_384
 
 _STOP_TIMEOUT_S = launch_guard.GRACE_S + 3.0
 """For the guard, which kills after its own grace; then it is killed itself."""
+
+_KILL_LEFT_S = 5.0
+"""For processes that are killed to be gone: one that holds a device's memory takes a second or two."""
 
 
 class ReplicaProcess(Protocol):
@@ -41,6 +49,10 @@ class ReplicaProcess(Protocol):
 
     async def is_listening(self) -> bool:
         """Whether it, and nobody else, listens at `url`."""
+        ...
+
+    async def is_port_taken(self) -> bool:
+        """Once it has ended: whether another program has its port."""
         ...
 
     def last_words(self) -> str:
@@ -76,12 +88,15 @@ class LocalLauncher:
         return self._log_dir / f"replica-{index}-{self._stamp}.log"
 
     async def start(self, plan: ReplicaPlan) -> "LocalProcess":
-        port = ReservedPort()
         try:
-            return await LocalProcess.start(plan, port, self.log_path(plan.index))
-        except BaseException:
-            port.release()
-            raise
+            port = ReservedPort()
+            try:
+                return await LocalProcess.start(plan, port, self.log_path(plan.index))
+            except BaseException:
+                port.release()
+                raise
+        except OSError as error:  # no descriptor, process or disk space is left, perhaps for a moment
+            raise EngineError(f"replica {plan.index} could not be started: {error}") from error
 
 
 class LocalProcess:
@@ -94,17 +109,24 @@ class LocalProcess:
         port: ReservedPort,
         log_path: Path,
         log_offset: int,
+        mark: str,
     ) -> None:
         self._process = process
         self._command = list(command)
         self._port = port
         self._log_path = log_path
         self._log_offset = log_offset
+        self._mark = mark
+        self._family: dict[int, int] = {}
+        """Processes below the guard by pid, see `launch_guard.begun`: some overwrite their environment, with
+        a title that they show in its place."""
+        self._killing: asyncio.Future[None] | None = None
 
     @classmethod
     async def start(cls, plan: ReplicaPlan, port: ReservedPort, log_path: Path) -> "LocalProcess":
         """Starts a replica on a port, which it takes over."""
         command = plan.command(port.number)
+        mark = uuid4().hex
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
@@ -115,10 +137,10 @@ class LocalProcess:
                 stdin=asyncio.subprocess.PIPE,  # held open as long as the replica is wanted
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **plan.env},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **plan.env, launch_guard.MARK: mark},
                 start_new_session=True,
             )
-        return cls(process, command, port, log_path, offset)
+        return cls(process, command, port, log_path, offset, mark)
 
     @property
     def url(self) -> str:
@@ -137,19 +159,25 @@ class LocalProcess:
         code = await self._process.wait()
         if code >= 0:
             return f"ended with exit code {code}"
-        # It may have been the guard itself: then nobody looked after the others of its group.
-        self._kill_group()
+        # It may have been the guard itself: then nobody looked after the others.
+        await self._kill_left()
         known = {number.value: number.name for number in signal.Signals}
         return f"was killed by {known.get(-code, f'signal {-code}')}"
 
     async def is_listening(self) -> bool:
         return await asyncio.to_thread(self._is_listening)
 
+    async def is_port_taken(self) -> bool:
+        return not is_free(self._port.number)
+
     def last_words(self) -> str:
-        with self._log_path.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_offset, size - _SHOWN_BYTES))
-            lines = log.read().decode(errors="replace").strip().splitlines()
+        try:
+            with self._log_path.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_offset, size - _SHOWN_BYTES))
+                lines = log.read().decode(errors="replace").strip().splitlines()
+        except OSError as error:  # what there is to say of the replica is worth more than its log
+            return f"(its log cannot be read: {error})"
         return "\n".join(lines[-_SHOWN_LINES:])
 
     async def stop(self) -> None:
@@ -161,7 +189,15 @@ class LocalProcess:
         except TimeoutError:
             self._kill_group()
             await self._process.wait()
+            await self._kill_left()
         self._port.release()
+
+    async def _kill_left(self) -> None:
+        """Kills what a guard that was killed leaves behind, once."""
+        if self._killing is None:
+            self._kill_group()
+            self._killing = asyncio.ensure_future(asyncio.to_thread(self._kill_family))
+        await asyncio.shield(self._killing)
 
     def _kill_group(self) -> None:
         try:
@@ -169,8 +205,28 @@ class LocalProcess:
         except ProcessLookupError:
             return
 
+    def _kill_family(self) -> None:
+        """What has the replica's mark, or was below the guard when the replica was last seen to listen."""
+        deadline = time.monotonic() + _KILL_LEFT_S
+        trouble: object = None
+        while time.monotonic() < deadline:
+            try:
+                left = launch_guard.marked(self._mark) | launch_guard.still(self._family)
+                if not left:
+                    return
+                trouble = sorted(left)
+                launch_guard.kill(left, signal.SIGKILL)
+            except OSError as error:  # no descriptor is left to look at processes with, perhaps for a moment
+                trouble = error
+            time.sleep(0.02)
+        _LOG.error("what %s left behind may still run: %s", self.what, trouble)
+
     def _is_listening(self) -> bool:
         if sys.platform != "linux":
             return True
         inodes = listening_inodes(self._port.number)
-        return any(holds_socket(pid, inodes) for pid in launch_guard.below(self._process.pid))
+        members = launch_guard.below(self._process.pid)
+        if not any(holds_socket(pid, inodes) for pid in members):
+            return False
+        self._family = launch_guard.begun(members)
+        return True

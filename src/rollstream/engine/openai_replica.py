@@ -172,16 +172,14 @@ class OpenAIReplica:
         """Learns how the endpoint calls the model, and the longest sequence if it says so."""
         status, payload = await self._server.get("/models", timeout_s=self._kwargs["info_timeout"])
         if status == 401:
-            raise EngineError(
-                f"{self._server.refusal(status, payload)}: the API key is refused; the environment variable "
-                "with the right one is named by engine_kwargs.api_key_env"
-            )
+            raise self._server.refusal(status, payload)
         if status in AWAY_STATUSES:
             raise ReplicaAwayError(str(self._server.refusal(status, payload)))
         cards = _model_cards(payload) if status == 200 else []
         if not cards:  # no such route, no leave to read it, or a list of another form
             _LOG.info("%s/models does not list its models (HTTP %d)", self.name, status)
             self._model = Path(self._model).name if Path(self._model).is_dir() else self._model
+            await self._try_out()
             return None
         chosen = next((card for card in cards if card["id"] == self._model), None) or next(
             (card for card in cards if Path(self._model).name in _names(card) and Path(self._model).is_dir()),
@@ -189,7 +187,7 @@ class OpenAIReplica:
         )
         if chosen is None:
             if self._kwargs["check_model"]:
-                served = ", ".join(str(card["id"]) for card in cards[:_MODELS_SHOWN])
+                served = ", ".join(_shown(card) for card in cards[:_MODELS_SHOWN])
                 more = f" and {len(cards) - _MODELS_SHOWN} more" if len(cards) > _MODELS_SHOWN else ""
                 raise EngineError(
                     f"{self.name} does not list the model {self._model!r}, but {served}{more}: name one of "
@@ -200,6 +198,23 @@ class OpenAIReplica:
         self._model = str(chosen["id"])
         length = chosen.get("max_model_len")
         return length if isinstance(length, int) else None
+
+    async def _try_out(self) -> None:
+        """Asks for one token: where no list says so, whether this is a chat endpoint shows in no other way.
+
+        Raises:
+            EngineError: it is not, or it refuses this model.
+        """
+        prompt = ChatPrompt([{"role": "user", "content": "1"}], [0])
+        try:
+            async with asyncio.timeout(self._kwargs["info_timeout"]):
+                await self._send(SamplingParams(1, logprobs=False), prompt, Turn())
+        except (_RateLimitedError, _CutError, TimeoutError) as error:
+            _LOG.info("%s did not answer a first question: %s", self.name, error)
+        except ReplicaAwayError:
+            raise
+        except EngineError as error:
+            raise EngineError(f"{error}: is it a chat endpoint that serves {self._model!r}?") from error
 
     async def _answer(self, request: ReplicaRequest, prompt: ChatPrompt, flight: _Flight) -> Completion:
         """Asks until there is an answer with an end."""
@@ -257,7 +272,7 @@ class OpenAIReplica:
             if response.content_type == "application/json":
                 self._take(_object(await response.read()), turn, headers)
                 return headers
-            events = EventReader()
+            events = EventReader(self._server.without_key)
             async for data in response.content.iter_any():
                 for event in events.feed(data):
                     self._take(event, turn, headers)
@@ -391,6 +406,12 @@ def _model_cards(payload: bytes) -> list[dict[str, Any]]:
         if isinstance(cards, list)
         else []
     )
+
+
+def _shown(card: dict[str, Any]) -> str:
+    """A model of the list, with the folder that it is loaded from, if the endpoint says so."""
+    root = card.get("root")
+    return f"{card['id']} ({root})" if root and root != card["id"] else str(card["id"])
 
 
 def _names(card: dict[str, Any]) -> set[str]:

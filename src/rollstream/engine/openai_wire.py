@@ -4,7 +4,7 @@ Source: https://platform.openai.com/docs/api-reference/chat; `reasoning_content`
 older vLLM's name for thinking, `reasoning` newer vLLM's and OpenRouter's. `continue_final_message` is vLLM's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -308,9 +308,13 @@ class EventReader:
 
     Source: https://html.spec.whatwg.org/multipage/server-sent-events.html. Comments and other fields are
     passed over; each `data:` line is an event of its own, as every chat endpoint sends it.
+
+    Args:
+        shown: a text of the endpoint's as it may be shown: some repeat the API key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shown: Callable[[str], str] = str) -> None:
+        self._shown = shown
         self._rest = b""
         self.done = False
         """Whether `[DONE]` came: what follows is not read."""
@@ -345,9 +349,8 @@ class EventReader:
             return None
         value = _json(payload)
         if not isinstance(value, dict):
-            raise TransientEngineError(
-                f"an event that is no JSON object: {payload[:100].decode(errors='replace')!r}"
-            )
+            text = self._shown(payload.decode(errors="replace"))  # whole: half a key would not be found
+            raise TransientEngineError(f"an event that is no JSON object: {text[:100]!r}")
         return value
 
 

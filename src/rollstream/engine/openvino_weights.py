@@ -1,9 +1,11 @@
 """New weights for an OpenVINO model: of another export, or written into the places of the old ones."""
 
+import hashlib
 import shutil
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,10 @@ _MAX_HEADER = 100_000_000
 
 _EXPORT = "export the new weights as well, and name the export's folder"
 
+_REMEMBERED_MODELS = 4
+"""A run has one; what is remembered are names and numbers."""
+
+Places = Mapping[str, tuple[tuple[int, ...], list[int]]]
 Tensors = Mapping[str, numpy.ndarray[Any, Any]]
 
 
@@ -81,23 +87,41 @@ def read_safetensors(folder: Path) -> Tensors:
     return tensors
 
 
-def find_places(model: Path) -> dict[str, tuple[tuple[int, ...], list[int]]]:
+def find_places(model: Path) -> Places:
     """Where in the `.bin` each tensor of the folder's safetensors is: its shape, and the offsets in bytes.
+
+    Looked for once, while the files stay as they are: the second update reads none of the old weights.
 
     Raises:
         EngineError: one is not there, or two are in the same place.
+        OSError: a file cannot be read.
     """
-    content = (model / BIN).read_bytes()
-    by_size: dict[int, set[int]] = defaultdict(set)
+    files = [model / XML, model / BIN, *sorted(model.glob("*.safetensors"))]
+    stats = [(path.name, path.stat()) for path in files]
+    return _find_places(
+        model.absolute(),
+        tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats),
+    )
+
+
+@lru_cache(maxsize=_REMEMBERED_MODELS)
+def _find_places(model: Path, _files: tuple[tuple[str | int, ...], ...]) -> Places:
+    content = memoryview((model / BIN).read_bytes())
+    offsets: dict[int, set[int]] = defaultdict(set)
     for layer in ElementTree.parse(model / XML).getroot().iter("layer"):
         data = layer.find("data")
         if layer.get("type") == "Const" and data is not None and data.get("element_type") == "f32":
-            by_size[int(data.get("size", 0))].add(int(data.get("offset", 0)))
+            offsets[int(data.get("size", 0))].add(int(data.get("offset", 0)))
     places: dict[str, tuple[tuple[int, ...], list[int]]] = {}
     taken: dict[int, str] = {}
-    for name, tensor in read_safetensors(model).items():
-        old = tensor.tobytes()
-        found = [at for at in by_size[len(old)] if content[at : at + len(old)] == old]
+    tensors = read_safetensors(model)
+    # Each constant is read once: comparing each tensor with all of its size takes the square of the layers.
+    by_content: dict[bytes, list[int]] = defaultdict(list)
+    for size in {tensor.nbytes for tensor in tensors.values()}:
+        for at in offsets[size]:
+            by_content[_digest(content[at : at + size])].append(at)
+    for name, tensor in tensors.items():
+        found = by_content.get(_digest(tensor.tobytes()), [])
         if not found:
             raise EngineError(
                 f"{model / BIN} does not hold {name!r} of its safetensors as float32: {_EXPORT}"
@@ -116,9 +140,11 @@ def find_places(model: Path) -> dict[str, tuple[tuple[int, ...], list[int]]]:
     return places
 
 
-def _write_tensors(
-    content: bytearray, places: Mapping[str, tuple[tuple[int, ...], list[int]]], new: Tensors, source: str
-) -> None:
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=32).digest()
+
+
+def _write_tensors(content: bytearray, places: Places, new: Tensors, source: str) -> None:
     for what, names in (("lack", places.keys() - new.keys()), ("have unknown", new.keys() - places.keys())):
         if names:
             some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

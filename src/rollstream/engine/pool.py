@@ -11,20 +11,23 @@ The way of a request:
                        the request is at fault          --> EngineError, at once
 
 Near the end of a run a request on a slow replica may be taken away from it and go on at an idle faster one,
-with the tokens it has: see `stragglers`. A replica that was away says what it is before it gets work: see
-`introductions`. One that takes requests and says nothing is away when its health says no: see `watch`.
+with the tokens it has: see `stragglers`. A replica that was away, or has other weights than the others, is
+made fit before it gets work: see `fitting`. One that takes requests and says nothing is away when its health
+says no: see `watch`.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rollstream.engine.base import Capabilities, ChatPrompt, EngineLoad, ReportsLoad
 from rollstream.engine.checks import check_request
-from rollstream.engine.flight import Flight, Stretch
+from rollstream.engine.fitting import Fitting
+from rollstream.engine.flight import Flight, Stretch, pull
 from rollstream.engine.introductions import Introductions, missing_capabilities
 from rollstream.engine.load import LoadSum
 from rollstream.engine.partial import PartialCompletion
@@ -53,6 +56,13 @@ POOL_KWARGS: dict[str, Any] = {
 
 _ABORT_TIMEOUT_S = 10.0
 """An abort is a courtesy to the server: not worth waiting longer."""
+
+_LET_GO_S = 10.0
+"""For a replica to end a request that its caller has aborted: a step of the model, or a round trip. Then what
+the replica has of it is given up: an update empties the engine first, and must not wait for a server."""
+
+_HEALTH_WAIT_S = 2.0
+"""That a question for the health waits for a replica to be made fit: an introduction takes milliseconds."""
 
 
 class PoolEngine:
@@ -91,6 +101,8 @@ class PoolEngine:
         self._counter = itertools.count()
         self._in_flight: dict[str, Flight] = {}
         self._introductions = Introductions(lambda: self.capabilities)
+        self._weights = PoolWeights()
+        self._fitting = Fitting(self._introductions, self._weights, on_fit=self._router.heard)
         kwargs = POOL_KWARGS | (kwargs or {})
         self._watch = PoolWatch(
             self._router,
@@ -99,10 +111,10 @@ class PoolEngine:
             probe_after=kwargs["probe_after"],
             move=kwargs["move_stragglers"],
             abort=self._abort_soon,
+            is_excused=self.is_loading,
         )
         self._aborts: set[asyncio.Task[None]] = set()
         self._loads = LoadSum()
-        self._weights = PoolWeights()
         self._closed = False
 
     @property
@@ -120,6 +132,10 @@ class PoolEngine:
     def moved(self) -> int:
         """How many requests were moved from a slow replica to a faster one."""
         return self._watch.moved
+
+    def is_loading(self, name: str) -> bool:
+        """Whether a replica loads weights, in an update or by itself: it may be deaf meanwhile."""
+        return not self._weights.is_settled or self._fitting.is_loading(name)
 
     async def start(self) -> None:
         """Asks every replica what it is; at least one has to answer.
@@ -152,6 +168,7 @@ class PoolEngine:
                 f"{replica.name} is another kind of server than {', '.join(self._replicas)}: it has {missing}"
             )
         self._replicas[replica.name] = replica
+        self._weights.ledger.join(replica.name)
         self._router.add(replica.name)
 
     async def remove_replica(self, name: str) -> None:
@@ -164,6 +181,7 @@ class PoolEngine:
             raise EngineError(f"{name} is the last replica")
         replica = self._replicas.pop(name, None)
         self._router.remove(name)
+        self._fitting.forget(name)
         self._weights.forget(name)
         self._introductions.forget(name)
         if replica is not None:
@@ -189,9 +207,14 @@ class PoolEngine:
             while not flight.aborted:
                 if self._closed:
                     raise EngineUnavailableError("the engine is closed")
+                if not self._weights.is_settled:
+                    await self._wait(flight, self._weights.settled())
+                    continue
                 pick = self._pick(flight, causes)
                 if pick is None:
-                    raise self._refusal(causes)
+                    if not await self._wait_for_one(flight, causes):
+                        raise self._refusal(causes)
+                    continue
                 piece = await self._ask(flight, pick, causes)
                 if piece is None:
                     continue
@@ -209,8 +232,11 @@ class PoolEngine:
     async def abort(self, request_id: str) -> None:
         if (flight := self._in_flight.get(request_id)) is not None:
             flight.aborted = True
+            if flight.leash is not None:
+                pull(flight.leash)
             if (stretch := flight.stretch) is not None:
                 stretch.request.aborted = True
+                stretch.pull(after=_LET_GO_S)
                 await stretch.replica.abort(stretch.request.rid)
 
     async def update_weights(self, source: str, version: int) -> None:
@@ -227,7 +253,7 @@ class PoolEngine:
         await self._weights.update(list(self._replicas.values()), source, version)
 
     async def health(self) -> bool:
-        """Whether at least one replica says it is healthy."""
+        """Whether at least one replica is healthy and fit; begins to make those fit that are not."""
         if self._closed:
             return False
         checks = [asyncio.ensure_future(self._ask_health(name)) for name in self._replicas]
@@ -248,19 +274,60 @@ class PoolEngine:
         try:
             await self._watch.close()
         finally:
-            await self._introductions.close()
+            await self._fitting.close()
             if self._aborts:
                 await asyncio.wait(self._aborts, timeout=_ABORT_TIMEOUT_S)
             await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
 
     def _pick(self, flight: Flight, causes: dict[str, RollstreamError]) -> Pick | None:
         """The replica that gets the request next: where it has a seat, else where the router says."""
+        unfit = [name for name in self._replicas if not self._fitting.is_fit(name)]
+        for name in unfit:
+            if name not in causes:
+                self._begin_fitting(name)
         seat, flight.seat = flight.seat, None
         if seat is not None:
-            if self._router.is_there(seat.name) and seat.name not in causes:
+            if self._router.is_there(seat.name) and seat.name not in causes and seat.name not in unfit:
                 return seat
             self._router.release(seat, "cancelled")
-        return self._router.pick(flight.request_id, causes)
+        return self._router.pick(flight.request_id, {*causes, *unfit} if unfit else causes)
+
+    def _begin_fitting(self, name: str) -> "asyncio.Task[ReplicaAwayError | None] | None":
+        """See `Fitting.begin`. One that hangs is healthy first, unless it is not for want of weights."""
+        if name in self._router.hung and not self._weights.ledger.must_load(name):
+            return None
+        return self._fitting.begin(self._replicas[name])
+
+    async def _wait_for_one(self, flight: Flight, causes: dict[str, RollstreamError]) -> bool:
+        """Waits until one of the replicas that are not fit may be; those that cannot be get into `causes`.
+
+        Returns:
+            whether there was one to wait for.
+        """
+        tasks = {}
+        for name in self._replicas:
+            if name in causes or self._fitting.is_fit(name):
+                continue
+            if (task := self._begin_fitting(name)) is not None:
+                tasks[name] = task
+            elif name not in self._router.hung:
+                causes[name] = self._fitting.failure(name)
+        if not tasks:
+            return False
+        await self._wait(flight, asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED))
+        for name, task in tasks.items():
+            if task.done() and not task.cancelled() and (error := task.result()) is not None:
+                causes[name] = error
+        return True
+
+    async def _wait(self, flight: Flight, event: Awaitable[object]) -> None:
+        """Waits for something other than a replica's answer; the caller's abort ends that."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None) as flight.leash:
+                    await event
+        finally:
+            flight.leash = None
 
     async def _ask(self, flight: Flight, pick: Pick, causes: dict[str, RollstreamError]) -> Completion | None:
         """A replica's answer to a request; None, with the cause in `causes`, when others may do better.
@@ -285,14 +352,17 @@ class PoolEngine:
         try:
             async with asyncio.timeout(None) as leash:
                 flight.stretch = Stretch(pick, replica, request, leash)
-                if self._introductions.is_owed(pick.name):
-                    await self._introductions.meet(replica)
                 piece = await self._weights.generate(replica, request)
             outcome, tokens = "answered", len(piece.token_ids)
             return piece
         except TimeoutError:
             outcome = "away"
-            causes[pick.name] = ReplicaAwayError(f"{pick.name} does not answer, and it is not healthy")
+            what = (
+                "does not end what was aborted"
+                if flight.aborted
+                else "does not answer, and it is not healthy"
+            )
+            causes[pick.name] = ReplicaAwayError(f"{pick.name} {what}")
         except ReplicaAwayError as error:
             outcome = "away"
             causes[pick.name] = error
@@ -321,7 +391,15 @@ class PoolEngine:
             flight.seat = None
 
     async def _ask_health(self, name: str) -> bool:
-        if await self._replicas[name].health():
+        replica = self._replicas[name]
+        if not self._fitting.is_fit(name):
+            if not self._weights.ledger.must_load(name) and not await replica.health():
+                return False
+            if (task := self._fitting.begin(replica)) is not None:
+                await asyncio.wait((task,), timeout=_HEALTH_WAIT_S)
+            if not self._fitting.is_fit(name):
+                return False
+        if await replica.health():
             self._router.heard(name)
             return True
         return False

@@ -34,7 +34,7 @@ class ReservedPort:
             number = rng.randrange(_LOWEST, _ABOVE)
             if (mark := _mark(number)) is None:
                 continue
-            if _is_free(number):
+            if is_free(number):
                 self.number = number
                 self._mark: socket.socket | None = mark
                 return
@@ -62,7 +62,8 @@ def _mark(number: int) -> socket.socket | None:
     return mark
 
 
-def _is_free(number: int) -> bool:
+def is_free(number: int) -> bool:
+    """Whether a server could listen on a port of 127.0.0.1 now."""
     with socket.socket() as probe:
         # As servers do it, so that connections of a server before, which linger, are in nobody's way.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

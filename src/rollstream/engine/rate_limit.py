@@ -50,6 +50,8 @@ class Sent:
     """When, by the caller's clock."""
     tokens: int
     """It counts for so many."""
+    counted: bool = False
+    """Whether it is in the window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class RateLimit:
         self._tokens = tokens_per_minute
         self._rng = rng or random.Random()
         self._window: deque[Sent] = deque()
+        self._used = 0
+        """Tokens of the window: a window may hold tens of thousands of requests."""
         self._held_until = -math.inf
         self._refused_at = -math.inf
         self._level = 0
@@ -110,11 +114,15 @@ class RateLimit:
         self._last = now
         if self._requests or self._tokens:
             self._window.append(sent)
+            self._used += tokens
+            sent.counted = True
         return sent
 
     def answered(self, now: float, sent: Sent, headers: LimitHeaders, *, tokens: int | None = None) -> None:
         """Learns from an answer. `tokens`: what it really used, where that is known."""
         if tokens is not None:
+            if sent.counted:
+                self._used += tokens - sent.tokens
             sent.tokens = tokens
         if sent.at > self._refused_at:
             self._level = max(0, self._level - 1)  # one answer is no end of a limit of one a minute
@@ -153,12 +161,14 @@ class RateLimit:
         """When the user's own limits let a request through."""
         window = self._window
         while window and window[0].at + WINDOW_S <= now:
-            window.popleft()
+            gone = window.popleft()
+            gone.counted = False
+            self._used -= gone.tokens
         at = now
         if self._requests and len(window) >= self._requests:
             at = window[len(window) - self._requests].at + WINDOW_S
         if self._tokens:
-            room = self._tokens - sum(sent.tokens for sent in window)
+            room = self._tokens - self._used
             for sent in window:
                 if tokens <= room:
                     break
@@ -175,14 +185,17 @@ def read_limit_headers(headers: Mapping[str, str], wall_time: float) -> LimitHea
 
     Args:
         headers: of an answer; names in any case if the mapping takes any.
-        wall_time: Unix time, seconds: `Retry-After` may be a date.
+        wall_time: Unix time, seconds: `Retry-After` may be a date. That is counted from the answer's own
+            `Date`, and from this time only where there is none: clocks differ.
     """
     milliseconds = _seconds(headers.get("retry-after-ms"))
     retry_after = None if milliseconds is None else milliseconds / 1000
     if retry_after is None and (text := headers.get("Retry-After")) is not None:
         retry_after = _seconds(text)
         if retry_after is None:
-            retry_after = _seconds_to(text, wall_time)
+            until, sent = _unix_time(text), _unix_time(headers.get("Date"))
+            if until is not None:
+                retry_after = max(0.0, until - (wall_time if sent is None else sent))
     return LimitHeaders(
         retry_after=retry_after,
         remaining_requests=_count(headers.get("x-ratelimit-remaining-requests")),
@@ -215,9 +228,9 @@ def _seconds(text: str | None) -> float | None:
     return max(0.0, value) if math.isfinite(value) else None
 
 
-def _seconds_to(date: str, wall_time: float) -> float | None:
+def _unix_time(date: str | None) -> float | None:
     try:
-        return max(0.0, parsedate_to_datetime(date).timestamp() - wall_time)
+        return None if date is None else parsedate_to_datetime(date).timestamp()
     except (ValueError, OverflowError):
         return None
 

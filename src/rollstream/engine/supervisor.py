@@ -81,6 +81,11 @@ class Supervisor:
         """For messages."""
         return f"replica {self._plan.index}"
 
+    @property
+    def url(self) -> str | None:
+        """Where the replica listens, or will; None while none runs."""
+        return self._process.url if self._process is not None else None
+
     async def start(self) -> str:
         """Starts the replica for the first time; returns its URL.
 
@@ -112,7 +117,7 @@ class Supervisor:
                 await self._start()
                 assert self._process is not None
                 await self._take_in(self._process.url)
-            except EngineError as error:
+            except (EngineError, OSError) as error:  # no descriptor is left, for one: that may pass
                 await self.stop()
                 self.cause = str(error)
                 pause = self._restarts.after_failed_start()
@@ -149,9 +154,7 @@ class Supervisor:
                     if await self._is_healthy(server) and await process.is_listening():
                         return
                     await asyncio.wait((ended,), timeout=_START_PROBE_S)
-            # Whoever answers now is another program.
-            taken = await is_answered(server.get("/health", timeout_s=server.health_timeout)) is not None
-            error_type = _PortTakenError if taken else EngineError
+            error_type = _PortTakenError if await process.is_port_taken() else EngineError
             raise error_type(f"{self.name} {ended.result()} before it was healthy{_details(process)}")
         except TimeoutError:
             await self.stop()
@@ -201,7 +204,7 @@ class Supervisor:
 
 
 class _PortTakenError(EngineError):
-    """Another program listens where the replica was to listen."""
+    """Another program has the port that was the replica's."""
 
 
 def _details(process: ReplicaProcess) -> str:

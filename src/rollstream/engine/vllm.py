@@ -18,6 +18,7 @@ from rollstream.engine.load import ASK_TIMEOUT_S, VLLM_METRICS, LoadRoutes, read
 from rollstream.engine.pool import POOL_KWARGS, PoolEngine
 from rollstream.engine.replica import ReplicaAwayError, ReplicaRequest, SharedHealth, WeightsLostError
 from rollstream.engine.served_model import check_served_model, model_names
+from rollstream.engine.to_the_end import to_the_end
 from rollstream.engine.vllm_wire import (
     COMPLETIONS,
     GENERATE,
@@ -86,6 +87,10 @@ class VLLMReplica:
         self._is_dev = False
         self._model = ""
         self._names_requests = True
+        self._said: Capabilities | None = None
+        """What it said last."""
+        self._paused_by_us = False
+        """Since an update that failed. Until one goes well nothing can be sampled there."""
         self._in_flight: dict[str, asyncio.Task[bytes]] = {}
         self._loads = LoadRoutes([("/metrics", lambda page: read_metrics(page, VLLM_METRICS))])
 
@@ -94,9 +99,14 @@ class VLLMReplica:
         return self._server.url
 
     async def describe(self) -> Capabilities:
+        """See `Replica.describe`; while a pause of our own lasts, what the server said before it."""
         max_model_len, said = await self._choose_model()
         self._is_dev = bool(await self._server.ask("/weight_info", kind=_KIND))
-        if await self._is_paused():
+        if not await self._is_paused():
+            self._paused_by_us = False  # it was ended by somebody else, or the server was started anew
+        elif self._paused_by_us and self._said is not None:
+            return self._said
+        else:
             raise ReplicaAwayError(f"{self.name} is paused (POST /resume ends that)")
         try:
             if await self._has_generate_route():
@@ -110,7 +120,7 @@ class VLLMReplica:
                 logprobs, stop_strings = said["logprobs"], said["stop_strings"]
         except TransientEngineError as error:
             raise ReplicaAwayError(str(error)) from error
-        return Capabilities(
+        self._said = Capabilities(
             token_ids=True,
             logprobs=logprobs,
             seeds=said is None or said["seeds"],
@@ -122,6 +132,7 @@ class VLLMReplica:
             max_model_len=max_model_len,
             vocab_size=self._vocab_size,
         )
+        return self._said
 
     @property
     def resumes_aborted(self) -> bool:
@@ -189,13 +200,20 @@ class VLLMReplica:
         """Loads weights from a folder that the server sees. Requests in flight go on with the new ones.
 
         The server is paused meanwhile, and stays paused when it fails: without its old weights and without
-        the new ones it would die at the next request. Another update may mend it.
+        the new ones it would die at the next request. Another update may mend it. Cancelling this takes
+        effect when the server has loaded, or has not.
         """
+        if self._said is None:
+            await self.describe()  # weights of ours are nothing for a server of another model
+        await to_the_end(self._load_weights(source, version))
+
+    async def _load_weights(self, source: str, version: int) -> None:
         reload = {
             "method": "reload_weights",
             "kwargs": {"weights_path": source},
             "timeout": self._update_timeout,
         }
+        self._paused_by_us = True  # also when the answer is lost
         await self._tell("/pause?mode=keep")
         try:
             await self._tell("/collective_rpc", reload)
@@ -205,6 +223,7 @@ class VLLMReplica:
                 raise EngineError(f"{self.name} keeps its prefix cache of the old weights")
             await self._tell("/update_weight_version", {"new_version": str(version)})
             await self._tell("/resume")
+            self._paused_by_us = False
         except EngineError as error:
             raise WeightsLostError(f"{error} (it stays paused until an update goes well)") from error
 

@@ -25,7 +25,8 @@ class PoolWatch:
     """Looks at a pool again and again. Owns its task and the health checks that it makes.
 
     A replica that has had requests for `probe_after` seconds and answered none is asked for its health. If it
-    says no, or nothing, twice, it hangs: its requests go on elsewhere, and it gets nothing until it says yes.
+    says no, or nothing, twice, it hangs: its requests go on elsewhere, and it gets nothing until it says yes,
+    or has been made fit.
 
     Args:
         router: of the pool; told what is found.
@@ -34,6 +35,7 @@ class PoolWatch:
         probe_after: seconds; 0: never.
         move: whether stragglers move.
         abort: tells the replica to end a request, without waiting for that.
+        is_excused: whether a replica may be deaf now, as while it loads other weights.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class PoolWatch:
         probe_after: float,
         move: bool,
         abort: Callable[[Stretch], None],
+        is_excused: Callable[[str], bool],
     ) -> None:
         self._router = router
         self._replicas = replicas
@@ -52,6 +55,7 @@ class PoolWatch:
         self._probe_after = probe_after
         self._move = move
         self._abort = abort
+        self._is_excused = is_excused
         self._task: asyncio.Task[None] | None = None
         self._probes: dict[str, asyncio.Task[None]] = {}
         self.moved = 0
@@ -116,7 +120,7 @@ class PoolWatch:
     def _listen(self) -> None:
         hung = self._router.hung
         for name in {*self._router.silent(self._probe_after), *hung} - self._probes.keys():
-            if name in self._replicas:
+            if name in self._replicas and not self._is_excused(name):
                 self._probes[name] = asyncio.get_running_loop().create_task(self._probe(name, name in hung))
 
     async def _probe(self, name: str, hangs: bool) -> None:
@@ -131,6 +135,8 @@ class PoolWatch:
             if hangs:
                 await asyncio.sleep(_PAUSE_S)
                 return
+            if self._is_excused(name):
+                return  # it has begun to load meanwhile
             self._router.hang(name)
             held = [
                 stretch

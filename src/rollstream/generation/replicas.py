@@ -1,41 +1,61 @@
 """What a run's configuration says of the replicas to launch, and which of it decides the data."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollstream.config.settings import Settings
-from rollstream.engine.launch_plan import LaunchRequest
+from rollstream.config.settings import LaunchSettings, Settings
+from rollstream.engine.launch_plan import LaunchRequest, refuse_secrets
 from rollstream.engine.registry import data_deciding_kwargs, is_launched
 from rollstream.errors import ConfigError
 
-_DATA_DECIDING_ARGS = frozenset(
+_FREE_ARGS = frozenset(
     (
-        "attention-backend",
-        "engine",
-        "hf-overrides",
-        "json-model-override-args",
-        "kv-cache-dtype",
-        "logprobs-mode",
-        "model-impl",
-        "quantization",
-        "quantization-param-path",
-        "revision",
-        "rope-scaling",
-        "rope-theta",
-        "sampling-backend",
-        "speculative-algorithm",
-        "speculative-config",
-        "tokenizer-revision",
-        "torchao-config",
+        # How much at once.
+        *("max-running-requests", "max-queued-requests", "max-total-tokens", "max-prefill-tokens"),
+        *("chunked-prefill-size", "prefill-max-requests", "schedule-policy", "schedule-conservativeness"),
+        *("max-num-seqs", "max-num-batched-tokens", "max-num-partial-prefills", "max-long-partial-prefills"),
+        *("long-prefill-token-threshold", "scheduling-policy", "stream-interval", "max-queue"),
+        *("cuda-graph-bs", "cuda-graph-max-bs", "cuda-graph-sizes", "cudagraph-capture-sizes"),
+        # Memory and disk.
+        *("cpu-offload-gb", "swap-space", "kv-cache-memory-bytes", "num-gpu-blocks-override", "download-dir"),
+        *("disable-radix-cache", "enable-prefix-caching", "no-enable-prefix-caching"),
+        # Processes, threads, ports and timeouts.
+        *("tokenizer-worker-num", "api-server-count", "max-parallel-loading-workers"),
+        *("nccl-port", "dist-init-addr", "master-addr", "master-port"),
+        *("watchdog-timeout", "soft-watchdog-timeout", "dist-timeout", "skip-server-warmup"),
+        # Logs, names, routes.
+        *("log-level", "log-level-http", "uvicorn-log-level", "disable-uvicorn-access-log"),
+        *("log-requests", "log-requests-level", "enable-log-requests", "disable-log-requests"),
+        *("disable-log-stats", "enable-metrics", "show-time-cost", "decode-log-interval"),
+        *("served-model-name", "enable-scale-out"),
     )
 )
-"""Arguments of servers that change tokens or log-probs; the others are layout and speed, free on resume."""
+"""Arguments of servers that may change on resume: layout and speed. Any other may decide the data, one that
+is not known most of all: servers get new ones with every release."""
+
+_FREE_ENV = frozenset(
+    (
+        *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"),
+        *("TOKENIZERS_PARALLELISM", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"),
+        *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"),
+        *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_ORDER"),
+        *("VLLM_LOGGING_LEVEL", "VLLM_RPC_TIMEOUT", "VLLM_ENGINE_ITERATION_TIMEOUT_S", "VLLM_CACHE_ROOT"),
+        *("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "VLLM_HOST_IP", "VLLM_PORT"),
+        *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"),
+        *("TMPDIR", "XDG_CACHE_HOME", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"),
+        *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+    )
+)
+"""Environment variables of servers that may change on resume, as `_FREE_ARGS`."""
 
 
 def launch_request(settings: Settings) -> LaunchRequest | None:
     """What to launch; None when the engine needs no launch. Raises `ConfigError`."""
     rollout, launch = settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.rollout.launch
+    refuse_secrets(launch.args, launch.env)  # they would be in the run directory, launched or not
     if not is_launched(rollout.name, rollout.server_urls):
+        _refuse_unused(launch, rollout.name)
         return None
     for name, value in launch.env.items():
         if isinstance(value, dict | list):
@@ -56,13 +76,24 @@ def launch_request(settings: Settings) -> LaunchRequest | None:
         seeds=settings.generation.seed is not None,
         python=launch.python,
         args=launch.args,
-        env={name: "" if value is None else str(value) for name, value in launch.env.items()},
+        env=_texts(launch.env),
         startup_timeout=launch.startup_timeout,
         unhealthy_timeout=launch.unhealthy_timeout,
         max_restarts=launch.max_restarts,
         restart_delay=launch.restart_delay,
         restart_delay_max=launch.restart_delay_max,
     )
+
+
+def _refuse_unused(launch: LaunchSettings, name: str) -> None:
+    """Refuses settings that say what to launch, and how, where nothing is launched."""
+    unused = {"server": launch.server != "auto", "replicas": launch.replicas is not None}
+    unused |= {"python": launch.python is not None, "args": bool(launch.args), "env": bool(launch.env)}
+    if names := ", ".join(name for name, is_set in unused.items() if is_set):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.launch.* ({names}) is for servers that rollstream starts: that takes "
+            f"actor_rollout_ref.rollout.name=sglang or vllm (it is {name}) and no server_urls"
+        )
 
 
 def launched_commands(settings: Settings, log_dir: Path) -> list[dict[str, Any]]:
@@ -106,8 +137,18 @@ def launch_identity(settings: Settings) -> dict[str, Any]:
         if (value := getattr(rollout, name)) != "auto":
             identity[f"launch.{name}"] = value
     args = {str(name).replace("_", "-"): value for name, value in launch.args.items()}
-    identity |= {f"launch.args.{name}": value for name, value in args.items() if name in _DATA_DECIDING_ARGS}
+    free = _FREE_ARGS
     if launch.server == "rollstream":
+        free |= {"engine-kwargs"}  # its engine says which of them decide the data: below
         kwargs = data_deciding_kwargs(str(args.get("engine", "openvino")), args.get("engine-kwargs"))
         identity |= {f"launch.engine.{name}": value for name, value in kwargs.items()}
+    identity |= {f"launch.args.{name}": value for name, value in args.items() if name not in free}
+    identity |= {
+        f"launch.env.{name}": value for name, value in _texts(launch.env).items() if name not in _FREE_ENV
+    }
     return identity
+
+
+def _texts(env: Mapping[str, Any]) -> dict[str, str]:
+    """An environment as a process gets it."""
+    return {str(name): "" if value is None else str(value) for name, value in env.items()}

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollstream.engine import devices
 from rollstream.engine.devices import (
     Devices,
+    DeviceToolError,
     find_devices,
     parse_npu_smi,
     parse_nvidia_smi,
@@ -101,8 +103,28 @@ def test_no_tool_no_devices() -> None:
     assert find(None, {"CUDA_VISIBLE_DEVICES": "0"}) is None
     assert find("nvidia-smi", printed="") is None
     assert run_tool(["no-such-tool-anywhere"]) is None
-    assert run_tool(["false"]) is None
     assert run_tool(["echo", "x"]) == "x\n"
+    assert run_tool(["sh", "-c", "echo No devices were found; exit 6"]) == "No devices were found\n"
+
+
+def test_a_tool_that_fails_is_told_from_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeviceToolError, match=r"`sh -c .*` fails with exit code 9: out\n+err"):
+        run_tool(["sh", "-c", "echo out; echo err >&2; exit 9"])
+    monkeypatch.setattr(devices, "_TOOL_TIMEOUT_S", 0.05)
+    with pytest.raises(DeviceToolError, match=r"has not answered within 0\.05 s"):
+        run_tool(["sleep", "9"])
+
+    def run(command: Sequence[str]) -> str | None:
+        if command[0] == "nvidia-smi":
+            raise DeviceToolError("a broken driver")
+        return TOOLS[command[0]] if command[0] == working else None
+
+    working = "rocm-smi"
+    found = find_devices({}, run)
+    assert found is not None and found.kind == "rocm"
+    working = ""
+    with pytest.raises(DeviceToolError, match="a broken driver"):
+        find_devices({}, run)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rollstream.demo import MODEL_PATH
+from rollstream.engine import launch
 from rollstream.engine.launch import LaunchedEngine, launch_plan
 from rollstream.engine.launch_plan import LaunchRequest, ReplicaPlan
 from rollstream.engine.launch_process import LocalLauncher
@@ -131,7 +132,7 @@ async def test_when_all_are_given_up_that_is_said_and_not_waited_for(tmp_path: P
             await ask(engine)
 
 
-async def test_a_supervisor_that_breaks_is_heard_of(tmp_path: Path) -> None:
+async def test_a_supervisor_that_breaks_is_heard_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with launched(tmp_path, [stub_plan(tmp_path, 0)]) as engine:
         await engine.start()
 
@@ -141,10 +142,48 @@ async def test_a_supervisor_that_breaks_is_heard_of(tmp_path: Path) -> None:
         engine.supervisors[0]._leave_out = broken
         kill(engine, 0)
         async with asyncio.timeout(60):
-            while engine._broken is None:
+            while not engine._broken:
                 await asyncio.sleep(0.02)
+        assert "replica 0 is not looked after any more: ZeroDivisionError('a bug')" in caplog.text
         with pytest.raises(EngineLostError, match="a bug"):
             await engine.health()
+
+
+async def test_a_supervisor_that_breaks_does_not_stop_a_run_that_others_serve(tmp_path: Path) -> None:
+    async with launched(tmp_path, [stub_plan(tmp_path, index) for index in range(2)]) as engine:
+        await engine.start()
+
+        async def broken(url: str) -> None:
+            raise ZeroDivisionError("a bug")
+
+        engine.supervisors[0]._leave_out = broken
+        kill(engine, 0)
+        async with asyncio.timeout(60):
+            while not engine._broken:
+                await asyncio.sleep(0.02)
+        assert await engine.health()
+        kill(engine, 1)
+        await until_serving(engine, 0)
+        assert not await engine.health()  # and no error: the other one comes back
+        await until_serving(engine, 1)
+        assert await engine.health()
+
+
+async def test_a_start_that_the_machine_refuses_counts_as_failed(tmp_path: Path) -> None:
+    async with launched(tmp_path, [stub_plan(tmp_path, 0)], max_restarts=1000) as engine:
+        await engine.start()
+        logs = engine.supervisors[0]._launcher._log_dir  # type: ignore[attr-defined]
+        away = logs.rename(tmp_path / "away")
+        logs.touch()  # no folder any more: neither old log nor new one can be opened
+        kill(engine, 0)
+        async with asyncio.timeout(60):
+            while not engine.supervisors[0]._restarts.failures:
+                await asyncio.sleep(0.02)
+        assert not await engine.health()
+        logs.unlink()
+        away.rename(logs)
+        await until_serving(engine, 1)
+        assert await ask(engine) == 8
 
 
 async def test_a_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
@@ -191,6 +230,43 @@ def test_what_cannot_be_launched_shows_without_a_start(tmp_path: Path) -> None:
             log_dir=tmp_path,
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_driver_is_no_machine_without_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(launch, "_machine_devices", launch._machine_devices.__wrapped__)  # not the cached one
+
+    def plan(server: Any, devices: int | None) -> list[ReplicaPlan]:
+        return launch_plan(
+            "sglang",
+            model_path=str(MODEL_PATH),
+            max_model_len=None,
+            request=LaunchRequest(server=server, devices_per_node=devices, python=sys.executable),
+            log_dir=tmp_path,
+        )
+
+    for wanted in (None, 8):
+        with pytest.raises(ConfigError, match=r"nvidia-smi -L` fails with exit code 18: Failed to init"):
+            plan("auto", wanted)
+    with pytest.raises(ConfigError, match="has no 'sglang'"):  # which is looked for last
+        plan("auto", 0)
+    assert len(plan("rollstream", None)) == 1
+
+
+async def test_a_replica_that_loads_what_it_owes_is_excused_and_others_are_not(tmp_path: Path) -> None:
+    async with launched(tmp_path, [stub_plan(tmp_path, at) for at in range(2)]) as engine:
+        await engine.start()
+        assert not any(supervisor._is_excused() for supervisor in engine.supervisors)
+        assert engine._pool is not None
+        url = engine.supervisors[1].url
+        assert url is not None
+        engine._pool._fitting._loading.add(url)
+        assert [supervisor._is_excused() for supervisor in engine.supervisors] == [False, True]
 
 
 def test_the_plan_is_what_is_launched(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from rollstream.engine import openai_replica
 from rollstream.engine.base import ChatEngine, ChatPrompt
+from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
 from rollstream.engine.openai import OpenAIEngine
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.testing.stub_chat import ChatFault, ChatStub
@@ -310,6 +311,10 @@ async def test_the_key_is_shown_and_never_told(
         with pytest.raises(EngineError, match=r"odd key \*\*\*") as caught_too:
             await engine.chat(ask(), HOW, request_id="a")
     told = caplog.text + str(caught.value) + str(caught_too.value)
+    # Long texts are cut, but not in the middle of a key.
+    server = HttpServer("http://a:1", CONNECTION_KWARGS | {"api_key_env": "OPENAI_API_KEY"})
+    told += str(server.refusal(500, b"x" * 490 + KEY.encode()))
+    assert KEY[:9] not in told
     assert KEY not in told
     assert "sk-another" not in told
     assert "the API key in OPENAI_API_KEY goes to http://127.0.0.1" in told
@@ -331,6 +336,13 @@ async def test_the_model_is_one_that_is_served(stub: ChatStub, make: Make, tmp_p
         engine = await make(stub, model=model)
         assert content(await engine.chat(ask(), HOW, request_id="a")) == ANSWER
         assert await engine.health()
+    # Without a list, one question at the start shows it, before a rollout is charged for it.
+    with pytest.raises(
+        EngineError, match=r"`gpt-9` does not exist.*is it a chat endpoint that serves 'gpt-9'"
+    ):
+        await make(stub, model="gpt-9")
+    with pytest.raises(EngineError, match=r"answers 404.*is it a chat endpoint"):
+        await OpenAIEngine([f"{stub.url}/other/v1"], model_path="stub").start()
 
 
 @pytest.mark.parametrize(

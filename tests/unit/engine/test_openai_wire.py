@@ -231,6 +231,14 @@ def test_the_end_of_a_stream() -> None:
         EventReader().feed(b"data: " + b"x" * (17 << 20))
 
 
+def test_what_is_no_event_is_shown_without_the_key_wherever_it_stands() -> None:
+    for before in (0, 95, 200):
+        reader = EventReader(lambda text: text.replace("sk-SECRET", "***"))
+        with pytest.raises(TransientEngineError) as raised:
+            reader.feed(b"data: " + b"x" * before + b"sk-SECRET\n")
+        assert "sk-" not in str(raised.value)
+
+
 NAMES = (
     *("choices", "delta", "message", "tool_calls", "function", "index", "id", "arguments", "name", "usage"),
     *("content", "reasoning", "finish_reason", "prompt_tokens", "prompt_tokens_details", "text"),

@@ -133,6 +133,11 @@ def request() -> ReplicaRequest:
 
 
 async def version_from(weights: PoolWeights, server: FakeServer) -> int:
+    await weights.settled()
+    if weights.ledger.owes(server.name):
+        with pytest.raises(ReplicaAwayError, match="has no weights of version"):
+            await weights.generate(server, request())
+        await weights.bring_up(server)
     return (await weights.generate(server, request())).policy_versions[0][1]
 
 
@@ -141,14 +146,14 @@ async def test_a_replica_that_failed_loads_before_its_next_request() -> None:
     servers[1].errors = [TransientEngineError("busy")] * 3
     servers[2].healthy = False
     await weights.update(servers, "/step1", 1)
-    assert [server.loads for server in servers] == [[1], [1, 1], [1, 1]]  # those that failed, once more
+    assert [server.loads for server in servers] == [[1], [1, 1], []]  # those that failed, once more
     assert await version_from(weights, servers[0]) == 1
     with pytest.raises(ReplicaAwayError, match="b has no weights of version 1: busy"):
         await version_from(weights, servers[1])
     servers[2].healthy = True
     answers = await asyncio.gather(*(version_from(weights, server) for server in servers * 4))
     assert answers == [1] * 12
-    assert [len(server.loads) for server in servers] == [1, 4, 3]  # once for all who waited
+    assert [len(server.loads) for server in servers] == [1, 4, 1]  # once for all who waited
 
 
 async def test_none_could_load() -> None:
@@ -215,16 +220,13 @@ async def test_new_requests_wait_and_updates_follow_each_other() -> None:
     while not servers[1].version:
         await asyncio.sleep(0)
     asked = asyncio.create_task(version_from(weights, servers[1]))
-    aborted = ReplicaRequest([1], SamplingParams(1), "b", "b.1")
-    given_up = asyncio.create_task(weights.generate(servers[1], aborted))
     await asyncio.sleep(0)
-    aborted.aborted = True
+    assert not weights.is_settled
     assert servers[1].loads == [1]
     assert not asked.done()
     gate.set()
     await asyncio.gather(*updates)
     assert await asked in (1, 2)
-    assert (await given_up).finish_reason == "abort"
     assert [server.most_busy for server in servers] == [1, 1]
     assert [server.loads for server in servers] == [[1, 2], [1, 2]]
 
@@ -244,3 +246,63 @@ async def test_a_cancelled_update_comes_to_its_end() -> None:
         await update
     assert [await version_from(weights, server) for server in servers] == [1, 1]
     assert [server.loads for server in servers] == [[1], [1]]
+
+
+async def test_an_update_does_not_wait_for_one_that_is_not_healthy_or_loads_weights_of_before() -> None:
+    weights, gate = PoolWeights(), asyncio.Event()
+    servers = [FakeServer("a"), FakeServer("b"), FakeServer("c", healthy=False)]
+    servers[1].errors = [TransientEngineError("disk full")] * 2
+    await weights.update(servers, "/1", 1)
+    servers[1].gate = servers[2].gate = gate
+    late = asyncio.create_task(weights.bring_up(servers[1]))
+    while not servers[1].busy:
+        await asyncio.sleep(0)
+    await asyncio.wait_for(weights.update(servers, "/2", 2), 5)
+    assert [server.loads for server in servers] == [[1, 2], [1, 1, 1], []]
+    gate.set()
+    await late
+    assert weights.ledger.owes("b") and weights.ledger.owes("c")
+    servers[2].healthy = True
+    assert [await version_from(weights, server) for server in servers] == [2, 2, 2]
+
+
+async def test_base_weights_do_not_enter_a_run_that_began_with_others() -> None:
+    """A trainer had updated the server before the run; nobody has told the run where those weights are."""
+    weights, server = PoolWeights(), FakeServer("a", version=7)
+    assert await version_from(weights, server) == 7
+    server.healthy = False
+    with pytest.raises(ReplicaAwayError, match="is away"):
+        await version_from(weights, server)
+    with pytest.raises(ReplicaAwayError, match="does not show the version of its weights: a is away"):
+        await weights.bring_up(server)
+    server.healthy, server.version = True, 0
+    with pytest.raises(ReplicaAwayError, match=r"version 0, but it, .* had version 7 before"):
+        await weights.bring_up(server)
+    with pytest.raises(ReplicaAwayError, match="has no weights"):
+        await weights.generate(server, request())
+    server.version = 7  # it was given them again
+    assert await version_from(weights, server) == 7
+    server.version = 8  # the trainer goes on
+    assert await version_from(weights, server) == 8
+    server.version = 0  # in a quiet moment
+    with pytest.raises(ReplicaAwayError, match=r"version 0, but it, .* had version 8 before"):
+        await weights.generate(server, request())
+    joins = FakeServer("b")
+    weights.ledger.join("b")
+    with pytest.raises(ReplicaAwayError, match=r"version 0, but it, .* had version 8 before"):
+        await weights.bring_up(joins)
+    joins.version = 9
+    assert await version_from(weights, joins) == 9
+    await weights.update([server, joins], "/x", 3)
+    assert [await version_from(weights, one) for one in (server, joins)] == [3, 3]
+
+
+async def test_servers_without_a_version_are_asked_for_nothing() -> None:
+    weights, server = PoolWeights(), FakeServer("a")
+    assert await version_from(weights, server) == 0
+    server.healthy = False
+    with pytest.raises(ReplicaAwayError, match="is away"):
+        await weights.generate(server, request())
+    assert not weights.ledger.owes("a")
+    weights.ledger.join("b")
+    assert not weights.ledger.owes("b")

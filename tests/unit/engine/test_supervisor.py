@@ -179,13 +179,19 @@ class _TakenOnce:
         return await LocalProcess.start(plan, port, self._log)
 
 
-async def test_another_programs_server_is_not_taken_for_ours(tmp_path: Path) -> None:
-    async def healthy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+@pytest.mark.parametrize("kind", ["healthy", "no HTTP", "silent"])
+async def test_another_programs_server_is_not_taken_for_ours(tmp_path: Path, kind: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        if kind == "silent":
+            await reader.read()  # until the other side is tired of waiting
+        elif kind == "healthy":
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        else:
+            writer.write(b"-ERR unknown command\r\n")
         writer.close()
 
-    other = await asyncio.start_server(healthy, "127.0.0.1", 0)
+    other = await asyncio.start_server(answer, "127.0.0.1", 0)
     taken = other.sockets[0].getsockname()[1]
     launcher = _TakenOnce(tmp_path, taken)
     async with other, Watched(tmp_path, launcher) as watched:

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
@@ -142,6 +143,8 @@ class FakeServer:
         self.answer: Callable[[], web.Response] | None = None
         self.hang = False
         self.failing_path = ""
+        self.gate: asyncio.Event | None = None
+        """`/collective_rpc` waits for it."""
         self.asked: list[dict[str, Any]] = []
         self.probes = 0
         self.told: list[tuple[str, Any]] = []
@@ -194,6 +197,8 @@ class FakeServer:
     async def control(self, request: web.Request) -> web.Response:
         self.told.append((request.path_qs, orjson.loads(await request.read() or b"null")))
         self.paused = self.paused if request.path not in ("/pause", "/resume") else request.path == "/pause"
+        if self.gate is not None and request.path == "/collective_rpc":
+            await self.gate.wait()
         if request.path == self.failing_path:
             if request.path == "/reset_prefix_cache":
                 return web.json_response({"success": False})
@@ -576,6 +581,64 @@ async def test_other_weights_are_loaded_in_order() -> None:
         await engine.update_weights("/weights/8", 8)
         assert await engine.health()
         await engine.close()
+
+
+async def test_a_server_that_our_update_paused_comes_back_by_loading() -> None:
+    async with FakeServer(dev=True) as server, FakeServer(dev=True) as other:
+        engine = VLLMEngine([server.url, other.url], engine_kwargs={"update_timeout": 30})
+        await engine.start()
+        server.failing_path = "/collective_rpc"
+        await engine.update_weights("/weights/8", 8)
+        assert server.paused
+        assert not other.paused
+        engine._introductions.owe(server.url)  # as after any failure there
+        server.failing_path = ""
+        edit_version(server, other, version="8")
+        async with asyncio.timeout(10):
+            for number in itertools.count():
+                if server.asked:
+                    break
+                await engine.generate([1, 5, 6, 7], SAMPLING, request_id=str(number))
+        assert not server.paused
+        assert server.probes == 1
+        await engine.close()
+
+
+async def test_weights_are_not_given_to_a_server_that_was_never_asked_what_it_is() -> None:
+    async with FakeServer(dev=True) as server, FakeServer(dev=True) as other:
+        other.paused = True  # by somebody else
+        engine = VLLMEngine([server.url, other.url])
+        await engine.start()
+        await engine.update_weights("/weights/8", 8)
+        assert (server.paused, other.paused, other.told) == (False, True, [])
+        assert not await engine._ask_health(other.url)
+        await engine.close()
+
+
+async def test_a_cancelled_load_comes_to_its_end_and_leaves_no_pause() -> None:
+    async with FakeServer(dev=True) as server:
+        engine = VLLMEngine([server.url])
+        await engine.start()
+        replica = engine._replicas[server.url]
+        server.gate = asyncio.Event()
+        load = asyncio.create_task(replica.update_weights("/weights/8", 8))
+        await eventually(lambda: len(server.told) == 2)
+        load.cancel()
+        await asyncio.sleep(0.02)
+        assert server.paused and not load.done()
+        server.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        assert not server.paused
+        assert server.told[-1] == ("/resume", None)
+        await engine.close()
+
+
+def edit_version(*servers: FakeServer, version: str) -> None:
+    for server in servers:
+        server.edit = lambda reply: reply["choices"][0].update(
+            weight_versions=[{"version": version, "start": 0, "end": 5}]
+        )
 
 
 async def test_weights_of_a_server_in_production_stay(server: FakeServer, engine: VLLMEngine) -> None:

@@ -31,6 +31,13 @@ def test_engines_that_need_no_launch_are_not_launched(words: tuple[str, ...]) ->
     assert launch_identity(settings(*words, f"{ROLLOUT}.dtype=bfloat16")) == {}
 
 
+@pytest.mark.parametrize("words", [(f"{ROLLOUT}.name=openvino",), (f"{ROLLOUT}.server_urls=[http://a:1]",)])
+def test_what_to_launch_is_refused_where_nothing_is_launched(words: tuple[str, ...]) -> None:
+    given = settings(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.launch.replicas=2", *words)
+    with pytest.raises(ConfigError, match=r"launch\.\* \(replicas\) is for servers that rollstream starts"):
+        launch_request(given)
+
+
 def test_every_key_reaches_the_request() -> None:
     request = launch_request(
         settings(
@@ -98,8 +105,8 @@ def test_layout_is_free_and_what_decides_the_data_is_not() -> None:
         f"{ROLLOUT}.tensor_model_parallel_size=2",
         f"{ROLLOUT}.gpu_memory_utilization=0.7",
         f"{ROLLOUT}.launch.replicas=3",
-        f"{ROLLOUT}.launch.args={{max_running_requests: 9}}",
-        f"{ROLLOUT}.launch.env={{A: 1}}",
+        f"{ROLLOUT}.launch.args={{max_running_requests: 9, log-level: debug}}",
+        f"{ROLLOUT}.launch.env={{OMP_NUM_THREADS: 1}}",
         "trainer.n_gpus_per_node=4",
     ):
         assert launch_identity(settings(*plain, word)) == {}, word
@@ -121,6 +128,52 @@ def test_layout_is_free_and_what_decides_the_data_is_not() -> None:
     assert serve["launch.server"] == "rollstream"
     assert serve["launch.engine.kv_cache_precision"] == "f32"
     assert not any("num_threads" in key for key in serve)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("override_generation_config", "generation-config", "lora_modules", "lora-paths", "enforce_eager"),
+        *("enable-fp32-lm-head", "fp8_gemm_backend", "calculate-kv-scales", "hf_config_path"),
+        "an_argument_of_tomorrow",
+    ],
+)
+def test_arguments_that_are_not_known_to_be_free_decide_the_data(name: str) -> None:
+    plain = (f"{ROLLOUT}.name=vllm",)
+    key = f"launch.args.{name.replace('_', '-')}"
+    for value in ("a", False):
+        assert launch_identity(settings(*plain, f"{ROLLOUT}.launch.args={{{name}: {value}}}")) == {key: value}
+    serve = launch_identity(settings(*SERVE, f"{ROLLOUT}.launch.args={{engine-kwargs: {{num_threads: 1}}}}"))
+    assert "launch.args.engine-kwargs" not in serve
+
+
+def test_variables_that_are_not_known_to_be_free_decide_the_data() -> None:
+    words = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.launch.env={{VLLM_BATCH_INVARIANT: 1, TMPDIR: /x, A: null}}")
+    assert launch_identity(settings(*words)) == {"launch.env.VLLM_BATCH_INVARIANT": "1", "launch.env.A": ""}
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("args={api_key: hush}", "args={admin-api-key: hush}", "args={hf_token: hush}"),
+        *("args={api_key: [hush]}", "args={ssl_keyfile_password: hush}"),
+        *("env={HF_TOKEN: hush}", "env={OPENAI_API_KEY: hush}", "env={AWS_SECRET_ACCESS_KEY: hush}"),
+    ],
+)
+@pytest.mark.parametrize("more", [(), (f"{ROLLOUT}.server_urls=[http://a:1]",)])
+def test_secrets_are_refused_and_not_repeated(word: str, more: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="looks like a secret") as raised:
+        launch_request(settings(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.launch.{word}", *more))
+    assert "hush" not in str(raised.value)
+
+
+def test_what_only_sounds_like_a_secret_is_taken() -> None:
+    args = (
+        "{long_prefill_token_threshold: 9, ssl_keyfile: /x, hf_token: true, return_tokens_as_token_ids: true}"
+    )
+    env = "{TOKENIZERS_PARALLELISM: 1, HF_TOKEN: null}"
+    words = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.launch.args={args}", f"{ROLLOUT}.launch.env={env}")
+    assert launch_request(settings(*words)) is not None
 
 
 def test_the_plan_can_be_shown() -> None:
