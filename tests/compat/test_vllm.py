@@ -218,7 +218,10 @@ async def test_other_weights(
     first = await over
     with pytest.raises(EngineError, match="stays paused"):
         await engine.update_weights(str(tmp_path / "nothing"), 8)
-    assert not await engine.health()
+    # It is brought back to the weights that the pool has.
+    assert await engine.health()
+    back = await engine.generate(prompts[0], GREEDY, request_id="a")
+    assert (back.token_ids, back.policy_versions) == (after.token_ids, [(0, 7)])
     await engine.update_weights(str(MODEL_PATH), 9)
     assert await engine.health()
     again = await engine.generate(prompts[0], GREEDY, request_id="a")
