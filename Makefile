@@ -1,7 +1,9 @@
 # make demo   a real model answers real prompts, every finished rollout on disk (light environment)
+# make demo EXECUTOR=ray   the same with workers on a Ray cluster, which it starts
 # make test   everything the tests need, then the tests
 # make env    the environment of the tests in .venv
 # make test-vllm   real vLLM servers on this CPU, in an environment of their own (3.4 GB), and their tests
+# make test-verl   verl in an environment of its own (2 GB), and the tests of the files it reads and writes
 # make check  formatting, lint, types (what .ci/run checks besides the tests)
 # make bench-quick  every benchmark, small
 # make demo-model   trains and exports the demo model anew (about half an hour)
@@ -9,22 +11,25 @@
 PYTHON ?= python3
 PIP = -m pip --disable-pip-version-check install -q -c constraints.txt
 DEMO_ARGS ?=
+EXECUTOR ?= local
 
-.PHONY: env demo test test-vllm check bench-quick demo-model clean
+.PHONY: env demo test test-vllm test-verl check bench-quick demo-model clean
 
 env: .venv/.done
-demo: .venv-demo/.done
-	.venv-demo/bin/rollstream demo $(DEMO_ARGS)
+demo: .venv-demo/.done $(if $(filter ray,$(EXECUTOR)),.venv-demo/.ray)
+	.venv-demo/bin/rollstream demo generation.executor=$(EXECUTOR) $(DEMO_ARGS)
 test: .venv/.done
 	.venv/bin/python -m pytest $(TEST_ARGS)
 test-vllm: .venv/.done .venv-vllm/.done
 	ROLLSTREAM_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv/bin/python -m pytest tests/compat/test_vllm.py tests/conformance $(TEST_ARGS)
+test-verl: .venv-verl/.done
+	.venv-verl/bin/python -m pytest tests/compat/verl $(TEST_ARGS)
 check: .venv/.done
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 bench-quick: .venv/.done
-	for name in overhead resume agent concurrency pool; do .venv/bin/python -m bench.$$name --quick || exit 1; done
+	for name in overhead resume agent concurrency pool export ray; do .venv/bin/python -m bench.$$name --quick || exit 1; done
 demo-model: .venv/.done
 	.venv/bin/python -m demo_model.make
 
@@ -32,7 +37,11 @@ demo-model: .venv/.done
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP) torch
-	.venv/bin/python $(PIP) -e '.[openvino,hf,tasks,mcp,images,dev]'
+	.venv/bin/python $(PIP) -e '.[openvino,hf,tasks,mcp,images,dataproto,ray,dev]'
+	touch $@
+
+.venv-demo/.ray: .venv-demo/.done
+	.venv-demo/bin/python $(PIP) -e '.[openvino,tasks,ray]'
 	touch $@
 
 .venv-demo/.done: pyproject.toml constraints.txt
@@ -47,5 +56,12 @@ demo-model: .venv/.done
 	.venv-vllm/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
+# Versions that run together; the constraints of the other environments do not fit verl's.
+.venv-verl/.done: pyproject.toml
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
+	.venv-verl/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0 verl==0.9.1 transformers==5.10.4 tensordict==0.10.0 ray==2.60.0 cachetools uvicorn fastapi pytest pytest-asyncio pytest-timeout hypothesis -e .
+	touch $@
+
 clean:
-	rm -rf .venv .venv-demo .venv-vllm build
+	rm -rf .venv .venv-demo .venv-vllm .venv-verl build

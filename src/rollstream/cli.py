@@ -102,14 +102,44 @@ def build_parser() -> argparse.ArgumentParser:
 
     export = add("export", _export, "write a run's trajectories in another format")
     export.add_argument("run_dir", type=Path)
-    export.add_argument("--format", choices=["parquet", "jsonl"], default="parquet")
+    export.add_argument("--format", choices=["parquet", "jsonl", "dataproto", "hf"], default="parquet")
     export.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="default: trajectories.FORMAT in the run directory; needed for an unfinished run",
+        help="default: trajectories.FORMAT (.pkl, _hf/) in the run directory; needed for an unfinished run",
     )
     export.add_argument("--force", action="store_true", help="overwrite FILE if it exists")
+    dataproto = export.add_argument_group("dataproto", "a pickle that verl.DataProto.load_from_disk reads")
+    dataproto.add_argument(
+        "--unscored",
+        choices=["error", "keep", "drop"],
+        default="error",
+        help="when some rows have no reward: keep all without rm_scores, or drop those (default: error)",
+    )
+    dataproto.add_argument(
+        "--max-rows-per-file", type=int, metavar="N", help="FILE-00000-of-00004.pkl and so on, of N rows"
+    )
+    dataproto.add_argument(
+        "--prompt-width", type=int, metavar="N", help="tokens (default: of the longest prompt)"
+    )
+    dataproto.add_argument(
+        "--response-width", type=int, metavar="N", help="tokens (default: of the longest response)"
+    )
+    dataproto.add_argument(
+        "--pad-token-id", type=int, metavar="ID", help="default: that of the run's tokenizer"
+    )
+
+    hub = export.add_argument_group("hf", "a folder that datasets.load_dataset reads, with a card")
+    hub.add_argument(
+        "--push", metavar="REPO", help="upload it to the Hugging Face hub, where you are logged in"
+    )
+    hub.add_argument("--public", action="store_true", help="a new REPO is public (default: private)")
+
+    merge = add("merge", _merge, "make one run directory of all shards of a run (generation.shard)")
+    merge.add_argument("shards", type=Path, nargs="+", metavar="DIR")
+    merge.add_argument("--output", type=Path, required=True, metavar="DIR", help="the run directory to make")
+    merge.add_argument("--json", action="store_true")
 
     show = add("show", _show, "show one trajectory: messages, reward, masks")
     show.add_argument("run_dir", type=Path)
@@ -200,13 +230,55 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    from rollstream.store.export.dataproto import DataProtoOptions
     from rollstream.store.export.run import export_run
 
-    done = export_run(options.run_dir, options.format, options.output, force=options.force)
-    print(f"wrote {done.target} ({done.rows} rows)")
+    dataproto = DataProtoOptions()
+    if options.push is not None:
+        from rollstream.store.export.hub import check_login, push_folder
+
+        if options.format != "hf":
+            raise ConfigError("--push uploads a dataset: --format hf")
+        check_login()
+    if options.format == "dataproto":
+        from rollstream.generation.exports import run_pad_id
+
+        pad_id = options.pad_token_id
+        dataproto = DataProtoOptions(
+            pad_token_id=run_pad_id(options.run_dir) if pad_id is None else pad_id,
+            max_rows_per_file=options.max_rows_per_file,
+            prompt_width=options.prompt_width,
+            response_width=options.response_width,
+            unscored=options.unscored,
+        )
+    done = export_run(
+        options.run_dir, options.format, options.output, force=options.force, dataproto=dataproto
+    )
+    print(f"wrote {', '.join(str(path) for path in done.files)} ({done.rows} rows)")
     if not done.finished:
         total = "?" if done.status.total is None else done.status.total
         print(f"{done.status.completed} of {total} rollouts done; the run is unfinished")
+    if options.push is not None:
+        print(f"pushed to {push_folder(done.target, options.push, public=options.public)}")
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from omegaconf import OmegaConf
+
+    from rollstream.config.load import to_yaml
+    from rollstream.store.merge_shards import merge_shards
+
+    merged = merge_shards(
+        options.shards, options.output, to_yaml=lambda tree: to_yaml(OmegaConf.create(tree))
+    )
+    if options.json:
+        print(orjson.dumps({**asdict(merged), "output": str(merged.output)}).decode())
+    else:
+        print(
+            f"merged {merged.shards} shards into {merged.output}: {merged.completed} rollouts "
+            f"({merged.rows} trajectories), {merged.failed} failed"
+        )
     return 0
 
 

@@ -23,6 +23,7 @@ FLOORS: list[set[str]] = [
 
 HEAVY = {
     "torch",
+    "tensordict",
     "ray",
     "transformers",
     "openvino",

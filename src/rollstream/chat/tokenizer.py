@@ -52,6 +52,13 @@ class ChatTokenizer:
         self._backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
 
     @property
+    def pad_id(self) -> int | None:
+        """What fills batches up: the padding token, else the end token, as verl and others do."""
+        own, end = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
+        found: int | None = end if own is None else own
+        return found
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""
         return len(self._tokenizer)

@@ -31,6 +31,8 @@ FREE_FORM = frozenset(
         "actor_rollout_ref.rollout.launch.env",
         "data.apply_chat_template_kwargs",
         "custom_reward_function.reward_kwargs",
+        "ray_kwargs.ray_init",
+        "ray_kwargs.worker",
         "train_tasks",
     }
 )
@@ -270,6 +272,8 @@ def _check_values(settings: Settings) -> None:
         (f"{multi_turn}.max_parallel_calls", turns.max_parallel_calls, 1),
         (f"{multi_turn}.max_tool_response_length", turns.max_tool_response_length, 1),
     ]
+    if (workers := rollout.agent.num_workers) is not None:
+        at_least.append(("actor_rollout_ref.rollout.agent.num_workers", workers, 1))
     for name in ("max_assistant_turns", "max_user_turns"):
         if (limit := getattr(turns, name)) is not None:
             at_least.append((f"{multi_turn}.{name}", limit, 1))
@@ -311,6 +315,12 @@ def _check_values(settings: Settings) -> None:
         )
     if generation.seed is not None and not 0 <= generation.seed < 2**63:
         raise ConfigError(f"generation.seed must be from 0 to 2**63 - 1 (it is {generation.seed})")
+    try:
+        _ = generation.shard_of
+    except ValueError as error:
+        raise ConfigError(
+            f"generation.shard must be i/k with 0 <= i < k, as 0/4 (it is {generation.shard!r})"
+        ) from error
     if rollout.prompt_length != data.max_prompt_length:
         raise ConfigError(
             "actor_rollout_ref.rollout.prompt_length and data.max_prompt_length are one limit by two names: "

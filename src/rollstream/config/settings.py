@@ -3,6 +3,7 @@
 Classes are named after the keys they hold. A class of the house takes the few values it needs, never all.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ class ModelSettings:
 class AgentSettings:
     """`actor_rollout_ref.rollout.agent`."""
 
+    num_workers: int | None
     default_agent_loop: str
     agent_loop_config_path: str | None
 
@@ -157,8 +159,10 @@ class GenerationSettings:
     """`generation`. Times in seconds."""
 
     resume: Literal["auto", "never", "extend"]
+    shard: str | None
+    """`i/k`; see `shard_of`."""
     seed: int | None
-    executor: Literal["local"]
+    executor: Literal["local", "ray"]
     max_in_flight: int
     adaptive_in_flight: bool
     max_attempts: int
@@ -171,10 +175,32 @@ class GenerationSettings:
     save_batch_size: int
     pull_timeout: float
     final_merge: bool
-    export: list[Literal["jsonl"]]
+    export: list[Literal["jsonl", "dataproto"]]
     grace_period: float
     show_progress: bool
     log_level: Literal["debug", "info", "warning", "error"]
+
+    @property
+    def shard_of(self) -> tuple[int, int] | None:
+        """Number of this driver's shard and how many there are; None: the whole run.
+
+        Raises `ValueError` when `shard` is no `i/k` with `0 <= i < k`.
+        """
+        if self.shard is None:
+            return None
+        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.shard)
+        if found is None or not int(found[1]) < int(found[2]):
+            raise ValueError(self.shard)
+        return int(found[1]), int(found[2])
+
+
+@dataclass(frozen=True, slots=True)
+class RaySettings:
+    """`ray_kwargs`."""
+
+    ray_init: dict[str, Any]
+    worker: dict[str, Any]
+    timeline_json_file: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +213,4 @@ class Settings:
     custom_reward_function: RewardSettings
     trainer: TrainerSettings
     generation: GenerationSettings
+    ray_kwargs: RaySettings

@@ -8,7 +8,7 @@ import orjson
 
 from rollstream.config.settings import Settings
 from rollstream.generation.replicas import launch_identity
-from rollstream.store.manifest import DATASET_IDENTITY
+from rollstream.store.manifest import DATASET_IDENTITY, SHARD_IDENTITY
 
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
 _MODEL_PATTERNS = (*_WEIGHT_PATTERNS, "config.json", "generation_config.json", "openvino_model.xml")
@@ -58,6 +58,8 @@ def build_identity(
         f"{DATASET_IDENTITY}.seed": data.seed if data.shuffle else None,
     }
     identity |= agents | launch_identity(settings)
+    if (shard := settings.generation.shard_of) is not None:
+        identity[SHARD_IDENTITY] = f"{shard[0]}/{shard[1]}"
     if "multi_turn.parser" in agents:  # a loop that takes turns
         for name in [
             "max_assistant_turns",

@@ -7,30 +7,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 from rich.console import Console
 
 from rollstream.config.load import compose
-from rollstream.errors import DamageError, StorageError
+from rollstream.errors import ConfigError, DamageError, StorageError
+from rollstream.generation.execution import Executor, start_execution
+from rollstream.generation.exports import exporter
 from rollstream.generation.logs import log_to_file
 from rollstream.generation.progress import Snapshot, progress_console, show_progress
 from rollstream.generation.result import GenerationResult
 from rollstream.generation.setup import Prepared, peek_manifest, prepare
 from rollstream.generation.stopping import StoppedEarly, StopSignals, in_daemon_thread
-from rollstream.rollout.adaptation import Adaptation
-from rollstream.rollout.gate import EngineGate
-from rollstream.rollout.local import LocalExecutor, WindowCounters
-from rollstream.rollout.meter import MeteredEngine
-from rollstream.rollout.retry import RetryPolicy
-from rollstream.rollout.worker import RolloutWorker
+from rollstream.rollout.local import WindowCounters
 from rollstream.store.batch import DamagedFileError
-from rollstream.store.export.jsonl import export_jsonl
+from rollstream.store.export.run import FILE_NAMES
 from rollstream.store.extend import extend_run, finish_extend
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import set_aside
+from rollstream.store.records import EncodedRollout
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.summary import write_checkpoint
 from rollstream.store.writer import StoreWriter
@@ -215,42 +212,15 @@ class _Run:
     async def _generate(self, writer: StoreWriter) -> None:
         prepared, settings = self._prepared, self._settings
         async with AsyncExitStack() as stack:
-            engine = prepared.create_engine(self._directory.paths.logs)
-            stack.push_async_callback(engine.close)
-            starting = asyncio.gather(engine.start(), prepared.prepare_reward())
-            await self._stop.unless_stopped(starting)
-            stack.push_async_callback(prepared.agents.tools.close)
-            stack.callback(prepared.agents.interactions.close)
-            prepared.check_engine(engine)
-            stack.callback(prepared.reward.close)
-            prepared.check_rows()
-            gate = EngineGate(engine, timeout=settings.engine_timeout)
-            metered = MeteredEngine(engine)
-            resources = prepared.agent_resources(metered)
-            prepared.agents.loops.check(prepared.loop_names, resources)
-            worker = RolloutWorker(
-                resources,
-                sampling=prepared.sampling,
-                seed=settings.seed,
-                default_agent_loop=prepared.settings.actor_rollout_ref.rollout.agent.default_agent_loop,
-                retry=RetryPolicy(settings.max_attempts, settings.retry_delay, settings.retry_delay_max),
-                attempt_timeout=settings.attempt_timeout,
-                gate=gate,
-                reward=prepared.reward,
-                loops=prepared.agents.loops,
-                refusal_patience=settings.engine_timeout,
-            )
-            adaptation = None
-            if settings.adaptive_in_flight:
-                adaptation = Adaptation(settings.max_in_flight, metered, gate, worker.counters)
-            executor = LocalExecutor(
-                worker,
+            execution = await start_execution(
+                prepared,
                 writer,
-                load_row=prepared.dataset.row,
-                max_in_flight=settings.max_in_flight,
+                log_dir=self._directory.paths.logs,
+                stop=self._stop,
+                stack=stack,
                 on_durable=self._count,
-                adaptation=adaptation,
             )
+            executor = execution.executor
             self.window = executor.counters
             keys = self._directory.state.keys
             order = prepared.dataset.order
@@ -272,9 +242,9 @@ class _Run:
                     saved_batches=writer.saved_batches,
                     tokens=self._tokens,
                     mean_reward=self._directory.state.rewards.mean,
-                    waiting=not gate.is_open,
-                    retries=worker.counters.retries,
-                    unscored=worker.counters.reward_errors,
+                    waiting=execution.waits(),
+                    retries=execution.retries(),
+                    unscored=execution.unscored(),
                 )
 
             if self._on_ready is not None:
@@ -315,9 +285,15 @@ class _Run:
                 "could be sealed. What was counted as done is safe; run the same command again."
             )
         for name in self._settings.export:
-            exporter = _EXPORTERS[name]
-            target = run.paths.root / f"trajectories.{name}"
-            await self._interruptible(partial(exporter, run.paths.artifact, target))
+            export = exporter(name, pad_id=self._prepared.tokenizer.pad_id)
+            target = run.paths.root / FILE_NAMES[name]
+            try:
+                await self._interruptible(partial(export, run.paths.artifact, target))
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{run.paths.artifact} is there with {rows} rows, but generation.export={name} of it "
+                    f"failed: {error}. Options: rollstream export --format {name} (docs/export.md)"
+                ) from error
         return rows
 
     async def _interruptible(self, work: Callable[[Callable[[], bool]], int]) -> int:
@@ -332,7 +308,12 @@ class _Run:
             task.exception()
             raise
 
-    def _count(self, result: Rollout | Failure) -> None:
+    def _count(self, result: Rollout | EncodedRollout | Failure) -> None:
+        if isinstance(result, EncodedRollout):
+            self._tokens += result.sampled_tokens
+            self.tool_calls += result.tool_calls
+            self.tool_errors += result.tool_errors
+            return
         if isinstance(result, Rollout):
             for trajectory in result.trajectories:
                 self._tokens += sum(trajectory.response_mask)
@@ -348,7 +329,7 @@ class _Run:
         if self.window.failed == _FAILURES_SAID:
             logger.warning("further failures are recorded and counted: rollstream status --failed")
 
-    async def _stop_when_asked(self, executor: LocalExecutor) -> None:
+    async def _stop_when_asked(self, executor: Executor) -> None:
         await self._stop.requested.wait()
         executor.stop()
         logger.warning(
@@ -389,7 +370,5 @@ async def _until_done(work: "asyncio.Future[None]", companions: "set[asyncio.Fut
             future.result()
     work.result()
 
-
-_EXPORTERS: dict[str, Callable[[Path, Path, Callable[[], bool]], int]] = {"jsonl": export_jsonl}
 
 __all__ = ["GenerationResult", "StoppedEarly", "as_config", "generate", "run_generation"]

@@ -4,7 +4,7 @@ import hashlib
 import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +13,19 @@ import orjson
 from omegaconf import DictConfig, OmegaConf
 
 import rollstream
-from rollstream.agent.base import AgentResources, TurnLimits
-from rollstream.agent.images import ImageReader
-from rollstream.agent.prompt import PromptRenderer
-from rollstream.chat.processor import load_processor
-from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.config.load import to_settings, to_yaml
-from rollstream.config.settings import RewardSettings, Settings
 from rollstream.data.overlong import OverlongCount, filter_overlong
 from rollstream.data.prompts import KnownDataset, PromptDataset, load_prompts
 from rollstream.data.task_cache import resolve_tasks_into_config
-from rollstream.data.tool_schemas import load_tool_schemas
-from rollstream.engine.base import Engine
-from rollstream.engine.interruptible import InterruptibleEngine
-from rollstream.engine.registry import (
-    check_capabilities,
-    create_engine,
-    data_deciding_kwargs,
-)
+from rollstream.engine.registry import data_deciding_kwargs
 from rollstream.errors import ConfigError, DataError
 from rollstream.generation.agents import Agents, load_agents
+from rollstream.generation.equipment import Equipment, equip
+from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
-from rollstream.generation.replicas import launch_request
 from rollstream.generation.stopping import in_daemon_thread
-from rollstream.reward.base import FunctionReward
-from rollstream.reward.custom import load_reward
-from rollstream.reward.rules import RuleReward
 from rollstream.store.manifest import Manifest, new_manifest, read_manifest
-from rollstream.trajectory import PromptRow, SamplingParams
+from rollstream.trajectory import PromptRow
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +37,10 @@ _VERSIONED = ("transformers", "tokenizers", "torch", "openvino-genai", "reasonin
 
 
 @dataclass(slots=True)
-class Prepared:
+class Prepared(Equipment):
     """A run, resolved and checked, with nothing started."""
 
-    config: DictConfig
-    settings: Settings
-    tokenizer: ChatTokenizer
-    prompts: PromptRenderer
-    agents: Agents
-    images: ImageReader | None
-    """None when the model, or the machine, cannot read images."""
     dataset: PromptDataset
-    sampling: SamplingParams
-    reward: FunctionReward | RuleReward
     overlong: OverlongCount | None
     """What the length filter left out; None when it was not asked for."""
     manifest: Manifest
@@ -100,70 +76,9 @@ class Prepared:
         """The resolved configuration, usable as input again."""
         return to_yaml(self.config)
 
-    def create_engine(self, log_dir: Path) -> Engine:
-        """The configured engine, not started. Raises `ConfigError`."""
-        model, rollout = self.settings.actor_rollout_ref.model, self.settings.actor_rollout_ref.rollout
-        engine = create_engine(
-            rollout.name,
-            model_path=model.path,
-            server_urls=rollout.server_urls,
-            max_model_len=rollout.max_model_len,
-            engine_kwargs=rollout.engine_kwargs,
-            launch=launch_request(self.settings),
-            log_dir=log_dir,
-        )
-        return InterruptibleEngine(engine, on_update=rollout.on_weight_update)
-
-    def check_engine(self, engine: Engine) -> None:
-        """Refuses what a started engine cannot give (R8). Raises `ConfigError`."""
-        rollout = self.settings.actor_rollout_ref.rollout
-        if self.dataset.has_images() and not engine.capabilities.images:
-            raise ConfigError(
-                f"the prompt rows have images, but engine {rollout.name!r} takes none: see docs/images.md"
-            )
-        stops = self.sampling.stop_token_ids
-        if not engine.capabilities.token_ids:
-            self._check_chat(engine)
-        elif self.agents.tools.schemas:
-            stops = (*stops, *self.agent_resources(engine).parser_stop_ids)
-        check_capabilities(
-            engine.capabilities,
-            replace(self.sampling, stop_token_ids=stops),
-            prompt_length=rollout.prompt_length,
-            response_length=rollout.response_length,
-            max_model_len=rollout.max_model_len,
-        )
-
-    def _check_chat(self, engine: Engine) -> None:
-        """Refuses what is done to ids here and would not reach an engine that speaks messages."""
-        if self.settings.data.truncation != "error":
-            raise ConfigError(
-                f"data.truncation={self.settings.data.truncation} cuts prompt ids, but this engine is sent "
-                "messages: set data.truncation=error, and data.filter_overlong_prompts=true to leave long "
-                "prompts out"
-            )
-        if self.agents.tools.schemas and not self.agent_resources(engine).template.has_tool_role:
-            raise ConfigError(
-                "the local chat template has no role for tool results, which a chat endpoint must be given: "
-                "name another tokenizer (actor_rollout_ref.model.tokenizer_path) or template "
-                "(custom_chat_template)"
-            )
-        if self.settings.data.apply_chat_template_kwargs:
-            logger.warning(
-                "data.apply_chat_template_kwargs reaches the local tokenizer only; an endpoint that knows "
-                "them takes them by engine_kwargs.extra_body={chat_template_kwargs: {...}}"
-            )
-
     async def prepare_reward(self) -> None:
-        """Imports what the first row's rule needs, so that what is missing shows at start.
-
-        Raises:
-            ConfigError: a package is missing.
-        """
-        if isinstance(self.reward, RuleReward):
-            first = self.dataset.row(int(self.dataset.order[0]))
-            if not await self.reward.prepare(first.data_source):
-                logger.info("no reward for data source %r: rollouts are not scored", first.data_source)
+        """Imports what the first row's rule needs. Raises `ConfigError` when a package is missing."""
+        await self.prepare_reward_for(self.dataset.row(int(self.dataset.order[0])).data_source)
 
     def visited_keys(self) -> Iterator[str | None]:
         """Prompt keys by index; None for a row that this run does not visit."""
@@ -191,24 +106,6 @@ class Prepared:
         if errors and len(errors) == len(rows):
             raise ConfigError(f"none of the first {len(rows)} prompts can be used; {errors[0]}")
 
-    def agent_resources(self, engine: Engine) -> AgentResources:
-        """What the agent loops share, for a started engine."""
-        rollout = self.settings.actor_rollout_ref.rollout
-        limits = [limit for limit in (rollout.max_model_len, engine.capabilities.max_model_len) if limit]
-        return AgentResources(
-            engine=engine,
-            tokenizer=self.tokenizer,
-            prompts=self.prompts,
-            response_length=rollout.response_length,
-            max_model_len=min(limits, default=None),
-            tools=self.agents.tools,
-            show_tools=rollout.multi_turn.show_tools,
-            turns=TurnLimits(rollout.multi_turn.max_assistant_turns, rollout.multi_turn.max_user_turns),
-            parser_name=rollout.multi_turn.format,
-            interactions=self.agents.interactions,
-            images=self.images if engine.capabilities.images else None,
-        )
-
 
 async def prepare(config: DictConfig, run_dir_manifest: Manifest | None = None) -> Prepared:
     """Resolves tasks, data, tokenizer, reward and identity; slow parts run off the event loop.
@@ -231,9 +128,9 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
     assert isinstance(resolved, DictConfig)
     resolve_tasks_into_config(resolved)
     settings = to_settings(resolved)
-    model, rollout, data = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout, settings.data
+    check_exports(settings.generation.export)
+    rollout, data = settings.actor_rollout_ref.rollout, settings.data
 
-    shown = load_tool_schemas(data.tool_config_path) if data.tool_config_path else []
     known = None
     if known_manifest is not None and known_manifest.dataset.get("files"):
         facts = known_manifest.dataset
@@ -244,27 +141,8 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
             facts["has_images"],
         )
     dataset = load_prompts(data, known=known)
-    reward = _load_reward(settings.custom_reward_function)
-    assert model.path is not None
-    if rollout.name == "openai" and not (model.tokenizer_path or Path(model.path).expanduser().is_dir()):
-        raise ConfigError(
-            f"engine 'openai' needs a local tokenizer, and {model.path!r} is the endpoint's name of a model: "
-            "set actor_rollout_ref.model.tokenizer_path to a folder or hub name, best of the same model"
-        )
-    tokenizer = load_tokenizer(
-        model.tokenizer_path or model.path,
-        custom_chat_template=model.custom_chat_template,
-        template_kwargs=data.apply_chat_template_kwargs,
-        trust_remote_code=model.trust_remote_code,
-    )
-    images = _load_images(settings, tokenizer, dataset, agents)
-    prompts = PromptRenderer(
-        tokenizer,
-        prompt_length=rollout.prompt_length,
-        truncation=data.truncation,
-        tool_schemas=shown,
-        images=images,
-    )
+    equipment = equip(resolved, settings, agents, shows_images=dataset.has_images())
+    tokenizer, prompts, images = equipment.tokenizer, equipment.prompts, equipment.images
 
     def tools_of(row: PromptRow) -> list[dict[str, Any]] | None:
         name = row.agent_name or rollout.agent.default_agent_loop
@@ -281,6 +159,8 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
             "left out %d of %d prompts longer than %d tokens",
             *(overlong.removed, overlong.checked, rollout.prompt_length),
         )
+    if (shard := settings.generation.shard_of) is not None:
+        _take_shard(dataset, *shard)
     loop_names = {rollout.agent.default_agent_loop, *dataset.agent_names()}
     for name in sorted(dataset.agent_names()):
         try:
@@ -299,8 +179,8 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
         agents=agents.identity(loop_names, rollout.multi_turn.format),
         images_digest=images.processor.digest() if images and dataset.has_images() else None,
         tools_digest=agents.tools.digest if agents.tools.schemas else None,
-        shown_tools_digest=_digest(shown) if shown else None,
-        reward_digest=reward.source_digest,
+        shown_tools_digest=_digest(equipment.shown_tools) if equipment.shown_tools else None,
+        reward_digest=equipment.reward.source_digest,
         dataset_fingerprint=dataset.fingerprint,
         dataset_rows=len(dataset),
         engine_settings=data_deciding_kwargs(rollout.name, rollout.engine_kwargs),
@@ -308,25 +188,8 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
     resolved_config = OmegaConf.to_container(resolved, resolve=True)
     assert isinstance(resolved_config, dict)
     return Prepared(
-        config=resolved,
-        settings=settings,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        agents=agents,
-        images=images,
+        **{one.name: getattr(equipment, one.name) for one in fields(equipment)},
         dataset=dataset,
-        sampling=SamplingParams(
-            max_tokens=rollout.response_length,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            logprobs=rollout.calculate_log_probs,
-            seed=settings.generation.seed if settings.generation.seed is None else 0,
-            stop=tuple(rollout.stop),
-            stop_token_ids=tuple(rollout.stop_token_ids),
-            ignore_eos=rollout.ignore_eos,
-        ),
-        reward=reward,
         overlong=overlong,
         manifest=new_manifest(
             n=rollout.n,
@@ -343,43 +206,14 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
     )
 
 
-def _load_images(
-    settings: Settings, tokenizer: ChatTokenizer, dataset: PromptDataset, agents: Agents
-) -> ImageReader | None:
-    """What reads images, if rows have some or tools may return some."""
-    needed = dataset.has_images()
-    if not needed and not agents.tools.schemas:
-        return None
-    model = settings.actor_rollout_ref.model
-    path = model.tokenizer_path or model.path
-    assert path is not None
-    try:
-        processor = load_processor(path, tokenizer, trust_remote_code=model.trust_remote_code)
-    except ConfigError as error:
-        if needed:
-            raise
-        logger.warning("images that tools return are not shown to the model: %s", error)
-        return None
-    if processor is None:
-        if needed:
-            raise ConfigError(
-                f"the prompt rows have images, but {path!r} has no image processor "
-                "(preprocessor_config.json): it is a model for text"
-            )
-        return None
-    return ImageReader(processor, allow_http=settings.data.fetch_images)
-
-
-def _load_reward(settings: RewardSettings) -> FunctionReward | RuleReward:
-    if settings.path is None:
-        return RuleReward(settings.timeout, settings.max_concurrency)
-    return load_reward(
-        settings.path,
-        settings.name,
-        settings.reward_kwargs,
-        timeout=settings.timeout,
-        max_concurrency=settings.max_concurrency,
-    )
+def _take_shard(dataset: PromptDataset, number: int, count: int) -> None:
+    """Leaves every `count`-th row of those that the whole run would visit: shards of about equal work."""
+    if len(dataset.order) < count:
+        raise ConfigError(
+            f"generation.shard={number}/{count}: there are only {len(dataset.order)} prompt rows for {count} "
+            "shards"
+        )
+    dataset.restrict(dataset.order[number::count])
 
 
 def peek_manifest(config: DictConfig) -> Manifest | None:

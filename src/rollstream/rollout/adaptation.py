@@ -3,14 +3,11 @@
 import asyncio
 import logging
 import time
+from typing import Protocol
 
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.load import ask_load
 from rollstream.rollout.concurrency import ConcurrencyCap, Observation
-from rollstream.rollout.gate import EngineGate
-from rollstream.rollout.meter import MeteredEngine
-from rollstream.rollout.window import Window
-from rollstream.rollout.worker import WorkerCounters
 
 _LOG = logging.getLogger(__name__)
 
@@ -20,6 +17,52 @@ for its metrics this often."""
 
 _SAID = 50
 """Changes that are logged as they come, in a run that may have thousands; then only for the curious."""
+
+
+class Meter(Protocol):
+    """What went through an engine, or all of them: a `MeteredEngine`, a `Fleet`."""
+
+    @property
+    def engine(self) -> object: ...  # asked for its load
+    @property
+    def calls(self) -> int: ...
+    @property
+    def finished(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def call_seconds(self) -> float: ...
+    @property
+    def overloads(self) -> int: ...
+    @property
+    def cut_off(self) -> int: ...
+
+
+class Gate(Protocol):
+    """Whether engines are there: an `EngineGate`, a `Fleet`."""
+
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def generation(self) -> int: ...
+
+
+class Timeouts(Protocol):
+    """How many attempts were cut off by their time limit: `WorkerCounters`, a `Fleet`."""
+
+    @property
+    def timeouts(self) -> int: ...
+
+
+class Places(Protocol):
+    """A window whose places are counted: a `Window`, an executor."""
+
+    cap: int
+
+    @property
+    def in_flight(self) -> int: ...
 
 
 class Adaptation:
@@ -36,9 +79,9 @@ class Adaptation:
     def __init__(
         self,
         maximum: int,
-        engine: MeteredEngine,
-        gate: EngineGate,
-        counters: WorkerCounters,
+        engine: Meter,
+        gate: Gate,
+        counters: Timeouts,
         *,
         every_s: float = EVERY_S,
     ) -> None:
@@ -51,7 +94,7 @@ class Adaptation:
         self._every_s = every_s
         self._generation = gate.generation
 
-    async def run(self, window: Window) -> None:
+    async def run(self, window: Places) -> None:
         """Works until it is cancelled."""
         while True:
             load = await ask_load(self._engine.engine)
@@ -66,7 +109,7 @@ class Adaptation:
                 self.cap.interrupt()
             await asyncio.sleep(self._every_s)
 
-    def _observation(self, window: Window, load: EngineLoad | None) -> Observation:
+    def _observation(self, window: Places, load: EngineLoad | None) -> Observation:
         engine, counters = self._engine, self._counters
         return Observation(
             at=time.monotonic(),

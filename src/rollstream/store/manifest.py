@@ -17,6 +17,9 @@ FORMAT = "rollstream.run/2"
 DATASET_IDENTITY = "data.rows"
 """Identity keys below this one describe the dataset's rows; `resume=extend` allows them to differ."""
 
+SHARD_IDENTITY = "generation.shard"
+"""Identity key that says which part of a run a directory holds: `i/k`. A whole run does not have it."""
+
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Content of `run.json`."""

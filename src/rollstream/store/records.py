@@ -7,7 +7,7 @@ single tokens in Python.
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ import orjson
 import zstandard
 
 from rollstream.errors import RollstreamError
-from rollstream.trajectory import Failure, Rollout, Trajectory
+from rollstream.trajectory import Failure, Rollout, RolloutKey, Trajectory
 
 _COMPRESSION_LEVEL = 1
 """A frame lives until its batch is sealed; speed counts more than size here."""
@@ -70,6 +70,33 @@ class FailureRecord(msgspec.Struct, frozen=True):
     error: str
     traceback: str
     failed_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRollout:
+    """A rollout that was encoded where it was executed, so that whoever writes it need not."""
+
+    index: int
+    repeat: int
+    rows: int
+    """Its trajectories."""
+    body: bytes
+    """Of its frame, see `RecordCodec.encode_rollout`."""
+    raw_bytes: int
+    """Of the body before compression."""
+    attempts: int
+    reward: float | None
+    """Of the final trajectory."""
+    scoring_failed: bool
+    sampled_tokens: int
+    """Over all trajectories; so are the calls."""
+    tool_calls: int
+    tool_errors: int
+
+    @property
+    def key(self) -> RolloutKey:
+        """Its `(index, repeat)`."""
+        return RolloutKey(self.index, self.repeat)
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -137,6 +164,29 @@ class RecordCodec:
                 raise EncodingError(f"it takes {len(raw)} bytes, more than {MAX_BODY_BYTES}")
             return self._compressor.compress(raw), len(raw)
         except (AttributeError, TypeError, ValueError, OverflowError, EncodingError) as error:
+            raise EncodingError(
+                f"rollout (index {rollout.index}, repeat {rollout.repeat}) cannot be stored: {error}"
+            ) from error
+
+    def encode(self, rollout: Rollout) -> EncodedRollout:
+        """A rollout with what a run counts of it. Raises as `encode_rollout`."""
+        body, raw_bytes = self.encode_rollout(rollout)
+        metrics = [trajectory.metrics for trajectory in rollout.trajectories]
+        try:
+            return EncodedRollout(
+                index=rollout.index,
+                repeat=rollout.repeat,
+                rows=len(rollout.trajectories),
+                body=body,
+                raw_bytes=raw_bytes,
+                attempts=rollout.attempts,
+                reward=rollout.final.reward,
+                scoring_failed=scoring_failed(rollout.final.reward_extra),
+                sampled_tokens=sum(sum(trajectory.response_mask) for trajectory in rollout.trajectories),
+                tool_calls=sum(int(one.tool_calls) for one in metrics),
+                tool_errors=sum(int(one.tool_errors) for one in metrics),
+            )
+        except (TypeError, ValueError, OverflowError) as error:  # a count that is not a number
             raise EncodingError(
                 f"rollout (index {rollout.index}, repeat {rollout.repeat}) cannot be stored: {error}"
             ) from error

@@ -26,7 +26,7 @@ from functools import partial
 
 from rollstream.errors import StorageError
 from rollstream.store.journal import JournalFile, encode_frame, sync_folder
-from rollstream.store.records import EncodingError, RecordCodec, scoring_failed
+from rollstream.store.records import EncodedRollout, EncodingError, RecordCodec
 from rollstream.store.run_dir import RunDirectory
 from rollstream.store.sealing import seal_journal
 from rollstream.trajectory import Failure, Rollout
@@ -43,7 +43,7 @@ _GROUP_ROLLOUTS = 1024
 
 @dataclass(slots=True)
 class _Pending:
-    record: Rollout | Failure
+    record: Rollout | EncodedRollout | Failure
     future: asyncio.Future[None]
 
 
@@ -135,11 +135,11 @@ class StoreWriter:
             thread.start()
             self._threads.append(thread)
 
-    async def commit(self, record: Rollout | Failure) -> None:
+    async def commit(self, record: Rollout | EncodedRollout | Failure) -> None:
         """Returns when the record is durable; raises as the future of `submit`."""
         await self.submit(record)
 
-    def submit(self, record: Rollout | Failure) -> "asyncio.Future[None]":
+    def submit(self, record: Rollout | EncodedRollout | Failure) -> "asyncio.Future[None]":
         """Hands a record to the writer; the future is resolved when it is durable.
 
         It raises:
@@ -279,10 +279,11 @@ class StoreWriter:
             record = pending.record
             try:
                 if isinstance(record, Rollout):
-                    body, raw_bytes = self._codec.encode_rollout(record)
-                    rollouts.append(encode_frame(record.index, record.repeat, len(record.trajectories), body))
-                    rows += len(record.trajectories)
-                    size += raw_bytes
+                    pending.record = record = self._codec.encode(record)
+                if isinstance(record, EncodedRollout):
+                    rollouts.append(encode_frame(record.index, record.repeat, record.rows, record.body))
+                    rows += record.rows
+                    size += record.raw_bytes
                 else:
                     body = self._codec.encode_failure(record)
                     failures.append(encode_frame(record.index, record.repeat, 0, body))
@@ -301,11 +302,12 @@ class StoreWriter:
         state = self._run.state
         for pending in written:
             record = pending.record
-            if isinstance(record, Rollout):
+            if isinstance(record, EncodedRollout):
                 if state.keys.mark_done(record.index, record.repeat):
-                    state.rewards.add(record.final.reward, scoring_failed(record.final.reward_extra))
-                state.rows += len(record.trajectories)
+                    state.rewards.add(record.reward, record.scoring_failed)
+                state.rows += record.rows
             else:
+                assert isinstance(record, Failure)
                 state.keys.mark_failed(record.index, record.repeat)
         self.journal_rows, self._journal_bytes = rows, size
         self._resolve(written, None)

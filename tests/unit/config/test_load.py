@@ -46,7 +46,7 @@ def test_overrides_in_hydras_grammar() -> None:
         ("actor_rollout_ref.rollout.top_k=0", r"top_k must be -1 \(off\) or at least 1"),
         ("generation.resume=maybe", r"resume: must be one of auto, never, extend \(it is 'maybe'\)$"),
         ("data.truncation=middel", "error, left, right, middle .*did you mean 'middle'"),
-        ("generation.export=[jsn]", r"export\[0\]: must be one of jsonl .*did you mean 'jsonl'"),
+        ("generation.export=[jsn]", r"export\[0\]: must be one of jsonl, .*did you mean 'jsonl'"),
         ("generation.bogus=1", r"unknown key 'generation\.bogus'\. All keys"),
         ("generatoin.seed=1", "did you mean 'generation.seed'"),
         ("trainer.default_local_dir=''", r"trainer\.default_local_dir must not be empty$"),

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
+from rollstream.store.export.dataproto import DataProtoOptions, dataproto_files, export_dataproto
+from rollstream.store.export.hf import check_replaceable, export_hf
 from rollstream.store.export.jsonl import artifact_rows, export_jsonl
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import Manifest, read_manifest
@@ -22,16 +24,32 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.sealing import seal_journal
 from rollstream.store.summary import RunStatus, read_status
 
+FILE_NAMES = {
+    "parquet": "trajectories.parquet",
+    "jsonl": "trajectories.jsonl",
+    "dataproto": "trajectories.pkl",
+    "hf": "trajectories_hf",
+}
+"""What an export is named in the run directory, by format. That of `hf` is a folder."""
+
 
 @dataclass(frozen=True, slots=True)
 class Export:
     """What was exported."""
 
     target: Path
+    """As asked for; a DataProto of several files has theirs beside it."""
     rows: int
     """Trajectories in `target`."""
     status: RunStatus
     """Of the run, when it was exported."""
+
+    @property
+    def files(self) -> list[Path]:
+        """What was written: `target`, or the files of a DataProto of several."""
+        if self.target.exists():
+            return [self.target]
+        return [self.target.with_name(path.name) for path in dataproto_files(self.target)]
 
     @property
     def finished(self) -> bool:
@@ -44,18 +62,27 @@ def is_finished(status: RunStatus) -> bool:
     return status.owed == 0 and status.pending_rows == 0
 
 
-def export_run(root: Path, name: str, output: Path | None = None, *, force: bool = False) -> Export:
-    """Writes a run's trajectories as `parquet` or `jsonl`.
+def export_run(
+    root: Path,
+    name: str,
+    output: Path | None = None,
+    *,
+    force: bool = False,
+    dataproto: DataProtoOptions | None = None,
+) -> Export:
+    """Writes a run's trajectories as `parquet`, `jsonl`, `dataproto` or `hf`.
 
     Args:
         root: the run directory.
         name: the format.
-        output: the file to write; `trajectories.<name>` in the run directory by default, which only a
-            finished run has.
-        force: overwrite an existing `output`. Files of the run itself are never overwritten.
+        output: the file (of `hf`: the folder) to write; see `FILE_NAMES` for the default in the run
+            directory, which only a finished run has.
+        force: overwrite an existing `output`. Files of the run itself are never overwritten, and a folder
+            only if it holds an earlier export and nothing else.
+        dataproto: how to write that format.
 
     Raises:
-        ConfigError: `output` must not be written.
+        ConfigError: `output` must not be written, or the format cannot hold these trajectories.
         RunDirectoryError: no run directory, nothing done in it, unfinished and no `output`, or a run is
             writing there.
         DamageError: a batch or journal is damaged.
@@ -64,10 +91,11 @@ def export_run(root: Path, name: str, output: Path | None = None, *, force: bool
     manifest = read_manifest(root)
     if manifest is None:
         raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
-    own = root / f"trajectories.{name}"
+    own = root / FILE_NAMES[name]
     target = output or own
+    options = dataproto or DataProtoOptions()
     in_run = target.resolve() == own.resolve()
-    _check_output(root, target, own, force=force)
+    _check_output(root, target, own, name, force=force)
     with _nobody_writes(root):
         status = read_status(root)
         damage = [line for line in status.damage if not line.startswith("failed/")]
@@ -81,7 +109,7 @@ def export_run(root: Path, name: str, output: Path | None = None, *, force: bool
         if is_finished(status):
             paths = RunPaths(root)
             merge_batches(paths, manifest.run_id_bytes)
-            return Export(target, _write(paths.artifact, name, target), status)
+            return Export(target, _write(paths.artifact, name, target, options, manifest), status)
         if in_run:
             total = "?" if status.total is None else status.total
             raise RunDirectoryError(
@@ -89,10 +117,10 @@ def export_run(root: Path, name: str, output: Path | None = None, *, force: bool
                 "is there, name a file outside with --output; or run `rollstream generate` to its end"
             )
         with _merged_aside(RunPaths(root), manifest, target) as artifact:
-            return Export(target, _write(artifact, name, target), status)
+            return Export(target, _write(artifact, name, target, options, manifest), status)
 
 
-def _check_output(root: Path, target: Path, own: Path, *, force: bool) -> None:
+def _check_output(root: Path, target: Path, own: Path, name: str, *, force: bool) -> None:
     place = target.resolve()
     if place.is_relative_to(root.resolve()):
         if place != own.resolve():
@@ -100,12 +128,16 @@ def _check_output(root: Path, target: Path, own: Path, *, force: bool) -> None:
                 f"--output {target} is inside the run directory, where only {own.name} may be written"
             )
         return
-    if place.is_dir():
+    if name == "hf":
+        check_replaceable(target)
+    elif place.is_dir():
         raise ConfigError(f"--output {target} is a folder; name a file")
     if not place.parent.is_dir():
         raise ConfigError(f"--output {target}: there is no folder {place.parent}")
-    if place.exists() and not force:
-        raise ConfigError(f"--output {target} exists; --force overwrites it")
+    there = dataproto_files(place) if name == "dataproto" else [place] if place.exists() else []
+    if there and not force:
+        first = target if there[0] == place else target.with_name(there[0].name)
+        raise ConfigError(f"--output {first} exists; --force overwrites it")
 
 
 @contextmanager
@@ -147,7 +179,11 @@ def _merged_aside(paths: RunPaths, manifest: Manifest, target: Path) -> Iterator
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(artifact: Path, name: str, target: Path) -> int:
+def _write(artifact: Path, name: str, target: Path, dataproto: DataProtoOptions, manifest: Manifest) -> int:
+    if name == "hf":
+        return export_hf(artifact, target, manifest)
+    if name == "dataproto":
+        return export_dataproto(artifact, target, options=dataproto)
     if name == "jsonl":
         return export_jsonl(artifact, target)
     if target.resolve() == artifact.resolve():

@@ -1,0 +1,209 @@
+"""What workers on Ray cost and give: the same run on the local executor, and on 1, 2 and 4 Ray workers.
+
+    python -m bench.ray [--quick] [--json FILE]
+
+Each worker has an engine of its own that answers at once (a scripted one), so what is measured is ours:
+messages to ids, trajectories to bytes, dispatch, transport, and the journal. Rollouts are of prompt 1024 /
+response 4096 tokens, and of 64 / 32. 256 are in flight, all are durable, nothing is merged.
+
+CPU is of the whole program: this process, the cluster's, and the workers', while rollouts run; so it includes
+what Ray's own processes spend. On N cores more than N busy processes cannot help: see how many there are.
+
+Another system's loop comes into the same table by `ROWS`: a name, and what measures it.
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil  # type: ignore[import-untyped]
+
+from bench.report import parse_options, print_table, write_json
+from rollstream.agent.base import AgentResources
+from rollstream.agent.prompt import PromptRenderer
+from rollstream.chat.tokenizer import load_tokenizer
+from rollstream.demo import MODEL_PATH
+from rollstream.rollout.gate import EngineGate
+from rollstream.rollout.local import LocalExecutor
+from rollstream.rollout.meter import MeteredEngine
+from rollstream.rollout.ray_worker import BuiltWorker
+from rollstream.rollout.retry import RetryPolicy
+from rollstream.rollout.worker import RolloutWorker
+from rollstream.store.manifest import new_manifest
+from rollstream.store.run_dir import lock_run, open_run
+from rollstream.store.writer import StoreWriter
+from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
+from rollstream.trajectory import Completion, PromptRow, SamplingParams
+
+IN_FLIGHT = 256
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of every rollout."""
+
+    prompt: int
+    response: int
+
+
+@dataclass(frozen=True)
+class ScriptedRecipe:
+    """A worker whose engine answers at once with the same ids."""
+
+    sizes: Sizes
+
+    async def build(self, number: int) -> BuiltWorker:
+        """See `WorkerRecipe`."""
+        ids = [300 + i % 100 for i in range(self.sizes.response)]
+        logprobs = [-0.01 * (i % 97) for i in range(self.sizes.response)]
+
+        def answer(request: ScriptedRequest) -> Completion:
+            return Completion(list(ids), list(logprobs), "length")
+
+        engine = ScriptedEngine(answer, record=False)
+        await engine.start()
+        metered, tokenizer = MeteredEngine(engine), load_tokenizer(str(MODEL_PATH))
+        gate = EngineGate(engine, timeout=30)
+        prompts = PromptRenderer(tokenizer, prompt_length=self.sizes.prompt, truncation="left")
+        worker = RolloutWorker(
+            AgentResources(metered, tokenizer, prompts, self.sizes.response),
+            sampling=SamplingParams(self.sizes.response),
+            seed=3,
+            default_agent_loop="single_turn_agent",
+            retry=RetryPolicy(1, 0.1, 0.1),
+            attempt_timeout=60,
+            gate=gate,
+        )
+        return BuiltWorker(worker, metered, gate, close=engine.close)
+
+
+def load_row(index: int, sizes: Sizes) -> PromptRow:
+    """A prompt that fills its limit: digits are a token each."""
+    text = f"{index:09d}" * (sizes.prompt // 9 + 1)
+    return PromptRow(
+        index, f"{index:032x}", [{"role": "user", "content": text[: sizes.prompt - 20]}], "bench"
+    )
+
+
+def cpu_of_family() -> float:
+    """CPU seconds of this process and all below it, those that live."""
+    total = 0.0
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    return total
+
+
+async def measure(workers: int, sizes: Sizes, rollouts: int) -> dict[str, Any]:
+    """Rollouts a second and CPU for each, on `workers` Ray workers; 0: the local executor."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "run"
+        manifest = new_manifest(n=1, identity={}, dataset={}, versions={}, config={})
+        run = open_run(lock_run(root), root, manifest, config_yaml="", fresh=True)
+        writer = StoreWriter(run, save_batch_size=10**9, pull_timeout=1e6)
+        writer.start()
+        keys = run.state.keys
+        recipe = ScriptedRecipe(sizes)
+        warm = max(64, rollouts // 20)
+        close: Callable[[], Awaitable[None]]
+        if workers:
+            from rollstream.rollout.ray import RayExecutor
+            from rollstream.rollout.ray_cluster import RayCluster
+
+            ray_executor = RayExecutor(
+                recipe,
+                writer,
+                load_row=lambda index: load_row(index, sizes),
+                max_in_flight=IN_FLIGHT,
+                workers=workers,
+                cluster=RayCluster({"num_cpus": max(workers, os.cpu_count() or 1)}),
+                attempt_timeout=60,
+            )
+            await ray_executor.start()
+            while len(ray_executor.pids) < workers:  # noqa: ASYNC110 (a count)
+                await asyncio.sleep(0.05)
+            execute, close = ray_executor.run, ray_executor.close
+        else:
+            built = await recipe.build(0)
+            execute = LocalExecutor(
+                built.worker,
+                writer,
+                load_row=lambda index: load_row(index, sizes),
+                max_in_flight=IN_FLIGHT,
+            ).run
+            close = built.close
+        try:
+            await execute(keys.owed(range(warm), retry_failed=False))
+            cpu, own, started = cpu_of_family(), time.process_time(), time.perf_counter()
+            await execute(keys.owed(range(warm, warm + rollouts), retry_failed=False))
+            seconds = time.perf_counter() - started
+            cpu, own = cpu_of_family() - cpu, time.process_time() - own
+        finally:
+            await close()
+            await writer.close(seal=False)
+            run.close()
+        assert keys.done == warm + rollouts
+    return {"rollouts": rollouts, "seconds": seconds, "cpu_s": cpu, "driver_cpu_s": own}
+
+
+def measure_apart(workers: int, sizes: Sizes, rollouts: int) -> dict[str, Any]:
+    """The same in a fresh process."""
+    import subprocess
+
+    words = [str(number) for number in (workers, sizes.prompt, sizes.response, rollouts)]
+    command = [sys.executable, "-m", "bench.ray", "--measure", *words]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    result: dict[str, Any] = orjson.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+ROWS: list[tuple[str, Callable[[Sizes, int], dict[str, Any]]]] = [
+    ("local", lambda sizes, rollouts: measure_apart(0, sizes, rollouts)),
+    ("ray, 1 worker", lambda sizes, rollouts: measure_apart(1, sizes, rollouts)),
+    ("ray, 2 workers", lambda sizes, rollouts: measure_apart(2, sizes, rollouts)),
+    ("ray, 4 workers", lambda sizes, rollouts: measure_apart(4, sizes, rollouts)),
+]
+"""What is compared: a name, and what measures so many rollouts of these sizes."""
+
+
+def bench() -> None:
+    """Runs the benchmark."""
+    if len(sys.argv) > 1 and sys.argv[1] == "--measure":
+        workers, prompt, response, rollouts = map(int, sys.argv[2:6])
+        print(orjson.dumps(asyncio.run(measure(workers, Sizes(prompt, response), rollouts))).decode())
+        return
+    options = parse_options(__doc__.split("\n")[0])
+    plan = [(Sizes(1024, 4096), 1_500), (Sizes(64, 32), 10_000)]
+    if options.quick:
+        plan = [(Sizes(1024, 4096), 100), (Sizes(64, 32), 500)]
+    rows: list[dict[str, Any]] = []
+    for sizes, rollouts in plan:
+        for what, measured_by in ROWS[:2] if options.quick else ROWS:
+            figures = measured_by(sizes, rollouts)
+            rows.append(
+                {
+                    "what": what,
+                    "prompt": sizes.prompt,
+                    "response": sizes.response,
+                    "rollouts": rollouts,
+                    "rollouts/s": rollouts / figures["seconds"],
+                    "CPU us/rollout": figures["cpu_s"] / rollouts * 1e6,
+                    "of it driver": figures["driver_cpu_s"] / rollouts * 1e6,
+                }
+            )
+    print_table(f"zero-latency engine in each worker, {IN_FLIGHT} in flight, {os.cpu_count()} cores", rows)
+    write_json(options.json, "ray", rows)
+
+
+if __name__ == "__main__":
+    bench()

@@ -1,0 +1,212 @@
+"""A run's rollouts on a Ray cluster: which engine is whose, and what travels to the workers."""
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rollstream.config.load import compose, to_settings
+from rollstream.engine.base import Engine
+from rollstream.engine.launch import LaunchedEngine, replica_maker
+from rollstream.engine.pool import PoolEngine
+from rollstream.errors import ConfigError, EngineError
+from rollstream.generation.agents import load_agents
+from rollstream.generation.equipment import Equipment, equip
+from rollstream.generation.execution import Execution, OnDurable
+from rollstream.generation.setup import Prepared
+from rollstream.generation.stopping import StopSignals, in_daemon_thread
+from rollstream.rollout.ray import RayExecutor, default_workers, here
+from rollstream.rollout.ray_cluster import RayCluster, import_ray
+from rollstream.rollout.ray_worker import BuiltWorker
+from rollstream.store.writer import StoreWriter
+
+logger = logging.getLogger(__name__)
+
+_EMBEDDED = ("hf", "openvino")
+"""Engines that each worker has one of its own of."""
+
+_LAUNCHING = (
+    "launch",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "gpu_memory_utilization",
+    "dtype",
+    "load_format",
+)
+"""Settings of `actor_rollout_ref.rollout` for whoever launches servers."""
+
+_PER_MINUTE = ("requests_per_minute", "tokens_per_minute")
+"""Limits of an endpoint, which all workers share."""
+
+
+@dataclass(frozen=True, slots=True)
+class EquipmentRecipe:
+    """A worker made from a run's configuration, as in the process that drives the run."""
+
+    config_yaml: str
+    """Resolved; with the URLs of servers that the driver has launched."""
+    loop_names: tuple[str, ...]
+    shows_images: bool
+    first_data_source: str
+    log_dir: str
+    """Of the run; its engine's log goes below it where the worker's machine has that folder."""
+    follows: bool
+    """Whether the URLs may change."""
+
+    async def build(self, number: int) -> BuiltWorker:
+        """See `WorkerRecipe`."""
+        config = OmegaConf.create(self.config_yaml)
+        assert isinstance(config, DictConfig)
+        equipment = await in_daemon_thread(self._equip, config)
+        agents, rollout = equipment.agents, equipment.settings.actor_rollout_ref.rollout
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(agents.tools.close)
+            stack.callback(agents.interactions.close)
+            stack.callback(equipment.reward.close)
+            await agents.tools.describe()
+            plain = equipment.create_plain_engine(self._log_dir(number))
+            engine = equipment.interruptible(plain)
+            stack.push_async_callback(engine.close)
+            await asyncio.gather(engine.start(), equipment.prepare_reward_for(self.first_data_source))
+            equipment.check_engine(engine)
+            worker, metered, gate = equipment.make_worker(engine, list(self.loop_names))
+            return BuiltWorker(
+                worker,
+                metered,
+                gate,
+                close=stack.pop_all().aclose,
+                owns_engine=rollout.name in _EMBEDDED,
+                follow=_follower(equipment, plain) if self.follows else None,
+            )
+
+    def _equip(self, config: DictConfig) -> Equipment:
+        return equip(config, to_settings(config), load_agents(config), shows_images=self.shows_images)
+
+    def _log_dir(self, number: int) -> Path:
+        if Path(self.log_dir).is_dir():
+            folder = Path(self.log_dir) / f"worker-{number}"
+            folder.mkdir(exist_ok=True)
+            return folder
+        return Path(tempfile.mkdtemp(prefix="rollstream-worker-"))
+
+
+async def start_ray(
+    prepared: Prepared,
+    writer: StoreWriter,
+    *,
+    log_dir: Path,
+    stop: StopSignals,
+    stack: AsyncExitStack,
+    on_durable: OnDurable,
+) -> Execution:
+    """Joins the cluster and starts workers; see `start_execution`."""
+    settings, rollout = prepared.settings.generation, prepared.settings.actor_rollout_ref.rollout
+    ray_kwargs = prepared.settings.ray_kwargs
+    import_ray()
+    prepared.check_rows()
+    engine: Engine | None = None
+    urls: Callable[[], Sequence[str]] | None = None
+    if rollout.name not in _EMBEDDED:
+        # Started here, too: what servers cannot give shows before a worker starts, and they are asked how
+        # busy they are once, not by each worker. What is launched is launched here.
+        engine = prepared.create_plain_engine(log_dir)
+        stack.push_async_callback(engine.close)
+        await stop.unless_stopped(asyncio.gather(engine.start(), prepared.prepare_reward()))
+        prepared.check_engine(engine)
+        if isinstance(engine, LaunchedEngine):
+            launched = engine
+            urls = lambda: launched.urls  # noqa: E731
+    cluster = RayCluster(ray_kwargs.ray_init, ray_kwargs.timeline_json_file)
+    stack.push_async_callback(cluster.close)
+    await stop.unless_stopped(cluster.start())
+    workers = rollout.agent.num_workers or default_workers()
+    options = dict(ray_kwargs.worker)
+    if urls is not None:
+        options = {"scheduling_strategy": here(), **options}  # launched servers listen on this machine alone
+    executor = RayExecutor(
+        EquipmentRecipe(
+            config_yaml=_worker_config(prepared, workers, urls() if urls is not None else None),
+            loop_names=tuple(prepared.loop_names),
+            shows_images=prepared.shows_images,
+            first_data_source=prepared.dataset.row(int(prepared.dataset.order[0])).data_source,
+            log_dir=str(log_dir.absolute()),
+            follows=urls is not None,
+        ),
+        writer,
+        load_row=prepared.dataset.row,
+        max_in_flight=settings.max_in_flight,
+        workers=workers,
+        cluster=cluster,
+        options=options,
+        attempt_timeout=settings.attempt_timeout,
+        max_attempts=settings.max_attempts,
+        adaptive=settings.adaptive_in_flight,
+        engine=engine,
+        urls=urls,
+        on_durable=on_durable,
+    )
+    stack.push_async_callback(executor.close)
+    await stop.unless_stopped(executor.start())
+    fleet = executor.fleet
+    return Execution(
+        executor,
+        waits=lambda: not fleet.is_open,
+        retries=lambda: fleet.retries,
+        unscored=lambda: fleet.reward_errors,
+    )
+
+
+def _worker_config(prepared: Prepared, workers: int, urls: Sequence[str] | None) -> str:
+    """The run's configuration as a worker needs it."""
+    config = OmegaConf.create(OmegaConf.to_container(prepared.config, resolve=True))
+    assert isinstance(config, DictConfig)
+    rollout: Any = config.actor_rollout_ref.rollout
+    if urls is not None:
+        rollout.server_urls = list(urls)
+        # What is said of launching is said to the driver; a worker would be told that it has servers.
+        defaults: Any = compose().actor_rollout_ref.rollout
+        for key in _LAUNCHING:
+            rollout[key] = defaults[key]
+    if rollout.name == "openai":
+        for key in _PER_MINUTE:
+            if limit := rollout.engine_kwargs.get(key):
+                share = int(limit) // workers
+                if share < 1:
+                    raise ConfigError(
+                        f"engine_kwargs.{key}={limit} is less than one for each of {workers} workers: set "
+                        f"actor_rollout_ref.rollout.agent.num_workers to {limit} at most"
+                    )
+                rollout.engine_kwargs[key] = share
+    return OmegaConf.to_yaml(config)
+
+
+def _follower(equipment: Equipment, engine: Engine) -> Any:
+    """Takes in servers that have come and leaves out those that have gone."""
+    assert isinstance(engine, PoolEngine)
+    settings = equipment.settings.actor_rollout_ref
+    assert settings.model.path is not None
+    make = replica_maker(
+        settings.rollout.name, model_path=settings.model.path, engine_kwargs=settings.rollout.engine_kwargs
+    )
+
+    async def follow(urls: Sequence[str]) -> None:
+        for url in urls:
+            if url not in engine.replicas:
+                replica = make(url)
+                try:
+                    await engine.add_replica(replica)
+                except EngineError as error:  # not there yet, or not any more: it is told again
+                    logger.warning("cannot take in %s: %s", url, error)
+                    await replica.close()
+        for url in engine.replicas:
+            if url not in urls and len(engine.replicas) > 1:
+                await engine.remove_replica(url)
+
+    return follow

@@ -1,0 +1,261 @@
+"""The artifact as a Hugging Face dataset: a folder that `datasets.load_dataset` reads, with a card.
+
+    README.md                          the card: YAML header, columns, counts, how it was made
+    data/train-00000-of-00002.parquet  …
+
+Columns are those of the artifact. `messages` becomes a list of structs, and `ground_truth` text where every
+row has text; what has no one type over all rows is JSON text, and the card says so.
+"""
+
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rollstream.errors import ConfigError, StorageError
+from rollstream.store.batch import SCHEMA, DamagedFileError, open_parquet, reading
+from rollstream.store.manifest import Manifest
+from rollstream.store.merge import MergeCancelledError
+
+MAX_ROWS_PER_FILE = 100_000
+"""Some hundred MB for usual rows, as the hub likes its files."""
+
+_READ_ROWS = 1024
+
+_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"))
+
+_SAID = ("engine", "agent.", "rollout.", "generation.seed", "model.digest")
+"""Beginnings of the identity's keys that the card shows. No paths are among them."""
+
+
+@dataclass(slots=True)
+class _Survey:
+    """What is known of all rows before one is written."""
+
+    rows: int = 0
+    rollouts: int = 0
+    tokens: int = 0
+    reward_sum: float = 0.0
+    scored: int = 0
+    sources: Counter[str] = field(default_factory=Counter)
+    finished: Counter[str] = field(default_factory=Counter)
+    text_truth: bool = True
+    """Whether every ground truth is text."""
+    keys: dict[str, bool] = field(default_factory=dict)
+    """Keys of messages, and whether all their values are text."""
+
+
+def export_hf(
+    artifact: Path,
+    target: Path,
+    manifest: Manifest,
+    cancelled: Callable[[], bool] = lambda: False,
+    *,
+    rows_per_file: int = MAX_ROWS_PER_FILE,
+) -> int:
+    """Writes the folder `target` by a temporary name, and returns its rows. An earlier export is replaced.
+
+    Args:
+        artifact: `trajectories.parquet`.
+        target: must not exist, be empty, or hold an earlier export and nothing else.
+        manifest: of the run, for the card.
+        cancelled: asked now and then.
+        rows_per_file: at most.
+
+    Raises:
+        ConfigError: `target` holds other things.
+        DamageError: the artifact is damaged.
+        StorageError: the disk is full, or `target` cannot be written.
+        MergeCancelledError: `cancelled` said so. An older export stays.
+    """
+    check_replaceable(target)
+    survey = _survey(artifact, cancelled)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        (temporary / "data").mkdir(parents=True)
+        _write_rows(artifact, temporary / "data", survey, cancelled, rows_per_file)
+        (temporary / "README.md").write_text(_card(manifest, survey))
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+    except OSError as error:
+        raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return survey.rows
+
+
+def check_replaceable(target: Path) -> None:
+    """Raises `ConfigError` unless `target` is free or an earlier export: nothing else is ever deleted."""
+    if not target.exists():
+        return
+    if not target.is_dir() or target.is_symlink():
+        raise ConfigError(f"{target} is no folder; a Hugging Face dataset is one")
+    names = {path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()}
+    strange = sorted(name for name in names if name != "README.md" and not _is_data(name))
+    if strange:
+        raise ConfigError(f"{target} holds something else than an export ({strange[0]}); name another folder")
+
+
+def _is_data(name: str) -> bool:
+    return name.startswith("data/train-") and name.endswith(".parquet")
+
+
+def _batches(artifact: Path, cancelled: Callable[[], bool], columns: list[str] | None) -> Iterator[pa.Table]:
+    with open_parquet(artifact) as file:
+        batches = file.iter_batches(_READ_ROWS, columns=columns)
+        while True:
+            if cancelled():
+                raise MergeCancelledError
+            with reading(artifact):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield pa.Table.from_batches([batch])
+
+
+def _survey(artifact: Path, cancelled: Callable[[], bool]) -> _Survey:
+    found = _Survey()
+    columns = ["trajectory", "response_ids", "messages", "ground_truth", "reward", "data_source"]
+    for table in _batches(artifact, cancelled, [*columns, "finish_reason", "is_snapshot"]):
+        found.rows += len(table)
+        found.tokens += pc.sum(pc.list_value_length(table["response_ids"])).as_py()
+        final = table.filter(pc.invert(table["is_snapshot"]))
+        found.rollouts += len(final)
+        found.sources.update(final["data_source"].to_pylist())
+        found.finished.update(final["finish_reason"].to_pylist())
+        found.reward_sum += pc.sum(final["reward"]).as_py() or 0.0
+        found.scored += len(final) - final["reward"].null_count
+        found.text_truth &= bool(pc.all(pc.starts_with(table["ground_truth"], '"')).as_py())
+        for text in table["messages"].to_pylist():
+            for message in _loads(text, artifact):
+                for key, value in message.items():
+                    found.keys[key] = found.keys.get(key, True) and isinstance(value, str | None)
+    return found
+
+
+def _loads(text: str, path: Path) -> Any:
+    try:
+        return orjson.loads(text)
+    except ValueError as error:
+        raise DamagedFileError(path, f"{path.name} is damaged: {error}") from error
+
+
+def _schema(survey: _Survey) -> pa.Schema:
+    messages = pa.list_(pa.struct([(key, pa.string()) for key in survey.keys]))
+    fields = [pa.field("messages", messages) if one.name == "messages" else one for one in SCHEMA]
+    return pa.schema([pa.field(one.name, one.type) for one in fields])
+
+
+def _write_rows(
+    artifact: Path, folder: Path, survey: _Survey, cancelled: Callable[[], bool], rows_per_file: int
+) -> None:
+    files = max(1, math.ceil(survey.rows / rows_per_file))
+    schema = _schema(survey)
+    done = 0
+    with ExitStack() as stack:
+        writer: pq.ParquetWriter | None = None
+        for whole in _batches(artifact, cancelled, None):
+            table = _converted(whole, survey, schema, artifact)
+            while len(table):
+                if writer is None or done % rows_per_file == 0:
+                    stack.close()
+                    name = f"train-{done // rows_per_file:05}-of-{files:05}.parquet"
+                    writer = stack.enter_context(pq.ParquetWriter(folder / name, schema, compression="zstd"))
+                part = table.slice(0, rows_per_file - done % rows_per_file)
+                writer.write_table(part)
+                done += len(part)
+                table = table.slice(len(part))
+
+
+def _converted(table: pa.Table, survey: _Survey, schema: pa.Schema, path: Path) -> pa.Table:
+    messages = [
+        [{key: _cell(message.get(key), text) for key, text in survey.keys.items()} for message in row]
+        for row in (_loads(text, path) for text in table["messages"].to_pylist())
+    ]
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    columns["messages"] = pa.array(messages, schema.field("messages").type)
+    if survey.text_truth:
+        truths = [_loads(text, path) for text in table["ground_truth"].to_pylist()]
+        columns["ground_truth"] = pa.array(truths, pa.string())
+    return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+
+def _cell(value: Any, is_text: bool) -> str | None:
+    if value is None or is_text:
+        return value  # type: ignore[no-any-return]
+    return orjson.dumps(value).decode()
+
+
+def _card(manifest: Manifest, survey: _Survey) -> str:
+    size = next((name for limit, name in _SIZES if survey.rows < limit), "n>1M")
+    header = (
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
+        f"    path: data/train-*.parquet\nsize_categories:\n- {size}\n"
+        "tags:\n- rollstream\n- trajectories\n---\n"
+    )
+    json_keys = [f"`{key}`" for key, text in survey.keys.items() if not text]
+    in_messages = f" ({', '.join(json_keys)} as JSON text)" if json_keys else ""
+    mean = f"{survey.reward_sum / survey.scored:.4f}" if survey.scored else "not scored"
+    counts = [
+        ("rows (trajectories)", f"{survey.rows:,}"),
+        ("rollouts", f"{survey.rollouts:,}"),
+        ("response tokens", f"{survey.tokens:,}"),
+        ("mean reward", f"{mean} ({survey.scored:,} scored)" if survey.scored else mean),
+        *((f"data source `{name}`", f"{count:,}") for name, count in survey.sources.most_common(20)),
+        *((f"ended by `{name}`", f"{count:,}") for name, count in survey.finished.most_common()),
+    ]
+    made = [
+        (key, f"`{orjson.dumps(value).decode()}`")
+        for key, value in sorted(manifest.identity.items())
+        if key.startswith(_SAID) and value is not None
+    ]
+    made += [(f"version of {name}", version) for name, version in manifest.versions.items()]
+    features = [(f"`{one.name}`", f"{_TEXTS.get(one.name, '')}") for one in SCHEMA]
+    features = [(name, text + in_messages if name == "`messages`" else text) for name, text in features]
+    truth = "text" if survey.text_truth else "JSON text"
+    features = [(name, truth if name == "`ground_truth`" else text) for name, text in features]
+    return (
+        f"{header}# Trajectories\n\nRollouts of a language model, written by rollstream.\n\n"
+        f"## Counts\n\n{_table('', '', counts)}\n## Columns\n\n{_table('column', '', features)}\n"
+        f"## How it was made\n\nRun `{manifest.run_id}` of {manifest.created}; {manifest.n} rollouts per "
+        f"prompt row.\n\n{_table('setting', 'value', made)}"
+    )
+
+
+def _table(left: str, right: str, rows: list[tuple[str, str]]) -> str:
+    lines = [f"| {left} | {right} |", "|---|---|"]
+    lines += [f"| {name} | {value.replace('|', '&#124;')} |" for name, value in rows]
+    return "\n".join(lines) + "\n"
+
+
+_TEXTS = {
+    "index": "position of the prompt row in the data",
+    "repeat": "which of the rollouts of the row",
+    "trajectory": "counts within the rollout; the last one is final",
+    "prompt_key": "content hash of the prompt row",
+    "prompt_ids": "token ids, as sent to the engine for the first generation",
+    "response_ids": "token ids after it",
+    "response_mask": "1 = sampled by the model",
+    "response_logprobs": "natural-log probability of each sampled token; 0.0 where the mask is 0",
+    "policy_versions": "versions of the weights, run-length over the response",
+    "messages": "the conversation, the model's answers included",
+    "is_snapshot": "cut off by a context edit; another trajectory of the rollout follows",
+    "num_turns": "1 for the prompt, 1 for each message after it",
+    "finish_reason": "stop, length, max_turns, tool_overflow, aborted",
+    "reward": "null = not scored",
+    "reward_extra": "what else the reward said, JSON text",
+    "metrics": "seconds and counts",
+    "attempts": "attempts the rollout took",
+    "data_source": "where the prompt row comes from",
+    "extra": "the prompt row's other columns, JSON text",
+}

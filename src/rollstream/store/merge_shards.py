@@ -1,0 +1,314 @@
+"""Several shards of one run become one run directory: that of the run without shards.
+
+    shard 0 of 2 ─┐   checked: same run, all there, finished, sound, nothing twice
+    shard 1 of 2 ─┴─> .OUTPUT.merge.tmp/ (batches, failures, artifact) ──rename──> OUTPUT/
+
+The shards are locked and only read. Before the rename there is no OUTPUT; a merge that was killed leaves the
+temporary folder, which the next one clears away. The result has an identity without `generation.shard`: the
+run's own command, without it, continues there (with `generation.retry_failed`, say).
+"""
+
+import copy
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rollstream.errors import (
+    ConfigError,
+    DamageError,
+    IdentityMismatchError,
+    RunDirectoryError,
+    StorageError,
+)
+from rollstream.store.batch import ROW_GROUP_ROWS, commit_file, parquet_writer, read_keys, read_tables
+from rollstream.store.export.run import is_finished
+from rollstream.store.journal import JournalFile, encode_frame, sync_folder, write_file_durably
+from rollstream.store.lock import RunLock
+from rollstream.store.manifest import (
+    SHARD_IDENTITY,
+    Manifest,
+    identity_differences,
+    new_manifest,
+    read_manifest,
+    write_manifest,
+)
+from rollstream.store.merge import MergeCancelledError, merge_batches
+from rollstream.store.paths import RunPaths
+from rollstream.store.records import RecordCodec
+from rollstream.store.recovery import inspect
+from rollstream.store.sealing import batch_metadata
+from rollstream.store.summary import RunStatus, read_failures, read_status, write_checkpoint
+from rollstream.store.validate import validate_run
+from rollstream.trajectory import Failure
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MergedRun:
+    """What was merged."""
+
+    output: Path
+    shards: int
+    completed: int
+    """Rollouts."""
+    failed: int
+    """Rollouts."""
+    rows: int
+    """Trajectories."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    root: Path
+    manifest: Manifest
+    status: RunStatus
+
+
+def merge_shards(
+    roots: Sequence[Path],
+    output: Path,
+    *,
+    to_yaml: Callable[[dict[str, Any]], str],
+    cancelled: Callable[[], bool] = lambda: False,
+) -> MergedRun:
+    """Writes `output`, in bounded memory (some bytes a rollout).
+
+    Args:
+        roots: the shards' run directories, in any order.
+        output: the run directory to make; must not exist, or be an empty folder.
+        to_yaml: a configuration tree as text for `config.yaml`.
+        cancelled: asked between row groups.
+
+    Raises:
+        ConfigError: `output` is taken, or the directories are not the shards of one run, each once.
+        IdentityMismatchError: they are shards of different runs.
+        RunDirectoryError: no run directory, not finished, or a run is writing there.
+        DamageError: a shard is not sound.
+        StorageError: the disk is full.
+        MergeCancelledError: `cancelled` said so.
+    """
+    _check_output(roots, output)
+    with ExitStack() as locks:
+        for root in sorted(roots):
+            locks.enter_context(_locked(root))
+        shards = _check_shards(roots)
+        folder = output.absolute().with_name(f".{output.name}.merge.tmp")
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot write beside {output}: {error.strerror}") from error
+        locks.enter_context(_locked(folder))
+        try:
+            for left in folder.iterdir():
+                if left.name != "run.lock":
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+            merged = _write(shards, folder, output, to_yaml, cancelled)
+            sync_folder(folder)
+            folder.rename(output)
+            sync_folder(output.absolute().parent)
+        except OSError as error:
+            raise StorageError(f"cannot write {output}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return merged
+
+
+def _check_output(roots: Sequence[Path], output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output} exists; name a folder that does not, or an empty one")
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.absolute().parent}")
+    places = [root.resolve() for root in roots]
+    for place in places:
+        if output.resolve().is_relative_to(place):
+            raise ConfigError(f"--output {output} is inside the run directory {place}")
+        if places.count(place) > 1:
+            raise ConfigError(f"{place} is named twice")
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    if not root.is_dir():
+        raise RunDirectoryError(f"{root} is not a run directory: there is no such folder")
+    lock = RunLock(root / "run.lock")
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise RunDirectoryError(f"cannot lock {root}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _check_shards(roots: Sequence[Path]) -> list[_Shard]:
+    """The shards by number. Raises when they are not one whole run."""
+    manifests = {root: _manifest(root) for root in roots}
+    by_number = _by_number({root: one.identity.get(SHARD_IDENTITY) for root, one in manifests.items()})
+    first = by_number[0]
+    for root in by_number[1:]:
+        _check_same_run(first, root, manifests[first].identity, manifests[root].identity)
+        if manifests[root].versions != manifests[first].versions:
+            logger.warning(
+                "%s and %s were generated with different versions: %s and %s",
+                *(first, root, manifests[first].versions, manifests[root].versions),
+            )
+    shards = [_Shard(root, manifests[root], _finished(root)) for root in by_number]
+    for shard in shards:
+        result = validate_run(shard.root)
+        if not result.sound:
+            raise DamageError(
+                f"{shard.root} is not sound: {result.problems[0]} (rollstream validate {shard.root})"
+            )
+    _check_disjoint(shards)
+    return shards
+
+
+def _manifest(root: Path) -> Manifest:
+    manifest = read_manifest(root)
+    if manifest is None:
+        raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
+    if manifest.identity.get(SHARD_IDENTITY) is None:
+        raise ConfigError(f"{root} holds a whole run, not a shard of one (generation.shard=i/k)")
+    return manifest
+
+
+def _by_number(names: Mapping[Path, Any]) -> list[Path]:
+    """The directories by the number of their shard; raises unless each of `k` is there once."""
+    counts = sorted({name.partition("/")[2] for name in names.values()})
+    if len(counts) != 1:
+        raise ConfigError(
+            "the directories are shards of runs cut differently: "
+            + ", ".join(f"{root} is {name}" for root, name in names.items())
+        )
+    found: dict[int, Path] = {}
+    for root, name in names.items():
+        number = int(name.partition("/")[0])
+        if number in found:
+            raise ConfigError(f"{found[number]} and {root} are both shard {name}")
+        found[number] = root
+    missing = [f"{number}/{counts[0]}" for number in range(int(counts[0])) if number not in found]
+    if missing:
+        raise ConfigError(f"shards are missing: {', '.join(missing[:10])}{' …' * (len(missing) > 10)}")
+    return [found[number] for number in range(int(counts[0]))]
+
+
+def _check_same_run(first: Path, root: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    differences = [one for one in identity_differences(old, new) if one[0] != SHARD_IDENTITY]
+    if differences:
+        lines = "\n".join(f"  {key}: {before!r} and {after!r}" for key, before, after in differences)
+        raise IdentityMismatchError(
+            f"{first} and {root} are not shards of one run. What differs:\n{lines}", differences
+        )
+
+
+def _finished(root: Path) -> RunStatus:
+    status = read_status(root)
+    if status.damage:
+        raise DamageError(f"{root}: {status.damage[0]} (rollstream validate {root})")
+    if status.total is None or not is_finished(status):
+        total = "?" if status.total is None else status.total
+        raise RunDirectoryError(
+            f"{root}: {status.completed} of {total} rollouts done; the shard is unfinished. Run its "
+            "`rollstream generate` to its end"
+        )
+    return status
+
+
+def _check_disjoint(shards: Sequence[_Shard]) -> None:
+    """Raises when prompt rows stand in two shards."""
+    seen: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(0, np.int64)
+    for shard in shards:
+        paths = RunPaths(shard.root)
+        parts = [np.unique(read_keys(paths.batch(number)).index) for number in paths.batch_numbers()]
+        here = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+        both = np.intersect1d(seen, here, assume_unique=True)
+        if len(both):
+            raise DamageError(
+                f"{len(both)} prompt rows of {shard.root} stand in another shard, too: {both[:5].tolist()} …"
+            )
+        seen = np.concatenate([seen, here])
+
+
+def _write(
+    shards: Sequence[_Shard],
+    folder: Path,
+    output: Path,
+    to_yaml: Callable[[dict[str, Any]], str],
+    cancelled: Callable[[], bool],
+) -> MergedRun:
+    paths = RunPaths(folder)
+    for made in (paths.journals, paths.batches, paths.failures, paths.logs):
+        made.mkdir()
+    manifest = _merged_manifest(shards[0].manifest, output)
+    metadata = batch_metadata(manifest.run_id_bytes)
+    number = 0
+    for shard in shards:
+        logger.info("reading %s: %d trajectories", shard.root, shard.status.rows)
+        source = RunPaths(shard.root)
+        for old in source.batch_numbers():
+            _copy_batch(source.batch(old), paths.batch(number), metadata, cancelled)
+            number += 1
+    if any(shard.status.failed for shard in shards):
+        journal = JournalFile(paths.failures / "000000.rsj", manifest.run_id_bytes)
+        try:
+            for shard in shards:
+                for frame in _failure_frames(shard.root):
+                    journal.append(frame)
+            journal.sync()
+        finally:
+            journal.close()
+    write_file_durably(folder / "config.yaml", to_yaml(manifest.config).encode())
+    write_manifest(folder, manifest)
+    rows = sum(shard.status.rows for shard in shards)
+    if rows and merge_batches(paths, manifest.run_id_bytes, cancelled=cancelled) != rows:
+        raise DamageError(f"merging gave other rows than the {rows} of the shards")
+    _, state = inspect(folder)
+    completed, failed = (sum(getattr(s.status, name) for s in shards) for name in ("completed", "failed"))
+    if (state.keys.done, state.keys.failed, state.rows) != (completed, failed, rows):
+        raise DamageError(
+            f"the merged run has {state.keys.done} rollouts done and {state.keys.failed} failed, its shards "
+            f"{completed} and {failed}"
+        )
+    total = sum(shard.status.total or 0 for shard in shards)
+    write_checkpoint(paths, manifest, state, total=total)
+    return MergedRun(output, len(shards), completed, failed, rows)
+
+
+def _merged_manifest(shard: Manifest, output: Path) -> Manifest:
+    config = copy.deepcopy(shard.config)
+    config.setdefault("generation", {})["shard"] = None
+    config.setdefault("trainer", {})["default_local_dir"] = str(output.absolute())
+    return new_manifest(
+        n=shard.n,
+        identity={key: value for key, value in shard.identity.items() if key != SHARD_IDENTITY},
+        dataset=shard.dataset,
+        versions=shard.versions,
+        config=config,
+    )
+
+
+def _copy_batch(source: Path, target: Path, metadata: dict[str, str], cancelled: Callable[[], bool]) -> None:
+    """The same rows under another run id, row group by row group."""
+    temporary = target.with_name(target.name + ".tmp")
+    with parquet_writer(temporary, metadata) as writer:
+        for table in read_tables(source):
+            if cancelled():
+                raise MergeCancelledError
+            writer.write_table(table.replace_schema_metadata(metadata), row_group_size=ROW_GROUP_ROWS)
+    commit_file(temporary, target)
+
+
+def _failure_frames(root: Path) -> Iterator[bytes]:
+    codec = RecordCodec()
+    for record in read_failures(root):
+        body = codec.encode_failure(Failure(**msgspec.structs.asdict(record)))
+        yield encode_frame(record.index, record.repeat, 0, body)

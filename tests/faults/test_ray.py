@@ -1,0 +1,227 @@
+"""R2, R3, R5, R7: workers on several nodes that are killed one after the other, and a node that goes.
+
+The nodes are real (`ray.cluster_utils.Cluster`, a raylet each), the kills are SIGKILLs, the servers are stub
+servers over HTTP.
+"""
+
+import asyncio
+import os
+import signal
+import threading
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.errors import ConfigError, DataError
+from rollstream.generation.runner import run_generation
+from rollstream.rollout.ray_cluster import RayCluster
+from rollstream.store.summary import read_failures
+from rollstream.store.writer import StoreWriter
+from rollstream.trajectory import PromptRow
+from tests.faults.ray_nodes import ScriptedRecipe, load_row, lose_node, nodes, wait_for, working_pids
+from tests.faults.runs import overrides, stub_server, write_prompts
+from tests.unit.store.fabric import N, keys_on_disk, open_dir
+
+pytest.importorskip("ray")
+
+from rollstream.rollout.ray import RayExecutor
+
+ROWS = 500
+REPEATS = 4
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with nodes(2, 2, 2) as cluster:
+        yield cluster
+
+
+def artifact(run_dir: Path, *columns: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(run_dir / "trajectories.parquet").select(columns).to_pylist()
+    return rows
+
+
+def kill_now_and_then(ended: threading.Event, every_s: float, killed: list[int]) -> None:
+    """Kills a worker that works, the oldest first, every so many seconds."""
+    while not ended.wait(every_s):
+        if pids := working_pids():
+            os.kill(pids[0], signal.SIGKILL)
+            killed.append(pids[0])
+
+
+@pytest.mark.slow
+def test_kills_cost_nothing_but_time(tmp_path: Path, cluster: Any) -> None:
+    """2,000 rollouts on 4 workers. It takes its time: a worker comes back within seconds."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    same = {
+        "actor_rollout_ref__rollout__n": REPEATS,
+        "generation__show_progress": "false",
+        "generation__max_in_flight": 64,
+        "generation__adaptive_in_flight": "false",
+    }
+    with stub_server("--response-tokens", "32", "--latency", "lognormal:0.4,0.5") as url:
+        arguments = overrides(
+            tmp_path / "ray",
+            prompts,
+            url,
+            **same,
+            generation__executor="ray",
+            actor_rollout_ref__rollout__agent__num_workers=4,
+            ray_kwargs__ray_init__address=cluster.address,
+        )
+        killed: list[int] = []
+        ended = threading.Event()
+        killer = threading.Thread(target=kill_now_and_then, args=(ended, 3.0, killed))
+
+        def lose_one() -> None:
+            wait_for(lambda: len(killed) >= 2 or ended.is_set())
+            lose_node(cluster, next(iter(cluster.worker_nodes)))
+
+        loser = threading.Thread(target=lose_one)
+        killer.start()
+        loser.start()
+        try:
+            result = run_generation(arguments)
+        finally:
+            ended.set()
+            killer.join()
+            loser.join()
+        requests = orjson.loads(urllib.request.urlopen(f"{url}/stub/stats").read())["requests"]
+        local = run_generation(overrides(tmp_path / "local", prompts, url, **same))
+    assert len(killed) >= 3
+    assert requests > ROWS * REPEATS  # work was lost, and done again
+    assert (result.completed, result.failed, result.artifact_rows) == (2000, 0, 2000)
+    rows = artifact(tmp_path / "ray", "index", "repeat", "attempts", "prompt_ids", "response_ids")
+    assert Counter((row["index"], row["repeat"]) for row in rows) == {
+        (index, repeat): 1 for index in range(ROWS) for repeat in range(REPEATS)
+    }
+    assert {row["attempts"] for row in rows} == {1}
+    assert local.completed == 2000
+    assert rows == artifact(tmp_path / "local", "index", "repeat", "attempts", "prompt_ids", "response_ids")
+
+
+class Harness:
+    """A Ray executor over a run directory."""
+
+    def __init__(self, root: Path, cluster: Any, recipe: ScriptedRecipe, **settings: Any) -> None:
+        self.run = open_dir(root)
+        self.writer = StoreWriter(self.run, save_batch_size=1000, pull_timeout=60)
+        self.executor = RayExecutor(
+            recipe,
+            self.writer,
+            **{
+                "load_row": load_row,
+                "max_in_flight": 16,
+                "workers": 2,
+                "cluster": RayCluster({"address": cluster.address}),
+                "attempt_timeout": 30,
+                **settings,
+            },
+        )
+
+    async def __aenter__(self) -> "Harness":
+        self.writer.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.executor.close()
+        await self.writer.close()
+        self.run.close()
+
+    async def work(self, rows: int) -> None:
+        await self.executor.run(self.run.state.keys.owed(range(rows), retry_failed=False))
+
+
+def every_key(rows: int) -> list[tuple[int, int, int]]:
+    return [(index, repeat, 0) for index in range(rows) for repeat in range(N)]
+
+
+async def test_a_rollout_that_kills_its_worker_hurts_itself_only(tmp_path: Path, cluster: Any) -> None:
+    recipe = ScriptedRecipe(loop="deadly_agent")
+    async with Harness(tmp_path, cluster, recipe, workers=2, max_attempts=1) as harness:
+        await harness.executor.start()
+        async with asyncio.timeout(150):
+            await harness.work(12)
+        deaths = harness.executor.deaths
+    failures = list(read_failures(tmp_path))
+    assert {(failure.index, failure.repeat) for failure in failures} == {(7, 0), (7, 1)}
+    assert all("WorkerDiedError" in failure.error for failure in failures)
+    assert 5 <= deaths <= 10  # four unsuspected ones, which both repeats may share, and one alone for each
+    assert keys_on_disk(tmp_path) == [key for key in every_key(12) if key[0] != 7]
+
+
+async def test_workers_are_added_and_killed_while_it_runs(tmp_path: Path, cluster: Any) -> None:
+    async with Harness(tmp_path, cluster, ScriptedRecipe(latency=0.3), workers=1) as harness:
+        executor = harness.executor
+        await executor.start()
+        assert list(executor.pids) == [0]
+        work = asyncio.create_task(harness.work(250))
+        executor.add_workers(1)
+        async with asyncio.timeout(60):
+            while len(executor.pids) < 2:
+                await asyncio.sleep(0.05)
+            os.kill(executor.pids[0], signal.SIGKILL)
+            await work
+        assert executor.deaths == 1
+        assert executor.counters.completed == 500
+    assert keys_on_disk(tmp_path) == every_key(250)
+
+
+async def test_a_stop_finishes_what_is_in_flight_and_a_drop_does_not(tmp_path: Path, cluster: Any) -> None:
+    async with Harness(tmp_path, cluster, ScriptedRecipe(latency=0.3), max_in_flight=8) as harness:
+        executor = harness.executor
+        await executor.start()
+        work = asyncio.create_task(harness.work(100))
+        while executor.counters.completed < 8:
+            await asyncio.sleep(0.01)
+        executor.stop()
+        in_flight = executor.in_flight
+        done = executor.counters.completed
+        await work
+        assert executor.counters.completed == done + in_flight
+        assert executor.counters.dropped == 0
+    async with Harness(tmp_path, cluster, ScriptedRecipe(latency=30), max_in_flight=8) as harness:
+        executor = harness.executor
+        await executor.start()
+        work = asyncio.create_task(harness.work(100))
+        while executor.in_flight < 8:
+            await asyncio.sleep(0.01)
+        executor.drop()
+        async with asyncio.timeout(5):
+            await work
+        assert executor.counters.dropped == 8
+        assert executor.counters.completed == 0
+
+
+async def test_rows_that_cannot_travel_fail_alone(tmp_path: Path, cluster: Any) -> None:
+    def rows(index: int) -> PromptRow:
+        if index == 2:
+            raise DataError("row 2 is no row")
+        row = load_row(index)
+        if index == 4:
+            row.columns["lock"] = asyncio.Lock().acquire  # no pickle of it
+            row.columns["function"] = lambda: None
+        return row
+
+    async with Harness(tmp_path, cluster, ScriptedRecipe(), workers=1, load_row=rows) as harness:
+        await harness.executor.start()
+        async with asyncio.timeout(30):
+            await harness.work(6)
+    failures = {(one.index, one.repeat): one for one in read_failures(tmp_path)}
+    assert set(failures) == {(2, 0), (2, 1), (4, 0), (4, 1)}
+    assert {one.stage for one in failures.values()} == {"prompt"}
+    assert failures[4, 0].prompt_key == load_row(4).prompt_key
+    assert keys_on_disk(tmp_path) == [key for key in every_key(6) if key[0] not in (2, 4)]
+
+
+async def test_what_is_wrong_with_the_configuration_is_said_at_start(tmp_path: Path, cluster: Any) -> None:
+    async with Harness(tmp_path, cluster, ScriptedRecipe(broken="no such tool")) as harness:
+        with pytest.raises(ConfigError, match="no such tool"):
+            async with asyncio.timeout(60):
+                await harness.executor.start()

@@ -1,0 +1,150 @@
+"""A run on Ray is the run that it is locally: the same artifact, stopped and resumed by the same command."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import orjson
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.demo import MODEL_PATH
+from rollstream.errors import ConfigError, RollstreamError
+from rollstream.generation.runner import run_generation
+from rollstream.store.summary import read_status
+from tests.faults.runs import overrides, stub_server, write_prompts
+
+pytest.importorskip("ray")
+
+TIMES = {"metrics"}
+"""Columns that no two runs share."""
+
+
+def sums(run_dir: Path, prompts: Path, **settings: object) -> list[str]:
+    chosen: dict[str, object] = {
+        "actor_rollout_ref.model.path": MODEL_PATH,
+        "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.rollout.response_length": 48,
+        "data.max_prompt_length": 128,
+        "data.train_files": prompts,
+        "trainer.default_local_dir": run_dir,
+        "generation.seed": 5,
+        "generation.show_progress": "false",
+        **{key.replace("__", "."): value for key, value in settings.items()},
+    }
+    return [f"{key}={value}" for key, value in chosen.items()]
+
+
+@pytest.mark.slow
+def test_the_artifact_is_that_of_a_local_run(tmp_path: Path) -> None:
+    """Key by key and token for token, log-probs included, with an engine in each of two workers."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 40)
+    timeline = tmp_path / "trace" / "timeline.json"
+    result = run_generation(
+        sums(
+            tmp_path / "ray",
+            prompts,
+            generation__executor="ray",
+            actor_rollout_ref__rollout__agent__num_workers=2,
+            ray_kwargs__ray_init__num_cpus=2,
+            ray_kwargs__timeline_json_file=timeline,
+        )
+    )
+    local = run_generation(sums(tmp_path / "local", prompts))
+    assert result.completed == local.completed == 80
+    assert result.artifact is not None and local.artifact is not None
+    ours, theirs = pq.read_table(result.artifact), pq.read_table(local.artifact)
+    assert ours.drop_columns(list(TIMES)).equals(theirs.drop_columns(list(TIMES)))
+    engine_logs = sorted(path.parent.name for path in (tmp_path / "ray" / "logs").glob("*/engine-*.log"))
+    assert engine_logs and set(engine_logs) <= {"worker-0", "worker-1"}  # one may have come too late
+    assert orjson.loads(timeline.read_bytes())
+    import ray
+
+    assert not ray.is_initialized()
+
+
+def test_what_cannot_be_joined_is_said(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 2)
+    arguments = sums(tmp_path / "run", prompts, generation__executor="ray")
+    with pytest.raises(ConfigError, match=r"ray_kwargs\.ray_init.*no_such_argument"):
+        run_generation([*arguments, "+ray_kwargs.ray_init.no_such_argument=1"])
+    with pytest.raises(ConfigError, match=r"num_workers"):
+        run_generation([*arguments, "actor_rollout_ref.rollout.agent.num_workers=0"])
+
+
+_LATE = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
+"""Of Ray's own processes; they notice a minute later that nobody is there."""
+
+
+class Command:
+    """`rollstream generate` in a session of its own, as in a terminal; its standard output is kept."""
+
+    def __init__(self, arguments: list[str], folder: Path) -> None:
+        self.log = folder / "log"
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rollstream.generation.main", "--json", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait_for(self, run_dir: Path, done: int) -> None:
+        deadline = time.monotonic() + 120
+        while True:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
+            with contextlib.suppress(RollstreamError, FileNotFoundError):  # it is not there yet
+                if read_status(run_dir).completed >= done:
+                    return
+            time.sleep(0.05)
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.mark.slow
+def test_stopped_killed_and_resumed(tmp_path: Path) -> None:
+    """Ctrl-C reaches the whole process group, as from a terminal; then kill -9 of the driver alone."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 150)
+    with stub_server("--response-tokens", "16", "--latency", "fixed:0.2") as url:
+        arguments = overrides(
+            tmp_path / "run",
+            prompts,
+            url,
+            actor_rollout_ref__rollout__n=2,
+            generation__executor="ray",
+            generation__max_in_flight=8,
+            actor_rollout_ref__rollout__agent__num_workers=2,
+            ray_kwargs__ray_init__num_cpus=2,
+        )
+        first = Command(arguments, tmp_path)
+        first.wait_for(tmp_path / "run", 20)
+        family = first.family()
+        os.killpg(first.process.pid, signal.SIGINT)
+        output, _ = first.process.communicate(timeout=60)
+        assert first.process.returncode == 130, first.log.read_text()[-3000:]
+        stopped = orjson.loads(output)
+        assert 20 <= stopped["completed"] < 300
+        assert stopped["failed"] == 0
+        assert "dropped" not in first.log.read_text()  # what was in flight was finished
+        assert psutil.wait_procs(family, timeout=20)[1] == []
+
+        second = Command(arguments, tmp_path)
+        second.wait_for(tmp_path / "run", stopped["completed"] + 20)
+        family = [process for process in second.family() if process.name() not in _LATE]
+        second.process.kill()
+        second.process.communicate(timeout=20)
+        assert psutil.wait_procs(family, timeout=20)[1] == []  # workers and cluster go with their driver
+
+        third = Command(arguments, tmp_path)
+        output, _ = third.process.communicate(timeout=240)
+        assert third.process.returncode == 0, third.log.read_text()[-3000:]
+        result = orjson.loads(output)
+    assert (result["completed"], result["artifact_rows"], result["failed"]) == (300, 300, 0)
+    rows = pq.read_table(tmp_path / "run" / "trajectories.parquet").select(["index", "repeat"]).to_pylist()
+    assert rows == [{"index": index, "repeat": repeat} for index in range(150) for repeat in range(2)]

@@ -1,0 +1,313 @@
+"""DataProto exports: padded as verl pads, nothing lost, nothing made up, and refusals that say why."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollstream.errors import ConfigError, DamageError, StorageError
+from rollstream.integrations.verl_data import DataProtoFile, read_dataproto
+from rollstream.store.batch import open_parquet
+from rollstream.store.export import dataproto
+from rollstream.store.export.dataproto import (
+    DataProtoOptions,
+    dataproto_files,
+    export_dataproto,
+)
+from rollstream.store.export.run import export_run
+from rollstream.store.export.verl_rows import stretches
+from rollstream.store.merge import MergeCancelledError
+from rollstream.trajectory import Metrics, Rollout
+from tests.unit.store.export.artifacts import conversation, rollouts, runs, trajectory, write_artifact
+from tests.unit.store.fabric import commit_all
+
+pytest.importorskip("tensordict")
+
+PAD = 151_643
+
+
+def export(folder: Path, run: list[Rollout], **options: Any) -> list[DataProtoFile]:
+    artifact = write_artifact(folder / "a.parquet", run)
+    export_dataproto(artifact, folder / "out.pkl", options=DataProtoOptions(pad_token_id=PAD, **options))
+    return [read_dataproto(path) for path in dataproto_files(folder / "out.pkl")]
+
+
+def padded(run: list[Rollout]) -> dict[str, list[list[float]]]:
+    """verl's padding, a token at a time."""
+    rows = [one for rollout in run for one in rollout.trajectories]
+    prompt = max(1, *(len(row.prompt_ids) for row in rows))
+    response = max(1, *(len(row.response_ids) for row in rows))
+    wanted: dict[str, list[list[float]]] = {}
+    for row in rows:
+        left, right = prompt - len(row.prompt_ids), response - len(row.response_ids)
+        seen = [0] * left + [1] * (len(row.prompt_ids) + len(row.response_ids)) + [0] * right
+        values: dict[str, list[float]] = {
+            "prompts": [PAD] * left + row.prompt_ids,
+            "responses": row.response_ids + [PAD] * right,
+            "response_mask": row.response_mask + [0] * right,
+            "attention_mask": seen,
+            "position_ids": [max(0, sum(seen[: at + 1]) - 1) for at in range(len(seen))],
+        }
+        values["input_ids"] = values["prompts"] + values["responses"]
+        if row.response_logprobs is not None:
+            values["rollout_log_probs"] = row.response_logprobs + [0.0] * right
+        if row.reward is not None:
+            values["rm_scores"] = [0.0] * response
+            values["rm_scores"][max(0, len(row.response_ids) - 1)] = row.reward
+        for name, line in values.items():
+            wanted.setdefault(name, []).append(line)
+    return wanted
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(run=runs(), per_file=st.one_of(st.none(), st.integers(1, 9)))
+def test_padded_as_verl_pads(tmp_path: Path, run: list[Rollout], per_file: int | None) -> None:
+    files = export(tmp_path, run, max_rows_per_file=per_file)
+    wanted = padded(run)
+    for file in files:
+        assert file.batch.keys() == wanted.keys()
+        assert file.meta_info == files[0].meta_info
+        assert {name: (values.dtype, len(values)) for name, values in file.non_tensor_batch.items()} == {
+            name: (values.dtype, len(file)) for name, values in files[0].non_tensor_batch.items()
+        }
+    for name, lines in wanted.items():
+        found = [line for file in files for line in file.batch[name].tolist()]
+        assert found == lines, name
+    assert [len(file) for file in files[:-1]] == [per_file] * (len(files) - 1)
+    for original, back in zip(
+        (one for rollout in run for one in rollout.trajectories),
+        (one for file in files for one in file.trajectories()),
+        strict=True,
+    ):
+        assert (back.prompt_ids, back.response_ids, back.response_mask, back.response_logprobs) == (
+            *(original.prompt_ids, original.response_ids, original.response_mask),
+            original.response_logprobs,
+        )
+        assert (back.messages, back.num_turns, back.reward) == (
+            *(original.messages, original.num_turns),
+            original.reward,
+        )
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(run=runs(), cut=st.integers(0, 3))
+def test_sampled_stretches_are_counted_row_by_row(tmp_path: Path, run: list[Rollout], cut: int) -> None:
+    artifact = write_artifact(tmp_path / "a.parquet", run)
+    with open_parquet(artifact) as file:
+        table = next(file.iter_batches(100)).slice(cut)
+    wanted = []
+    for one in [rollout.final for rollout in run][cut:]:
+        text = "".join(map(str, one.response_mask))
+        wanted.append(sum(bool(part) for part in text.split("0")))
+    if len(table):
+        assert stretches(table).tolist() == wanted
+
+
+def test_what_is_no_tensor(tmp_path: Path) -> None:
+    run = rollouts(
+        trajectory(extra={"ability": "math", "index": 7}, reward_extra={"acc": True}, few_shot=1),
+        trajectory(is_snapshot=True, reward_extra={"format": 0.5}),
+        trajectory(),
+    )
+    (file,) = export(tmp_path, run)
+    others = file.non_tensor_batch
+    assert all(len(values) == 3 for values in others.values())
+    assert others["__num_turns__"].dtype == np.int32
+    assert others["__num_turns__"].tolist() == [4, 4, 4]
+    assert others["raw_prompt"][0] == conversation(0, few_shot=1)
+    assert others["raw_prompt"][1] == conversation(0)
+    assert (others["index"].tolist(), others["repeat"].tolist()) == ([0, 0, 1], [0, 1, 0])
+    assert others["uid"][0] == others["uid"][1] != others["uid"][2]
+    assert others["ability"].tolist() == ["math", None, None]
+    assert others["acc"].tolist() == [True, None, None]
+    assert others["is_snapshot"].tolist() == [False, True, False]
+    assert others["reward_model"][2] == {"style": "rule", "ground_truth": "2"}
+    assert sorted(file.meta_info["reward_extra_keys"]) == ["acc", "format"]
+
+
+def test_names_that_collide_are_left_out_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = rollouts(trajectory(extra={"responses": "x", "level": 1}, reward_extra={"level": 2, "uid": 3}))
+    (file,) = export(tmp_path, run)
+    assert file.non_tensor_batch["level"].tolist() == [2]
+    assert "responses" not in file.non_tensor_batch
+    assert file.non_tensor_batch["uid"].tolist() == [f"{0:032x}-0"]
+    assert file.meta_info["reward_extra_keys"] == ["level"]
+    assert "left out: responses, uid" in caplog.text
+
+
+def test_a_prompt_that_cannot_be_told_is_none_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    best_of, stated = trajectory(), trajectory(extra={"prompt_messages": 1})
+    best_of.metrics = Metrics(engine_calls=6)
+    stated.metrics = Metrics(engine_calls=6)
+    (file,) = export(tmp_path, rollouts(best_of, trajectory(), stated))
+    assert file.non_tensor_batch["raw_prompt"][0] is None
+    assert file.non_tensor_batch["raw_prompt"][1] == conversation(0)
+    assert file.non_tensor_batch["raw_prompt"][2] == conversation(0)[:1]
+    assert "prompt_messages" not in file.non_tensor_batch
+    assert "1 of 3 rows have no raw_prompt" in caplog.text
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_rows_without_reward_are_never_a_silent_zero(tmp_path: Path, missing: float | None) -> None:
+    run = rollouts(trajectory(reward=1.0), trajectory([9], reward=missing), trajectory(reward=-1.0))
+    with pytest.raises(ConfigError, match=r"1 of 3 rows have no reward.*--unscored drop"):
+        export(tmp_path, run)
+    (kept,) = export(tmp_path, run, unscored="keep")
+    assert len(kept) == 3
+    assert "rm_scores" not in kept.batch
+    assert kept.meta_info == {}
+    (dropped,) = export(tmp_path, run, unscored="drop")
+    assert dropped.batch["rm_scores"].sum(1).tolist() == [1.0, -1.0]
+    assert dropped.non_tensor_batch["index"].tolist() == [0, 1]
+    nobody = rollouts(trajectory(reward=missing))
+    assert "rm_scores" not in export(tmp_path, nobody)[0].batch
+    with pytest.raises(ConfigError, match="none of the 1 rows"):
+        export(tmp_path, nobody, unscored="drop")
+
+
+def test_log_probs_only_where_every_row_has_them(tmp_path: Path) -> None:
+    (file,) = export(tmp_path, rollouts(trajectory(), trajectory(logprobs=False)))
+    assert "rollout_log_probs" not in file.batch
+
+
+def test_fixed_widths(tmp_path: Path) -> None:
+    run = rollouts(trajectory([1, 2], [[3]]))
+    (file,) = export(tmp_path, run, prompt_width=4, response_width=3)
+    assert file.batch["input_ids"].tolist() == [[PAD, PAD, 1, 2, 3, PAD, PAD]]
+    assert file.batch["position_ids"].tolist() == [[0, 0, 0, 1, 2, 2, 2]]
+    for options, message in [
+        ({"prompt_width": 1}, "--prompt-width 1 is too small: the longest prompt has 2"),
+        ({"response_width": 0}, "--response-width must be at least 1"),
+        ({"max_rows_per_file": 0}, "--max-rows-per-file must be at least 1"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            export(tmp_path, run, **options)
+
+
+def test_another_number_of_files_leaves_none_of_the_old(tmp_path: Path) -> None:
+    run = rollouts(*(trajectory() for _ in range(5)))
+    (tmp_path / "out-00000-of-00002.pkl.txt").touch()
+    for per_file, count in [(2, 3), (5, 1), (1, 5), (4, 2), (None, 1)]:
+        assert len(export(tmp_path, run, max_rows_per_file=per_file)) == count
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out-00000-of-00002.pkl.txt", "out.pkl"]
+
+
+def test_too_little_memory_or_disk_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = rollouts(*(trajectory() for _ in range(4)))
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"--max-rows-per-file [12]\b"):
+        patch.setattr(dataproto, "available_memory", lambda: 4000)
+        export(tmp_path, run)
+    usage = type("Usage", (), {"free": 100})
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match=r"its disk has 0\.0 GB left"):
+        patch.setattr(dataproto.shutil, "disk_usage", lambda _: usage)
+        export(tmp_path, run)
+    assert dataproto_files(tmp_path / "out.pkl") == []
+
+
+def test_cancelled_it_leaves_what_was_there(tmp_path: Path) -> None:
+    export(tmp_path, rollouts(trajectory()))
+    before = (tmp_path / "out.pkl").read_bytes()
+    artifact = write_artifact(tmp_path / "a.parquet", rollouts(*(trajectory() for _ in range(4))))
+    for patience in range(12):
+        asked = iter([False] * patience + [True] * 1000)
+        try:
+            export_dataproto(artifact, tmp_path / "out.pkl", asked.__next__)
+        except MergeCancelledError:
+            assert (tmp_path / "out.pkl").read_bytes() == before
+        else:
+            break
+    assert patience > 3
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_disk_that_fills_up_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    artifact = write_artifact(tmp_path / "a.parquet", rollouts(*(trajectory() for _ in range(50))))
+    program = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from rollstream.errors import StorageError\n"
+        "from rollstream.store.export.dataproto import export_dataproto\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))\n"
+        "try:\n"
+        "    export_dataproto(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+        "except StorageError as error:\n"
+        "    print(error)\n"
+    )
+    words = [sys.executable, "-c", program, str(artifact), str(tmp_path / "out.pkl")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (
+        0,
+        f"cannot write {tmp_path / 'out.pkl'}: File too large",
+    ), done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.parquet", "a.parquet.sha256"]
+
+
+@pytest.mark.parametrize("at", [0.05, 0.3, 0.6, 0.8])
+def test_a_damaged_artifact_is_named_and_nothing_is_written(tmp_path: Path, at: float) -> None:
+    artifact = write_artifact(tmp_path / "a.parquet", rollouts(*(trajectory() for _ in range(300))))
+    data = bytearray(artifact.read_bytes())
+    for offset in range(int(len(data) * at), int(len(data) * at) + 40):
+        data[offset] ^= 0x55
+    artifact.write_bytes(data)
+    with pytest.raises(DamageError, match=r"a\.parquet"):
+        export_dataproto(artifact, tmp_path / "out.pkl")
+    assert dataproto_files(tmp_path / "out.pkl") == []
+    assert list(tmp_path.glob(".*")) == []
+
+
+async def test_a_run_in_its_directory_and_beside_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    await commit_all(run, rollouts(*(trajectory() for _ in range(4))))
+    (run / "checkpoint.json").write_text('{"total": 4}')
+    (run / ".trajectories-00000-of-00002.pkl.999.tmp").touch()
+    done = export_run(run, "dataproto", dataproto=DataProtoOptions(max_rows_per_file=2))
+    assert [path.name for path in done.files] == [
+        "trajectories-00000-of-00002.pkl",
+        "trajectories-00001-of-00002.pkl",
+    ]
+    assert not list(run.glob(".*"))
+    done = export_run(run, "dataproto")
+    assert (done.files, done.rows) == ([run / "trajectories.pkl"], 4)
+    target = tmp_path / "x.pkl"
+    assert export_run(run, "dataproto", target, dataproto=DataProtoOptions(max_rows_per_file=3)).rows == 4
+    with pytest.raises(ConfigError, match=r"x-00000-of-00002\.pkl exists; --force"):
+        export_run(run, "dataproto", target)
+    assert export_run(run, "dataproto", target, force=True).files == [target]
+    assert dataproto_files(target) == [target]
+
+
+def test_memory_is_that_of_the_output(tmp_path: Path) -> None:
+    """A file of a tenth of the rows takes a tenth of the tensors' memory."""
+    run = rollouts(*(trajectory(range(300), [range(700)]) for _ in range(2000)))
+    artifact = write_artifact(tmp_path / "a.parquet", run)
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import torch, tensordict, pyarrow.compute\n"
+        "from rollstream.store.export.dataproto import DataProtoOptions, export_dataproto\n"
+        "def status(name):\n"
+        "    words = Path('/proc/self/status').read_text().split()\n"
+        "    return 1024 * int(words[words.index(name) + 1])\n"
+        "for rows in (200, 200, 2000):\n"  # the first one also loads what is loaded once
+        "    Path('/proc/self/clear_refs').write_text('5')\n"
+        "    before = status('VmRSS:')\n"
+        "    options = DataProtoOptions(max_rows_per_file=rows)\n"
+        "    export_dataproto(Path(sys.argv[1]), Path(sys.argv[2]), options=options)\n"
+        "    print(status('VmHWM:') - before)\n"
+    )
+    words = [sys.executable, "-c", program, str(artifact), str(tmp_path / "out.pkl")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    _, small, whole = map(int, done.stdout.split())
+    tensors = 2000 * (8 * (4 * 300 + 5 * 700) + 8 * 700)
+    assert tensors / 2 < whole < tensors + (40 << 20)
+    assert small < tensors / 10 + (40 << 20)
