@@ -63,7 +63,7 @@ def test_kills_of_replicas_cost_no_rollout_and_no_attempt(tmp_path: Path, launch
     assert read_status(paths.root).completed == 2000
     assert attempts(paths.root) == {1: 2000}
     assert validate_run(paths.root).sound
-    assert "is back, at http://127.0.0.1:" in runner.output()
+    assert "is started again in" in runner.output()  # whether it is back in time depends on the next kills
     assert launched.are_gone_within(10)
 
 
