@@ -16,7 +16,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from rollstream.engine.base import Capabilities, ChatEngine, ChatPrompt, Engine, EngineLoad, ReportsLoad
 from rollstream.engine.partial import PartialCompletion
@@ -44,6 +44,14 @@ _FRUITLESS_AT_MOST = 64
 """Interruptions in a row without a new token: about a minute with the rests."""
 
 
+@runtime_checkable
+class _Versioned(Protocol):
+    """An engine that says which weights it has, such as `hf`."""
+
+    @property
+    def version(self) -> int: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Flight:
     request_id: str
@@ -54,6 +62,8 @@ class _Flight:
     """By its caller, who wants what there is."""
     drained: bool = False
     """Aborted by an update, since it was last sent."""
+    version: int | None = None
+    """Of the engine's weights when it was last sent, if the engine says so."""
     most: int = 0
     """Tokens it has had at once: more than that is progress."""
     fruitless: int = 0
@@ -68,8 +78,8 @@ class InterruptibleEngine:
     of its tokens is up to `on_update`:
 
     - `continue`: they stay, each with its log-prob and version; the request goes on after them. Requests with
-      stop strings begin anew: see `PartialCompletion`. So do those with a seed, unless an update of ours
-      interrupted them: the same seed and weights must give the same tokens.
+      stop strings begin anew: see `PartialCompletion`. So do those with a seed, unless it was for new
+      weights: the same seed and weights must give the same tokens.
     - `restart`: they are dropped and the request begins anew.
     - `abort`: the caller gets them, with finish reason `abort`. Without any, the request begins anew.
 
@@ -199,7 +209,7 @@ class InterruptibleEngine:
 
     async def _send(self, flight: _Flight, images: list[object] | None) -> Completion:
         """Asks the engine for the next piece. From the door to the engine nothing else can happen."""
-        flight.drained = False
+        flight.drained, flight.version = False, self._version_inside()
         self._inside.add(flight)
         self._empty.clear()
         try:
@@ -226,7 +236,8 @@ class InterruptibleEngine:
             partial.add(piece)
             length = len(partial)
             # The same seed and weights must give the same tokens, whoever paused a server meanwhile.
-            must_repeat = partial.sampling.seed is not None and not flight.drained
+            has_new_weights = flight.drained or self._version_inside() != flight.version
+            must_repeat = partial.sampling.seed is not None and not has_new_weights
             if must_repeat or not partial.can_go_on:
                 partial.clear()
         now = asyncio.get_running_loop().time()
@@ -281,6 +292,10 @@ class InterruptibleEngine:
                         await self._empty.wait()
         if self._closed:
             raise EngineUnavailableError("the engine was closed while it was updated")
+
+    def _version_inside(self) -> int | None:
+        """Which weights an engine in this process has: whoever owns the model may change them beside us."""
+        return self._engine.version if isinstance(self._engine, _Versioned) else None
 
     def _wake_all(self) -> None:
         for flight in self._flights.values():
