@@ -291,8 +291,8 @@ def finish_reason(turn: Turn, server: str) -> FinishReason | None:
         EngineError: the endpoint's content filter ended it: asking again would not help.
         TransientEngineError: a reason that is not known.
     """
-    reason = turn.finish_reason
-    if reason in _STOPPED:
+    reason: object = turn.finish_reason  # whatever the endpoint wrote there
+    if isinstance(reason, str) and reason in _STOPPED:
         return "stop"
     if reason == "length":
         return "length"

@@ -3,7 +3,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollstream.engine.base import ChatPrompt
@@ -251,6 +251,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["choices", "usage"]), json_values))
+@example({"choices": [{"finish_reason": [None]}]})
 def test_a_chunk_of_anything_is_read_or_refused(value: dict[str, Any]) -> None:
     turn = Turn()
     try:
