@@ -3,8 +3,8 @@
 import difflib
 import math
 from array import array
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,16 @@ _LOGPROB_MAX = 0.01
 def logprobs_fit(logprobs: list[float]) -> bool:
     """Whether all can be logarithms of probabilities: none is above 0, but for rounding, or no number."""
     return not logprobs or bool(numpy.asarray(logprobs).max() <= _LOGPROB_MAX)
+
+
+def no_longer_than(*lengths: int | None) -> Callable[[Capabilities], Capabilities]:
+    """Lays limits on the longest sequence over what an engine says of itself; None is no limit."""
+
+    def limit(capabilities: Capabilities) -> Capabilities:
+        known = [length for length in (capabilities.max_model_len, *lengths) if length is not None]
+        return replace(capabilities, max_model_len=min(known, default=None))
+
+    return limit
 
 
 def check_request(

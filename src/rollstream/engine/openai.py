@@ -3,11 +3,10 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from rollstream.engine.base import Capabilities, ChatPrompt
-from rollstream.engine.checks import read_engine_kwargs
+from rollstream.engine.base import ChatPrompt
+from rollstream.engine.checks import no_longer_than, read_engine_kwargs
 from rollstream.engine.http_server import CONNECTION_KWARGS
 from rollstream.engine.openai_replica import OpenAIReplica, needs_messages
 from rollstream.engine.openai_wire import MAY_BE_OMITTED, OWN_FIELDS
@@ -72,13 +71,9 @@ class OpenAIEngine(PoolEngine):
         kwargs = read_settings(engine_kwargs)
         self._key_name: str = kwargs["api_key_env"]
 
-        def own(capabilities: Capabilities) -> Capabilities:
-            known = [one for one in (capabilities.max_model_len, max_model_len) if one is not None]
-            return replace(capabilities, max_model_len=min(known, default=None))
-
         super().__init__(
             [OpenAIReplica(url, model=model_path, kwargs=kwargs) for url in server_urls],
-            own=own,
+            own=no_longer_than(max_model_len),
             what="chat",
             hint="check actor_rollout_ref.rollout.server_urls, and that the endpoints can be reached",
             kwargs={"probe_after": kwargs["probe_after"]},

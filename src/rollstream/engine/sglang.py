@@ -5,12 +5,11 @@ Source: https://docs.sglang.io/basic_usage/native_api.html.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollstream.engine.base import Capabilities, EngineLoad
-from rollstream.engine.checks import ModelLimits, read_engine_kwargs, read_model_limits
+from rollstream.engine.checks import ModelLimits, no_longer_than, read_engine_kwargs, read_model_limits
 from rollstream.engine.http_server import AWAY_STATUSES, CONNECTION_KWARGS, HttpServer, is_answered
 from rollstream.engine.load import (
     ASK_TIMEOUT_S,
@@ -219,14 +218,9 @@ class SGLangEngine(PoolEngine):
         kwargs = read_engine_kwargs("sglang", engine_kwargs or {}, ENGINE_KWARGS)
         limits = read_model_limits(Path(model_path)) if model_path else None
 
-        def own(capabilities: Capabilities) -> Capabilities:
-            lengths = (capabilities.max_model_len, max_model_len, limits.max_model_len if limits else None)
-            known = [length for length in lengths if length is not None]
-            return replace(capabilities, max_model_len=min(known, default=None))
-
         super().__init__(
             [SGLangReplica(url, model_path=model_path, limits=limits, kwargs=kwargs) for url in server_urls],
-            own=own,
+            own=no_longer_than(max_model_len, limits.max_model_len if limits else None),
             what="SGLang",
             hint=_WHAT_TO_CHECK,
             kwargs={key: kwargs[key] for key in POOL_KWARGS},
