@@ -1,9 +1,13 @@
 # make demo   a real model answers real prompts, every finished rollout on disk (light environment)
 # make demo EXECUTOR=ray   the same with workers on a Ray cluster, which it starts
+# make demo-buffer   servers, a generator and a reading loop: the rollout buffer end to end (light environment)
+# make demo-train   TRL trains the demo model with batches generated ahead: held-out accuracy and its curve (2 GB)
 # make test   everything the tests need, then the tests
+# make test-quick   unit tests that are quick, in a few minutes
 # make env    the environment of the tests in .venv
 # make test-vllm   real vLLM servers on this CPU, in an environment of their own (3.4 GB), and their tests
-# make test-verl   verl in an environment of its own (2 GB), and the tests of the files it reads and writes
+# make test-verl   verl in an environment of its own (2.5 GB), and the tests of its loops and of its files, and of Trackio
+# make test-verifiers   environments of verifiers 0.2 and 0.4, in environments of their own (1.1 GB each), and their tests
 # make check  formatting, lint, types (what .ci/run checks besides the tests)
 # make bench-quick  every benchmark, small
 # make demo-model   trains and exports the demo model anew (about half an hour)
@@ -13,23 +17,31 @@ PIP = -m pip --disable-pip-version-check install -q -c constraints.txt
 DEMO_ARGS ?=
 EXECUTOR ?= local
 
-.PHONY: env demo test test-vllm test-verl check bench-quick demo-model clean
+.PHONY: env demo demo-buffer demo-train test test-quick test-vllm test-verl test-verifiers check bench-quick demo-model clean
 
 env: .venv/.done
 demo: .venv-demo/.done $(if $(filter ray,$(EXECUTOR)),.venv-demo/.ray)
 	.venv-demo/bin/rollstream demo generation.executor=$(EXECUTOR) $(DEMO_ARGS)
+demo-buffer: .venv-demo/.buffer
+	.venv-demo/bin/python examples/buffer/demo.py $(DEMO_ARGS)
+demo-train: .venv-train/.done
+	.venv-train/bin/python -m demo_model.grpo $(DEMO_ARGS)
 test: .venv/.done
 	.venv/bin/python -m pytest $(TEST_ARGS)
+test-quick: .venv/.done
+	.venv/bin/python -m pytest tests/unit -m "not slow" $(TEST_ARGS)
 test-vllm: .venv/.done .venv-vllm/.done
 	ROLLSTREAM_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv/bin/python -m pytest tests/compat/test_vllm.py tests/conformance $(TEST_ARGS)
 test-verl: .venv-verl/.done
-	.venv-verl/bin/python -m pytest tests/compat/verl $(TEST_ARGS)
+	.venv-verl/bin/python -m pytest tests/compat/verl tests/unit/integrations/tracking $(TEST_ARGS)
+test-verifiers: .venv-verifiers0/.done .venv-verifiers1/.done
+	for version in 0 1; do .venv-verifiers$$version/bin/python -m pytest tests/compat/verifiers $(TEST_ARGS) || exit 1; done
 check: .venv/.done
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 bench-quick: .venv/.done
-	for name in overhead resume agent concurrency pool export ray; do .venv/bin/python -m bench.$$name --quick || exit 1; done
+	for name in overhead resume agent concurrency pool export scaling ray buffer training; do .venv/bin/python -m bench.$$name --quick || exit 1; done
 demo-model: .venv/.done
 	.venv/bin/python -m demo_model.make
 
@@ -37,16 +49,26 @@ demo-model: .venv/.done
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP) torch
-	.venv/bin/python $(PIP) -e '.[openvino,hf,tasks,mcp,images,dataproto,ray,dev]'
+	.venv/bin/python $(PIP) -e '.[openvino,hf,tasks,mcp,images,dataproto,ray,buffer,wandb,tensorboard,trl,dev]'
 	touch $@
 
 .venv-demo/.ray: .venv-demo/.done
 	.venv-demo/bin/python $(PIP) -e '.[openvino,tasks,ray]'
 	touch $@
 
+.venv-demo/.buffer: .venv-demo/.done
+	.venv-demo/bin/python $(PIP) -e '.[openvino,tasks,buffer]'
+	touch $@
+
 .venv-demo/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-demo
 	.venv-demo/bin/python $(PIP) -e '.[openvino,tasks]'
+	touch $@
+
+.venv-train/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-train
+	.venv-train/bin/python $(PIP) torch
+	.venv-train/bin/python $(PIP) -e '.[openvino,trl,tasks]' matplotlib
 	touch $@
 
 # Its constraints are vLLM's own. The torch packages that go are of no use here, and may not load with this torch.
@@ -60,8 +82,17 @@ demo-model: .venv/.done
 .venv-verl/.done: pyproject.toml
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
-	.venv-verl/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0 verl==0.9.1 transformers==5.10.4 tensordict==0.10.0 ray==2.60.0 cachetools uvicorn fastapi pytest pytest-asyncio pytest-timeout hypothesis -e .
+	.venv-verl/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0 verl==0.9.1 transformers==5.10.4 tensordict==0.10.0 ray==2.60.0 psutil pytest pytest-asyncio pytest-timeout hypothesis -e '.[verl,openvino,trackio]'
+	touch $@
+
+# The last version of environments with rollouts of their own, and one of tasksets and agents. Their pins fit
+# neither each other nor constraints.txt.
+.venv-verifiers0/.done: VERIFIERS = 0.2.1
+.venv-verifiers1/.done: VERIFIERS = 0.4.0
+.venv-verifiers0/.done .venv-verifiers1/.done: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -q verifiers==$(VERIFIERS) pytest pytest-asyncio pytest-timeout hypothesis -e '.[verifiers,openvino]'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-demo .venv-vllm .venv-verl build
+	rm -rf .venv .venv-demo .venv-train .venv-vllm .venv-verl .venv-verifiers0 .venv-verifiers1 build

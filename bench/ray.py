@@ -9,7 +9,9 @@ response 4096 tokens, and of 64 / 32. 256 are in flight, all are durable, nothin
 CPU is of the whole program: this process, the cluster's, and the workers', while rollouts run; so it includes
 what Ray's own processes spend. On N cores more than N busy processes cannot help: see how many there are.
 
-Another system's loop comes into the same table by `ROWS`: a name, and what measures it.
+The loops of verl are in the same table (`bench.verl_loop`) where an environment has verl: this one, or that
+of the interpreter that ROLLSTREAM_VERL_PYTHON names. Another system's loop comes in by `ROWS`: a name, and
+what measures it.
 """
 
 import asyncio
@@ -167,13 +169,32 @@ def measure_apart(workers: int, sizes: Sizes, rollouts: int) -> dict[str, Any]:
     return result
 
 
-ROWS: list[tuple[str, Callable[[Sizes, int], dict[str, Any]]]] = [
+def measure_verl(workers: int, sizes: Sizes, rollouts: int) -> dict[str, Any] | None:
+    """The loops of verl; None where there is no verl."""
+    import importlib.util
+    import subprocess
+
+    python = os.environ.get("ROLLSTREAM_VERL_PYTHON")
+    if python is None and importlib.util.find_spec("verl") is None:
+        return None
+    here = Path(__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here / "src")])}
+    words = [str(number) for number in (workers, sizes.prompt, sizes.response, rollouts)]
+    command = [python or sys.executable, "-m", "bench.verl_loop", *words]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=env)
+    result: dict[str, Any] = orjson.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+ROWS: list[tuple[str, Callable[[Sizes, int], dict[str, Any] | None]]] = [
     ("local", lambda sizes, rollouts: measure_apart(0, sizes, rollouts)),
     ("ray, 1 worker", lambda sizes, rollouts: measure_apart(1, sizes, rollouts)),
     ("ray, 2 workers", lambda sizes, rollouts: measure_apart(2, sizes, rollouts)),
     ("ray, 4 workers", lambda sizes, rollouts: measure_apart(4, sizes, rollouts)),
+    ("verl, 1 worker", lambda sizes, rollouts: measure_verl(1, sizes, rollouts)),
+    ("verl, 2 workers", lambda sizes, rollouts: measure_verl(2, sizes, rollouts)),
 ]
-"""What is compared: a name, and what measures so many rollouts of these sizes."""
+"""What is compared: a name, and what measures so many rollouts of these sizes; None: it is not installed."""
 
 
 def bench() -> None:
@@ -189,16 +210,19 @@ def bench() -> None:
     rows: list[dict[str, Any]] = []
     for sizes, rollouts in plan:
         for what, measured_by in ROWS[:2] if options.quick else ROWS:
+            row = {"what": what, "prompt": sizes.prompt, "response": sizes.response}
             figures = measured_by(sizes, rollouts)
+            if figures is None:
+                rows.append({**row, "what": f"{what}: not installed"})
+                continue
+            count = figures["rollouts"]
             rows.append(
                 {
-                    "what": what,
-                    "prompt": sizes.prompt,
-                    "response": sizes.response,
-                    "rollouts": rollouts,
-                    "rollouts/s": rollouts / figures["seconds"],
-                    "CPU us/rollout": figures["cpu_s"] / rollouts * 1e6,
-                    "of it driver": figures["driver_cpu_s"] / rollouts * 1e6,
+                    **row,
+                    "rollouts": count,
+                    "rollouts/s": count / figures["seconds"],
+                    "CPU us/rollout": figures["cpu_s"] / count * 1e6,
+                    "of it driver": figures["driver_cpu_s"] / count * 1e6,
                 }
             )
     print_table(f"zero-latency engine in each worker, {IN_FLIGHT} in flight, {os.cpu_count()} cores", rows)

@@ -4,6 +4,11 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's affair: a busy one must not make a property false.
+settings.register_profile("rollstream", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rollstream")
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,12 @@ from pathlib import Path
 import orjson
 
 import rollstream
+from rollstream import simulate as simulation
+from rollstream.buffer import main as buffer
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.generation import main as generation  # light, as everything here must be
 from rollstream.generation.main import guarded, parse
+from rollstream.integrations.verifiers import command as verifiers
 from rollstream.serving import main as serving
 
 
@@ -86,6 +89,38 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serving.add_arguments(serve)
 
+    text = "a durable rollout buffer over HTTP: items in, finished groups out"
+    doors = commands.add_parser("buffer", help=text, description=text).add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    buffer_serve = doors.add_parser(
+        "serve",
+        help="serve a buffer, by slime's routes and its own",
+        description="Serve a buffer, by slime's routes and its own.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=buffer.EPILOG,
+    )
+    buffer_serve.set_defaults(command=buffer.run, parser=buffer_serve)
+    buffer.add_arguments(buffer_serve)
+
+    simulate = add(
+        "simulate",
+        simulation.run,
+        "predict what asynchronous training would bring: step time, idle shares, staleness",
+        epilog="SECONDS is a number, or a distribution by its mean: lognormal:30:0.8 (sigma), pareto:30:2.5\n"
+        "(alpha), exponential:30. For example, batches of 64 groups on engines that do 128 at once:\n"
+        "  rollstream simulate --generation lognormal:40:0.8 --training 60 --groups 64 --slots 128\n",
+    )
+    simulation.add_arguments(simulate)
+
+    environment = add(
+        "verifiers",
+        verifiers.run,
+        "write an environment of the verifiers package as prompts for a run",
+        epilog=verifiers.EPILOG,
+    )
+    verifiers.add_arguments(environment)
+
     status = add("status", _status, "show what a run directory holds, also while it is written")
     status.add_argument("run_dir", type=Path)
     status.add_argument("--failed", action="store_true", help="the failed rollouts as JSON Lines")
@@ -102,14 +137,18 @@ def build_parser() -> argparse.ArgumentParser:
 
     export = add("export", _export, "write a run's trajectories in another format")
     export.add_argument("run_dir", type=Path)
-    export.add_argument("--format", choices=["parquet", "jsonl", "dataproto", "hf"], default="parquet")
+    export.add_argument("--format", choices=["parquet", "jsonl", "dataproto", "hf", "zip"], default="parquet")
     export.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
         help="default: trajectories.FORMAT (.pkl, _hf/) in the run directory; needed for an unfinished run",
     )
-    export.add_argument("--force", action="store_true", help="overwrite FILE if it exists")
+    export.add_argument(
+        "--force",
+        action="store_true",
+        help="overwrite FILE if it exists (the run directory's own export is always made anew)",
+    )
     dataproto = export.add_argument_group("dataproto", "a pickle that verl.DataProto.load_from_disk reads")
     dataproto.add_argument(
         "--unscored",
@@ -135,6 +174,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--push", metavar="REPO", help="upload it to the Hugging Face hub, where you are logged in"
     )
     hub.add_argument("--public", action="store_true", help="a new REPO is public (default: private)")
+
+    archive = export.add_argument_group("zip", "trajectories.zip: the merged artifact and checkpoint.json")
+    archive.add_argument(
+        "--upload",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="NAME",
+        help="upload it to W&B as an artifact of type trajectories (default: trajectories-EXPERIMENT)",
+    )
 
     merge = add("merge", _merge, "make one run directory of all shards of a run (generation.shard)")
     merge.add_argument("shards", type=Path, nargs="+", metavar="DIR")
@@ -234,12 +283,28 @@ def _export(options: argparse.Namespace) -> int:
     from rollstream.store.export.run import export_run
 
     dataproto = DataProtoOptions()
+    foreign = {
+        "dataproto": ("max_rows_per_file", "prompt_width", "response_width", "pad_token_id"),
+        "hf": ("public",),
+    }
+    for name, names in foreign.items():
+        given = [f"--{one.replace('_', '-')}" for one in names if getattr(options, one)]
+        if name == "dataproto" and options.unscored != "error":
+            given.append("--unscored")
+        if given and options.format != name:
+            raise ConfigError(f"{', '.join(given)}: for --format {name}, not {options.format}")
     if options.push is not None:
         from rollstream.store.export.hub import check_login, push_folder
 
         if options.format != "hf":
             raise ConfigError("--push uploads a dataset: --format hf")
         check_login()
+    if options.upload:
+        from rollstream.generation.upload import check_upload
+
+        if options.format != "zip":
+            raise ConfigError("--upload takes a zip: --format zip")
+        check_upload(options.upload)
     if options.format == "dataproto":
         from rollstream.generation.exports import run_pad_id
 
@@ -260,6 +325,10 @@ def _export(options: argparse.Namespace) -> int:
         print(f"{done.status.completed} of {total} rollouts done; the run is unfinished")
     if options.push is not None:
         print(f"pushed to {push_folder(done.target, options.push, public=options.public)}")
+    if options.upload:
+        from rollstream.generation.upload import upload_file
+
+        print(f"uploaded: {upload_file(options.run_dir, done.target, options.upload)}")
     return 0
 
 

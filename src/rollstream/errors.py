@@ -42,6 +42,22 @@ class StorageError(RollstreamError):
     """The run directory cannot take more bytes (disk full, I/O error). What was said to be done is safe."""
 
 
+class StorageFullError(StorageError):
+    """No room on the disk for this. What was acknowledged is safe; trying again later may succeed."""
+
+
+class BufferFullError(RollstreamError):
+    """The rollout buffer holds as much as it may; there is room again when something was read or dropped."""
+
+
+class ConflictError(RollstreamError):
+    """What was asked for goes against what has happened meanwhile, such as acking a lease that was lost."""
+
+
+class NotFoundError(RollstreamError):
+    """There is no such lease, group or rollout. Names it."""
+
+
 class TransientError(RollstreamError):
     """Trying again may help: a timeout, a busy server, a dropped connection. Charged as an attempt."""
 
@@ -72,3 +88,39 @@ class EngineLostError(RollstreamError):
 
 class RewardError(RollstreamError):
     """Scoring a rollout failed or took too long. Its reward is null, never zero."""
+
+
+class TrainingError(RollstreamError):
+    """Batches for a trainer cannot be made, or not within what was asked for."""
+
+
+class BatchTimeoutError(TrainingError, TimeoutError):
+    """No batch within the time that the caller gave; it may still come."""
+
+
+class GenerationFailedError(TrainingError):
+    """Generation ended with an error, which is the cause (`__cause__`)."""
+
+
+class GenerationStoppedError(TrainingError):
+    """Generation was stopped, or not started, while someone waits for a batch."""
+
+
+class StalenessError(TrainingError):
+    """Nothing may be generated or trained on without going over `max_staleness`."""
+
+
+class WeightUpdateError(TrainingError):
+    """The engine did not take the new weights, or not in time. The engine's version is unknown then."""
+
+
+class PlanEndedError(TrainingError):
+    """The plan's last batch has been delivered; there is no further one."""
+
+
+class DroppedGroupError(TrainingError):
+    """A group that is not wanted after all, as a late one: it is replaced, and nothing has failed."""
+
+
+class GroupFailedError(TrainingError):
+    """Too few of a group's rollouts completed; the message has the cause of one that failed."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from rollstream.agent.prompt import PromptRenderer
 from rollstream.agent.registry import register
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, EngineOverloadedError, EngineUnavailableError
 from rollstream.rollout.gate import EngineGate
 from rollstream.rollout.meter import MeteredEngine
 from rollstream.rollout.ray_worker import BuiltWorker
@@ -33,10 +34,21 @@ NOTICED_SOON = {
 }
 """A node that is gone is noticed within seconds, not fifteen."""
 
+AS_QUICK_AS_OTHERS = {
+    "prestart_worker_first_driver": False,
+    "enable_worker_prestart": False,
+    "worker_niceness": 0,
+}
+"""No idle process for each CPU of each node, most of which would never be used; and those that are used do
+not wait for whatever else runs here, as by Ray's default (nice 15)."""
+
 
 @contextlib.contextmanager
-def nodes(*cpus: int) -> Iterator[Any]:
-    """A cluster with a node for each number of CPUs; the first one is its head."""
+def nodes(*cpus: int, gpus: int = 0) -> Iterator[Any]:
+    """A cluster with a node for each number of CPUs, each with so many GPUs that it only says it has.
+
+    The first one is its head.
+    """
     import ray
     from ray.cluster_utils import Cluster
 
@@ -44,8 +56,11 @@ def nodes(*cpus: int) -> Iterator[Any]:
     cluster = Cluster()
     try:
         for number, count in enumerate(cpus):
-            extra = {"_system_config": NOTICED_SOON} if number == 0 else {}
-            cluster.add_node(num_cpus=count, object_store_memory=128 << 20, include_dashboard=False, **extra)
+            extra: dict[str, Any] = (
+                {"_system_config": NOTICED_SOON | AS_QUICK_AS_OTHERS} if number == 0 else {}
+            )
+            extra |= {"num_cpus": count, "num_gpus": gpus}
+            cluster.add_node(object_store_memory=128 << 20, include_dashboard=False, **extra)
         yield cluster
     finally:
         ray.shutdown()
@@ -92,6 +107,25 @@ class DeadlyAgent(AgentLoop):
         return Trajectory([1], [2], [1], [-0.5], raw_prompt, "stop")
 
 
+class LostEngine(ScriptedEngine):
+    """One that has gone for good."""
+
+    async def health(self) -> bool:
+        return False
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        raise EngineUnavailableError("it has gone")
+
+
+class FullEngine(ScriptedEngine):
+    """One that refuses two of three requests for want of room."""
+
+    async def generate(self, *args: Any, request_id: str, **kwargs: Any) -> Any:
+        if random.random() < 2 / 3:
+            raise EngineOverloadedError("no room")
+        return await super().generate(*args, request_id=request_id, **kwargs)
+
+
 @dataclass(frozen=True)
 class ScriptedRecipe:
     """A worker on a scripted engine."""
@@ -100,15 +134,19 @@ class ScriptedRecipe:
     latency: float = 0.0
     broken: str = ""
     """What is wrong with the configuration."""
+    lost: tuple[int, ...] = ()
+    """Numbers of workers whose engine has gone."""
+    full: bool = False
 
     async def build(self, number: int) -> BuiltWorker:
         if self.broken:
             raise ConfigError(self.broken)
-        engine = ScriptedEngine(latency=self.latency, record=False)
+        kind = LostEngine if number in self.lost else FullEngine if self.full else ScriptedEngine
+        engine = kind(latency=self.latency, record=False)
         await engine.start()
         metered = MeteredEngine(engine)
         tokenizer = load_tokenizer(str(MODEL_PATH))
-        gate = EngineGate(engine, timeout=30)
+        gate = EngineGate(engine, timeout=0.3 if self.lost else 30)
         worker = RolloutWorker(
             AgentResources(
                 metered, tokenizer, PromptRenderer(tokenizer, prompt_length=64, truncation="error"), 16
@@ -116,7 +154,7 @@ class ScriptedRecipe:
             sampling=SamplingParams(16),
             seed=3,
             default_agent_loop=self.loop,
-            retry=RetryPolicy(3, 0.001, 0.002),
+            retry=RetryPolicy(100 if self.full else 3, 0.001, 0.002),
             attempt_timeout=30,
             gate=gate,
         )

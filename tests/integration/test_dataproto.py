@@ -14,7 +14,7 @@ from tests.faults.test_context_kill import DELETIONS, EXPECTED, answer, settings
 
 pytest.importorskip("tensordict")
 
-from rollstream.integrations.verl_data import DataProtoFile, read_dataproto
+from rollstream.integrations.verl.dataproto import DataProtoFile, read_dataproto
 
 BEST_OF = """
 from rollstream.agent.base import AgentLoop

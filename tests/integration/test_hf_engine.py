@@ -725,6 +725,9 @@ async def test_a_change_that_fails_or_is_cancelled_lets_the_engine_go_on(engine:
     assert waits.cancelled()
     completion = await asyncio.wait_for(task, 30)
     assert (completion.policy_versions, engine.version) == ([(0, 1)], 1)
+    async with engine.changing_weights(1):
+        pass  # other weights of one version
+    assert (engine.version, engine.weight_changes) == (1, 2)
 
 
 async def test_greedy_is_the_same_as_on_openvino(engine: HFEngine, tmp_path: Any) -> None:

@@ -19,7 +19,14 @@ from rollstream.generation.runner import run_generation
 from rollstream.store.summary import read_status
 from tests.faults.runs import overrides, stub_server, write_prompts
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_is_joined() -> None:
+    """A test before this one may have failed within a cluster, which would be taken for this one's."""
+    ray.shutdown()
+
 
 TIMES = {"metrics"}
 """Columns that no two runs share."""
@@ -63,8 +70,6 @@ def test_the_artifact_is_that_of_a_local_run(tmp_path: Path) -> None:
     engine_logs = sorted(path.parent.name for path in (tmp_path / "ray" / "logs").glob("*/engine-*.log"))
     assert engine_logs and set(engine_logs) <= {"worker-0", "worker-1"}  # one may have come too late
     assert orjson.loads(timeline.read_bytes())
-    import ray
-
     assert not ray.is_initialized()
 
 
@@ -94,6 +99,14 @@ class Command:
                 start_new_session=True,
             )
 
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.process.poll() is None:  # it failed to end as it should have: its cluster goes with it
+            self.process.kill()
+            self.process.wait()
+
     def wait_for(self, run_dir: Path, done: int) -> None:
         deadline = time.monotonic() + 120
         while True:
@@ -110,7 +123,7 @@ class Command:
 @pytest.mark.slow
 def test_stopped_killed_and_resumed(tmp_path: Path) -> None:
     """Ctrl-C reaches the whole process group, as from a terminal; then kill -9 of the driver alone."""
-    prompts = write_prompts(tmp_path / "prompts.jsonl", 150)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 80)
     with stub_server("--response-tokens", "16", "--latency", "fixed:0.2") as url:
         arguments = overrides(
             tmp_path / "run",
@@ -122,29 +135,29 @@ def test_stopped_killed_and_resumed(tmp_path: Path) -> None:
             actor_rollout_ref__rollout__agent__num_workers=2,
             ray_kwargs__ray_init__num_cpus=2,
         )
-        first = Command(arguments, tmp_path)
-        first.wait_for(tmp_path / "run", 20)
-        family = first.family()
-        os.killpg(first.process.pid, signal.SIGINT)
-        output, _ = first.process.communicate(timeout=60)
-        assert first.process.returncode == 130, first.log.read_text()[-3000:]
+        with Command(arguments, tmp_path) as first:
+            first.wait_for(tmp_path / "run", 20)
+            family = first.family()
+            os.killpg(first.process.pid, signal.SIGINT)
+            output, _ = first.process.communicate(timeout=60)
+            assert first.process.returncode == 130, first.log.read_text()[-3000:]
         stopped = orjson.loads(output)
-        assert 20 <= stopped["completed"] < 300
+        assert 20 <= stopped["completed"] < 160
         assert stopped["failed"] == 0
         assert "dropped" not in first.log.read_text()  # what was in flight was finished
         assert psutil.wait_procs(family, timeout=20)[1] == []
 
-        second = Command(arguments, tmp_path)
-        second.wait_for(tmp_path / "run", stopped["completed"] + 20)
-        family = [process for process in second.family() if process.name() not in _LATE]
-        second.process.kill()
-        second.process.communicate(timeout=20)
+        with Command(arguments, tmp_path) as second:
+            second.wait_for(tmp_path / "run", stopped["completed"] + 20)
+            family = [process for process in second.family() if process.name() not in _LATE]
+            second.process.kill()
+            second.process.communicate(timeout=20)
         assert psutil.wait_procs(family, timeout=20)[1] == []  # workers and cluster go with their driver
 
-        third = Command(arguments, tmp_path)
-        output, _ = third.process.communicate(timeout=240)
-        assert third.process.returncode == 0, third.log.read_text()[-3000:]
+        with Command(arguments, tmp_path) as third:
+            output, _ = third.process.communicate(timeout=240)
+            assert third.process.returncode == 0, third.log.read_text()[-3000:]
         result = orjson.loads(output)
-    assert (result["completed"], result["artifact_rows"], result["failed"]) == (300, 300, 0)
+    assert (result["completed"], result["artifact_rows"], result["failed"]) == (160, 160, 0)
     rows = pq.read_table(tmp_path / "run" / "trajectories.parquet").select(["index", "repeat"]).to_pylist()
-    assert rows == [{"index": index, "repeat": repeat} for index in range(150) for repeat in range(2)]
+    assert rows == [{"index": index, "repeat": repeat} for index in range(80) for repeat in range(2)]

@@ -63,7 +63,7 @@ def test_more_shards_than_rows(tmp_path: Path) -> None:
 
 def test_a_run_exports_for_verl_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensordict")
-    from rollstream.integrations.verl_data import read_dataproto
+    from rollstream.integrations.verl.dataproto import read_dataproto
 
     sums = write_sums(tmp_path / "sums.jsonl", PAIRS[:3])
     run = tmp_path / "run"

@@ -11,15 +11,15 @@ ROOT = Path(__file__).parents[2] / "src" / "rollstream"
 
 FLOORS: list[set[str]] = [
     {"trajectory", "errors"},
-    {"user_code", "daemon_threads"},
+    {"user_code", "daemon_threads", "stop_signals", "metrics_text", "redaction", "scratch"},
     {"config", "chat", "engine", "reward", "store"},
     {"data", "agent"},
     {"rollout"},
     {"generation", "buffer", "training", "serving"},
-    {"integrations", "testing", "show", "demo"},
+    {"integrations", "testing", "show", "simulate", "demo"},
     {"cli"},
 ]
-"""Rooms by floor, from the ground. `demo` is package data; `show` serves the command line."""
+"""Rooms by floor, from the ground. `demo` is package data; `show` and `simulate` serve the command line."""
 
 HEAVY = {
     "torch",
@@ -33,6 +33,9 @@ HEAVY = {
     "verl",
     "trl",
     "mcp",
+    "wandb",
+    "trackio",
+    "tensorboard",
 }
 
 
@@ -74,6 +77,10 @@ def test_imports_point_down(path: Path) -> None:
 def test_heavy_packages_are_imported_lazily(path: Path) -> None:
     if path.name == "openvino_worker.py":
         return  # a program of its own
+    if path.parent.name == "verl" and path.name in ("workers.py", "replica.py"):
+        return  # classes derived from verl's, which are imported where verl is
+    if path.parent.name == "trl" and path.name in ("config.py", "scoring.py", "trainer.py"):
+        return  # classes derived from TRL's, imported when they are asked for
     for node in ast.parse(path.read_text()).body:
         names = []
         if isinstance(node, ast.Import):

@@ -21,6 +21,7 @@ import msgspec
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rollstream.config.ray_options import check_ray
 from rollstream.config.settings import Settings
 from rollstream.errors import ConfigError
 
@@ -32,6 +33,7 @@ FREE_FORM = frozenset(
         "data.apply_chat_template_kwargs",
         "custom_reward_function.reward_kwargs",
         "ray_kwargs.ray_init",
+        "ray_kwargs.replica",
         "ray_kwargs.worker",
         "train_tasks",
     }
@@ -40,11 +42,17 @@ FREE_FORM = frozenset(
 
 _SIMPLE_WORD = re.compile(r"(?:\+\+?)?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
+_ARTIFACT_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_.-]{1,128}")
+"""What W&B takes (source: `wandb.sdk.artifacts._validators`), but for bare numbers: they are slips."""
+
 _NEAR = 0.6
 """How alike (difflib's ratio) two last words must be for "did you mean"."""
 
 _LARGEST = 1e9
 """No setting is meaningful beyond it (as seconds: thirty years), and waits overflow not far above."""
+
+
+_PORT_LAST = 65535
 
 
 def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any] | Path] = ()) -> DictConfig:
@@ -83,7 +91,7 @@ def to_settings(config: DictConfig | Mapping[str, Any]) -> Settings:
     except OmegaConfBaseException as error:
         raise ConfigError(f"configuration cannot be resolved: {error}") from error
     try:
-        settings = msgspec.convert(tree, Settings)
+        settings = msgspec.convert(_with_lists(tree), Settings)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         where = path.rstrip("`") or "configuration"
@@ -91,6 +99,17 @@ def to_settings(config: DictConfig | Mapping[str, Any]) -> Settings:
         raise ConfigError(f"{where}: {described}") from error
     _check_values(settings)
     return settings
+
+
+def _with_lists(tree: Any) -> Any:
+    """`trainer.logger` may be one name, as verl takes it, or null for none."""
+    trainer = tree.get("trainer") if isinstance(tree, Mapping) else None
+    if not isinstance(trainer, Mapping) or "logger" not in trainer:
+        return tree
+    logger = trainer["logger"]
+    if logger is not None and not isinstance(logger, str):
+        return tree
+    return {**tree, "trainer": {**trainer, "logger": [] if logger is None else [logger]}}
 
 
 def to_yaml(config: DictConfig) -> str:
@@ -221,7 +240,10 @@ def _read_override(text: str, known: set[str]) -> tuple[str, Any]:
     if override.is_sweep_override():
         hint = "" if simple is None else f"; if the comma is part of it: {_quoted(simple)}"
         raise ConfigError(f"{text!r} is a sweep; one run takes one value per key{hint}")
-    if simple is not None and takes_text and isinstance(value, bool | int | float):
+    is_switch = (
+        isinstance(value, bool) and simple is not None and bool in get_args(setting_types().get(simple[1]))
+    )
+    if simple is not None and takes_text and isinstance(value, bool | int | float) and not is_switch:
         value = simple[2].strip()
     return key, value
 
@@ -243,6 +265,7 @@ def _found(tree: Any, path: str) -> str:
 
 def _check_values(settings: Settings) -> None:
     _check_texts_and_numbers(settings)
+    check_ray(settings.ray_kwargs)
     rollout, data, generation = settings.actor_rollout_ref.rollout, settings.data, settings.generation
     reward, turns = settings.custom_reward_function, rollout.multi_turn
     multi_turn = "actor_rollout_ref.rollout.multi_turn"
@@ -279,6 +302,12 @@ def _check_values(settings: Settings) -> None:
             at_least.append((f"{multi_turn}.{name}", limit, 1))
     if launching.replicas is not None:
         at_least.append((f"{launch}.replicas", launching.replicas, 1))
+    if generation.metrics_port is not None:
+        at_least.append(("generation.metrics_port", generation.metrics_port, 0))
+        if generation.metrics_port > _PORT_LAST:
+            raise ConfigError(
+                f"generation.metrics_port must be at most {_PORT_LAST} (it is {generation.metrics_port})"
+            )
     if settings.trainer.n_gpus_per_node is not None:
         at_least.append(("trainer.n_gpus_per_node", settings.trainer.n_gpus_per_node, 0))
     for key, value, least in at_least:
@@ -309,6 +338,10 @@ def _check_values(settings: Settings) -> None:
         raise ConfigError(
             f"actor_rollout_ref.rollout.top_k must be -1 (off) or at least 1 (it is {rollout.top_k})"
         )
+    if generation.verl_overrides and generation.executor != "verl":
+        raise ConfigError(
+            f"generation.verl_overrides is for generation.executor=verl (it is {generation.executor})"
+        )
     if generation.max_failed_share > 1:
         raise ConfigError(
             f"generation.max_failed_share must be at most 1 (it is {generation.max_failed_share})"
@@ -321,6 +354,8 @@ def _check_values(settings: Settings) -> None:
         raise ConfigError(
             f"generation.shard must be i/k with 0 <= i < k, as 0/4 (it is {generation.shard!r})"
         ) from error
+    if isinstance(generation.upload_artifact, str):
+        check_artifact_name(generation.upload_artifact, "generation.upload_artifact")
     if rollout.prompt_length != data.max_prompt_length:
         raise ConfigError(
             "actor_rollout_ref.rollout.prompt_length and data.max_prompt_length are one limit by two names: "
@@ -332,6 +367,15 @@ def _check_values(settings: Settings) -> None:
             f"lengths cannot fit: prompt_length {rollout.prompt_length} + response_length "
             f"{rollout.response_length} = {longest} tokens, but actor_rollout_ref.rollout.max_model_len is "
             f"{rollout.max_model_len}"
+        )
+
+
+def check_artifact_name(name: str, key: str) -> None:
+    """Raises `ConfigError` for a name that W&B does not take; `key`: what was set to it."""
+    if not _ARTIFACT_NAME.fullmatch(name):
+        raise ConfigError(
+            f"{key}: an artifact's name is made of letters, digits, -, _ and ., at most 128, with a letter "
+            f"among them (it is {name!r})"
         )
 
 

@@ -49,6 +49,7 @@ class MultiTurnSettings:
 class LaunchSettings:
     """`actor_rollout_ref.rollout.launch`: servers that rollstream starts itself. Times in seconds."""
 
+    where: Literal["auto", "local", "ray"]
     server: Literal["auto", "sglang", "vllm", "rollstream"]
     replicas: int | None
     python: str | None
@@ -152,6 +153,7 @@ class TrainerSettings:
     project_name: str
     experiment_name: str
     default_local_dir: str
+    logger: list[Literal["console", "wandb", "trackio", "tensorboard", "jsonl"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,8 @@ class GenerationSettings:
     shard: str | None
     """`i/k`; see `shard_of`."""
     seed: int | None
-    executor: Literal["local", "ray"]
+    executor: Literal["local", "ray", "verl"]
+    verl_overrides: list[str]
     max_in_flight: int
     adaptive_in_flight: bool
     max_attempts: int
@@ -176,6 +179,9 @@ class GenerationSettings:
     pull_timeout: float
     final_merge: bool
     export: list[Literal["jsonl", "dataproto"]]
+    upload_artifact: bool | str
+    """A text names the artifact."""
+    metrics_port: int | None
     grace_period: float
     show_progress: bool
     log_level: Literal["debug", "info", "warning", "error"]
@@ -200,6 +206,7 @@ class RaySettings:
 
     ray_init: dict[str, Any]
     worker: dict[str, Any]
+    replica: dict[str, Any]
     timeline_json_file: str | None
 
 

@@ -53,6 +53,15 @@ class ReportsLoad(Protocol):
 
 
 @runtime_checkable
+class HasReplicas(Protocol):
+    """An engine that is made of replicas; optional."""
+
+    def replica_counts(self) -> tuple[int, int] | None:
+        """How many of its replicas take requests now, and how many it has; None when it has none."""
+        ...
+
+
+@runtime_checkable
 class Engine(Protocol):
     """Turns prompt ids into response ids.
 

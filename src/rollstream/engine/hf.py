@@ -81,6 +81,7 @@ class HFEngine:
         self._starting: asyncio.Task[None] | None = None
         self._capabilities: Capabilities | None = None
         self._closed = False
+        self._weight_changes = 0
         self._in_flight: dict[str, Request] = {}
         self._restart_lock = asyncio.Lock()
         self._restart_delay = 0.0
@@ -96,6 +97,11 @@ class HFEngine:
     def version(self) -> int:
         """Of the weights that the next token will be sampled with."""
         return 0 if self._loaded is None else self._loaded.model.version
+
+    @property
+    def weight_changes(self) -> int:
+        """How often weights were changed: several times a version, where a batch has several steps."""
+        return self._weight_changes
 
     async def start(self) -> None:
         """Loads the model and takes the memory of the KV cache.
@@ -194,6 +200,7 @@ class HFEngine:
             if model.module.device.type == "cuda":
                 await self._to_the_end(_synchronize)
             model.version = version
+            self._weight_changes += 1
         finally:
             model.lock.release()
 

@@ -18,7 +18,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
-from rollstream.engine.base import Capabilities, ChatEngine, ChatPrompt, Engine, EngineLoad, ReportsLoad
+from rollstream.engine.base import (
+    Capabilities,
+    ChatEngine,
+    ChatPrompt,
+    Engine,
+    EngineLoad,
+    HasReplicas,
+    ReportsLoad,
+)
 from rollstream.engine.partial import PartialCompletion
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import Completion, SamplingParams
@@ -52,6 +60,14 @@ class _Versioned(Protocol):
     def version(self) -> int: ...
 
 
+@runtime_checkable
+class _CountsChanges(Protocol):
+    """An engine whose weights others change in place, several times in one version."""
+
+    @property
+    def weight_changes(self) -> int: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Flight:
     request_id: str
@@ -62,8 +78,8 @@ class _Flight:
     """By its caller, who wants what there is."""
     drained: bool = False
     """Aborted by an update, since it was last sent."""
-    version: int | None = None
-    """Of the engine's weights when it was last sent, if the engine says so."""
+    weights: int | None = None
+    """Which weights the engine had when it was last sent, if the engine says so."""
     most: int = 0
     """Tokens it has had at once: more than that is progress."""
     fruitless: int = 0
@@ -194,6 +210,10 @@ class InterruptibleEngine:
         """The engine's, if it says it."""
         return await self._engine.load() if isinstance(self._engine, ReportsLoad) else None
 
+    def replica_counts(self) -> tuple[int, int] | None:
+        """The engine's, if it has replicas."""
+        return self._engine.replica_counts() if isinstance(self._engine, HasReplicas) else None
+
     async def health(self) -> bool:
         return await self._engine.health()
 
@@ -209,7 +229,7 @@ class InterruptibleEngine:
 
     async def _send(self, flight: _Flight, images: list[object] | None) -> Completion:
         """Asks the engine for the next piece. From the door to the engine nothing else can happen."""
-        flight.drained, flight.version = False, self._version_inside()
+        flight.drained, flight.weights = False, self._weights_inside()
         self._inside.add(flight)
         self._empty.clear()
         try:
@@ -236,7 +256,7 @@ class InterruptibleEngine:
             partial.add(piece)
             length = len(partial)
             # The same seed and weights must give the same tokens, whoever paused a server meanwhile.
-            has_new_weights = flight.drained or self._version_inside() != flight.version
+            has_new_weights = flight.drained or self._weights_inside() != flight.weights
             must_repeat = partial.sampling.seed is not None and not has_new_weights
             if must_repeat or not partial.can_go_on:
                 partial.clear()
@@ -293,8 +313,13 @@ class InterruptibleEngine:
         if self._closed:
             raise EngineUnavailableError("the engine was closed while it was updated")
 
-    def _version_inside(self) -> int | None:
-        """Which weights an engine in this process has: whoever owns the model may change them beside us."""
+    def _weights_inside(self) -> int | None:
+        """Which weights an engine in this process has: whoever owns the model may change them beside us.
+
+        A number that differs for other weights: their version, unless the engine counts every change.
+        """
+        if isinstance(self._engine, _CountsChanges):
+            return self._engine.weight_changes
         return self._engine.version if isinstance(self._engine, _Versioned) else None
 
     def _wake_all(self) -> None:

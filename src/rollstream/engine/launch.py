@@ -1,261 +1,45 @@
-"""An engine of replicas that it starts itself, and keeps running.
+"""Makes engines that launch their replicas: what is launched, by which interpreter, here or on Ray."""
 
-The pool routes between what is there; a supervisor for each replica starts it, watches it and starts it anew,
-each time on a new port: so a replica that comes back is a new one to the pool, with nothing remembered of the
-one before.
-"""
-
-import asyncio
 import contextlib
 import importlib.util
 import logging
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import rollstream
-from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import read_engine_kwargs, read_model_limits
 from rollstream.engine.devices import Devices, DeviceToolError, find_devices
 from rollstream.engine.launch_commands import MODULES, ServerKind
-from rollstream.engine.launch_plan import LaunchRequest, ReplicaPlan, choose_server, plan_replicas
+from rollstream.engine.launch_plan import (
+    NODE_PYTHON,
+    LaunchRequest,
+    ReplicaPlan,
+    choose_server,
+    plan_for_nodes,
+    plan_replicas,
+)
 from rollstream.engine.launch_process import Launcher, LocalLauncher
+from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.pool import PoolEngine
+from rollstream.engine.ray_launch import RayLauncher
+from rollstream.engine.ray_plan import read_options
 from rollstream.engine.replica import Replica
-from rollstream.engine.restarts import Restarts
 from rollstream.engine.sglang import ENGINE_KWARGS as SGLANG_KWARGS
 from rollstream.engine.sglang import SGLangEngine, SGLangReplica
-from rollstream.engine.supervisor import Supervisor
 from rollstream.engine.vllm import ENGINE_KWARGS as VLLM_KWARGS
 from rollstream.engine.vllm import VLLMEngine, VLLMReplica
-from rollstream.errors import ConfigError, EngineError, EngineLostError, EngineUnavailableError
-from rollstream.trajectory import Completion, SamplingParams
+from rollstream.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
 
-_WAITING_SAID_S = 10.0
-"""Between two lines about replicas that load: a large model takes minutes."""
-
 _PYTHON_TIMEOUT_S = 60.0
 """For an interpreter to say whether it has a package, from a slow disk."""
-
-
-class LaunchedEngine:
-    """Launches replicas and drives them as one engine. Closing it ends them.
-
-    Args:
-        plans: of the replicas, at least one.
-        launcher: starts them.
-        make_pool: the engine over their URLs.
-        make_replica: a replica of that engine, for one that is back.
-        request: timeouts and restarts.
-        kwargs: of the connections.
-    """
-
-    def __init__(
-        self,
-        plans: Sequence[ReplicaPlan],
-        launcher: Launcher,
-        *,
-        make_pool: Callable[[Sequence[str]], PoolEngine],
-        make_replica: Callable[[str], Replica],
-        request: LaunchRequest,
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._make_pool = make_pool
-        self._make_replica = make_replica
-        self._pool: PoolEngine | None = None
-        self._updates = 0
-        self._gone: set[str] = set()
-        self._closing = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._broken: dict[str, BaseException] = {}
-        """Replicas that are not looked after any more, by name, and why."""
-        self._closed = False
-        self.supervisors = [
-            Supervisor(
-                plan,
-                launcher,
-                restarts=Restarts(
-                    first=request.restart_delay,
-                    longest=request.restart_delay_max,
-                    most_failures=request.max_restarts,
-                ),
-                startup_timeout=request.startup_timeout,
-                unhealthy_timeout=request.unhealthy_timeout,
-                kwargs=kwargs,
-                take_in=self._take_in,
-                leave_out=self._leave_out,
-                is_excused=partial(self._is_excused, at),
-            )
-            for at, plan in enumerate(plans)
-        ]
-        """One for each replica, by index."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._running.capabilities
-
-    async def start(self) -> None:
-        """Starts all replicas at once and waits until all are healthy.
-
-        Raises:
-            EngineError: one of them is not; with its command and the end of its log. The others are stopped.
-        """
-        if self._pool is not None:
-            return
-        try:
-            pool = self._make_pool(await self._start_all())
-            await pool.start()
-        except BaseException:
-            await self.close()
-            raise
-        self._pool = pool
-        for supervisor in self.supervisors:
-            task = asyncio.create_task(supervisor.run(), name=f"rollstream-{supervisor.name}")
-            task.add_done_callback(partial(self._supervised, supervisor.name))
-            self._tasks.add(task)
-
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        images: list[object] | None = None,
-    ) -> Completion:
-        if self._closed:
-            raise EngineUnavailableError("the engine is closed")
-        return await self._running.generate(prompt_ids, sampling, request_id=request_id, images=images)
-
-    async def abort(self, request_id: str) -> None:
-        await self._running.abort(request_id)
-
-    async def update_weights(self, source: str, version: int) -> None:
-        """Loads weights on all replicas, see `PoolEngine.update_weights`; they may be deaf meanwhile."""
-        self._updates += 1
-        try:
-            await self._running.update_weights(source, version)
-        finally:
-            self._updates -= 1
-
-    async def load(self) -> EngineLoad | None:
-        """Of all replicas that are there."""
-        return await self._running.load()
-
-    async def health(self) -> bool:
-        """Whether at least one replica says it is healthy.
-
-        Raises:
-            EngineLostError: nobody serves and nobody is started again: waiting would be in vain.
-        """
-        if self._closed or self._pool is None:
-            return False
-        if self.serving and await self._pool.health():
-            return True
-        if any(one.state != "given up" and one.name not in self._broken for one in self.supervisors):
-            return False
-        broken = next(iter(self._broken.values()), None)
-        why = self.supervisors[0].cause if broken is None else f"They are not looked after: {broken!r}"
-        raise EngineLostError(
-            "no replica could be started again. What is done is safe; mend the cause and run the same "
-            f"command again. {why}"
-        ) from broken
-
-    @property
-    def urls(self) -> list[str]:
-        """Where its replicas listen now; those that come back listen elsewhere."""
-        return self._running.replicas
-
-    @property
-    def serving(self) -> int:
-        """How many replicas serve."""
-        return sum(supervisor.state == "serving" for supervisor in self.supervisors)
-
-    @property
-    def restarts(self) -> int:
-        """How often replicas were started again."""
-        return sum(supervisor.restarted for supervisor in self.supervisors)
-
-    async def close(self) -> None:
-        self._closed = True
-        async with (
-            self._closing
-        ):  # a start that was cancelled closes, too: who comes second waits for the end
-            for task in self._tasks:
-                task.cancel()
-            try:
-                if self._pool is not None:
-                    await self._pool.close()
-            finally:
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-                await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
-
-    @property
-    def _running(self) -> PoolEngine:
-        if self._pool is None:
-            raise EngineError("the engine has not been started")
-        return self._pool
-
-    async def _start_all(self) -> list[str]:
-        """Starts the replicas; returns their URLs. The first that fails ends the wait."""
-        began = time.monotonic()
-        tasks = [asyncio.ensure_future(supervisor.start()) for supervisor in self.supervisors]
-        try:
-            while True:
-                done, waiting = await asyncio.wait(
-                    tasks, timeout=_WAITING_SAID_S, return_when=asyncio.FIRST_EXCEPTION
-                )
-                for task in done:
-                    task.result()
-                if not waiting:
-                    break
-                _LOG.info(
-                    "waiting for replicas: %d of %d ready (%.0f s)",
-                    *(len(done), len(tasks), time.monotonic() - began),
-                )
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        _LOG.info("%d of %d replicas ready after %.1f s", len(tasks), len(tasks), time.monotonic() - began)
-        return [task.result() for task in tasks]
-
-    def _is_excused(self, at: int) -> bool:
-        """Whether a replica may be deaf: it loads weights, in an update or before it gets work again."""
-        if self._updates:
-            return True
-        url = self.supervisors[at].url
-        return self._pool is not None and url is not None and self._pool.is_loading(url)
-
-    async def _take_in(self, url: str) -> None:
-        pool = self._running
-        replica = self._make_replica(url)
-        try:
-            await pool.add_replica(replica)
-        except BaseException:
-            await replica.close()
-            raise
-        while self._gone:
-            await pool.remove_replica(self._gone.pop())
-
-    async def _leave_out(self, url: str) -> None:
-        pool = self._running
-        if len(pool.replicas) > 1:
-            await pool.remove_replica(url)
-        else:
-            self._gone.add(url)  # a pool is never empty: it stays until another one comes
-
-    def _supervised(self, name: str, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._broken[name] = error
-            _LOG.error("%s is not looked after any more: %r", name, error, exc_info=error)
 
 
 def launched_engine(
@@ -267,7 +51,7 @@ def launched_engine(
     request: LaunchRequest,
     log_dir: Path,
 ) -> LaunchedEngine:
-    """Makes an engine that launches its replicas on this machine; `start` it before use.
+    """Makes an engine that launches its replicas; `start` it before use. On Ray, join the cluster first.
 
     Raises:
         ConfigError: what `launch_plan` raises, or an unknown key of engine_kwargs.
@@ -276,6 +60,11 @@ def launched_engine(
         name, model_path=model_path, max_model_len=max_model_len, request=request, log_dir=log_dir
     )
     path = _expanded(model_path)
+    launcher: Launcher
+    if request.where == "ray":
+        launcher = RayLauncher(choose_server(name, request.server), request, log_dir)
+    else:
+        launcher = LocalLauncher(log_dir)
 
     def make_pool(urls: Sequence[str]) -> PoolEngine:
         engine = SGLangEngine if name == "sglang" else VLLMEngine
@@ -283,7 +72,7 @@ def launched_engine(
 
     return LaunchedEngine(
         plans,
-        LocalLauncher(log_dir),
+        launcher,
         make_pool=make_pool,
         make_replica=replica_maker(name, model_path=model_path, engine_kwargs=engine_kwargs),
         request=request,
@@ -311,6 +100,9 @@ def launch_plan(
 ) -> list[ReplicaPlan]:
     """What would be launched for an engine. Starts nothing, but asks the vendors' tools for devices.
 
+    On Ray one plan, for each replica that the cluster turns out to have room for, with `NODE_PYTHON` and its
+    like in its command.
+
     Raises:
         ConfigError: no such model folder, interpreter or package; what `plan_replicas` raises.
     """
@@ -320,6 +112,8 @@ def launch_plan(
         if not Path(path).is_dir():
             raise ConfigError(f"actor_rollout_ref.model.path: there is no folder {path}")
         path = str(Path(path).resolve())
+    if request.where == "ray":
+        return [_plan_on_ray(server, request, path, max_model_len)]
     if server == "rollstream" and request.python is None:
         request = replace(request, env={**_where_rollstream_is(), **request.env})
     plans = plan_replicas(
@@ -335,6 +129,22 @@ def launch_plan(
     if server == "rollstream" and request.python is None:
         _check_embedded(path, request.args)
     return plans
+
+
+def _plan_on_ray(
+    server: ServerKind, request: LaunchRequest, path: str, max_model_len: int | None
+) -> ReplicaPlan:
+    """Refuses what shows without the cluster; what the nodes' environments have, their servers say."""
+    read_options(request.actor_options)
+    if server == "rollstream" and request.python is None:
+        _check_embedded(path, request.args)
+    return plan_for_nodes(
+        server,
+        request,
+        model_path=path,
+        max_model_len=max_model_len,
+        python=NODE_PYTHON if request.python is None else _interpreter(request.python),
+    )
 
 
 def _devices_for(server: ServerKind, request: LaunchRequest) -> Devices | None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import orjson
 
+from rollstream.engine.ports import LOOPBACK
 from rollstream.errors import ConfigError
 
 ServerKind = Literal["sglang", "vllm", "rollstream"]
@@ -67,6 +68,8 @@ class ServerOptions:
     trust_remote_code: bool
     seeds: bool
     log_dir: Path
+    host: str = LOOPBACK
+    """Address that it listens on."""
 
 
 def server_words(kind: ServerKind, python: str, options: ServerOptions, args: Mapping[str, Any]) -> list[str]:
@@ -101,7 +104,7 @@ def _sglang(options: ServerOptions) -> dict[str, Any]:
     return {
         "model-path": options.model_path,
         "tokenizer-path": options.tokenizer_path,
-        "host": "127.0.0.1",
+        "host": options.host,
         "tp-size": _unless(options.tensor_parallel, 1),
         "pp-size": _unless(options.pipeline_parallel, 1),
         "dp-size": _unless(options.data_parallel, 1),
@@ -119,7 +122,7 @@ def _vllm(options: ServerOptions) -> dict[str, Any]:
     return {
         "model": options.model_path,
         "tokenizer": options.tokenizer_path,
-        "host": "127.0.0.1",
+        "host": options.host,
         "tensor-parallel-size": _unless(options.tensor_parallel, 1),
         "pipeline-parallel-size": _unless(options.pipeline_parallel, 1),
         "data-parallel-size": _unless(options.data_parallel, 1),
@@ -145,7 +148,7 @@ def _rollstream(options: ServerOptions) -> dict[str, Any]:
             )
     return {
         "model": options.model_path,
-        "host": "127.0.0.1",
+        "host": options.host,
         "max-model-len": options.max_model_len,
         "log-dir": options.log_dir,
         "exit-with-parent": True,

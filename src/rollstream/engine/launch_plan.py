@@ -7,13 +7,15 @@ from typing import Any, Literal
 
 from rollstream.engine.devices import Devices
 from rollstream.engine.launch_commands import ServerKind, ServerOptions, server_words
+from rollstream.engine.ports import LOOPBACK
 from rollstream.errors import ConfigError
+from rollstream.redaction import names_secret
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
-_LAST_WORDS = frozenset(("key", "keys", "apikey", "token", "pat"))
-_WORDS = frozenset(("secret", "secrets", "password", "passwd", "passphrase", "credential", "credentials"))
-"""Of names of secrets."""
+NODE_PYTHON, NODE_ADDRESS, NODE_LOGS = "<python>", "<address>", "<logs>"
+"""Words of a command that only the node knows on which it is run: the interpreter of its environment, the
+address by which other nodes reach it, and its folder for logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,10 @@ class LaunchRequest:
 
     server: Literal["auto", "sglang", "vllm", "rollstream"] = "auto"
     """`auto`: the engine's own."""
+    where: Literal["local", "ray"] = "local"
+    """On this machine, or on nodes of the Ray cluster that this process has joined."""
+    actor_options: Mapping[str, Any] = field(default_factory=dict)
+    """On Ray: what a replica claims besides its devices, see `ray_plan.ACTOR_OPTIONS`."""
     nodes: int = 1
     devices_per_node: int | None = None
     """None: all that are found, or for the server `rollstream` none."""
@@ -62,9 +68,9 @@ class ReplicaPlan:
     words: tuple[str, ...]
     """The command, but for the port."""
 
-    def command(self, port: int | str) -> list[str]:
-        """The command for a port."""
-        return [*self.words, "--port", str(port)]
+    def command(self, port: int | str, node: Mapping[str, str] | None = None) -> list[str]:
+        """The command for a port; `node` says what stands for `NODE_PYTHON` and its like."""
+        return [*((node or {}).get(word, word) for word in self.words), "--port", str(port)]
 
 
 def choose_server(engine: str, asked: str) -> ServerKind:
@@ -113,23 +119,50 @@ def plan_replicas(
             # Without any, the variables are there and empty: the server must not help itself.
             chosen = devices.ids[index * each : (index + 1) * each]
             env |= dict.fromkeys(devices.variables, ",".join(chosen))
-        options = ServerOptions(
-            model_path=model_path,
-            tokenizer_path=request.tokenizer_path,
-            max_model_len=max_model_len,
-            tensor_parallel=request.tensor_parallel,
-            pipeline_parallel=request.pipeline_parallel,
-            data_parallel=request.data_parallel,
-            gpu_memory_utilization=request.gpu_memory_utilization,
-            dtype=request.dtype,
-            load_format=request.load_format,
-            trust_remote_code=request.trust_remote_code,
-            seeds=request.seeds,
-            log_dir=log_dir / f"replica-{index}",
-        )
+        options = _options(request, model_path, max_model_len, log_dir / f"replica-{index}")
         words = server_words(server, python, options, request.args)
         plans.append(ReplicaPlan(index, chosen, {**env, **request.env}, tuple(words)))
     return plans
+
+
+def plan_for_nodes(
+    server: ServerKind, request: LaunchRequest, *, model_path: str, max_model_len: int | None, python: str
+) -> ReplicaPlan:
+    """What each replica on a cluster is, wherever it will be; its devices are the cluster's to assign.
+
+    Args:
+        server: as for `plan_replicas`, like the others.
+        request: see there.
+        model_path: see there.
+        max_model_len: see there.
+        python: see there; `NODE_PYTHON` for that of the node's own environment.
+
+    Raises:
+        ConfigError: arguments that are not the user's to give, a secret.
+    """
+    refuse_secrets(request.args, request.env)
+    options = _options(request, model_path, max_model_len, Path(NODE_LOGS), host=NODE_ADDRESS)
+    return ReplicaPlan(0, (), dict(request.env), tuple(server_words(server, python, options, request.args)))
+
+
+def _options(
+    request: LaunchRequest, model_path: str, max_model_len: int | None, log_dir: Path, host: str = LOOPBACK
+) -> ServerOptions:
+    return ServerOptions(
+        model_path=model_path,
+        tokenizer_path=request.tokenizer_path,
+        max_model_len=max_model_len,
+        tensor_parallel=request.tensor_parallel,
+        pipeline_parallel=request.pipeline_parallel,
+        data_parallel=request.data_parallel,
+        gpu_memory_utilization=request.gpu_memory_utilization,
+        dtype=request.dtype,
+        load_format=request.load_format,
+        trust_remote_code=request.trust_remote_code,
+        seeds=request.seeds,
+        log_dir=log_dir,
+        host=host,
+    )
 
 
 def refuse_secrets(args: Mapping[str, Any], env: Mapping[str, Any]) -> None:
@@ -144,23 +177,23 @@ def refuse_secrets(args: Mapping[str, Any], env: Mapping[str, Any]) -> None:
     )
     for name, value in args.items():
         # A switch is none, as in vLLM's `--hf-token`, which takes the token that is stored.
-        if value is not None and not isinstance(value, bool) and _names_secret(str(name)):
+        if value is not None and not isinstance(value, bool) and names_secret(str(name)):
             raise ConfigError(
-                f"{_ROLLOUT}.launch.args.{name} {instead} (vLLM reads VLLM_API_KEY), or do without: launched "
-                "servers listen on 127.0.0.1 only"
+                f"{_ROLLOUT}.launch.args.{name} {instead} (vLLM reads VLLM_API_KEY), or do without: servers "
+                "that are launched on this machine listen on 127.0.0.1 only"
             )
     for name, text in env.items():
-        if text and _names_secret(str(name)):
+        if text and names_secret(str(name)):
             raise ConfigError(f"{_ROLLOUT}.launch.env.{name} {instead}")
 
 
-def _names_secret(name: str) -> bool:
-    """Whether an argument or a variable of this name holds a secret.
-
-    `api-key` and `HF_TOKEN` do; `long-prefill-token-threshold` and `TOKENIZERS_PARALLELISM` do not.
-    """
-    words = name.lower().replace("-", "_").split("_")
-    return words[-1] in _LAST_WORDS or not _WORDS.isdisjoint(words)
+def devices_each(request: LaunchRequest) -> tuple[int, str]:
+    """Devices of one replica, and how they come about, for messages."""
+    each = request.tensor_parallel * request.pipeline_parallel * request.data_parallel
+    return each, (
+        f"tensor_model_parallel_size {request.tensor_parallel} x pipeline_model_parallel_size "
+        f"{request.pipeline_parallel} x data_parallel_size {request.data_parallel} = {each} devices a replica"
+    )
 
 
 def _count(server: ServerKind, request: LaunchRequest, found: int) -> tuple[int, int]:
@@ -168,13 +201,10 @@ def _count(server: ServerKind, request: LaunchRequest, found: int) -> tuple[int,
     if request.nodes != 1:
         raise ConfigError(
             f"trainer.nnodes={request.nodes}: replicas are launched on this machine only. For "
-            f"several machines, start the servers there and name them in {_ROLLOUT}.server_urls"
+            f"several machines join a Ray cluster ({_ROLLOUT}.launch.where=ray), or start the servers there "
+            f"and name them in {_ROLLOUT}.server_urls"
         )
-    each = request.tensor_parallel * request.pipeline_parallel * request.data_parallel
-    sizes = (
-        f"tensor_model_parallel_size {request.tensor_parallel} x pipeline_model_parallel_size "
-        f"{request.pipeline_parallel} x data_parallel_size {request.data_parallel} = {each} devices a replica"
-    )
+    each, sizes = devices_each(request)
     if server == "rollstream":
         if request.devices_per_node:
             raise ConfigError(

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
@@ -23,7 +23,7 @@ _SHOWN_LINES = 20
 _SHOWN_BYTES = 16_384
 """Of a log's end, to find the last lines in."""
 
-_STOP_TIMEOUT_S = launch_guard.GRACE_S + 3.0
+STOP_TIMEOUT_S = launch_guard.GRACE_S + 3.0
 """For the guard, which kills after its own grace; then it is killed itself."""
 
 _KILL_LEFT_S = 5.0
@@ -55,7 +55,7 @@ class ReplicaProcess(Protocol):
         """Once it has ended: whether another program has its port."""
         ...
 
-    def last_words(self) -> str:
+    async def last_words(self) -> str:
         """The end of what it wrote since it was started; empty when it wrote nothing."""
         ...
 
@@ -67,8 +67,19 @@ class ReplicaProcess(Protocol):
 class Launcher(Protocol):
     """Starts replicas."""
 
+    def place(self, plans: Sequence[ReplicaPlan]) -> Sequence[ReplicaPlan]:
+        """The plans of all replicas there will be, from those that were made. Called once, before any start.
+
+        Raises `ConfigError` when there is no place for them.
+        """
+        ...
+
     async def start(self, plan: ReplicaPlan) -> ReplicaProcess:
         """Starts one; it is not ready yet. Raises `EngineError` when it cannot."""
+        ...
+
+    async def close(self) -> None:
+        """Gives back what it holds for replicas, all of which were stopped. May be called twice."""
         ...
 
 
@@ -86,6 +97,12 @@ class LocalLauncher:
     def log_path(self, index: int) -> Path:
         """The log of a replica."""
         return self._log_dir / f"replica-{index}-{self._stamp}.log"
+
+    def place(self, plans: Sequence[ReplicaPlan]) -> Sequence[ReplicaPlan]:
+        return plans
+
+    async def close(self) -> None:
+        return
 
     async def start(self, plan: ReplicaPlan) -> "LocalProcess":
         try:
@@ -123,10 +140,26 @@ class LocalProcess:
         self._killing: asyncio.Future[None] | None = None
 
     @classmethod
-    async def start(cls, plan: ReplicaPlan, port: ReservedPort, log_path: Path) -> "LocalProcess":
-        """Starts a replica on a port, which it takes over."""
-        command = plan.command(port.number)
-        mark = uuid4().hex
+    async def start(
+        cls,
+        plan: ReplicaPlan,
+        port: ReservedPort,
+        log_path: Path,
+        *,
+        mark: str | None = None,
+        node: Mapping[str, str] | None = None,
+    ) -> "LocalProcess":
+        """Starts a replica on a port, which it takes over.
+
+        Args:
+            plan: what is started.
+            port: where it will listen.
+            log_path: its log, which is appended to.
+            mark: the value of `launch_guard.MARK`, never used before; None takes one.
+            node: see `ReplicaPlan.command`.
+        """
+        command = plan.command(port.number, node)
+        mark = mark or uuid4().hex
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
@@ -144,7 +177,8 @@ class LocalProcess:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port.number}"
+        host = self._port.host
+        return f"http://[{host}]:{self._port.number}" if ":" in host else f"http://{host}:{self._port.number}"
 
     @property
     def what(self) -> str:
@@ -168,9 +202,9 @@ class LocalProcess:
         return await asyncio.to_thread(self._is_listening)
 
     async def is_port_taken(self) -> bool:
-        return not is_free(self._port.number)
+        return not is_free(self._port.number, self._port.host)
 
-    def last_words(self) -> str:
+    async def last_words(self) -> str:
         try:
             with self._log_path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
@@ -184,7 +218,7 @@ class LocalProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()  # which tells the guard
         try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
                 await self.wait()
         except TimeoutError:
             self._kill_group()
@@ -207,19 +241,7 @@ class LocalProcess:
 
     def _kill_family(self) -> None:
         """What has the replica's mark, or was below the guard when the replica was last seen to listen."""
-        deadline = time.monotonic() + _KILL_LEFT_S
-        trouble: object = None
-        while time.monotonic() < deadline:
-            try:
-                left = launch_guard.marked(self._mark) | launch_guard.still(self._family)
-                if not left:
-                    return
-                trouble = sorted(left)
-                launch_guard.kill(left, signal.SIGKILL)
-            except OSError as error:  # no descriptor is left to look at processes with, perhaps for a moment
-                trouble = error
-            time.sleep(0.02)
-        _LOG.error("what %s left behind may still run: %s", self.what, trouble)
+        kill_left(self._mark, self._family, self.what)
 
     def _is_listening(self) -> bool:
         if sys.platform != "linux":
@@ -230,3 +252,26 @@ class LocalProcess:
             return False
         self._family = launch_guard.begun(members)
         return True
+
+
+def kill_left(mark: str, family: Mapping[int, int], what: str) -> None:
+    """Kills what a replica has left behind on this machine: returns when it is gone, or after a few seconds.
+
+    Args:
+        mark: of its start.
+        family: processes that were seen below its guard, see `launch_guard.begun`.
+        what: whose, for a message.
+    """
+    deadline = time.monotonic() + _KILL_LEFT_S
+    trouble: object = None
+    while time.monotonic() < deadline:
+        try:
+            left = launch_guard.marked(mark) | launch_guard.still(family)
+            if not left:
+                return
+            trouble = sorted(left)
+            launch_guard.kill(left, signal.SIGKILL)
+        except OSError as error:  # no descriptor is left to look at processes with, perhaps for a moment
+            trouble = error
+        time.sleep(0.02)
+    _LOG.error("what %s left behind may still run: %s", what, trouble)

@@ -9,7 +9,6 @@ import importlib.util
 import itertools
 import logging
 import random
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from rollstream.engine.openvino_protocol import Add, Start, Update, pack_ids, un
 from rollstream.engine.openvino_weights import lay_out_weights
 from rollstream.engine.to_the_end import to_the_end
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
+from rollstream.scratch import ScratchFolder
 from rollstream.trajectory import Completion, SamplingParams
 
 _LOG = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class OpenVINOEngine:
         self._max_model_len = max_model_len
         self._start_timeout: float = kwargs["start_timeout"]
         self._start = _start_message(self._model_path, kwargs)
-        self._weights: tempfile.TemporaryDirectory[str] | None = None
+        self._weights: ScratchFolder | None = None
         self._worker: WorkerProcess | None = None
         self._starting: asyncio.Task[WorkerProcess] | None = None
         self._capabilities: Capabilities | None = None
@@ -234,12 +234,12 @@ class OpenVINOEngine:
 
     async def _update(self, worker: WorkerProcess, source: Path, version: int) -> None:
         weights = await asyncio.to_thread(_copy_weights, self._model_path, source)
-        start = msgspec.structs.replace(self._start, model_path=weights.name, version=version)
+        start = msgspec.structs.replace(self._start, model_path=str(weights.path), version=version)
         try:
             if self._closed:
                 raise EngineUnavailableError("the engine was closed")
             if worker.alive:
-                update = Update(next(self._numbers), weights.name, version)
+                update = Update(next(self._numbers), str(weights.path), version)
                 try:
                     await worker.update(update, timeout_s=self._start_timeout)
                 except EngineUnavailableError:
@@ -284,10 +284,10 @@ class OpenVINOEngine:
         return worker
 
 
-def _copy_weights(model: Path, source: Path) -> tempfile.TemporaryDirectory[str]:
-    weights = tempfile.TemporaryDirectory(prefix="rollstream-weights-", ignore_cleanup_errors=True)
+def _copy_weights(model: Path, source: Path) -> ScratchFolder:
+    weights = ScratchFolder("weights")
     try:
-        lay_out_weights(model, source, Path(weights.name))
+        lay_out_weights(model, source, weights.path)
     except BaseException:
         weights.cleanup()
         raise

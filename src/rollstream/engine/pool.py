@@ -128,6 +128,11 @@ class PoolEngine:
         """Names of the replicas, in the order they came."""
         return list(self._replicas)
 
+    def replica_counts(self) -> tuple[int, int]:
+        """How many replicas take requests now, and how many there are."""
+        up = sum(self._router.is_there(name) and self._fitting.is_fit(name) for name in self._replicas)
+        return up, len(self._replicas)
+
     @property
     def moved(self) -> int:
         """How many requests were moved from a slow replica to a faster one."""

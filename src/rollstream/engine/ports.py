@@ -7,6 +7,9 @@ from pathlib import Path
 
 from rollstream.errors import EngineError
 
+LOOPBACK = "127.0.0.1"
+"""Where launched servers listen that only this machine has to reach."""
+
 _LOWEST = 20_000
 _ABOVE = 32_768
 """Below the kernel's usual range for outgoing connections, any of which could take the port before a server
@@ -19,28 +22,33 @@ _LISTENING = "0A"
 
 
 class ReservedPort:
-    """A port of 127.0.0.1 that nobody listens on, and that no other run on this machine takes meanwhile.
+    """A port that nobody listens on, and that no other run on this machine takes meanwhile.
 
     Other runs see the reservation in the name of an abstract Unix socket, which goes with its process. Other
     programs do not: who listens in the end, `listening_inodes` says.
+
+    Args:
+        rng: chooses.
+        host: the address of this machine that it is a port of.
 
     Raises:
         EngineError: there is none.
     """
 
-    def __init__(self, rng: random.Random | None = None) -> None:
+    def __init__(self, rng: random.Random | None = None, host: str = LOOPBACK) -> None:
         rng = rng or random.Random()
+        self.host = host
         for _ in range(_TRIES):
             number = rng.randrange(_LOWEST, _ABOVE)
             if (mark := _mark(number)) is None:
                 continue
-            if is_free(number):
+            if is_free(number, host):
                 self.number = number
                 self._mark: socket.socket | None = mark
                 return
             mark.close()
         raise EngineError(
-            f"no free port from {_LOWEST} to {_ABOVE - 1} on 127.0.0.1 was found in {_TRIES} tries"
+            f"no free port from {_LOWEST} to {_ABOVE - 1} on {host} was found in {_TRIES} tries"
         )
 
     def release(self) -> None:
@@ -62,13 +70,13 @@ def _mark(number: int) -> socket.socket | None:
     return mark
 
 
-def is_free(number: int) -> bool:
-    """Whether a server could listen on a port of 127.0.0.1 now."""
-    with socket.socket() as probe:
+def is_free(number: int, host: str = LOOPBACK) -> bool:
+    """Whether a server could listen on a port of one of this machine's addresses now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         # As servers do it, so that connections of a server before, which linger, are in nobody's way.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", number))
+            probe.bind((host, number))
             probe.listen(1)
         except OSError:
             return False

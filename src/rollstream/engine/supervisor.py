@@ -155,12 +155,13 @@ class Supervisor:
                         return
                     await asyncio.wait((ended,), timeout=_START_PROBE_S)
             error_type = _PortTakenError if await process.is_port_taken() else EngineError
-            raise error_type(f"{self.name} {ended.result()} before it was healthy{_details(process)}")
+            raise error_type(f"{self.name} {ended.result()} before it was healthy{await _details(process)}")
         except TimeoutError:
             await self.stop()
             raise EngineError(
                 f"{self.name} was not healthy within {self._startup_timeout:g} s "
-                f"(actor_rollout_ref.rollout.launch.startup_timeout), and was stopped{_details(process)}"
+                "(actor_rollout_ref.rollout.launch.startup_timeout), and was stopped"
+                f"{await _details(process)}"
             ) from None
         finally:
             ended.cancel()
@@ -177,7 +178,7 @@ class Supervisor:
             while True:
                 await asyncio.wait((ended,), timeout=min(_WATCH_PROBE_S, self._unhealthy_timeout / 4))
                 if ended.done():
-                    self.cause = f"{self.name} {ended.result()}{_details(process)}"
+                    self.cause = f"{self.name} {ended.result()}{await _details(process)}"
                     break
                 # The probe's own time counts: a server that hangs is asked with a bound.
                 if self._is_excused() or await self._is_healthy(server):
@@ -186,7 +187,7 @@ class Supervisor:
                     self.cause = (
                         f"{self.name} runs, but was not healthy for {self._unhealthy_timeout:g} s "
                         "(actor_rollout_ref.rollout.launch.unhealthy_timeout), and was stopped"
-                        f"{_details(process)}"
+                        f"{await _details(process)}"
                     )
                     break
         finally:
@@ -207,9 +208,9 @@ class _PortTakenError(EngineError):
     """Another program has the port that was the replica's."""
 
 
-def _details(process: ReplicaProcess) -> str:
+async def _details(process: ReplicaProcess) -> str:
     """Command and log's end, for a message."""
-    words = process.last_words()
+    words = await process.last_words()
     return f"\n  command: {process.what}\n" + (
         "  the end of its log:\n" + "\n".join(f"    {line}" for line in words.splitlines())
         if words

@@ -23,6 +23,7 @@ import rollstream.config
 from rollstream.config.load import compose, to_settings, to_yaml
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.generation.logs import log_to_console
+from rollstream.generation.metrics import MetricsServer
 from rollstream.generation.progress import ProgressConsole, format_duration, progress_console
 from rollstream.generation.replicas import launched_commands
 from rollstream.generation.runner import GenerationResult, generate
@@ -118,6 +119,10 @@ def summarise(result: GenerationResult) -> str:
     lines = [first, f"run directory: {result.run_dir}"]
     if result.artifact is not None:
         lines.append(f"artifact: {result.artifact} ({result.artifact_rows} rows)")
+    if result.uploaded is not None:
+        lines.append(f"uploaded: {result.uploaded}")
+    if result.policy_versions is not None and result.policy_versions[0] != result.policy_versions[1]:
+        lines.append("policy versions: {} to {}".format(*result.policy_versions))
     if result.failed:
         lines.append(
             f"why they failed: rollstream status --failed {shlex.quote(str(result.run_dir))}; "
@@ -142,6 +147,10 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
     """Prints what a run would be. Raises `RunDirectoryError` when the run directory would refuse it."""
     manifest = peek_manifest(config)
     prepared = await prepare(config, manifest)
+    if (port := prepared.settings.generation.metrics_port) is not None:
+        metrics = MetricsServer(port, str)  # a port in use would end the run
+        await metrics.start()
+        await metrics.close()
     launched = launched_commands(prepared.settings, prepared.run_dir / "logs")
     capabilities = {} if launched else await _engine_capabilities(prepared)
     row = prepared.dataset.row(int(prepared.dataset.order[0]))
@@ -189,9 +198,12 @@ async def _engine_capabilities(prepared: Prepared) -> dict[str, Any]:
 
 
 def _launch_lines(launched: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = (
-        [f"  would launch {len(launched)} replicas, which are not started in a dry run"] if launched else []
-    )
+    if not launched:
+        return []
+    if launched[0]["where"] == "ray":
+        lines = ["  would launch replicas on Ray's nodes, as many as the cluster has devices for, each:"]
+    else:
+        lines = [f"  would launch {len(launched)} replicas, which are not started in a dry run"]
     for index, replica in enumerate(launched):
         devices = f", devices {','.join(replica['devices'])}" if replica["devices"] else ""
         env = "".join(f"{name}={shlex.quote(value)} " for name, value in replica["env"].items())

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from rollstream.engine.base import HasReplicas
+from rollstream.generation.executors import executor_elsewhere
+from rollstream.generation.ray_cluster import join_cluster
+from rollstream.generation.replicas import launches_on_ray
 from rollstream.generation.setup import Prepared
 from rollstream.generation.stopping import StopSignals
 from rollstream.rollout.adaptation import Adaptation
@@ -50,6 +54,10 @@ class Execution:
     """Attempts that failed and were followed by another."""
     unscored: Callable[[], int]
     """Rollouts that completed but could not be scored."""
+    engine: object = None
+    """Asked how busy it is, see `ask_load`."""
+    replicas: Callable[[], tuple[int, int] | None] = lambda: None
+    """How many replicas of the engine take requests, and how many it has; None when it does not say."""
 
 
 OnDurable = Callable[[Rollout | EncodedRollout | Failure], None]
@@ -77,6 +85,10 @@ async def start_execution(
     Raises:
         RollstreamError: it cannot be.
     """
+    if (elsewhere := executor_elsewhere(prepared.settings)) is not None:
+        return await elsewhere.start(
+            prepared, writer, log_dir=log_dir, stop=stop, stack=stack, on_durable=on_durable
+        )
     stack.push_async_callback(prepared.agents.tools.close)
     stack.callback(prepared.agents.interactions.close)
     stack.callback(prepared.reward.close)
@@ -87,6 +99,8 @@ async def start_execution(
             prepared, writer, log_dir=log_dir, stop=stop, stack=stack, on_durable=on_durable
         )
     settings = prepared.settings.generation
+    if launches_on_ray(prepared.settings):
+        await join_cluster(prepared.settings, stop=stop, stack=stack)
     engine = prepared.create_engine(log_dir)
     stack.push_async_callback(engine.close)
     await stop.unless_stopped(asyncio.gather(engine.start(), prepared.prepare_reward()))
@@ -109,4 +123,6 @@ async def start_execution(
         waits=lambda: not gate.is_open,
         retries=lambda: worker.counters.retries,
         unscored=lambda: worker.counters.reward_errors,
+        engine=engine,
+        replicas=engine.replica_counts if isinstance(engine, HasReplicas) else lambda: None,
     )

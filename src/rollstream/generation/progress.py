@@ -45,6 +45,10 @@ class Snapshot:
     """Completed rollouts whose reward function failed."""
     cap: int | None = None
     """Rollouts in flight at most, where that is below `generation.max_in_flight` now."""
+    limit: int | None = None
+    """`generation.max_in_flight`."""
+    replicas: tuple[int, int] | None = None
+    """Of an engine that is made of replicas: how many are there, of how many."""
 
 
 class RateMeter:
@@ -103,6 +107,12 @@ def format_line(snapshot: Snapshot, rate: float, tokens_rate: float, width: int 
         parts.append(_Part(f"retries {snapshot.retries}", f"retry {snapshot.retries}", 3))
     if snapshot.unscored:
         parts.append(_Part(f"unscored {snapshot.unscored}", f"unscored {snapshot.unscored}", 8))
+    if snapshot.replicas is not None and snapshot.replicas[1] > 1:
+        up, all_of_them = snapshot.replicas
+        # One that is away is worth more than where the files are.
+        parts.append(
+            _Part(f"replicas {up}/{all_of_them}", f"rep {up}/{all_of_them}", 2 if up == all_of_them else 7)
+        )
     parts.append(_Part(f"mean reward {reward}", f"reward {reward}", 6))
     if snapshot.waiting:
         parts.append(_Part("WAITING FOR THE ENGINE", "NO ENGINE", 0))

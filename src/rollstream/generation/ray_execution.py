@@ -5,7 +5,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,20 @@ from omegaconf import DictConfig, OmegaConf
 
 from rollstream.config.load import compose, to_settings
 from rollstream.engine.base import Engine
-from rollstream.engine.launch import LaunchedEngine, replica_maker
+from rollstream.engine.launch import replica_maker
+from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.pool import PoolEngine
+from rollstream.engine.ray_package import import_ray
+from rollstream.engine.ray_plan import read_options
 from rollstream.errors import ConfigError, EngineError
 from rollstream.generation.agents import load_agents
 from rollstream.generation.equipment import Equipment, equip
 from rollstream.generation.execution import Execution, OnDurable
+from rollstream.generation.ray_cluster import join_cluster
+from rollstream.generation.replicas import launches_on_ray
 from rollstream.generation.setup import Prepared
 from rollstream.generation.stopping import StopSignals, in_daemon_thread
 from rollstream.rollout.ray import RayExecutor, default_workers, here
-from rollstream.rollout.ray_cluster import RayCluster, import_ray
 from rollstream.rollout.ray_worker import BuiltWorker
 from rollstream.store.writer import StoreWriter
 
@@ -109,8 +113,10 @@ async def start_ray(
     """Joins the cluster and starts workers; see `start_execution`."""
     settings, rollout = prepared.settings.generation, prepared.settings.actor_rollout_ref.rollout
     ray_kwargs = prepared.settings.ray_kwargs
-    import_ray()
     prepared.check_rows()
+    on_ray = launches_on_ray(prepared.settings)
+    # Left last, so that what runs on it can end first.
+    cluster = await join_cluster(prepared.settings, stop=stop, stack=stack) if on_ray else None
     engine: Engine | None = None
     urls: Callable[[], Sequence[str]] | None = None
     if rollout.name not in _EMBEDDED:
@@ -123,22 +129,25 @@ async def start_ray(
         if isinstance(engine, LaunchedEngine):
             launched = engine
             urls = lambda: launched.urls  # noqa: E731
-    cluster = RayCluster(ray_kwargs.ray_init, ray_kwargs.timeline_json_file)
-    stack.push_async_callback(cluster.close)
-    await stop.unless_stopped(cluster.start())
-    workers = rollout.agent.num_workers or default_workers()
+    if cluster is None:  # after the engine: what is wrong with that shows sooner
+        cluster = await join_cluster(prepared.settings, stop=stop, stack=stack)
+    claimed = _claimed_cpus(prepared, engine) if on_ray else 0.0
+    workers = rollout.agent.num_workers or default_workers(claimed)
     options = dict(ray_kwargs.worker)
-    if urls is not None:
+    if urls is not None and not on_ray:
         options = {"scheduling_strategy": here(), **options}  # launched servers listen on this machine alone
+    recipe = EquipmentRecipe(
+        config_yaml=_worker_config(prepared, workers, urls),
+        loop_names=tuple(prepared.loop_names),
+        shows_images=prepared.shows_images,
+        first_data_source=prepared.dataset.row(int(prepared.dataset.order[0])).data_source,
+        log_dir=str(log_dir.absolute()),
+        follows=urls is not None,
+    )
     executor = RayExecutor(
-        EquipmentRecipe(
-            config_yaml=_worker_config(prepared, workers, urls() if urls is not None else None),
-            loop_names=tuple(prepared.loop_names),
-            shows_images=prepared.shows_images,
-            first_data_source=prepared.dataset.row(int(prepared.dataset.order[0])).data_source,
-            log_dir=str(log_dir.absolute()),
-            follows=urls is not None,
-        ),
+        recipe
+        if urls is None
+        else lambda: replace(recipe, config_yaml=_worker_config(prepared, workers, urls)),
         writer,
         load_row=prepared.dataset.row,
         max_in_flight=settings.max_in_flight,
@@ -147,6 +156,7 @@ async def start_ray(
         options=options,
         attempt_timeout=settings.attempt_timeout,
         max_attempts=settings.max_attempts,
+        engine_timeout=settings.engine_timeout,
         adaptive=settings.adaptive_in_flight,
         engine=engine,
         urls=urls,
@@ -160,16 +170,34 @@ async def start_ray(
         waits=lambda: not fleet.is_open,
         retries=lambda: fleet.retries,
         unscored=lambda: fleet.reward_errors,
+        engine=fleet.engine,
+        # Of servers by URL the workers know whether they are there, not this process.
+        replicas=engine.replica_counts if isinstance(engine, LaunchedEngine) else lambda: None,
     )
 
 
-def _worker_config(prepared: Prepared, workers: int, urls: Sequence[str] | None) -> str:
-    """The run's configuration as a worker needs it."""
+def _claimed_cpus(prepared: Prepared, engine: Engine | None) -> float:
+    """CPUs of the cluster that replicas hold. Raises `ConfigError` when they leave none for a worker."""
+    assert isinstance(engine, LaunchedEngine)
+    each = read_options(prepared.settings.ray_kwargs.replica).resources.get("CPU", 0.0)
+    claimed = len(engine.supervisors) * each
+    there = float(import_ray().cluster_resources().get("CPU", 0.0))
+    if there - claimed < (needed := prepared.settings.ray_kwargs.worker.get("num_cpus", 1)):
+        raise ConfigError(
+            f"the cluster has {there:g} CPUs, of which {len(engine.supervisors)} replicas claim {each:g} "
+            f"each: that leaves no worker the {needed} that it needs. Lower ray_kwargs.replica.num_cpus or "
+            "ray_kwargs.worker.num_cpus; or set generation.executor=local, which needs no workers"
+        )
+    return claimed
+
+
+def _worker_config(prepared: Prepared, workers: int, urls: Callable[[], Sequence[str]] | None) -> str:
+    """The run's configuration as a worker needs it that starts now."""
     config = OmegaConf.create(OmegaConf.to_container(prepared.config, resolve=True))
     assert isinstance(config, DictConfig)
     rollout: Any = config.actor_rollout_ref.rollout
     if urls is not None:
-        rollout.server_urls = list(urls)
+        rollout.server_urls = list(urls())
         # What is said of launching is said to the driver; a worker would be told that it has servers.
         defaults: Any = compose().actor_rollout_ref.rollout
         for key in _LAUNCHING:

@@ -1,13 +1,15 @@
 """What a run's configuration says of the replicas to launch, and which of it decides the data."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rollstream.config.settings import LaunchSettings, Settings
 from rollstream.engine.launch_plan import LaunchRequest, refuse_secrets
 from rollstream.engine.registry import data_deciding_kwargs, is_launched
 from rollstream.errors import ConfigError
+from rollstream.rollout.ray_cluster import joins_cluster
 
 _FREE_ARGS = frozenset(
     (
@@ -62,6 +64,8 @@ def launch_request(settings: Settings) -> LaunchRequest | None:
             raise ConfigError(f"actor_rollout_ref.rollout.launch.env.{name} must be a text (it is {value!r})")
     return LaunchRequest(
         server=launch.server,
+        where=launched_where(settings, os.environ),
+        actor_options=settings.ray_kwargs.replica,
         nodes=settings.trainer.nnodes,
         devices_per_node=settings.trainer.n_gpus_per_node,
         replicas=launch.replicas,
@@ -85,9 +89,25 @@ def launch_request(settings: Settings) -> LaunchRequest | None:
     )
 
 
+def launched_where(settings: Settings, environ: Mapping[str, str]) -> Literal["local", "ray"]:
+    """Where servers are launched. Whoever joins a cluster to run workers there means its nodes."""
+    asked = settings.actor_rollout_ref.rollout.launch.where
+    if asked != "auto":
+        return asked
+    joins = settings.generation.executor == "ray" and joins_cluster(settings.ray_kwargs.ray_init, environ)
+    return "ray" if joins else "local"
+
+
+def launches_on_ray(settings: Settings) -> bool:
+    """Whether the run has servers to launch, and that on a Ray cluster."""
+    rollout = settings.actor_rollout_ref.rollout
+    return is_launched(rollout.name, rollout.server_urls) and launched_where(settings, os.environ) == "ray"
+
+
 def _refuse_unused(launch: LaunchSettings, name: str) -> None:
     """Refuses settings that say what to launch, and how, where nothing is launched."""
     unused = {"server": launch.server != "auto", "replicas": launch.replicas is not None}
+    unused |= {"where": launch.where != "auto"}
     unused |= {"python": launch.python is not None, "args": bool(launch.args), "env": bool(launch.env)}
     if names := ", ".join(name for name, is_set in unused.items() if is_set):
         raise ConfigError(
@@ -97,7 +117,9 @@ def _refuse_unused(launch: LaunchSettings, name: str) -> None:
 
 
 def launched_commands(settings: Settings, log_dir: Path) -> list[dict[str, Any]]:
-    """What would be launched, replica by replica; empty when nothing is. Starts nothing.
+    """What would be launched, replica by replica; empty when nothing is. Starts nothing, joins no cluster.
+
+    On Ray, where the cluster decides how many there are, that is one for all.
 
     Raises:
         ConfigError: it cannot be.
@@ -114,6 +136,7 @@ def launched_commands(settings: Settings, log_dir: Path) -> list[dict[str, Any]]
     )
     return [
         {
+            "where": request.where,
             "devices": list(plan.devices),
             "env": {name: value for name, value in plan.env.items() if name != "PYTHONPATH"},
             "command": plan.command("CHOSEN_AT_START"),

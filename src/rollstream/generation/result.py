@@ -34,6 +34,11 @@ class GenerationResult:
     tool_errors: int = 0
     """Of those calls: unknown tools, unreadable arguments, exceptions, timeouts."""
 
+    policy_versions: tuple[int, int] | None = None
+    """The lowest and the highest version that made tokens of this call's rollouts; None without any."""
+    uploaded: str | None = None
+    """Where `generation.upload_artifact` put the trajectories; None when not asked for, or when it failed."""
+
     @property
     def complete(self) -> bool:
         """Whether every rollout is done or recorded as failed."""

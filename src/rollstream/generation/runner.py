@@ -21,6 +21,9 @@ from rollstream.generation.progress import Snapshot, progress_console, show_prog
 from rollstream.generation.result import GenerationResult
 from rollstream.generation.setup import Prepared, peek_manifest, prepare
 from rollstream.generation.stopping import StoppedEarly, StopSignals, in_daemon_thread
+from rollstream.generation.telemetry import Telemetry
+from rollstream.generation.trackers import load_trackers, tracked_run
+from rollstream.generation.upload import artifact_name, upload_trajectories
 from rollstream.rollout.local import WindowCounters
 from rollstream.store.batch import DamagedFileError
 from rollstream.store.export.run import FILE_NAMES
@@ -94,14 +97,20 @@ async def generate(
     prepared = await stop.unless_stopped(prepare(config, peek_manifest(config)))
     settings = prepared.settings.generation
     async with AsyncExitStack() as stack:
+        telemetry = Telemetry(load_trackers(prepared.settings.trainer.logger), settings.metrics_port)
+        await telemetry.listen()
+        stack.push_async_callback(telemetry.end_server)
         run = await _opened(prepared)
         stack.callback(run.close)
         stack.enter_context(log_to_file(run.paths.logs, settings.log_level))
+        succeeded = False
+        # Before the lock is given back: trackers write into the run directory, too.
+        stack.push_async_callback(lambda: telemetry.close(succeeded=succeeded, stop=stop.requested))
         for line in run.state.damage:
             logger.warning("damaged, kept aside, owed again: %s", line)
         if run.state.torn:
             logger.info("cut an unfinished frame of %d bytes, as a crash leaves it", run.state.torn)
-        one = _Run(prepared, run, stop, console or progress_console(), on_ready)
+        one = _Run(prepared, run, stop, console or progress_console(), on_ready, telemetry)
         await one.execute()
         artifact_rows = 0
         if stop.signal is None and settings.final_merge and run.state.rows:
@@ -110,8 +119,13 @@ async def generate(
             except StoppedEarly:
                 logger.info("stopped while merging; the same command merges again")
         state = run.state
+        uploaded = None
+        if settings.upload_artifact and stop.signal is None and state.rows:
+            uploaded = await one.upload()
         done, failed = state.keys.count(prepared.dataset.order)
         logger.info("ended: %d of %d done, %d failed", done, prepared.total, failed)
+        succeeded = True
+        statistics = telemetry.statistics
         return GenerationResult(
             run_dir=run.paths.root,
             total=prepared.total,
@@ -127,8 +141,10 @@ async def generate(
             damage=state.damage,
             signal=stop.signal,
             max_failed_share=settings.max_failed_share,
-            tool_calls=one.tool_calls,
-            tool_errors=one.tool_errors,
+            tool_calls=statistics.tool_calls,
+            tool_errors=statistics.tool_errors,
+            policy_versions=statistics.versions,
+            uploaded=uploaded,
         )
 
 
@@ -167,6 +183,7 @@ class _Run:
         stop: StopSignals,
         console: Console,
         on_ready: Callable[[], object] | None,
+        telemetry: Telemetry,
     ) -> None:
         self._prepared = prepared
         self._settings = prepared.settings.generation
@@ -174,9 +191,8 @@ class _Run:
         self._stop = stop
         self._console = console
         self._on_ready = on_ready
-        self._tokens = 0
-        self.tool_calls = 0
-        self.tool_errors = 0
+        self._telemetry = telemetry
+        self._statistics = telemetry.statistics
         self.window = WindowCounters()
         """What went through so far."""
 
@@ -208,6 +224,7 @@ class _Run:
             # After an error or a cancellation nothing waits for a seal: what is durable is in the journal.
             await writer.close(seal=not dropped)
             self._write_checkpoint()
+            self._telemetry.sealed(pending_rows=writer.pending_rows, saved_batches=writer.saved_batches)
 
     async def _generate(self, writer: StoreWriter) -> None:
         prepared, settings = self._prepared, self._settings
@@ -240,21 +257,28 @@ class _Run:
                     cap=executor.cap if executor.cap < settings.max_in_flight else None,
                     pending_rows=writer.pending_rows,
                     saved_batches=writer.saved_batches,
-                    tokens=self._tokens,
+                    tokens=self._statistics.tokens,
                     mean_reward=self._directory.state.rewards.mean,
                     waiting=execution.waits(),
                     retries=execution.retries(),
                     unscored=execution.unscored(),
+                    limit=settings.max_in_flight,
+                    replicas=execution.replicas(),
                 )
 
+            run = self._directory
+            self._telemetry.begin(
+                tracked_run(prepared.settings, run.manifest, run.paths.root), run.manifest.created
+            )
             if self._on_ready is not None:
                 self._on_ready()
             work = asyncio.ensure_future(executor.run(keys.owed(order, retry_failed=settings.retry_failed)))
             companions = {
                 asyncio.ensure_future(self._stop_when_asked(executor)),
                 asyncio.ensure_future(self._write_checkpoints()),
+                asyncio.ensure_future(self._telemetry.run(observe, execution.engine)),
             }
-            if settings.show_progress:
+            if settings.show_progress and "console" in prepared.settings.trainer.logger:
                 companions.add(asyncio.ensure_future(show_progress(observe, self._console)))
             try:
                 await _until_done(work, {writer.failed, *companions})
@@ -296,6 +320,19 @@ class _Run:
                 ) from error
         return rows
 
+    async def upload(self) -> str | None:
+        """Makes `trajectories.zip` and uploads it; returns where it is, or None when that failed."""
+        settings = self._prepared.settings
+        run = tracked_run(settings, self._directory.manifest, self._directory.paths.root)
+        given = settings.generation.upload_artifact
+        name = given if isinstance(given, str) else artifact_name(run)
+        return await upload_trajectories(
+            run,
+            lambda file: self._telemetry.upload(run, file, name),
+            merged=settings.generation.final_merge,
+            stop=self._stop,
+        )
+
     async def _interruptible(self, work: Callable[[Callable[[], bool]], int]) -> int:
         """Runs `work` in a thread; told to stop, it has ended when this raises, so the lock may go."""
         cancelled = threading.Event()
@@ -309,17 +346,10 @@ class _Run:
             raise
 
     def _count(self, result: Rollout | EncodedRollout | Failure) -> None:
-        if isinstance(result, EncodedRollout):
-            self._tokens += result.sampled_tokens
-            self.tool_calls += result.tool_calls
-            self.tool_errors += result.tool_errors
+        if not isinstance(result, Failure):
+            self._statistics.add(result)
             return
-        if isinstance(result, Rollout):
-            for trajectory in result.trajectories:
-                self._tokens += sum(trajectory.response_mask)
-                self.tool_calls += int(trajectory.metrics.tool_calls)
-                self.tool_errors += int(trajectory.metrics.tool_errors)
-            return
+        self._statistics.add_failure(result)
         level = logging.WARNING if self.window.failed <= _FAILURES_SAID else logging.DEBUG
         logger.log(
             level,

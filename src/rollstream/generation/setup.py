@@ -3,8 +3,9 @@
 import hashlib
 import importlib.metadata
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from rollstream.engine.registry import data_deciding_kwargs
 from rollstream.errors import ConfigError, DataError
 from rollstream.generation.agents import Agents, load_agents
 from rollstream.generation.equipment import Equipment, equip
+from rollstream.generation.executors import check_executor_installed, executor_elsewhere
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.stopping import in_daemon_thread
+from rollstream.generation.trackers import check_trackers
 from rollstream.store.manifest import Manifest, new_manifest, read_manifest
 from rollstream.trajectory import PromptRow
 
@@ -118,6 +121,12 @@ async def prepare(config: DictConfig, run_dir_manifest: Manifest | None = None) 
         ConfigError: the configuration cannot work.
         DataError: a file or row cannot be used.
     """
+    settings = to_settings(config)
+    check_executor_installed(settings)
+    upload = bool(settings.generation.upload_artifact)
+    await in_daemon_thread(partial(check_trackers, settings.trainer.logger, upload=upload))
+    if (elsewhere := executor_elsewhere(settings)) is not None:
+        return await elsewhere.prepare(config)
     agents = await in_daemon_thread(load_agents, config)
     await agents.tools.describe()
     return await in_daemon_thread(_prepare, config, run_dir_manifest, agents)
@@ -160,7 +169,7 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
             *(overlong.removed, overlong.checked, rollout.prompt_length),
         )
     if (shard := settings.generation.shard_of) is not None:
-        _take_shard(dataset, *shard)
+        take_shard(dataset, *shard)
     loop_names = {rollout.agent.default_agent_loop, *dataset.agent_names()}
     for name in sorted(dataset.agent_names()):
         try:
@@ -185,28 +194,40 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
         dataset_rows=len(dataset),
         engine_settings=data_deciding_kwargs(rollout.name, rollout.engine_kwargs),
     )
-    resolved_config = OmegaConf.to_container(resolved, resolve=True)
-    assert isinstance(resolved_config, dict)
     return Prepared(
         **{one.name: getattr(equipment, one.name) for one in fields(equipment)},
         dataset=dataset,
         overlong=overlong,
-        manifest=new_manifest(
-            n=rollout.n,
-            identity=identity,
-            dataset={
-                "files": dataset.file_digests,
-                "fingerprint": dataset.fingerprint,
-                "agent_names": sorted(dataset.agent_names()),
-                "has_images": dataset.has_images(),
-            },
-            versions=_versions(),
-            config={str(key): value for key, value in resolved_config.items()},
-        ),
+        manifest=manifest_for(resolved, dataset, identity, n=rollout.n),
     )
 
 
-def _take_shard(dataset: PromptDataset, number: int, count: int) -> None:
+def manifest_for(
+    resolved: DictConfig,
+    dataset: PromptDataset,
+    identity: dict[str, Any],
+    *,
+    n: int,
+    packages: Sequence[str] = (),
+) -> Manifest:
+    """The manifest of a new run; `packages`: further ones whose versions are worth knowing."""
+    config = OmegaConf.to_container(resolved, resolve=True)
+    assert isinstance(config, dict)
+    return new_manifest(
+        n=n,
+        identity=identity,
+        dataset={
+            "files": dataset.file_digests,
+            "fingerprint": dataset.fingerprint,
+            "agent_names": sorted(dataset.agent_names()),
+            "has_images": dataset.has_images(),
+        },
+        versions=_versions((*_VERSIONED, *packages)),
+        config={str(key): value for key, value in config.items()},
+    )
+
+
+def take_shard(dataset: PromptDataset, number: int, count: int) -> None:
     """Leaves every `count`-th row of those that the whole run would visit: shards of about equal work."""
     if len(dataset.order) < count:
         raise ConfigError(
@@ -221,9 +242,9 @@ def peek_manifest(config: DictConfig) -> Manifest | None:
     return read_manifest(Path(to_settings(config).trainer.default_local_dir).expanduser())
 
 
-def _versions() -> dict[str, str]:
+def _versions(packages: Sequence[str]) -> dict[str, str]:
     versions = {"rollstream": rollstream.__version__}
-    for name in _VERSIONED:
+    for name in packages:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

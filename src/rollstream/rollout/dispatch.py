@@ -11,8 +11,10 @@ went to others) is refused by `arrive`: so whatever dies when, each key is settl
 `assign` to `settle`: at most `cap` are, and of them a worker holds at most its share.
 
 A rollout that brings its worker down would do so for ever. So one that was in flight at `free_deaths` deaths
-is a suspect: it gets a worker for itself, and if that one dies too it is charged. After `max_charges` it is
-handed back, to be recorded as failed.
+is a suspect, and is tried: on a worker that has nothing but suspects, one alone at first, twice as many after
+each that passes, one again after such a worker's death. So innocents are through after a few rounds, and who
+was alone in flight at a death is charged. After `max_charges` it is handed back, to be recorded as failed.
+Half of the workers go on with other work meanwhile, as long as there is some.
 """
 
 import heapq
@@ -22,8 +24,11 @@ from collections.abc import Iterator
 from rollstream.trajectory import RolloutKey
 
 _FREE_DEATHS = 4
-"""Deaths that a rollout lives through unsuspected: workers die for want of memory or with their node, too.
-To be a suspect costs little: to run alone."""
+"""Deaths that a rollout lives through unsuspected: workers die for want of memory, or of another's fault.
+To be a suspect costs little: to run in small company for a while."""
+
+_TRIED_MOST = 1 << 20
+"""Suspects in flight at one worker; more than any share, so that the doubling ends."""
 
 
 class Dispatch:
@@ -57,10 +62,12 @@ class Dispatch:
         self._deaths: dict[RolloutKey, int] = {}
         self._charges: dict[RolloutKey, int] = {}
         self._suspects: deque[RolloutKey] = deque()
-        self._reserved: int | None = None
-        """The worker that is for a suspect, as soon as it has nothing else."""
-        self._alone: RolloutKey | None = None
-        """The suspect that it has."""
+        self._reserved: set[int] = set()
+        """The workers that are for suspects, as soon as they have nothing else."""
+        self._tried: set[RolloutKey] = set()
+        """The suspects that they have."""
+        self._limit = 1
+        """Suspects in flight at one worker."""
         self._stopped = False
 
     @property
@@ -99,12 +106,11 @@ class Dispatch:
         room = self.cap - self.in_flight
         if self._stopped or room <= 0:
             return given
-        if (suspect := self._assign_suspect()) is not None:
-            worker, key = suspect
-            given[worker] = [key]
-            room -= 1
+        room -= self._assign_suspects(given, room)
         share = self.share
-        least = [(len(keys), worker) for worker, keys in self._workers.items() if worker != self._reserved]
+        least = [
+            (len(keys), worker) for worker, keys in self._workers.items() if worker not in self._reserved
+        ]
         heapq.heapify(least)
         while room > 0 and least and least[0][0] < share:
             next_key = self._next()
@@ -126,53 +132,87 @@ class Dispatch:
         self._at_store.add(key)
         self._deaths.pop(key, None)
         self._charges.pop(key, None)
-        if key == self._alone:
-            self._alone = self._reserved = None
+        if key in self._tried:
+            self._tried.remove(key)
+            self._limit = min(2 * self._limit, _TRIED_MOST)
         return True
 
     def settle(self, key: RolloutKey) -> None:
         """What has arrived is durable."""
         self._at_store.remove(key)
 
-    def lose(self, worker: int) -> list[tuple[RolloutKey, int]]:
+    def lose(self, worker: int, *, suspect: bool = True) -> list[tuple[RolloutKey, int]]:
         """A worker is gone; its keys are owed again. Unknown workers: fine.
+
+        Args:
+            worker: its number.
+            suspect: whether a rollout may have brought it down; not if it left for want of an engine, or
+                with its node.
 
         Returns:
             the keys that have caused too many deaths, and how many: they have arrived, as failures.
         """
-        failed = []
-        if worker == self._reserved:
-            self._reserved = None
-        for key in sorted(self._workers.pop(worker, ())):
-            self._deaths[key] = self._deaths.get(key, 0) + 1
-            if key == self._alone:
-                self._alone = None
-                self._charges[key] = charges = self._charges.get(key, 0) + 1
-                if charges >= self._max_charges:
-                    del self._deaths[key], self._charges[key]
-                    self._at_store.add(key)
-                    failed.append((key, charges))
-                    continue
-            if self._deaths[key] >= self._free_deaths:
+        self._reserved.discard(worker)
+        keys = sorted(self._workers.pop(worker, ()))
+        failed, again = [], []
+        for key in keys:
+            was_tried = key in self._tried
+            self._tried.discard(key)
+            if suspect:
+                self._deaths[key] = self._deaths.get(key, 0) + 1
+                if was_tried:
+                    self._limit = 1
+                    if len(keys) == 1:
+                        self._charges[key] = charges = self._charges.get(key, 0) + 1
+                        if charges >= self._max_charges:
+                            del self._deaths[key], self._charges[key]
+                            self._at_store.add(key)
+                            failed.append((key, charges))
+                            continue
+            if was_tried:
+                again.append(key)
+            elif suspect and self._deaths[key] >= self._free_deaths:
                 self._suspects.append(key)
             else:
                 self._again.append(key)
+        # Before those that were not tried yet: the company of a culprit gets smaller each time.
+        self._suspects.extendleft(reversed(again))
         return failed
 
     def stop(self) -> None:
         """Gives out nothing more; what is in flight goes on."""
         self._stopped = True
 
-    def _assign_suspect(self) -> tuple[int, RolloutKey] | None:
-        if not self._suspects or not self._workers or self._alone is not None:
+    def _assign_suspects(self, given: dict[int, list[RolloutKey]], room: int) -> int:
+        """Gives suspects to workers that are theirs; returns how many."""
+        if not self._suspects:
+            self._reserved = {worker for worker in self._reserved if self._workers[worker] & self._tried}
+            if not self._tried:
+                self._limit = 1
+        count = 0
+        while count < room and self._suspects and (worker := self._worker_for_suspect()) is not None:
+            key = self._suspects.popleft()
+            self._tried.add(key)
+            self._workers[worker].add(key)
+            given.setdefault(worker, []).append(key)
+            count += 1
+        return count
+
+    def _worker_for_suspect(self) -> int | None:
+        """A worker that may be given one more suspect, and has nothing else."""
+        most = min(self._limit, self.share)
+        for worker in self._reserved:
+            held = self._workers[worker]
+            if len(held) < most and held <= self._tried:
+                return worker
+        others_wait = bool(self._again) or self._keys is not None
+        most_workers = max(1, len(self._workers) // 2) if others_wait else len(self._workers)
+        free = self._workers.keys() - self._reserved
+        if not free or len(self._reserved) >= min(most_workers, len(self._suspects) + len(self._tried)):
             return None
-        if self._reserved is None:
-            self._reserved = min(self._workers, key=lambda worker: (len(self._workers[worker]), worker))
-        if self._workers[self._reserved]:
-            return None
-        self._alone = self._suspects.popleft()
-        self._workers[self._reserved].add(self._alone)
-        return self._reserved, self._alone
+        chosen = min(free, key=lambda worker: (len(self._workers[worker]), worker))
+        self._reserved.add(chosen)
+        return None if self._workers[chosen] else chosen
 
     def _next(self) -> RolloutKey | None:
         if self._again:

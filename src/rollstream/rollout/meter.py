@@ -3,11 +3,23 @@
 import asyncio
 import time
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from rollstream.engine.base import Capabilities, ChatEngine, ChatPrompt, Engine
 from rollstream.errors import EngineError, EngineOverloadedError
 from rollstream.trajectory import Completion, SamplingParams
+
+
+class Answered(Protocol):
+    """What an engine gave, as far as it is counted."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The sampled ids."""
+        ...
+
+
+_Answered = TypeVar("_Answered", bound=Answered)
 
 
 class MeteredEngine:
@@ -51,16 +63,17 @@ class MeteredEngine:
         request_id: str,
         images: list[object] | None = None,
     ) -> Completion:
-        return await self._counted(
+        return await self.counted(
             self.engine.generate(prompt_ids, sampling, request_id=request_id, images=images)
         )
 
     async def chat(self, prompt: ChatPrompt, sampling: SamplingParams, *, request_id: str) -> Completion:
         if not isinstance(self.engine, ChatEngine):
             raise EngineError("this engine speaks token ids, not messages")
-        return await self._counted(self.engine.chat(prompt, sampling, request_id=request_id))
+        return await self.counted(self.engine.chat(prompt, sampling, request_id=request_id))
 
-    async def _counted(self, request: Awaitable[Completion]) -> Completion:
+    async def counted(self, request: Awaitable[_Answered]) -> _Answered:
+        """Awaits a request that goes to the engine by another way, and counts it."""
         started = self._count(1)
         try:
             completion = await request

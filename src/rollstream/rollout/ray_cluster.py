@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.daemon_threads import deliver
+from rollstream.engine.ray_package import import_ray
 from rollstream.errors import ConfigError, EngineUnavailableError
+from rollstream.redaction import redact
 
 logger = logging.getLogger(__name__)
 
@@ -44,28 +46,33 @@ class RayCluster:
         self._ray_init = {str(key): value for key, value in ray_init.items()}
         self._timeline = timeline_json_file
         self._thread: _ClusterThread | None = None
+        self._users = 0
 
     @property
     def arguments(self) -> dict[str, Any]:
         """What `ray.init` is called with."""
-        joins = self._ray_init.get("address") not in (None, "local") or (
-            "address" not in self._ray_init and os.environ.get("RAY_ADDRESS")
-        )
-        return {**({} if joins else _LOCAL_DEFAULTS), **_DEFAULTS, **self._ray_init}
+        return {
+            **({} if joins_cluster(self._ray_init, os.environ) else _LOCAL_DEFAULTS),
+            **_DEFAULTS,
+            **self._ray_init,
+        }
 
     async def start(self) -> None:
-        """Joins or starts the cluster. Takes seconds, in a thread.
+        """Joins or starts the cluster. Takes seconds, in a thread. Each `start` has a `close` of its own.
 
         Raises:
             ConfigError: Ray is not installed, or does not take these arguments.
             EngineUnavailableError: no cluster is there.
         """
         ray = import_ray()
-        if ray.is_initialized():
+        if self._users or ray.is_initialized():
+            self._users += 1
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
         # Workers without GPUs of their own see those of their node: an embedded engine may use them.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        joins = joins_cluster(self._ray_init, os.environ)
+        logger.info("joining the Ray cluster" if joins else "starting Ray on this machine")
         thread = _ClusterThread()
         self._thread = thread
         arguments = self.arguments
@@ -77,6 +84,7 @@ class RayCluster:
             raise EngineUnavailableError(f"{_WHERE}: no Ray cluster is there: {error}") from error
         finally:
             _take_signals_back()
+        self._users = 1
         resources = ray.cluster_resources()
         logger.info(
             "Ray cluster: %d nodes, %g CPUs, %g GPUs",
@@ -84,7 +92,10 @@ class RayCluster:
         )
 
     async def close(self) -> None:
-        """Writes the timeline and leaves the cluster; one that was started here ends. May be called twice."""
+        """The last one writes the timeline and leaves the cluster; one that was started here ends."""
+        self._users -= 1
+        if self._users > 0:
+            return
         thread, self._thread = self._thread, None
         ray = import_ray()
         if self._timeline is not None and ray.is_initialized():
@@ -137,16 +148,11 @@ class _ClusterThread:
             call()
 
 
-def import_ray() -> Any:
-    """The package. Raises `ConfigError` when it is not installed."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(
-            f"generation.executor=ray needs Ray, which is not installed ({error}): "
-            "pip install 'rollstream[ray]'"
-        ) from error
-    return ray
+def joins_cluster(ray_init: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    """Whether `ray.init` with these arguments joins a cluster that is there, or starts one."""
+    if "address" in ray_init:
+        return ray_init["address"] not in (None, "local")
+    return bool(environ.get("RAY_ADDRESS"))
 
 
 def _take_signals_back() -> None:
@@ -162,4 +168,5 @@ def _take_signals_back() -> None:
 
 
 def _shown(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    """For a message: without secrets, which a Python caller may have given."""
+    return ", ".join(f"{key}={value!r}" for key, value in redact(arguments).items())

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
@@ -27,11 +26,9 @@ from rollstream.errors import ConfigError
 from rollstream.serving.model import ServedModel
 from rollstream.serving.parent import parent_ended
 from rollstream.serving.server import Server
+from rollstream.stop_signals import stop_signals
 
 _LOG = logging.getLogger(__name__)
-
-_TOGETHER_S = 0.5
-"""Signals this soon after the first are the same one: wrappers signal a process and then its group."""
 
 _REPORT_S = 10.0
 """Between two lines about requests: a person reads along, and a thousand requests are one line."""
@@ -85,7 +82,7 @@ def _load(options: argparse.Namespace, log_dir: Path) -> tuple[Engine, ServedMod
 
 
 async def _serve(engine: Engine, model: ServedModel, options: argparse.Namespace, parent_pid: int) -> None:
-    stop = _stop_signals()
+    stop = stop_signals()
     owned: list[asyncio.Task[None]] = []
     if options.exit_with_parent:
         owned.append(asyncio.create_task(_stop_with_parent(parent_pid, stop)))
@@ -110,25 +107,6 @@ async def _serve(engine: Engine, model: ServedModel, options: argparse.Namespace
             task.cancel()
         await asyncio.gather(*owned, return_exceptions=True)
         await server.stop()
-
-
-def _stop_signals() -> asyncio.Event:
-    """Set by SIGINT and SIGTERM; a second one, not right after the first, does not wait for anything."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    first_at = loop.time()
-
-    def receive(number: int) -> None:
-        nonlocal first_at
-        if not stop.is_set():
-            first_at = loop.time()
-            stop.set()
-        elif loop.time() - first_at > _TOGETHER_S:
-            os._exit(128 + number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, receive, number)
-    return stop
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

@@ -4,9 +4,9 @@ Source: https://prometheus.io/docs/instrumenting/exposition_formats/ (version 0.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 
 from rollstream.engine.base import EngineLoad
+from rollstream.metrics_text import MetricsPage
 from rollstream.serving.service import EngineService
 
 _AS_OTHERS_SAY = {
@@ -32,41 +32,34 @@ class RequestCounts:
 
 def metrics_text(service: EngineService, counts: RequestCounts, load: EngineLoad | None) -> str:
     """The page. What the engine does not say, `load` or a part of it, is not there."""
-    lines: list[str] = []
-
-    def add(name: str, kind: str, text: str, values: Mapping[str, int]) -> None:
-        lines.append(f"# HELP rollstream_{name} {text}")
-        lines.append(f"# TYPE rollstream_{name} {kind}")
-        lines.extend(f"rollstream_{name}{labels} {value}" for labels, value in sorted(values.items()))
-
-    add(
-        "samples_running", "gauge", "Samples that the engine has, queued by it or not.", {"": service.running}
-    )
-    add(
+    page = MetricsPage()
+    page.add("samples_running", "gauge", "Samples that the engine has, queued by it or not.", service.running)
+    page.add(
         "samples_waiting",
         "gauge",
         "Samples held back by a pause or an engine that is coming back.",
-        {"": service.waiting},
+        service.waiting,
     )
-    add("paused", "gauge", "1 during a pause.", {"": int(service.paused)})
-    add("weight_version", "gauge", "Version of the weights.", {"": service.weight_version})
-    add(
+    page.add("paused", "gauge", "1 during a pause.", int(service.paused))
+    page.add("weight_version", "gauge", "Version of the weights.", service.weight_version)
+    page.add(
         "samples_total",
         "counter",
         "Samples that ended, by finish reason.",
-        {f'{{finish_reason="{reason}"}}': number for reason, number in service.finished.items()},
+        {(("finish_reason", reason),): number for reason, number in service.finished.items()},
     )
-    add("prompt_tokens_total", "counter", "Prompt tokens of samples that ended.", {"": service.prompt_tokens})
-    add("generated_tokens_total", "counter", "Tokens sampled.", {"": service.generated_tokens})
-    add(
+    page.add("prompt_tokens_total", "counter", "Prompt tokens of samples that ended.", service.prompt_tokens)
+    page.add("generated_tokens_total", "counter", "Tokens sampled.", service.generated_tokens)
+    page.add(
         "http_requests_total",
         "counter",
         "Answered HTTP requests, by route and status.",
         {
-            f'{{route="{route}",status="{status}"}}': number
+            (("route", route), ("status", str(status))): number
             for (route, status), number in counts.answered.items()
         },
     )
+    lines: list[str] = []
     for field, (kind, names) in _AS_OTHERS_SAY.items():
         value = getattr(load, field, None)
         if value is None:
@@ -75,4 +68,4 @@ def metrics_text(service: EngineService, counts: RequestCounts, load: EngineLoad
             value += service.waiting
         for name in names:
             lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
-    return "\n".join(lines) + "\n"
+    return page.text() + "".join(f"{line}\n" for line in lines)

@@ -15,6 +15,7 @@ import orjson
 import zstandard
 
 from rollstream.errors import RollstreamError
+from rollstream.store.facts import RolloutFacts, rollout_facts
 from rollstream.trajectory import Failure, Rollout, RolloutKey, Trajectory
 
 _COMPRESSION_LEVEL = 1
@@ -92,6 +93,7 @@ class EncodedRollout:
     """Over all trajectories; so are the calls."""
     tool_calls: int
     tool_errors: int
+    facts: RolloutFacts
 
     @property
     def key(self) -> RolloutKey:
@@ -185,6 +187,7 @@ class RecordCodec:
                 sampled_tokens=sum(sum(trajectory.response_mask) for trajectory in rollout.trajectories),
                 tool_calls=sum(int(one.tool_calls) for one in metrics),
                 tool_errors=sum(int(one.tool_errors) for one in metrics),
+                facts=rollout_facts(rollout),
             )
         except (TypeError, ValueError, OverflowError) as error:  # a count that is not a number
             raise EncodingError(

@@ -35,7 +35,7 @@ _MAX_BODY = 2**28
 
 
 class StubServer:
-    """The server, in this process. Bound to 127.0.0.1.
+    """The server, in this process.
 
     Example:
         >>> async with StubServer(response_tokens=64) as server:
@@ -46,6 +46,7 @@ class StubServer:
             None answers from the book. The request id it sees is the one on the wire, `rid`, which a client
             makes anew for each request; its images are the files' bytes. What it raises is an HTTP 500 that
             names it. Its completions are sent as they are, but with the server's `weight_version`.
+        host: address to listen on.
         port: 0 takes a free one.
         response_tokens: tokens in an answer of the book, at most the request's `max_new_tokens`; None answers
             with exactly that many.
@@ -71,6 +72,7 @@ class StubServer:
         self,
         rule: AnswerRule | None = None,
         *,
+        host: str = "127.0.0.1",
         port: int = 0,
         response_tokens: int | None = None,
         vocab_size: int = 512,
@@ -112,6 +114,7 @@ class StubServer:
         self.on_death: Callable[[], None] = self._die_in_process
         """What `Faults.die_after` does: here the sockets close at once, as when a process is killed."""
         self._rule = rule
+        self._host = host
         self._port = port
         self._rng = random.Random(fault_seed)
         self.work = StubWork(max_running)
@@ -136,9 +139,9 @@ class StubServer:
         """Begins to serve; returns the URL."""
         self._server = web.Server(self._handle, access_log=None)
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(self._server, "127.0.0.1", self._port, backlog=4096)
+        self._listener = await loop.create_server(self._server, self._host, self._port, backlog=4096)
         self._port = self._listener.sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.url = f"http://{self._host}:{self._port}"
         return self.url
 
     async def stop(self) -> None:
@@ -348,6 +351,7 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 def _parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rollstream.testing.stub_server", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--response-tokens", type=int, default=None)
     parser.add_argument("--vocab-size", type=int, default=512)
@@ -381,6 +385,7 @@ def _die() -> NoReturn:
 
 async def _serve(arguments: argparse.Namespace) -> None:
     server = StubServer(
+        host=arguments.host,
         port=arguments.port,
         response_tokens=arguments.response_tokens,
         vocab_size=arguments.vocab_size,

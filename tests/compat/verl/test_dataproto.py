@@ -14,7 +14,7 @@ import torch  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from verl import DataProto  # noqa: E402
 
-from rollstream.integrations.verl_data import read_dataproto  # noqa: E402
+from rollstream.integrations.verl.dataproto import read_dataproto  # noqa: E402
 from rollstream.store.export.dataproto import (  # noqa: E402
     DataProtoOptions,
     dataproto_files,

@@ -66,6 +66,9 @@ def test_overrides_in_hydras_grammar() -> None:
         ("data.train_files=[dír/a]", r"""like this: 'data\.train_files=\["a b", "c"\]'"""),
         ("generation.grace_period=x[", r"""like this: 'generation\.grace_period="x\["'"""),
         ("generation.bogus=x[", "unknown key"),
+        ("generation.metrics_port=99999", "metrics_port must be at most 65535"),
+        ("generation.upload_artifact=5", "with a letter among them"),
+        ("trainer.logger=wand", "did you mean 'wandb'"),
     ],
 )
 def test_wrong_words_are_named(word: str, message: str) -> None:
@@ -117,3 +120,11 @@ def test_a_mapping_is_a_layer_too() -> None:
     settings = to_settings(compose(layers=[{"generation": {"seed": 9}}]))
     assert settings.generation.seed == 9
     assert OmegaConf.is_config(compose())
+
+
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [("wandb", ["wandb"]), ("null", []), ("[]", []), ("[console,jsonl]", ["console", "jsonl"])],
+)
+def test_loggers_may_be_one_name_or_none(word: str, names: list[str]) -> None:
+    assert to_settings(compose([f"trainer.logger={word}"])).trainer.logger == names

@@ -279,6 +279,26 @@ async def test_a_seed_repeats_whoever_pauses_the_server(ours: bool) -> None:
         assert inner.seeds == [3, 3]
 
 
+async def test_weights_changed_beside_us_in_one_version_are_other_weights() -> None:
+    """A trainer's optimizer steps within a batch: a request with a seed keeps what it has."""
+
+    class Shared(Stepper):
+        weight_changes = 0
+
+    inner = Shared()
+    engine = InterruptibleEngine(inner)
+    (prompt,) = lasting(1, 10)
+    asked = asyncio.create_task(engine.generate(prompt, replace(LONG, seed=3), request_id="a"))
+    await turns(5)
+    (one,) = inner.inside.values()
+    before = list(one.ids)
+    inner.weight_changes += 1
+    inner.abort_all()
+    answer = await asked
+    check(prompt, answer)
+    assert before and inner.prompts == [prompt, prompt + before]
+
+
 async def test_the_door_is_closed_while_weights_are_loaded() -> None:
     inner, loaded = Stepper(), asyncio.Event()
     inner.loading = loaded.wait

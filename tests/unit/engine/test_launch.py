@@ -13,9 +13,10 @@ import pytest
 
 from rollstream.demo import MODEL_PATH
 from rollstream.engine import launch
-from rollstream.engine.launch import LaunchedEngine, launch_plan
+from rollstream.engine.launch import launch_plan
 from rollstream.engine.launch_plan import LaunchRequest, ReplicaPlan
 from rollstream.engine.launch_process import LocalLauncher
+from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.registry import check_engine_config, create_engine
 from rollstream.engine.sglang import ENGINE_KWARGS, SGLangEngine, SGLangReplica
 from rollstream.errors import ConfigError, EngineError, EngineLostError, EngineUnavailableError

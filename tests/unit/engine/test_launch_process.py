@@ -92,7 +92,7 @@ async def test_a_log_that_is_gone_is_said(tmp_path: Path) -> None:
     try:
         for log in (tmp_path / "logs").iterdir():
             log.unlink()
-        assert "its log cannot be read" in process.last_words()
+        assert "its log cannot be read" in await process.last_words()
     finally:
         await process.stop()
     assert not command_line(process.pid)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from rollstream.engine.interruptible import InterruptibleEngine
 from rollstream.engine.pool import common_capabilities
 from rollstream.engine.sglang import ENGINE_KWARGS, SGLangEngine, SGLangReplica
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
@@ -109,6 +110,14 @@ async def test_a_slow_replica_gets_less(pool: SGLangEngine, servers: list[StubSe
     await asyncio.gather(*(one(i) for i in range(240)))
     slow, *fast = (server.stats.answered for server in servers)
     assert slow < min(fast) / 4, (slow, fast)
+
+
+async def test_the_replicas_that_are_there_are_counted(pool: SGLangEngine, servers: list[StubServer]) -> None:
+    wrapped = InterruptibleEngine(pool)
+    assert wrapped.replica_counts() == pool.replica_counts() == (3, 3)
+    await servers[1].stop()
+    await asyncio.gather(*(ask(pool, i) for i in range(9)))
+    assert wrapped.replica_counts() == (2, 3)
 
 
 async def test_replicas_join_and_leave_while_requests_go_on(

@@ -40,6 +40,8 @@ def test_line_says_everything() -> None:
     assert "WAITING FOR THE ENGINE" in format_line(snapshot(waiting=True), 0.0, 0.0)
     assert "mean reward - | ETA -" in format_line(snapshot(mean_reward=None), 0.0, 0.0)
     assert "| in flight 8 (cap 9) |" in format_line(snapshot(cap=9), 1.0, 1.0)
+    assert "replicas 3/4 | mean" in format_line(snapshot(replicas=(3, 4)), 1.0, 1.0)
+    assert "rep" not in format_line(snapshot(replicas=(1, 1)), 1.0, 1.0)
     assert "retries 2 | unscored 1" in format_line(snapshot(retries=2, unscored=1), 1.0, 1.0)
 
 
@@ -51,7 +53,9 @@ def test_share_is_of_what_is_done() -> None:
 
 
 def test_line_fits_the_console() -> None:
-    big = snapshot(total=1000000, done=123456, in_flight=256, pending_rows=998, retries=7, unscored=3)
+    big = snapshot(
+        total=1000000, done=123456, in_flight=256, pending_rows=998, retries=7, unscored=3, replicas=(1, 8)
+    )
     for width in range(1, 200):
         assert len(format_line(big, 123.4, 98765.4, width)) <= width
     assert format_line(snapshot(), 10.0, 1234.0, 200) == format_line(snapshot(), 10.0, 1234.0)

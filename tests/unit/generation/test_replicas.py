@@ -8,7 +8,13 @@ from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.replicas import launch_identity, launch_request, launched_commands
+from rollstream.generation.replicas import (
+    launch_identity,
+    launch_request,
+    launched_commands,
+    launched_where,
+    launches_on_ray,
+)
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SERVE = (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.launch.server=rollstream")
@@ -184,3 +190,55 @@ def test_the_plan_can_be_shown() -> None:
     assert commands[0]["env"] == {"A": "1"}
     assert commands[1]["command"][-2:] == ["--port", "CHOSEN_AT_START"]
     assert launched_commands(settings(), Path("logs")) == []
+
+
+RAY = "generation.executor=ray"
+AUTO = "ray_kwargs.ray_init.address=auto"
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "where"),
+    [
+        ((), {}, "local"),
+        ((), {"RAY_ADDRESS": "a:1"}, "local"),  # no workers there
+        ((RAY,), {}, "local"),  # a cluster of this machine
+        ((RAY, AUTO), {}, "ray"),
+        ((RAY,), {"RAY_ADDRESS": "a:1"}, "ray"),
+        ((RAY, "ray_kwargs.ray_init.address=local"), {"RAY_ADDRESS": "a:1"}, "local"),
+        ((RAY, AUTO, f"{ROLLOUT}.launch.where=local"), {}, "local"),
+        ((f"{ROLLOUT}.launch.where=ray",), {}, "ray"),
+    ],
+)
+def test_servers_are_launched_where_the_run_has_gone(
+    words: tuple[str, ...], environ: dict[str, str], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = settings(*SERVE, *words)
+    assert launched_where(given, environ) == where
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    request = launch_request(given)
+    assert request is not None and request.where == where
+    assert launches_on_ray(given) == (where == "ray")
+
+
+def test_on_ray_the_commands_name_what_a_node_fills_in(tmp_path: Path) -> None:
+    given = settings(*SERVE, f"{ROLLOUT}.launch.where=ray", "ray_kwargs.replica.num_cpus=2")
+    (one,) = launched_commands(given, tmp_path)
+    assert one["where"] == "ray"
+    assert one["command"][:4] == ["<python>", "-m", "rollstream.cli", "serve"]
+    assert one["command"][one["command"].index("--host") + 1] == "<address>"
+    assert one["command"][one["command"].index("--log-dir") + 1] == "<logs>"
+    request = launch_request(given)
+    assert request is not None and request.actor_options == {"num_cpus": 2}
+
+
+def test_a_place_without_servers_to_launch_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"launch\.\* \(where\)"):
+        launch_request(settings(f"{ROLLOUT}.name=openvino", f"{ROLLOUT}.launch.where=ray"))
+
+
+def test_what_a_replica_may_not_claim_is_refused_without_a_cluster(tmp_path: Path) -> None:
+    given = settings(*SERVE, f"{ROLLOUT}.launch.where=ray", "ray_kwargs.replica.num_gpus=1")
+    with pytest.raises(ConfigError, match=r"ray_kwargs\.replica\.num_gpus is not yours to set"):
+        launched_commands(given, tmp_path)

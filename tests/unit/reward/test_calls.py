@@ -3,7 +3,6 @@ import contextlib
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -208,13 +207,11 @@ async def main():
 
 asyncio.run(main())
 """
-    began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "timeout\ntimeout\n"
     assert done.stderr == ""
-    assert time.monotonic() - began < 60
 
 
 async def test_a_loop_that_is_gone_is_no_trouble(release: threading.Event) -> None:

@@ -134,7 +134,7 @@ def export_dataproto(
             temporary.replace(name)
         for old in set(dataproto_files(target)) - set(names):
             old.unlink()
-        sync_folder(target.resolve().parent)
+        sync_folder(target.parent)
     except OSError as error:
         raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
     finally:
@@ -153,7 +153,8 @@ def export_dataproto(
 def dataproto_files(target: Path) -> list[Path]:
     """The files there are of an export to `target`, of one file or of several."""
     pattern = re.compile(rf"{re.escape(target.stem)}(-\d{{5,}}-of-\d{{5,}})?{re.escape(target.suffix)}")
-    return sorted(path for path in target.resolve().parent.iterdir() if pattern.fullmatch(path.name))
+    # As `target` has its folder, relative or not: these paths are compared with those that were written.
+    return sorted(path for path in target.parent.iterdir() if pattern.fullmatch(path.name))
 
 
 def check_packages() -> None:

@@ -17,6 +17,7 @@ from rollstream.errors import ConfigError, DamageError, RunDirectoryError, Stora
 from rollstream.store.export.dataproto import DataProtoOptions, dataproto_files, export_dataproto
 from rollstream.store.export.hf import check_replaceable, export_hf
 from rollstream.store.export.jsonl import artifact_rows, export_jsonl
+from rollstream.store.export.zip import export_zip
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import Manifest, read_manifest
 from rollstream.store.merge import merge_batches
@@ -29,6 +30,7 @@ FILE_NAMES = {
     "jsonl": "trajectories.jsonl",
     "dataproto": "trajectories.pkl",
     "hf": "trajectories_hf",
+    "zip": "trajectories.zip",
 }
 """What an export is named in the run directory, by format. That of `hf` is a folder."""
 
@@ -70,7 +72,7 @@ def export_run(
     force: bool = False,
     dataproto: DataProtoOptions | None = None,
 ) -> Export:
-    """Writes a run's trajectories as `parquet`, `jsonl`, `dataproto` or `hf`.
+    """Writes a run's trajectories as `parquet`, `jsonl`, `dataproto`, `hf` or `zip`.
 
     Args:
         root: the run directory.
@@ -109,7 +111,7 @@ def export_run(
         if is_finished(status):
             paths = RunPaths(root)
             merge_batches(paths, manifest.run_id_bytes)
-            return Export(target, _write(paths.artifact, name, target, options, manifest), status)
+            return Export(target, _write(paths.artifact, name, target, options, manifest, root), status)
         if in_run:
             total = "?" if status.total is None else status.total
             raise RunDirectoryError(
@@ -117,7 +119,7 @@ def export_run(
                 "is there, name a file outside with --output; or run `rollstream generate` to its end"
             )
         with _merged_aside(RunPaths(root), manifest, target) as artifact:
-            return Export(target, _write(artifact, name, target, options, manifest), status)
+            return Export(target, _write(artifact, name, target, options, manifest, root), status)
 
 
 def _check_output(root: Path, target: Path, own: Path, name: str, *, force: bool) -> None:
@@ -179,7 +181,12 @@ def _merged_aside(paths: RunPaths, manifest: Manifest, target: Path) -> Iterator
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(artifact: Path, name: str, target: Path, dataproto: DataProtoOptions, manifest: Manifest) -> int:
+def _write(
+    artifact: Path, name: str, target: Path, dataproto: DataProtoOptions, manifest: Manifest, root: Path
+) -> int:
+    if name == "zip":
+        export_zip(artifact, target, summary=root / "checkpoint.json")
+        return artifact_rows(artifact)
     if name == "hf":
         return export_hf(artifact, target, manifest)
     if name == "dataproto":

@@ -1,7 +1,7 @@
 """Rows of an artifact as the arrays of a DataProto: padded tensors, and one array for each other name."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ class NonTensors:
                 "raw_prompt": prompt,
                 "messages": row["messages"],
                 "data_source": row["data_source"],
-                "reward_model": {"style": "rule", "ground_truth": row["ground_truth"]},
+                "reward_model": _reward_model(row),
                 "index": row["index"],
                 "repeat": row["repeat"],
                 "trajectory": row["trajectory"],
@@ -193,6 +193,13 @@ class NonTensors:
                 self.arrays[name][at + number] = value
 
 
+def _reward_model(row: Mapping[str, Any]) -> dict[str, Any]:
+    """As verl's rows have it: the row's own, if it came with one."""
+    own = row["extra"].get("reward_model")
+    told = dict(own) if isinstance(own, Mapping) else {"style": "rule"}
+    return {**told, "ground_truth": row["ground_truth"]}
+
+
 def free_names(
     extra: Sequence[str], reward_extra: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...], list[str]]:
@@ -203,5 +210,7 @@ def free_names(
     of_reward = tuple(name for name in reward_extra if name not in RESERVED)
     of_row = tuple(name for name in extra if name not in RESERVED and name not in of_reward)
     kept = {*of_reward, *of_row, PROMPT_MESSAGES}
+    if "reward_model" in extra:
+        kept.add("reward_model")  # the row's own is what is written
     left_out = [name for name in dict.fromkeys((*extra, *reward_extra)) if name not in kept]
     return of_row, of_reward, left_out

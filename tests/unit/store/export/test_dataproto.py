@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollstream.errors import ConfigError, DamageError, StorageError
-from rollstream.integrations.verl_data import DataProtoFile, read_dataproto
+from rollstream.integrations.verl.dataproto import DataProtoFile, read_dataproto
 from rollstream.store.batch import open_parquet
 from rollstream.store.export import dataproto
 from rollstream.store.export.dataproto import (
@@ -197,6 +197,32 @@ def test_another_number_of_files_leaves_none_of_the_old(tmp_path: Path) -> None:
     for per_file, count in [(2, 3), (5, 1), (1, 5), (4, 2), (None, 1)]:
         assert len(export(tmp_path, run, max_rows_per_file=per_file)) == count
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out-00000-of-00002.pkl.txt", "out.pkl"]
+
+
+def test_a_relative_target_is_written_and_replaces_the_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = rollouts(*(trajectory() for _ in range(5)))
+    (tmp_path / "there").mkdir()
+    source = write_artifact(tmp_path / "a.parquet", run)
+    monkeypatch.chdir(tmp_path)
+    target = Path("there") / "out.pkl"
+    for per_file, count in [(None, 1), (2, 3), (None, 1)]:
+        export_dataproto(
+            source, target, options=DataProtoOptions(pad_token_id=PAD, max_rows_per_file=per_file)
+        )
+        assert len(dataproto_files(target)) == count
+    assert len(read_dataproto(target).non_tensor_batch["uid"]) == 5
+
+
+def test_a_rows_own_reward_model_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = {"style": "model", "ground_truth": "old", "weight": 2}
+    run = rollouts(trajectory(extra={"reward_model": own}), trajectory())
+    (file,) = export(tmp_path, run)
+    truths = [one["ground_truth"] for one in file.non_tensor_batch["reward_model"]]
+    assert file.non_tensor_batch["reward_model"][0] == {**own, "ground_truth": truths[0]}
+    assert file.non_tensor_batch["reward_model"][1]["style"] == "rule"
+    assert "left out" not in caplog.text
 
 
 def test_too_little_memory_or_disk_is_said_before_anything_is_written(

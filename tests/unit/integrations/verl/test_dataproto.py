@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollstream.errors import DataError
-from rollstream.integrations.verl_data import read_dataproto
+from rollstream.integrations.verl.dataproto import read_dataproto
 
 torch = pytest.importorskip("torch")
 tensordict = pytest.importorskip("tensordict")

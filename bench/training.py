@@ -1,0 +1,158 @@
+"""How near asynchronous training comes to its ideal, and the simulator to what really happens.
+
+    python -m bench.training [--quick] [--json FILE]
+
+Simulated work in real threads: groups are asyncio sleeps in the generation thread, eight at a time, as long
+as a seeded distribution says; training is a sleep of the trainer's thread; weights come in flight. Each line
+is a training loop of its own; a step's time is the mean once the pipeline is filled. The ideal is
+max(generation, training). `predicted` is the simulator told the durations that were asked for, `replayed`
+told those that were measured (a sleep on a busy machine takes longer), `forecast` told the distribution only
+(other draws).
+"""
+
+import asyncio
+import itertools
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from bench.report import parse_options, print_table, write_json
+from rollstream.training import BatchesAhead, CallableGenerator, PlannedGroup, ShuffledPlan
+from rollstream.training.durations import Duration
+from rollstream.training.schedule import Order
+from rollstream.training.simulate import Setup, simulate
+
+GROUPS = 8
+"""In a batch, and at once in the engine."""
+
+AHEAD = (0, 1, 2, 4)
+RATIOS = ((1, 2), (1, 1), (2, 1))
+SEED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Who does what for how long."""
+
+    name: str
+    generation: Duration
+    order: Order = "plan"
+    slack: int = 1
+    """The staleness bound, as a multiple of the batches ahead."""
+
+
+def cases(unit: float, *, quick: bool) -> list[Case]:
+    """Distributions of a group's time; `first` lets long groups be overtaken for four times `ahead` steps."""
+    pareto = Duration("pareto", unit, 2.5)
+    plain = [Case("constant", Duration("constant", unit)), Case("pareto", pareto)]
+    return plain if quick else [*plain, Case("pareto, first", pareto, "first", slack=4)]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(Duration):
+    """Durations that were measured, group by group; those of others are drawn."""
+
+    seconds: Mapping[int, float] = field(default_factory=dict)
+
+    def draw(self, seed: int, position: int) -> float:
+        return self.seconds.get(position) or Duration.draw(self, seed, position)
+
+
+def run(setup: Setup) -> tuple[list[float], BatchesAhead, Setup]:
+    """Trains for real; seconds of each step, from batch to batch, and the setup as it turned out to be."""
+    took: dict[int, float] = {}
+
+    async def generate(group: PlannedGroup) -> Sequence[Any]:
+        began = time.perf_counter()
+        await asyncio.sleep(setup.generation.draw(setup.seed, group.position))
+        took[group.position] = time.perf_counter() - began
+        return [group.index]
+
+    at = []
+    batches = BatchesAhead(
+        ShuffledPlan(10_000),
+        CallableGenerator(generate),
+        groups_per_step=setup.groups_per_step,
+        max_staleness=setup.max_staleness,
+        ahead=setup.ahead,
+        order=setup.order,
+        max_groups_in_flight=setup.places,
+        weights=setup.weights,
+    )
+    with batches:
+        for _ in range(setup.steps + 1):
+            batch = batches.next_batch()
+            at.append(time.perf_counter())
+            time.sleep(setup.training_s)
+            batches.trained(batch.step)
+            batches.update_weights()
+    steps = batches.times.steps[setup.ahead + 1 :]
+    generation = setup.generation
+    measured = replace(
+        setup,
+        generation=Measured(generation.kind, generation.mean, generation.shape, took),
+        training_s=fmean(step.train_s for step in steps),
+        update_s=fmean(step.weights_s for step in steps),
+    )
+    return [after - before for before, after in itertools.pairwise(at)], batches, measured
+
+
+def measure(case: Case, ratio: tuple[int, int], unit: float, ahead: int, steps: int) -> dict[str, Any]:
+    """One line."""
+    setup = Setup(
+        generation=replace(case.generation, mean=unit * ratio[0]),
+        training_s=unit * ratio[1],
+        groups_per_step=GROUPS,
+        max_staleness=case.slack * ahead,
+        ahead=ahead,
+        order=case.order,
+        weights="in_flight",
+        steps=steps,
+        seed=SEED,
+    )
+    seconds, batches, measured = run(setup)
+    settled = fmean(seconds[min(len(seconds) - 1, ahead + 1) :])
+    predicted, replayed = simulate(setup).step_s, simulate(measured).step_s
+    histogram = batches.staleness_histogram()
+    return {
+        "group time": case.name,
+        "gen:train": f"{ratio[0]}:{ratio[1]}",
+        "ahead": ahead,
+        "ideal s": setup.ideal_s,
+        "step s": settled,
+        "of ideal": settled / setup.ideal_s,
+        "predicted s": predicted,
+        "error %": 100 * (predicted / settled - 1),
+        "replayed s": replayed,
+        "replay error %": 100 * (replayed / settled - 1),
+        "forecast s": simulate(replace(setup, seed=SEED + 1, steps=1000)).step_s,
+        "staleness": max(histogram),
+        "bound": batches.bound,
+        "kept": max(histogram) <= (batches.bound or 0),
+    }
+
+
+def bench() -> None:
+    """Runs the benchmark."""
+    options = parse_options(__doc__.split("\n")[0])
+    unit, steps = (0.1, 10) if options.quick else (0.2, 24)
+    ratios = ((1, 1),) if options.quick else RATIOS
+    rows = []
+    for case in cases(unit, quick=options.quick):
+        mine = [measure(case, ratio, unit, ahead, steps) for ratio, ahead in itertools.product(ratios, AHEAD)]
+        print_table(f"{case.name}, {steps} steps, {GROUPS} groups a batch and at once", mine)
+        sys.stdout.flush()
+        rows += mine
+    aim = next(row for row in rows if (row["gen:train"], row["ahead"]) == ("1:1", 1))
+    asked, measured = (max(abs(row[name]) for row in rows) for name in ("error %", "replay error %"))
+    print(f"\n1:1, constant, ahead 1: {aim['of ideal']:.3f} of the ideal (aim: at most 1.08)")
+    print(f"prediction off by at most {asked:.1f} % (aim: 5); told measured durations, {measured:.1f} %")
+    print(f"staleness within the bound in {sum(row['kept'] for row in rows)} of {len(rows)} runs (aim: all)")
+    write_json(options.json, "training", rows)
+
+
+if __name__ == "__main__":
+    bench()

@@ -1,0 +1,319 @@
+"""The training demo: GRPO with TRL on the demo model, on a CPU, with batches generated ahead.
+
+    python -m demo_model.grpo                  asynchronous, one batch ahead
+    python -m demo_model.grpo --compare        and a synchronous run of as many steps
+    python -m demo_model.grpo --seeds 0 1 2    one after the other
+
+The model begins with some six sums of ten right at temperature 1; a tenth of all problems is held out. Some
+prompts of each batch ask for the calculator, so that its use is not forgotten.
+"""
+
+import argparse
+import json
+import logging
+import os
+import random
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+MODEL = Path(__file__).parents[1] / "src" / "rollstream" / "demo" / "model"
+
+_CURVE_PROBLEMS = 400
+"""Of the validation slice, for the curve: their expected accuracy takes a forward pass of half a second."""
+
+_TOOL_PROBLEMS = 400
+"""Of the test slice, asked with the calculator: a chat of two turns costs as much as ten without."""
+
+_ANSWER_TOKENS = 8
+"""Room for an answer, which takes at most five."""
+
+_TOOL_SHARE = 1 / 32
+"""Prompts with the calculator: one of the 32 of a batch, which costs as much as eight without."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the demo trains. The defaults are the demo's."""
+
+    steps: int = 1000
+    prompts: int = 32
+    """Of a step; each is answered `repeats` times."""
+    repeats: int = 8
+    steps_a_batch: int = 2
+    """Steps for which one batch is generated, and one set of weights given to the engine: it takes the engine
+    as long to load weights as to answer a step's prompts."""
+    rate: float = 2e-4
+    """Of AdamW; 1e-3 collapses, and 3e-4 dips first."""
+    warm_up: int = 60
+    beta2: float = 0.95
+    """Follows a policy gradient's scale, which falls as answers become certain, better than 0.999."""
+    every: int = 50
+    """Steps between two points of the curve."""
+    minutes: float = 10.0
+    """After which training ends early; evaluation comes on top."""
+    engine_threads: int = 1
+    trainer_threads: int = 1
+
+
+@dataclass
+class Run:
+    """What one training did."""
+
+    name: str
+    seed: int
+    start: dict[str, float]
+    """Held-out accuracy at temperature 1, `sampled` and `expected` (exactly, without the noise of sampling),
+    `greedy`, and `with_tool` at temperature 1."""
+    end: dict[str, float] = field(default_factory=dict)
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+    """Step, seconds, expected accuracy at temperature 1 on a part of the validation slice."""
+    steps: int = 0
+    seconds: float = 0.0
+    """Of training, the curve's evaluations included."""
+    cpu_seconds: float = 0.0
+    """Of this process and the engine's, over the same time."""
+    times: dict[str, Any] = field(default_factory=dict)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains, prints and draws; 1 when a run did not reach what the demo promises."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--compare", action="store_true", help="a synchronous run of as many steps, too")
+    parser.add_argument("--sync", action="store_true", help="only the synchronous run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=Plan.steps)
+    parser.add_argument("--rate", type=float, default=Plan.rate)
+    parser.add_argument("--minutes", type=float, default=Plan.minutes)
+    parser.add_argument("--out", type=Path, default=Path("outputs/demo-train"))
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    options.out.mkdir(parents=True, exist_ok=True)
+    plan = Plan(steps=options.steps, rate=options.rate, minutes=options.minutes)
+    runs = []
+    for seed in options.seeds:
+        kinds = [0] if options.sync else [1, 0] if options.compare else [1]
+        for ahead in kinds:
+            runs.append(train(plan, seed=seed, ahead=ahead, out=options.out))
+            show(runs[-1])
+            (options.out / "runs.json").write_text(json.dumps([asdict(run) for run in runs], indent=1))
+            draw(runs, options.out / "curves.png")
+    print(f"curves: {options.out / 'curves.png'}")
+    learnt = [run.end["sampled"] - run.start["sampled"] >= 0.20 for run in runs]
+    kept = [run.start["with_tool"] - run.end["with_tool"] <= 0.03 for run in runs]
+    return 0 if all(learnt) and all(kept) else 1
+
+
+def train(plan: Plan, *, seed: int, ahead: int, out: Path) -> Run:
+    """One training, from the shipped model; `ahead` batches are generated ahead."""
+    import psutil  # type: ignore[import-untyped]
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers.utils import logging as transformers_logging
+
+    from demo_model.chats import build_direct_chat
+    from demo_model.encode import encode_chat
+    from demo_model.evaluate import expect_accuracy
+    from demo_model.problems import Split, enumerate_pairs
+    from rollstream.integrations.trl import GRPOEnvConfig, GRPOEnvTrainer
+
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("rollstream").setLevel(logging.WARNING)
+    torch.set_num_threads(plan.trainer_threads)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    name = f"{ahead} ahead" if ahead else "synchronous"
+    run = Run(f"{name}, seed {seed}", seed, measure(model, tokenizer))
+    print(f"{run.name}: start {_said(run.start)}", flush=True)
+
+    problems = list(enumerate_pairs(2, Split.VALIDATION))
+    random.Random(0).shuffle(problems)
+    looked_at = [encode_chat(tokenizer, build_direct_chat(problem)) for problem in problems[:_CURVE_PROBLEMS]]
+    began, cpu_began = time.monotonic(), _cpu(psutil.Process())
+
+    class Curve(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+        """Measures now and then, and ends the training when its time is over."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seconds = time.monotonic() - began
+            run.steps, run.seconds = state.global_step, seconds
+            if seconds > 60 * plan.minutes:
+                control.should_training_stop = True
+            if state.global_step % plan.every == 0:
+                model.eval()
+                accuracy = expect_accuracy(model, looked_at)
+                model.train()
+                run.curve.append((state.global_step, seconds, accuracy))
+                print(f"  step {state.global_step:5d}  {seconds:6.0f} s  accuracy {accuracy:.3f}", flush=True)
+
+    run.curve.append((0, 0.0, expect_accuracy(model, looked_at)))
+    args = GRPOEnvConfig(
+        output_dir=str(out / f"trainer-{seed}-{ahead}"),
+        per_device_train_batch_size=plan.prompts * plan.repeats,
+        steps_per_generation=plan.steps_a_batch,
+        num_generations=plan.repeats,
+        max_completion_length=96,
+        max_steps=plan.steps,
+        learning_rate=plan.rate,
+        warmup_steps=plan.warm_up,
+        lr_scheduler_type="linear",
+        adam_beta2=plan.beta2,
+        loss_type="dr_grpo",
+        beta=0.0,
+        num_steps_async=ahead,
+        seed=seed,
+        logging_steps=plan.every,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        log_level="error",
+        weights_dir="/dev/shm" if Path("/dev/shm").is_dir() else None,
+    )
+    trainer = GRPOEnvTrainer(
+        model,
+        _environment(plan),
+        args,
+        train_dataset=_rows(seed),
+        processing_class=tokenizer,
+        callbacks=[Curve()],
+    )
+    trainer.pop_callback(_printer())
+    trainer.train()
+    run.cpu_seconds = _cpu(psutil.Process()) - cpu_began
+    if trainer.step_times is not None:
+        run.times = trainer.step_times.summary()
+    model.eval()
+    run.end = measure(model, tokenizer)
+    model.save_pretrained(out / f"model-{seed}-{ahead}")
+    return run
+
+
+def measure(model: Any, tokenizer: Any) -> dict[str, float]:
+    """Accuracy on the test slice, of which nothing was trained on."""
+    from demo_model.chats import build_direct_chat
+    from demo_model.encode import encode_chat
+    from demo_model.evaluate import expect_accuracy, reply_to, solve_with_tool
+    from demo_model.problems import Split, enumerate_pairs
+
+    problems = list(enumerate_pairs(2, Split.TEST))
+    random.Random(0).shuffle(problems)
+    chats = [build_direct_chat(problem) for problem in problems]
+
+    def solve(*, sample: bool) -> float:
+        replies = reply_to(model, tokenizer, [chat[:1] for chat in chats], None, sample, _ANSWER_TOKENS)
+        return _mean(reply == problem.answer for reply, problem in zip(replies, problems, strict=True))
+
+    return {
+        "sampled": solve(sample=True),
+        "expected": expect_accuracy(model, [encode_chat(tokenizer, chat) for chat in chats]),
+        "greedy": solve(sample=False),
+        "with_tool": solve_with_tool(model, tokenizer, problems[:_TOOL_PROBLEMS], sample=True),
+    }
+
+
+def show(run: Run) -> None:
+    """Prints how a run ended."""
+    gain = 100 * (run.end["sampled"] - run.start["sampled"])
+    print(f"{run.name}: end   {_said(run.end)}")
+    wall, cpu = run.seconds / max(1, run.steps), run.cpu_seconds / max(1, run.steps)
+    print(
+        f"{run.name}: {gain:+.1f} points at temperature 1 in {run.steps} steps, {run.seconds:.0f} s "
+        f"({wall:.2f} s a step, {cpu:.2f} s of CPU)",
+        flush=True,
+    )
+
+
+def draw(runs: list[Run], file: Path) -> None:
+    """Draws the curves over steps and over time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for run in runs:
+        steps, seconds, accuracy = zip(*run.curve, strict=True)
+        axes[0].plot(steps, accuracy, label=run.name)
+        axes[1].plot(seconds, accuracy, label=run.name)
+    axes[0].set(xlabel="step", ylabel="accuracy at temperature 1 (validation)")
+    axes[1].set(xlabel="seconds")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def _environment(plan: Plan) -> Any:
+    from rollstream.integrations.trl import RolloutEnvironment
+
+    here = Path(__file__).parent
+    rollout = "actor_rollout_ref.rollout"
+    return RolloutEnvironment(
+        [
+            f"{rollout}.name=openvino",
+            f"{rollout}.engine_kwargs.num_threads={plan.engine_threads}",
+            f"{rollout}.engine_kwargs.max_num_batched_tokens=2048",
+            f"{rollout}.multi_turn.function_tool_path={here / 'grpo_tools.py'}",
+            f"{rollout}.multi_turn.max_assistant_turns=2",
+            f"custom_reward_function.path={here / 'grpo_reward.py'}",
+            "data.max_prompt_length=320",
+        ]
+    )
+
+
+def _rows(seed: int) -> Any:
+    """Prompt rows of the training slice: every problem once, and some with the calculator."""
+    from datasets import Dataset
+
+    from demo_model.problems import Split, enumerate_pairs
+
+    problems = list(enumerate_pairs(2, Split.TRAIN))
+    with_tool = random.Random(seed).sample(problems, round(len(problems) * _TOOL_SHARE / (1 - _TOOL_SHARE)))
+    return Dataset.from_list(
+        [
+            {
+                "prompt": [{"role": "user", "content": problem.question}],
+                "answer": problem.answer,
+                "agent_name": agent,
+            }
+            for agent, some in (("single_turn_agent", problems), ("tool_agent", with_tool))
+            for problem in some
+        ]
+    )
+
+
+def _printer() -> Any:
+    """The callback of transformers that prints all of TRL's numbers."""
+    from transformers import PrinterCallback
+
+    return PrinterCallback
+
+
+def _mean(hits: Iterable[bool]) -> float:
+    found = list(hits)
+    return sum(found) / len(found)
+
+
+def _said(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {100 * value:.1f} %" for name, value in values.items())
+
+
+def _cpu(process: Any) -> float:
+    """Seconds of a process, and of the children that it has or had."""
+    times = process.cpu_times()
+    total = times.user + times.system + times.children_user + times.children_system
+    for child in process.children(recursive=True):
+        total += sum(child.cpu_times()[:2])
+    return float(total)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

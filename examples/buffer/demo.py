@@ -1,0 +1,205 @@
+"""The rollout buffer end to end, on this machine, with the demo model: `make demo-buffer`.
+
+    rollstream serve  <--- prompts, answers ---  math generator
+                                                      | items
+                                                      v
+                       reading loop  <--- groups --- rollstream buffer serve
+
+What a trainer has to do with a buffer is in `read_all`: take groups on a lease, use them, acknowledge them.
+What is not acknowledged comes again, after a crash of the reader, too.
+
+It writes prompts of reasoning-gym's chain_sum into a file, as the generator wants them, starts both servers,
+asks the buffer for a rollout, reads until it is finished, and says what came of it. Exit code 0: every item
+that was generated was read, or is accounted for by a reason.
+
+To do the same by hand:
+
+    rollstream serve
+    rollstream buffer serve --dir outputs/buffer --generators builtin
+    curl http://127.0.0.1:8889/start_rollout -d '{"task_type": "math", "num_repeat_per_sample": 8, …}'
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rollstream.buffer.async_client import AsyncBufferClient
+from rollstream.data.task_cache import make_task
+from rollstream.engine import launch_guard
+
+GROUPS_A_STEP = 8
+"""What the reading loop asks for at once, as a trainer would for one step."""
+
+MARK = "made-by-demo.txt"
+"""In the demo's folder: says that it may be deleted."""
+
+PATIENCE_S = 300.0
+"""For anything to come: a machine that is busy needs a while to load the model."""
+
+
+@dataclass
+class Summary:
+    """What was read."""
+
+    groups: int = 0
+    items: int = 0
+    raw_rewards: list[float] = field(default_factory=list)
+    leases: int = 0
+    waited: float = 0.0
+    """Seconds until the first group: the generator has to start."""
+    seconds: float = 0.0
+    """From then on."""
+
+
+def main() -> int:
+    """Runs the demo; the exit code."""
+    parser = argparse.ArgumentParser(description="The rollout buffer, end to end, with the demo model.")
+    parser.add_argument("--dir", type=Path, default=Path("outputs/demo-buffer"), help="made anew each time")
+    parser.add_argument("--prompts", type=count, default=64, help="prompts (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=count, default=8, help="answers to each, a group (default: %(default)s)"
+    )
+    options = parser.parse_args()
+    make_folder(options.dir)
+    prompts = write_prompts(options.dir / "prompts.jsonl", options.prompts)
+    with (
+        server("serve", "--log-dir", str(options.dir), log=options.dir / "serve.log") as engine_url,
+        server(
+            *("buffer", "serve", "--dir", str(options.dir / "buffer"), "--generators", "builtin"),
+            log=options.dir / "buffer.log",
+        ) as buffer_url,
+    ):
+        print(f"engine at {engine_url}, buffer at {buffer_url}, folder {options.dir}", flush=True)
+        payload = {
+            "task_type": "math",
+            "input_file": str(prompts.absolute()),
+            "remote_engine_url": engine_url,
+            "num_repeat_per_sample": options.repeats,
+            "num_process": 64,
+            "sampling_params": {"max_tokens": 64, "temperature": 1.0, "seed": 1},
+        }
+        summary, stats = asyncio.run(read_all(buffer_url, payload))
+    return report(summary, stats, wanted=options.prompts * options.repeats)
+
+
+def count(text: str) -> int:
+    """A number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}, want 1 or more")
+    return number
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder anew. Only what an earlier demo made is deleted."""
+    if folder.exists() and not (folder / MARK).exists() and (not folder.is_dir() or any(folder.iterdir())):
+        sys.exit(f"--dir {folder} holds what no demo made: choose another one, or delete it yourself")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / MARK).write_text(
+        "Made by examples/buffer/demo.py, which deletes this folder at its next run.\n"
+    )
+
+
+def write_prompts(path: Path, rows: int) -> Path:
+    """Writes sums of two numbers of two digits: a third of what the model answers is wrong."""
+    task = make_task(
+        {
+            "name": "reasoning_gym",
+            "dataset": "chain_sum",
+            "size": rows,
+            "seed": 7,
+            "config": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
+        }
+    )
+    lines = [orjson.dumps({"instance_id": i, **row}) for i, row in enumerate(task.rows())]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+@contextlib.contextmanager
+def server(*command: str, log: Path) -> Iterator[str]:
+    """A rollstream server in a process of its own, which ends with this one, however that ends; its URL."""
+    full = [sys.executable, "-m", "rollstream.cli", *command, "--port", "0", "--json"]
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", launch_guard.__file__, str(os.getpid()), *full],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line:
+            sys.exit(f"{' '.join(command)} did not start:\n{log.read_text()}")
+        yield orjson.loads(line)["url"]
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+async def read_all(buffer_url: str, payload: dict[str, Any]) -> tuple[Summary, dict[str, Any]]:
+    """Starts the rollout and reads until all is read; what that was, and the buffer's counts."""
+    summary = Summary()
+    began = time.monotonic()
+    async with AsyncBufferClient(buffer_url) as client:
+        await client.start_rollout(payload)
+        while True:
+            left = PATIENCE_S - (time.monotonic() - began)
+            finished = (await client.stats())["rollout"] is None
+            async with await client.read(max_groups=GROUPS_A_STEP, timeout=2.0, consumer="demo") as lease:
+                if lease.failures:
+                    sys.exit("\n".join(f"{one['error']}\n{one['traceback']}" for one in lease.failures))
+                if lease.id is None and (finished or left < 0):
+                    break
+                async for group in lease:
+                    summary.waited = summary.waited or time.monotonic() - began
+                    # Here a trainer would take its step, and then say that it has it.
+                    summary.groups += 1
+                    summary.items += len(group.items)
+                    summary.raw_rewards += [item["raw_reward"] for item in group.items]
+                await lease.ack()
+                if lease.id is not None:
+                    summary.leases += 1
+                    summary.seconds = time.monotonic() - began - summary.waited
+        return summary, await client.stats()
+
+
+def report(summary: Summary, stats: dict[str, Any], *, wanted: int) -> int:
+    """Prints what came of it; the exit code."""
+    dropped = {reason: items for reason, items in stats["dropped"].items() if items}
+    mean = sum(summary.raw_rewards) / max(1, len(summary.raw_rewards))
+    print(f"groups read        {summary.groups} in {summary.leases} leases, {summary.items} items")
+    print(f"mean raw reward    {mean:.3f} (of the groups that were read)")
+    print(f"items generated    {stats['items_written']} of {wanted}")
+    rate = stats["items_written"] / max(summary.seconds, 0.001)
+    print(f"items a second     {rate:.1f} (the first group came after {summary.waited:.1f} s)")
+    for reason, count in dropped.items() or [("nothing", 0)]:
+        print(f"items dropped      {count} {WHY.get(reason, reason)}")
+    accounted = stats["items_delivered"] + sum(dropped.values())
+    complete = stats["items_written"] == wanted == accounted and summary.groups > 0
+    print("every item is accounted for" if complete else f"MISSING: {wanted - accounted} items")
+    return 0 if complete else 1
+
+
+WHY = {
+    "not_valid": "in groups that teach nothing: all answers right, or all wrong",
+    "timed_out": "in groups that stayed incomplete",
+    "filtered": "without a valid reward",
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The sync client's connections: requests that are sent until they are answered for good."""
+
+import http.client
+import random
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+
+from rollstream.buffer.client_wire import (
+    Address,
+    Backoff,
+    BufferUnavailableError,
+    RetryNotice,
+    refusal,
+    retry_after,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer whose body may still be to be read."""
+
+    connection: http.client.HTTPConnection
+    response: http.client.HTTPResponse
+
+
+class Connections:
+    """Connections to one buffer; threads may share them.
+
+    Args:
+        address: of the buffer.
+        timeout: seconds without a byte from it.
+        backoff: when to try again.
+    """
+
+    def __init__(self, address: Address, *, timeout: float, backoff: Backoff) -> None:
+        self._address = address
+        self._timeout = timeout
+        self._backoff = backoff
+        self._notice = RetryNotice(backoff)
+        self._rng = random.Random()
+        self._idle: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+
+    def open(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        *,
+        stream_timeout: float | None = None,
+    ) -> tuple[Answer, bytes]:
+        """Sends a request until it is answered for good.
+
+        Returns:
+            The answer, and its body; with `stream_timeout`, the body is still to be read.
+        """
+        started, failures = time.monotonic(), 0
+        while True:
+            cause: Exception | None = None
+            asked: float | None = None
+            connection = self._take(stream_timeout or self._timeout)
+            try:
+                connection.request(
+                    method, self._address.prefix + path, body, {**self._address.headers, **headers}
+                )
+                response = connection.getresponse()
+                answer = Answer(connection, response)
+                if response.status < 400 and stream_timeout is not None:
+                    return answer, b""
+                text = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                cause, said = error, f"{type(error).__name__}: {error}"
+            else:
+                self.give_back(answer)
+                if response.status < 400:
+                    return answer, text
+                asked = retry_after(response.getheader("retry-after"))
+                refused = refusal(response.status, text)
+                if refused is not None:
+                    raise refused
+                said = f"HTTP {response.status}: {text[:200].decode(errors='replace')}"
+            failures += 1
+            pause = self._backoff.pause(failures, time.monotonic() - started, asked, self._rng)
+            if pause is None:
+                raise BufferUnavailableError(f"{method} {self._address.url}{path}: {said}") from cause
+            self._notice.tell(
+                f"{method} {self._address.url}{path}",
+                said,
+                failures=failures,
+                waited=time.monotonic() - started,
+            )
+            time.sleep(pause)
+
+    def _take(self, timeout: float) -> http.client.HTTPConnection:
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            address = self._address
+            if address.tls:
+                context = ssl.create_default_context()
+                connection = http.client.HTTPSConnection(address.host, address.port, context=context)
+            else:
+                connection = http.client.HTTPConnection(address.host, address.port)
+        connection.timeout = timeout
+        if connection.sock is not None:
+            connection.sock.settimeout(timeout)
+        return connection
+
+    def give_back(self, answer: Answer) -> None:
+        """Keeps the connection of an answer that was read to its end."""
+        if answer.response.will_close:
+            answer.connection.close()
+        else:
+            with self._lock:
+                self._idle.append(answer.connection)
+
+    def close(self) -> None:
+        """Closes those that are idle."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()

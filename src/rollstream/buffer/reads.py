@@ -1,0 +1,53 @@
+"""What a reader asks for, and what it got."""
+
+from collections.abc import Collection
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from rollstream.buffer.items import InstanceId
+from rollstream.buffer.ledger import GroupView, Lease
+from rollstream.buffer.unread_drops import Drop
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a reader asks for."""
+
+    consumer: str | None = None
+    """Whose lease it is."""
+    lease_seconds: float = 600.0
+    max_groups: int | None = None
+    """At most; None: all there are."""
+    all_or_nothing: bool = False
+    """`max_groups` groups, or none."""
+    task_type: str | None = None
+    """Of one task only."""
+    rollouts: Collection[str | None] | None = None
+    """Of these rollouts only; None among them: what was written outside of one."""
+    policy_version: int | None = None
+    """The reader's."""
+    without: AbstractSet[InstanceId] = frozenset()
+    """Instances that the reader has from an earlier part of the same read."""
+    max_staleness: int | None = None
+    """How far behind `policy_version` an item may be; a group with an older one is dropped."""
+
+
+@dataclass(slots=True)
+class Taken:
+    """What a read got."""
+
+    lease: Lease | None = None
+    groups: list[GroupView] = field(default_factory=list)
+    """Leased, to be finished; those that come to nothing are taken out."""
+    dropped: list[Drop] = field(default_factory=list)
+    available: int = 0
+    """Valid groups there were, as far as was looked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some groups, ready to be sent."""
+
+    body: bytes
+    groups: int
+    items: int

@@ -1,0 +1,213 @@
+"""Replicas on the nodes of a Ray cluster: each in a placement group of its own, below an actor.
+
+    placement group of a replica: claimed at its first start, kept over restarts, given back at the end
+    actor in it:                  one for each start; a node that dies takes it along, the group moves on
+
+Groups and actors are not detached: Ray ends them with the program that made them, however that ends.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from rollstream.engine.launch_commands import ServerKind
+from rollstream.engine.launch_plan import LaunchRequest, ReplicaPlan
+from rollstream.engine.launch_process import STOP_TIMEOUT_S
+from rollstream.engine.ray_host import KEEP_CHILDREN, ReplicaAddress, ReplicaHost, ReplicaStart
+from rollstream.engine.ray_package import cause_of, import_ray, is_death, one_line
+from rollstream.engine.ray_plan import Claims, claim
+from rollstream.errors import ConfigError, EngineError
+
+_LOG = logging.getLogger(__name__)
+
+_ASKED_S = 20.0
+"""For an actor to answer what it can say at once: longer, and it hangs, or its node is about to be lost."""
+
+_ROOM_SAID_S = 30.0
+"""After which a replica that has no place yet is worth a line: others may use the cluster, too."""
+
+
+class RayLauncher:
+    """Starts replicas on the cluster that this process has joined.
+
+    Args:
+        server: what is launched.
+        request: how many, and what each claims.
+        log_dir: for their logs, on the nodes that have this folder.
+    """
+
+    def __init__(self, server: ServerKind, request: LaunchRequest, log_dir: Path) -> None:
+        self._server = server
+        self._request = request
+        self._log_dir = str(log_dir.absolute())
+        self._stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self._claims: Claims | None = None
+        self._groups: dict[int, Any] = {}
+        self._marks: dict[int, str] = {}
+
+    def place(self, plans: Sequence[ReplicaPlan]) -> Sequence[ReplicaPlan]:
+        """As many as the cluster is asked for, all like the one that was made."""
+        ray = import_ray()
+        if not ray.is_initialized():
+            raise ConfigError("actor_rollout_ref.rollout.launch.where=ray: no Ray cluster was joined")
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self._claims = claims = claim(self._server, self._request, nodes)
+        _LOG.info("%d replicas on Ray, each claims %s of one node", claims.count, dict(claims.bundle))
+        (plan,) = plans
+        return [replace(plan, index=index) for index in range(claims.count)]
+
+    async def start(self, plan: ReplicaPlan) -> "RayProcess":
+        claims = self._claims
+        assert claims is not None, "place() first"
+        actor = self._actor(plan.index, claims)
+        mark = uuid4().hex
+        start = ReplicaStart(
+            plan,
+            mark,
+            left_by=self._marks.get(plan.index, ""),
+            log_dir=self._log_dir,
+            log_name=f"replica-{plan.index}-{self._stamp}",
+            kind=claims.kind,
+            devices=claims.devices,
+        )
+        self._marks[plan.index] = mark
+        said = asyncio.get_running_loop().call_later(
+            _ROOM_SAID_S,
+            _LOG.warning,
+            "replica %d has no place yet: it claims %s of one node, and others may have that",
+            *(plan.index, dict(claims.bundle)),
+        )
+        try:
+            async with asyncio.timeout(self._request.startup_timeout):
+                address: ReplicaAddress = await actor.start.remote(start)
+        except TimeoutError:
+            _end(actor)
+            raise EngineError(self._no_room(plan.index, claims)) from None
+        except Exception as error:
+            _end(actor)
+            cause = cause_of(error)
+            if isinstance(cause, EngineError) or not is_death(error):
+                raise cause from None
+            raise EngineError(
+                f"replica {plan.index} could not be started on Ray: {one_line(error)}"
+            ) from None
+        except BaseException:
+            _end(actor)
+            raise
+        finally:
+            said.cancel()
+        return RayProcess(actor, address)
+
+    async def close(self) -> None:
+        groups, self._groups = list(self._groups.values()), {}
+        if groups and import_ray().is_initialized():
+            from ray.util.placement_group import remove_placement_group
+
+            for group in groups:
+                await asyncio.to_thread(remove_placement_group, group)
+
+    def _actor(self, index: int, claims: Claims) -> Any:
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if index not in self._groups:
+            self._groups[index] = placement_group(
+                [dict(claims.bundle)],
+                strategy="STRICT_PACK",
+                name=f"rollstream-replica-{index}-{self._stamp}",
+            )
+        amounts = dict(claims.bundle)
+        env = dict(claims.runtime_env)
+        options: dict[str, Any] = {
+            "num_cpus": amounts.pop("CPU", 0),
+            "num_gpus": amounts.pop("GPU", 0),
+            "memory": amounts.pop("memory", None),
+            "resources": amounts or None,
+            "runtime_env": {**env, "env_vars": {**(env.get("env_vars") or {}), **KEEP_CHILDREN}},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._groups[index], 0),
+            "max_restarts": 0,  # the next start is another actor's, with another port
+            "max_task_retries": 0,
+        }
+        return import_ray().remote(ReplicaHost).options(**options).remote()
+
+    def _no_room(self, index: int, claims: Claims) -> str:
+        ray = import_ray()
+        there, free = (
+            {name: found.get(name, 0.0) for name in claims.bundle}
+            for found in (ray.cluster_resources(), ray.available_resources())
+        )
+        return (
+            f"replica {index} found no place on the Ray cluster within {self._request.startup_timeout:g} s "
+            f"(actor_rollout_ref.rollout.launch.startup_timeout): it claims {dict(claims.bundle)} of one "
+            f"node; the cluster has {there}, and free are {free}"
+        )
+
+
+class RayProcess:
+    """A replica below an actor on some node; see `ReplicaProcess`."""
+
+    def __init__(self, actor: Any, address: ReplicaAddress) -> None:
+        self._actor = actor
+        self.address = address
+        self._words: str | None = None
+        self._end = asyncio.ensure_future(self._ended())
+
+    @property
+    def url(self) -> str:
+        return self.address.url
+
+    @property
+    def what(self) -> str:
+        return self.address.what
+
+    async def wait(self) -> str:
+        return await asyncio.shield(self._end)  # asked for again and again, and given up in between
+
+    async def is_listening(self) -> bool:
+        return await self._ask("is_listening") is True
+
+    async def is_port_taken(self) -> bool:
+        return await self._ask("is_port_taken") is True
+
+    async def last_words(self) -> str:
+        if self._words is None:
+            words = await self._ask("last_words")
+            return words if isinstance(words, str) else "(its log stays on its node, which does not answer)"
+        return self._words
+
+    async def stop(self) -> None:
+        if self._words is None:
+            words = await self._ask("stop", STOP_TIMEOUT_S + _ASKED_S)
+            self._words = words if isinstance(words, str) else await self.last_words()
+        self._end.cancel()
+        _end(self._actor)
+
+    async def _ended(self) -> str:
+        try:
+            how: str = await self._actor.wait.remote()
+        except Exception as error:
+            return f"was lost with its actor or node ({one_line(error)})"
+        return how
+
+    async def _ask(self, method: str, seconds: float = _ASKED_S) -> object:
+        """What the actor answers; None when it is dead, or does not."""
+        try:
+            async with asyncio.timeout(seconds):
+                answer: object = await getattr(self._actor, method).remote()
+        except Exception as error:
+            _LOG.debug("the actor of %s does not say %s: %s", self.what, method, one_line(error))
+            return None
+        return answer
+
+
+def _end(actor: Any) -> None:
+    """Ends an actor that has nothing to tidy up, or will not."""
+    with suppress(Exception):  # Ray may be gone
+        import_ray().kill(actor)

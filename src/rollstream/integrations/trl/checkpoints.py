@@ -1,0 +1,75 @@
+"""What a checkpoint of the trainer's has beside TRL's files, and which of them are whole."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from rollstream.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "rollstream_state.json"
+"""In each checkpoint: what has been trained on."""
+
+_LAST_OF_TRL = "trainer_state.json"
+"""transformers writes it when all else has been written."""
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Writes the state into a checkpoint: all of it, or nothing."""
+    partial = folder / f"{STATE_FILE}.partial"
+    partial.write_text(json.dumps(state))
+    partial.replace(folder / STATE_FILE)
+
+
+def read_state(checkpoint: str) -> dict[str, Any]:
+    """The state in a checkpoint.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        state: dict[str, Any] = json.loads((Path(checkpoint) / STATE_FILE).read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{checkpoint} has no {STATE_FILE}: it is no checkpoint of this trainer, and nothing says "
+            "which prompts were trained on. To begin with its weights, give it as the model"
+        ) from error
+    return state
+
+
+def last_whole(folder: str) -> str | None:
+    """The newest checkpoint in a trainer's folder that was written to its end; None: there are none at all.
+
+    Raises:
+        ConfigError: there are some, and none is whole.
+    """
+    found = sorted(
+        (path for path in Path(folder).glob("checkpoint-*") if _step(path) >= 0), key=_step, reverse=True
+    )
+    for path in found:
+        missing = _missing(path)
+        if missing is None:
+            return str(path)
+        logger.warning("%s is passed over: it has no whole %s (its process ended meanwhile)", path, missing)
+    if found:
+        raise ConfigError(
+            f"no checkpoint in {folder} is whole: the newest, {found[0].name}, has no whole "
+            f"{_missing(found[0])}. Name another by resume_from_checkpoint, or begin anew without it"
+        )
+    return None
+
+
+def _step(path: Path) -> int:
+    number = path.name.removeprefix("checkpoint-")
+    return int(number) if number.isdecimal() and path.is_dir() else -1
+
+
+def _missing(checkpoint: Path) -> str | None:
+    for name in (_LAST_OF_TRL, STATE_FILE):
+        try:
+            json.loads((checkpoint / name).read_bytes())
+        except (OSError, ValueError):  # not there, or torn
+            return name
+    return None

@@ -1,0 +1,163 @@
+"""The settings of `GRPOEnvTrainer`: TRL's, and how batches are generated ahead."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from trl import GRPOConfig
+
+from rollstream.errors import ConfigError
+
+Correction = Literal["ratio", "truncate", "mask", "none"]
+
+
+@dataclass
+class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by the type checker
+    """`GRPOConfig`, and what rollstream adds.
+
+    Raises:
+        ConfigError: values that are out of range or do not go together.
+    """
+
+    num_steps_async: int = field(
+        default=1,
+        metadata={
+            "help": "Batches by which one may be older than the weights that it trains, and that are "
+            "generated ahead. 0: nothing is generated while the trainer trains."
+        },
+    )
+    async_generation_timeout: float = field(
+        default=300.0, metadata={"help": "Seconds to wait for a batch before the training fails."}
+    )
+    async_max_queue_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Batches that are there or on their way beyond the one being trained, at most. None: "
+            "2 * num_steps_async. More than num_steps_async changes nothing: staleness bounds it already."
+        },
+    )
+    use_async_generation: bool = field(
+        default=True, metadata={"help": "False is num_steps_async=0, whatever that says."}
+    )
+    sampler_correction: str = field(
+        default="ratio",
+        metadata={
+            "help": "What the sampler's log-probs are for. ratio: they are the old policy's in the loss's "
+            "clipped ratio. truncate, mask: the old policy's are computed by the trainer, and each token's "
+            "loss is weighted by the truncated (TIS) or masked (MIS) ratio between the two. none: not used, "
+            "as in TRL."
+        },
+    )
+    sampler_level: str = field(
+        default="token",
+        metadata={"help": "Of what truncate and mask take the ratio: token, sequence or geometric."},
+    )
+    sampler_ratio_max: float = field(
+        default=2.0, metadata={"help": "truncate: the ratio's cap; mask: beyond it the weight is 0."}
+    )
+    sampler_ratio_min: float = field(default=0.5, metadata={"help": "mask: below it the weight is 0."})
+    share_prompts: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute a prompt once for all its completions in a forward pass, with one process "
+            "and without gradient checkpointing; elsewhere it has no effect. Gradients are the same but for "
+            "rounding."
+        },
+    )
+    weight_sync: str = field(
+        default="drain",
+        metadata={
+            "help": "drain: a weight update waits until nothing is being generated; in_flight: it comes "
+            "between the tokens of what is. An engine that shares the trainer's weights is always "
+            "updated in flight."
+        },
+    )
+    weight_sync_timeout: float = field(
+        default=300.0, metadata={"help": "Seconds for a weight update, the wait for an idle engine included."}
+    )
+    weights_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Where weights are written for the engine to read: a folder that its servers see, best "
+            "in memory. None: a temporary folder of this machine."
+        },
+    )
+    order: str = field(
+        default="plan",
+        metadata={
+            "help": "plan: batches hold the sampler's prompts in its order; first: what is finished "
+            "first, as far as num_steps_async allows."
+        },
+    )
+
+    max_failed_groups: int = field(
+        default=8,
+        metadata={
+            "help": "Groups in a row of which every rollout may fail for good; one more ends the training. A "
+            "failed rollout is not trained on, and has no part in its group's mean."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_failed_groups < 0:
+            raise ConfigError(f"max_failed_groups={self.max_failed_groups}: 0 or more")
+        if self.num_steps_async < 0:
+            raise ConfigError(f"num_steps_async={self.num_steps_async}: 0 or more")
+        if self.async_max_queue_size is not None and self.async_max_queue_size < 0:
+            raise ConfigError(f"async_max_queue_size={self.async_max_queue_size}: 0 or more")
+        for name in ("async_generation_timeout", "weight_sync_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: more than 0 seconds")
+        if not 0 <= self.sampler_ratio_min < self.sampler_ratio_max:
+            raise ConfigError(
+                f"sampler_ratio_min={self.sampler_ratio_min} must be at least 0, and below "
+                f"sampler_ratio_max={self.sampler_ratio_max}"
+            )
+        if self.weights_dir is not None and not Path(self.weights_dir).is_dir():
+            raise ConfigError(f"weights_dir={self.weights_dir}: there is no such folder")
+        for name, values in (
+            ("sampler_correction", ("ratio", "truncate", "mask", "none")),
+            ("sampler_level", ("token", "sequence", "geometric")),
+            ("weight_sync", ("drain", "in_flight")),
+            ("order", ("plan", "first")),
+        ):
+            if getattr(self, name) not in values:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: one of {', '.join(values)}")
+        if self.use_vllm or self.use_transformers_continuous_batching:
+            raise ConfigError(
+                "use_vllm and use_transformers_continuous_batching are TRL's own ways to generate: the "
+                "environment's engine generates here (actor_rollout_ref.rollout.name)"
+            )
+        if self.generate_every % self.gradient_accumulation_steps:
+            raise ConfigError(
+                f"steps_per_generation * num_iterations = {self.generate_every} must be a multiple of "
+                f"gradient_accumulation_steps = {self.gradient_accumulation_steps}: batches end with a step"
+            )
+        # Log-probs of a truncated distribution are of another policy than the one that is trained.
+        if self.top_p != 1.0 or self.top_k or self.min_p or self.repetition_penalty != 1.0:
+            raise ConfigError(
+                "top_p, top_k, min_p and repetition_penalty change the sampled distribution, and the loss "
+                "knows the model's own: leave them off"
+            )
+
+    @property
+    def steps_ahead(self) -> int:
+        """Batches by which one may be stale; 0 without asynchronous generation."""
+        return self.num_steps_async if self.use_async_generation else 0
+
+    @property
+    def batches_ahead(self) -> int:
+        """Batches that may exist beyond the one being trained."""
+        queue = 2 * self.num_steps_async if self.async_max_queue_size is None else self.async_max_queue_size
+        return min(self.steps_ahead, queue)
+
+    @property
+    def generate_every(self) -> int:
+        """Micro-steps for which one generated batch is used."""
+        return int(self.steps_per_generation * self.num_iterations)
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Prompts of one generated batch, over all processes."""
+        return int(self.generation_batch_size // self.num_generations)

@@ -1,0 +1,189 @@
+"""Prompt rows by verl's own dataset: what its loops get, and what rollstream knows of a row."""
+
+import contextlib
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rollstream.data.prompts import PromptDataset
+from rollstream.data.values import BadRow, Row, described, to_jsonable
+from rollstream.errors import DataError
+from rollstream.trajectory import PromptRow
+
+PROMPT_COLUMN = "raw_prompt"
+"""The messages, as verl's dataset makes them of `data.prompt_key`."""
+
+_NOT_OF_THE_ROW = frozenset({"dummy_tensor", "index"})
+"""What verl's dataset adds to every row: a tensor so that a batch is not empty, and an index that is 0 for
+every row that does not have one in its `extra_info`, where it stays."""
+
+
+_KEPT_ROWS = 8
+"""Rows that are kept for their repeats, which follow each other; some may be large, with images."""
+
+
+@dataclass(slots=True)
+class VerlRow(PromptRow):
+    """A prompt row, with what verl's loop gets of it."""
+
+    sample: dict[str, Any] = field(default_factory=dict)
+
+
+def sample_row(index: int, sample: Mapping[str, Any]) -> VerlRow:
+    """A sample of verl's dataset as a row, where nothing but the loop looks at it.
+
+    Raises:
+        DataError: it has no messages.
+    """
+    messages: Any = sample.get(PROMPT_COLUMN)
+    if hasattr(messages, "tolist"):  # an array, as a batch of verl's holds them
+        messages = messages.tolist()
+    if not isinstance(messages, list | tuple) or not all(isinstance(one, Mapping) for one in messages):
+        found = described(sample.get(PROMPT_COLUMN))
+        raise DataError(f"sample {index}: {PROMPT_COLUMN} is {found}; want a list of messages")
+    plain = [dict(message) for message in messages]
+    return VerlRow(index, f"{index:032x}", plain, "unknown", sample=dict(sample))
+
+
+class VerlRows:
+    """The rows of a dataset of verl's, or of a class of the user's for verl, as a `RowSource`.
+
+    Args:
+        dataset: with `__len__` and `__getitem__`.
+        prompt_column: `data.prompt_key`.
+    """
+
+    def __init__(self, dataset: Any, prompt_column: str) -> None:
+        self._dataset = dataset
+        # What is rollstream's of a row and what is the loop's are made of one reading: verl's opens images.
+        self._read = lru_cache(maxsize=1)(dataset.__getitem__)
+        self.prompt_column = prompt_column
+        self._label = type(dataset).__name__
+        if not len(dataset):
+            raise DataError(f"verl's {self._label} holds no rows")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def sample(self, position: int) -> dict[str, Any]:
+        """A row as a loop gets it. Raises `BadRow`."""
+        try:
+            row = self._read(position)
+        except (Exception, SystemExit) as error:
+            raise BadRow(f"verl's dataset raised {type(error).__name__}: {error}") from error
+        if not isinstance(row, Mapping):
+            raise BadRow(f"verl's dataset gave {described(row)}, want a mapping")
+        if not isinstance(row.get(PROMPT_COLUMN), list | tuple):
+            raise BadRow(
+                f"{self.prompt_column} is {described(row.get(PROMPT_COLUMN))}; verl wants a list of messages"
+            )
+        return {str(key): value for key, value in row.items() if key != "dummy_tensor"}
+
+    def row(self, position: int) -> Row:
+        sample = self.sample(position)
+        # In the place of the column that verl made it of: a row has the key it has without verl.
+        sample[self.prompt_column] = [_message(message) for message in sample.pop(PROMPT_COLUMN)]
+        for key in _NOT_OF_THE_ROW:
+            sample.pop(key, None)
+        for key in ("tools_kwargs", "interaction_kwargs"):
+            if not sample.get(key):
+                sample.pop(key, None)
+        # A column of mappings has in every row what any row has.
+        plain: Row = to_jsonable(sample, drop_none=True)
+        return plain
+
+    def scan(self) -> Iterator[Row | BadRow]:
+        for position in range(len(self)):
+            try:
+                yield self.row(position)
+            except BadRow as error:
+                yield error
+
+    def location(self, position: int) -> str:
+        return f"verl's {self._label}, row {position}"
+
+    def folder(self, position: int) -> Path | None:
+        return None  # verl's dataset has opened what a row names
+
+
+def _message(message: Any) -> Any:
+    """A message whose images, videos and sounds are replaced by what tells them apart."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list | tuple):
+        return message
+    parts = [
+        part
+        if not isinstance(part, Mapping) or part.get("type") == "text"
+        else {"type": "text", "text": f"<{part.get('type')} {_digest(part)}>"}
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
+
+
+def _digest(part: Mapping[str, Any]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for key in sorted(map(str, part)):
+        value = part[key]
+        pixels = value.tobytes() if hasattr(value, "tobytes") else None
+        digest.update(key.encode() + b"\0" + (pixels if pixels is not None else repr(value).encode()))
+    return digest.hexdigest()
+
+
+def create_dataset(config: DictConfig) -> Any:
+    """What verl's trainers read their prompts with, over the files of verl's configuration.
+
+    Its own choice of rows (`train_max_samples`, with `shuffle` a seeded random one) and its own filter of
+    long prompts hold.
+
+    Raises:
+        DataError: it cannot be made.
+    """
+    from verl.trainer.ppo.utils import create_rl_dataset
+    from verl.utils.config import omega_conf_to_dataclass
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # it prints; standard output is the result's
+            model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+            return create_rl_dataset(
+                config.data.train_files,
+                config.data,
+                model.tokenizer,
+                model.processor,
+                is_train=True,
+                max_samples=config.data.get("train_max_samples", -1),
+            )
+    except (Exception, SystemExit) as error:
+        raise DataError(
+            f"verl cannot read data.train_files={list(config.data.train_files)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+class VerlDataset(PromptDataset):
+    """The prompt rows of a run by verl's dataset; `row` gives `VerlRow`s.
+
+    An index is a position in the dataset that verl made, after its own filter and choice.
+    """
+
+    def __init__(self, rows: VerlRows, *, shuffle_seed: int | None) -> None:
+        self._rows = rows
+        self._kept = lru_cache(maxsize=_KEPT_ROWS)(self._made)
+        super().__init__(rows, prompt_column=rows.prompt_column, shuffle_seed=shuffle_seed)
+
+    def row(self, index: int) -> VerlRow:
+        """See `PromptDataset.row`. The repeats of a row get the same one: it must not be changed."""
+        return self._kept(index)
+
+    def _made(self, index: int) -> VerlRow:
+        plain = super().row(index)
+        try:
+            sample = self._rows.sample(index)
+        except BadRow as error:
+            raise DataError(f"{self.location(index)}: {error}") from error
+        values = {name: getattr(plain, name) for name in PromptRow.__dataclass_fields__}
+        return VerlRow(**values, sample=sample)

@@ -1,0 +1,302 @@
+"""The actor behind a `RollstreamReplica`: verl's servers' methods before a rollstream engine.
+
+It holds a pool of all servers by their URLs, so one that goes away costs time and nothing else; what it is
+asked while none is there waits in the callers, who are told `EngineUnavailableError`. Ray may start the actor
+anew at any time: it has no state but its arguments and what `follow` says again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollstream.chat.images import encode_for_engine
+from rollstream.engine.base import Engine
+from rollstream.engine.interruptible import InterruptibleEngine
+from rollstream.engine.launch import replica_maker
+from rollstream.engine.pool import PoolEngine
+from rollstream.engine.registry import create_engine
+from rollstream.errors import ConfigError, EngineError
+from rollstream.trajectory import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+ENGINES = ("sglang", "vllm")
+"""Engines that are servers and speak token ids. `rollstream serve` speaks as SGLang does."""
+
+_NEUTRAL: Mapping[str, Any] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_p": 0.0,
+    "n": 1,
+    "detokenize": False,
+    "skip_special_tokens": False,
+}
+"""Sampling parameters of verl's servers that rollstream's engines don't know, and the values that ask for
+nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What an actor is made from. Lengths in tokens."""
+
+    urls: tuple[str, ...]
+    engine: str
+    """`sglang` or `vllm`: what the servers speak."""
+    model_path: str | None
+    prompt_length: int
+    response_length: int
+    max_model_len: int | None
+    engine_kwargs: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, custom: Mapping[str, Any] | None, **lengths: Any) -> "ServerOptions":
+        """From `rollout.custom` of verl's configuration.
+
+        Raises:
+            ConfigError: a key that is not known, no URLs, or another engine.
+        """
+        given = dict(custom or {})
+        urls, engine = given.pop("urls", None), given.pop("engine", "sglang")
+        kwargs = given.pop("engine_kwargs", None) or {}
+        given.pop("weights_dir", None)
+        if given:
+            raise ConfigError(
+                f"rollout.custom has {', '.join(map(repr, given))}: known are urls, engine, engine_kwargs "
+                "and weights_dir"
+            )
+        if not urls or isinstance(urls, str):
+            raise ConfigError(
+                "rollout.custom.urls must list the servers: "
+                "'+actor_rollout_ref.rollout.custom.urls=[http://host:30000]'"
+            )
+        if engine not in ENGINES:
+            raise ConfigError(f"rollout.custom.engine is {engine!r}: want one of {', '.join(ENGINES)}")
+        return cls(tuple(map(str, urls)), engine, engine_kwargs=kwargs, **lengths)
+
+
+def read_sampling(given: Mapping[str, Any], options: ServerOptions, prompt_tokens: int) -> SamplingParams:
+    """Reads verl's sampling parameters.
+
+    The most tokens are what verl's own servers take: `max_tokens` or `max_new_tokens` if it is given, else
+    what is left of prompt and response together, `response_length` at most; never beyond the model's.
+
+    Raises:
+        EngineError: a parameter that would change the answer and is not known, or no room.
+    """
+    values = dict(given)
+    for name, neutral in _NEUTRAL.items():
+        if (value := values.pop(name, neutral)) not in (neutral, None):
+            raise EngineError(f"sampling parameter {name}={value!r} is not known to rollstream's engines")
+    total = options.prompt_length + options.response_length
+    most = min(options.response_length, total - prompt_tokens)
+    for name in ("max_tokens", "max_new_tokens"):
+        if (value := values.pop(name, None)) is not None:
+            most = int(value)
+    room = (options.max_model_len or total) - prompt_tokens
+    if room < 1:
+        raise EngineError(
+            f"a prompt of {prompt_tokens} tokens leaves no room within {options.max_model_len or total}"
+        )
+    stop = values.pop("stop", None) or ()
+    sampling = SamplingParams(
+        max_tokens=max(1, min(most, room)),
+        temperature=float(values.pop("temperature", 1.0)),
+        top_p=float(values.pop("top_p", 1.0)),
+        top_k=int(values.pop("top_k", -1)),
+        logprobs=bool(values.pop("logprobs", False)),
+        seed=values.pop("seed", None),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(values.pop("stop_token_ids", None) or ()),
+        ignore_eos=bool(values.pop("ignore_eos", False)),
+    )
+    if unknown := ", ".join(name for name, value in values.items() if value is not None):
+        raise EngineError(f"sampling parameters that rollstream's engines do not know: {unknown}")
+    return sampling
+
+
+@dataclass(slots=True)
+class GivenTokens:
+    """verl's `TokenOutput`, field by field. A class of its own spares this process verl, which takes
+    seconds of CPU and hundreds of megabytes to import.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    routed_experts: Any = None
+    stop_reason: str | None = None
+    """`completed` or `aborted`."""
+    num_preempted: int | None = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+
+class ReplicaServer:
+    """See above. Methods are those that verl calls of its servers' actors."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
+        self._urls = tuple(options.urls)
+        """Where the servers are, as far as this one was told."""
+        self._pool: PoolEngine | None = None
+        self._engine: Engine | None = None
+        self._starting = asyncio.Lock()
+        self._admitted = asyncio.Event()
+        self._admitted.set()
+        self._rejects = False
+        self._in_flight: set[str] = set()
+
+    async def start(self) -> None:
+        """Connects. Raises `EngineError` when no server answers."""
+        await self._started()
+
+    async def _started(self) -> Engine:
+        async with self._starting:
+            if self._engine is None:
+                options = self._options
+                pool = create_engine(
+                    options.engine,
+                    model_path=options.model_path,
+                    server_urls=self._urls,
+                    max_model_len=options.max_model_len,
+                    engine_kwargs=options.engine_kwargs,
+                    log_dir=Path(),
+                )
+                assert isinstance(pool, PoolEngine)
+                await pool.start()
+                self._pool, self._engine = pool, InterruptibleEngine(pool)
+            return self._engine
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        audio_data: list[Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        priority: int = 0,
+    ) -> GivenTokens:
+        """Tokens in, tokens out: ids and log-probs as they were sampled.
+
+        `extra_fields` have verl's `global_steps` (the newest version) and `num_cached_tokens`, and
+        `policy_versions` and `finish_reason`, which verl has no names for.
+
+        Raises:
+            EngineError: what the engine raises; videos and sound, which it does not take.
+        """
+        if video_data or audio_data:
+            raise EngineError("rollstream's engines take text and images, no videos and no sound")
+        engine = await self._started()
+        if self._rejects:
+            return GivenTokens(token_ids=[], log_probs=[], stop_reason="aborted")
+        await self._admitted.wait()
+        images: list[object] | None = None
+        if image_data:
+            images = [await asyncio.to_thread(encode_for_engine, image) for image in image_data]
+        sampling = read_sampling(sampling_params, self._options, len(prompt_ids))
+        self._in_flight.add(request_id)
+        try:
+            completion = await engine.generate(
+                [int(one) for one in prompt_ids], sampling, request_id=request_id, images=images
+            )
+        finally:
+            self._in_flight.discard(request_id)
+        versions = completion.policy_versions
+        return GivenTokens(
+            token_ids=completion.token_ids,
+            log_probs=completion.logprobs,
+            stop_reason="aborted" if completion.finish_reason == "abort" else "completed",
+            extra_fields={
+                "global_steps": max((version for _, version in versions), default=0),
+                "num_cached_tokens": completion.cached_prompt_tokens,
+                "policy_versions": versions,
+                "finish_reason": completion.finish_reason,
+            },
+        )
+
+    async def health(self) -> bool:
+        """Whether a request sent now would be served."""
+        try:
+            return await (await self._started()).health()
+        except EngineError as error:
+            logger.info("no server answers: %s", error)
+            return False
+
+    async def follow(self, urls: Sequence[str]) -> None:
+        """The servers are at these URLs now. One that is still deaf is left out until it is named again.
+
+        An actor that Ray started anew knows no others: those of its arguments may be long gone.
+        """
+        self._urls = tuple(urls) or self._urls
+        try:
+            await self._started()
+        except EngineError as error:
+            logger.info("no server answers yet: %s", error)
+            return
+        pool, options = self._pool, self._options
+        assert pool is not None
+        make = replica_maker(
+            options.engine, model_path=str(options.model_path), engine_kwargs=options.engine_kwargs
+        )
+        for url in urls:
+            if url not in pool.replicas:
+                replica = make(url)
+                try:
+                    await pool.add_replica(replica)
+                except EngineError as error:
+                    logger.warning("cannot take in %s: %s", url, error)
+                    await replica.close()
+        for url in pool.replicas:
+            if url not in urls and len(pool.replicas) > 1:
+                await pool.remove_replica(url)
+
+    async def update_weights(self, source: str, version: int) -> None:
+        """Loads weights into all servers; see `Engine.update_weights`."""
+        await (await self._started()).update_weights(source, version)
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """Ends what is in flight with what was sampled; what comes waits, or is sent back, until resumed."""
+        self._admitted.clear()
+        self._rejects = reject_request
+        engine = await self._started()
+        await asyncio.gather(*(engine.abort(request) for request in list(self._in_flight)))
+
+    async def resume_generation(self) -> None:
+        """Lets requests through again."""
+        self._rejects = False
+        self._admitted.set()
+
+    async def wake_up(self, **kwargs: Any) -> None:
+        """Nothing: servers look after their memory themselves. So do the next ones."""
+
+    async def sleep(self, **kwargs: Any) -> None:
+        """See `wake_up`."""
+
+    async def clear_kv_cache(self) -> None:
+        """See `wake_up`: an engine whose weights change forgets what it cached."""
+
+    async def release_kv_cache(self) -> None:
+        """See `wake_up`."""
+
+    async def resume_kv_cache(self) -> None:
+        """See `wake_up`."""
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """Nothing: versions come with the weights."""
+
+    async def start_profile(self, **kwargs: Any) -> None:
+        """Nothing: there is nothing of verl's to profile."""
+
+    async def stop_profile(self) -> None:
+        """See `start_profile`."""
+
+    async def close(self) -> None:
+        """Leaves the servers."""
+        if self._engine is not None:
+            with suppress(EngineError):
+                await self._engine.close()

@@ -1,0 +1,149 @@
+"""How a worker with verl's loops is made: in a `RayWorker`, as the workers of `executor=ray` are.
+
+The actor, its reports and its window are rollstream's; inside it verl's own worker runs verl's own loops.
+"""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rollstream.config.load import compose, to_settings
+from rollstream.engine.base import Capabilities
+from rollstream.generation.agents import Agents, load_agents
+from rollstream.generation.equipment import Equipment, equip
+from rollstream.generation.stopping import in_daemon_thread
+from rollstream.integrations.verl.loop import SampleWorker, VerlLoops, VerlServers
+from rollstream.rollout.ray_worker import BuiltWorker
+
+VERL_SERVERS = Capabilities(
+    token_ids=True,
+    logprobs="processed",
+    seeds=False,
+    stop_strings=True,
+    stop_token_ids=True,
+    images=True,
+    update_weights=False,
+    max_model_len=None,
+)
+"""What is believed of servers that verl starts: they don't say, and refuse what they can't. For seeds see
+`verl_servers`."""
+
+
+def verl_servers(name: str) -> Capabilities:
+    """What servers that verl starts can, by verl's name of them.
+
+    Sampling parameters go to them by the engine's own names: `seed` is vLLM's, SGLang's is another.
+    """
+    return replace(VERL_SERVERS, seeds=name == "vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class VerlRecipe:
+    """A worker with verl's loops."""
+
+    config_yaml: str
+    """rollstream's configuration, without loops and tools: see `plain_config`."""
+    verl_config: DictConfig
+    client: Any
+    """A `StreamingLLMServerClient`."""
+    handles: tuple[Any, ...]
+    """Of the servers."""
+    loop_names: tuple[str, ...]
+    first_data_source: str
+    capabilities: Capabilities = VERL_SERVERS
+
+    async def build(self, number: int) -> BuiltWorker:
+        """See `WorkerRecipe`."""
+        config = OmegaConf.create(self.config_yaml)
+        assert isinstance(config, DictConfig)
+        equipment, worker = await asyncio.gather(
+            in_daemon_thread(plain_equipment, config), in_daemon_thread(self._verl_worker)
+        )
+        equipment.agents = Agents(
+            VerlLoops(worker), equipment.agents.tools, interactions=equipment.agents.interactions
+        )
+        async with AsyncExitStack() as stack:
+            stack.callback(equipment.reward.close)
+            await equipment.prepare_reward_for(self.first_data_source)
+            servers = VerlServers(self.handles, self.capabilities, balancer=self.client.balancer)
+            rollout_worker, metered, gate = equipment.make_worker(servers, list(self.loop_names))
+            self.client.meter = metered
+            return BuiltWorker(
+                SampleWorker(rollout_worker),  # type: ignore[arg-type]
+                metered,
+                gate,
+                close=stack.pop_all().aclose,
+                owns_engine=False,
+            )
+
+    def _verl_worker(self) -> Any:
+        from rollstream.integrations.verl.workers import StreamingAgentLoopWorker
+
+        return StreamingAgentLoopWorker(self.verl_config, self.client)
+
+
+def plain_config(config: DictConfig) -> DictConfig:
+    """The configuration without what is verl's: loops, tools, interactions and its dataset class.
+
+    Those of verl's kind are no classes of rollstream's, and are loaded by verl alone.
+    """
+    plain = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+    assert isinstance(plain, DictConfig)
+    rollout: Any = plain.actor_rollout_ref.rollout
+    rollout.agent.agent_loop_config_path = None
+    rollout.agent.default_agent_loop = "single_turn_agent"
+    for key in ("tool_config_path", "function_tool_path", "interaction_config_path"):
+        rollout.multi_turn[key] = None
+    rollout.multi_turn.format = "hermes"
+    data: Any = plain.data
+    data.tool_config_path = None
+    data.custom_cls.path = data.custom_cls.name = None
+    return plain
+
+
+def plain_equipment(config: DictConfig) -> Equipment:
+    """What a worker has of rollstream's: tokenizer, reward, sampling. Slow. Raises `ConfigError`."""
+    return equip(config, to_settings(config), load_agents(config), shows_images=False)
+
+
+def bare_recipe(manager: Any, *, max_attempts: int) -> VerlRecipe:
+    """A recipe by verl's configuration alone: nothing is scored but by the loops themselves.
+
+    Args:
+        manager: a `GenerationLoopManager`.
+        max_attempts: tries at one sample.
+    """
+    verl_config = manager.config
+    rollout, model = verl_config.actor_rollout_ref.rollout, verl_config.actor_rollout_ref.model
+    given: dict[str, Any] = {
+        "actor_rollout_ref": {
+            "model": {
+                "path": str(Path(model.path).expanduser()),
+                "tokenizer_path": model.tokenizer_path,
+                "trust_remote_code": model.trust_remote_code,
+            },
+            "rollout": {
+                "name": "sglang",
+                "server_urls": ["http://verl.invalid"],  # verl's client knows them
+                "temperature": float(rollout.temperature),
+                "top_p": float(rollout.top_p),
+                "top_k": int(rollout.top_k),
+                "response_length": int(rollout.response_length),
+                "calculate_log_probs": bool(rollout.calculate_log_probs),
+            },
+        },
+        "data": {"max_prompt_length": int(rollout.prompt_length)},
+        "generation": {"max_attempts": max_attempts},
+    }
+    return VerlRecipe(
+        config_yaml=OmegaConf.to_yaml(compose(layers=[given])),
+        verl_config=verl_config,
+        client=manager.llm_client,
+        handles=tuple(manager.server_handles),
+        loop_names=(rollout.agent.default_agent_loop,),
+        first_data_source="unknown",
+    )

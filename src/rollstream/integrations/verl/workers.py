@@ -1,0 +1,279 @@
+"""verl's worker, client and manager of agent loops, with rollstream's stream of results.
+
+Imported where verl is.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+import ray
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
+from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient, LLMServerManager
+
+from rollstream.agent.base import turn_seed
+from rollstream.engine.ray_package import one_line
+from rollstream.errors import DataError, EngineUnavailableError, RollstreamError
+from rollstream.integrations.verl.inbox import Inbox
+from rollstream.integrations.verl.rows import sample_row
+from rollstream.integrations.verl.streaming import EngineCall, StreamingAgentLoopWorkerMixin, current_calls
+from rollstream.rollout.meter import MeteredEngine
+from rollstream.rollout.ray import RayExecutor, here
+from rollstream.rollout.ray_cluster import RayCluster
+from rollstream.store.records import EncodedRollout
+from rollstream.trajectory import Failure, RolloutKey
+
+
+class StreamingAgentLoopWorker(StreamingAgentLoopWorkerMixin, AgentLoopWorker):  # type: ignore[misc]
+    """verl's agent loop worker, which also runs single samples."""
+
+
+class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
+    """A client of verl that notes a sample's generations, and tells servers that are gone from a refusal.
+
+    Outside of `run_sample` it is verl's.
+    """
+
+    meter: MeteredEngine | None = None
+    """Counts requests, where somebody wants to know."""
+
+    @property
+    def balancer(self) -> Any:
+        """The actor that says which server gets a request."""
+        return self._load_balancer
+
+    async def generate(self, request_id: Any, **request: Any) -> Any:
+        """See `LLMServerClient.generate`.
+
+        Raises:
+            EngineUnavailableError: the actor of the server or of the load balancer is not there; Ray starts
+                those of rollstream anew.
+            RollstreamError: what a server of rollstream's raised, as it was raised there.
+        """
+        calls = current_calls()
+        # By the order in which they begin: a loop may ask for several at once, each another sample.
+        number = 0 if calls is None else calls.begin()
+        if calls is not None and calls.seed is not None:
+            seed = turn_seed(calls.seed, number)
+            request["sampling_params"] = {**request["sampling_params"], "seed": seed}
+        asked = self._asked(request_id, request)
+        output = await (asked if self.meter is None else self.meter.counted(asked))
+        if calls is not None:
+            fields = output.extra_fields
+            step = fields.get("global_steps") or 0
+            calls.complete(
+                number,
+                EngineCall(
+                    prompt_tokens=len(request["prompt_ids"]),
+                    tokens=len(output.token_ids),
+                    policy_versions=fields.get("policy_versions") or [(0, int(step))],
+                    finish_reason=fields.get("finish_reason") or output.stop_reason,
+                    cached_prompt_tokens=int(fields.get("num_cached_tokens") or 0),
+                ),
+            )
+            fields.pop("policy_versions", None)
+        return output
+
+    async def _asked(self, request_id: Any, request: dict[str, Any]) -> Any:
+        try:
+            # A prompt that the loop goes on to extend must not change on its way.
+            return await super().generate(request_id, **request)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RollstreamError):
+                raise error.cause from None
+            raise
+        except ray.exceptions.RayActorError as error:
+            raise EngineUnavailableError(f"a server's actor is gone: {error}".partition("\n")[0]) from error
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        try:
+            server_id, server = await super()._acquire_server(request_id, **extra)
+        except ray.exceptions.RayTaskError:
+            raise
+        except ray.exceptions.RayActorError as error:
+            raise EngineUnavailableError(f"verl's load balancer is gone: {one_line(error)}") from error
+        return server_id, CancellableServer(server)
+
+
+class CancellableServer:
+    """A server's actor, whose `generate` ends there when who waits for it is cut off.
+
+    Ray ends a task of an actor when it is told, not when nobody waits for its result any more.
+    """
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+    @property
+    def generate(self) -> "_CancellableMethod":
+        return _CancellableMethod(self._server.generate)
+
+
+class _CancellableMethod:
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    async def remote(self, *args: Any, **kwargs: Any) -> Any:
+        reference = self._method.remote(*args, **kwargs)
+        try:
+            return await reference
+        except asyncio.CancelledError:
+            with suppress(Exception):  # Ray may be gone; who is cut off stays so
+                ray.cancel(reference)
+            raise
+
+
+class StreamingLLMServerManager(LLMServerManager):  # type: ignore[misc]
+    """verl's manager of servers, whose load balancer runs beside the driver and is started anew when it ends.
+
+    verl's own runs on any node and once: when it ends, no server can be asked any more. What it forgets is
+    which server has which conversation in its cache. A router of a plugin stays verl's to start.
+    """
+
+    async def _init_global_load_balancer(self) -> None:
+        if getattr(self.rollout_config, "router_config_path", None) and self._load_balancer_cls is None:
+            await super()._init_global_load_balancer()
+            return
+        balancer = self._load_balancer_cls or GlobalRequestLoadBalancer
+        # Held here: an actor that starts anew gets its arguments again, if they are still there.
+        self._balanced = ray.put(dict(zip(self.server_addresses, self.server_handles, strict=True)))
+        kwargs: dict[str, Any] = {"servers": self._balanced}
+        if balancer is GlobalRequestLoadBalancer:  # as verl gives it: one of the user's routes as it likes
+            kwargs["full_determinism"] = getattr(self.rollout_config, "full_determinism", False)
+        self.global_load_balancer = (
+            ray.remote(balancer)
+            .options(num_cpus=0, max_restarts=-1, scheduling_strategy=here())
+            .remote(**kwargs)
+        )
+
+
+class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
+    """verl's manager of agent loops, whose workers take samples one by one and deliver each as it completes.
+
+        servers = await LLMServerManager.create(config)
+        client = servers.get_client(client_cls=StreamingLLMServerClient)
+        manager = await GenerationLoopManager.create(config, client)
+        async for result in manager.stream(samples):
+            ...
+
+    Any number of samples over any number of workers: a worker gets the next one when it has room. A sample
+    that fails is delivered as its `Failure`; a worker that dies costs what it had in flight, which is begun
+    again. `generate_sequences` is verl's own, over verl's workers, which are started when it is first called.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.agent_loop_workers_class = ray.remote(StreamingAgentLoopWorker)
+        self.agent_loop_workers: list[Any] = []
+        self.server_handles: list[Any] = []
+        """Of the servers, asked whether they are well; without, requests that fail say it."""
+        super().__init__(*args, **kwargs)
+
+    async def _init_agent_loop_workers(self) -> None:
+        """Not yet: the workers of a stream are other ones."""
+
+    async def generate_sequences(self, prompts: Any) -> Any:
+        """verl's: a batch, in equal chunks."""
+        if not self.agent_loop_workers:
+            await super()._init_agent_loop_workers()
+        return await super().generate_sequences(prompts)
+
+    async def stream(
+        self, samples: Iterable[Mapping[str, Any]], *, max_in_flight: int = 256, max_attempts: int = 3
+    ) -> AsyncGenerator[EncodedRollout | Failure, None]:
+        """Runs samples, and yields what became of each as soon as it is there.
+
+        Args:
+            samples: rows as verl's dataset gives them, each with an `index` of its own, from 0 on.
+            max_in_flight: at once, over all workers.
+            max_attempts: tries at one sample where trying again may help.
+
+        Raises:
+            DataError: an `index` that is missing, no number, negative, or there twice. (A sample without
+                messages is a failed one.)
+        """
+        from rollstream.integrations.verl.worker_recipe import bare_recipe
+
+        rows: dict[int, Mapping[str, Any]] = {}
+        seen: set[int] = set()
+
+        def keys() -> Any:
+            for sample in samples:
+                index = _index(sample)
+                if index is None or index in seen:
+                    raise DataError(
+                        f"sample index {sample.get('index')!r}: every sample needs an index of its own, "
+                        "0 or more (verl's dataset gives 0 to every row that has none in its extra_info)"
+                    )
+                seen.add(index)
+                rows[index] = sample
+                yield RolloutKey(index, 0)
+
+        inbox = Inbox()
+        executor = self.make_executor(
+            bare_recipe(self, max_attempts=max_attempts),
+            inbox,
+            load_row=lambda index: sample_row(index, rows[index]),
+            max_in_flight=max_in_flight,
+            max_attempts=max_attempts,
+            cluster=RayCluster({}),
+        )
+        try:
+            await executor.start()
+            work = asyncio.ensure_future(executor.run(keys()))
+            work.add_done_callback(lambda _: inbox.end())
+            try:
+                async with aclosing(inbox.results()) as results:
+                    async for result in results:
+                        rows.pop(result.index, None)
+                        yield result
+                await work
+            finally:
+                executor.drop()
+                inbox.abandon()  # nobody takes what is delivered from now on
+                await asyncio.gather(work, return_exceptions=True)
+        finally:
+            await executor.close()
+
+    def make_executor(
+        self,
+        recipe: Any,
+        writer: Any,
+        *,
+        load_row: Callable[[int], Any],
+        max_in_flight: int,
+        cluster: RayCluster,
+        attempt_timeout: float = 600.0,
+        max_attempts: int = 3,
+        options: Mapping[str, Any] | None = None,
+        adaptive: bool = False,
+        engine: object = None,
+        on_durable: Callable[[EncodedRollout | Failure], None] | None = None,
+    ) -> RayExecutor:
+        """The executor of `recipe`'s workers, `agent.num_workers` of them; see `RayExecutor`."""
+        return RayExecutor(
+            recipe,
+            writer,
+            load_row=load_row,
+            max_in_flight=max_in_flight,
+            workers=self.rollout_config.agent.num_workers,
+            cluster=cluster,
+            options=options,
+            attempt_timeout=attempt_timeout,
+            max_attempts=max_attempts,
+            adaptive=adaptive,
+            engine=engine,
+            on_durable=on_durable,
+        )
+
+
+def _index(sample: Mapping[str, Any]) -> int | None:
+    """Of a sample; None: it has none that can be used."""
+    try:
+        index = int(sample["index"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return index if index >= 0 else None

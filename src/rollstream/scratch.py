@@ -1,0 +1,105 @@
+"""Temporary folders of a process: what one that was killed left behind goes when the next one is made.
+
+    ScratchFolder("weights") -> /tmp/rollstream-weights-k3x9q_12/  with `.owner` in it, locked
+    its process dies         -> the kernel lets go of the lock
+    the next "weights"       -> whoever gets that lock removes the folder
+
+A lock, and not a process id: ids come again, and mean nothing to a container that shares the folder.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+logger = logging.getLogger(__name__)
+
+_OWNER = ".owner"
+
+
+class ScratchFolder:
+    """A folder of this process, made at once; call `cleanup` when it is not needed any more.
+
+    Args:
+        kind: goes into the folder's name; folders of dead processes of the same kind, user and parent go.
+        parent: where it is made; None: the machine's temporary folder.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, kind: str, parent: str | Path | None = None) -> None:
+        prefix = f"rollstream-{kind}-"
+        where = Path(tempfile.gettempdir() if parent is None else parent)
+        _sweep(where, prefix)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
+        """The folder."""
+        try:
+            lock = _take(self.path)
+        except OSError:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        self._remove = weakref.finalize(self, _remove, self.path, lock)
+
+    def cleanup(self) -> None:
+        """Removes the folder with all that is in it. Idempotent, raises nothing.
+
+        It comes by itself when nobody has this object any more, and when the process ends.
+        """
+        self._remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cleanup()
+
+
+def _take(folder: Path) -> int:
+    """Locks the folder. The lock's file gets its name when it is locked: before, nobody may judge by it."""
+    unnamed = folder / f"{_OWNER}.new"
+    lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        # A file system without locks: nobody else gets one either, and the folder stays after a kill.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(folder / _OWNER)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
+def _sweep(where: Path, prefix: str) -> None:
+    """Removes this user's folders whose process has died. Those of others, and errors, are passed over."""
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(where)):
+            if not entry.name.startswith(prefix) or not entry.is_dir(follow_symlinks=False):
+                continue
+            with contextlib.suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                    _remove_if_dead(Path(entry.path))
+
+
+def _remove_if_dead(folder: Path) -> None:
+    """Raises `OSError` when its process lives, or nothing says whose it is."""
+    lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+        logger.info("removed %s, of a process that has died", folder)
+    finally:
+        os.close(lock)

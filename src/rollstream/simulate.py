@@ -1,0 +1,81 @@
+"""`rollstream simulate` on the command line. Light: what computes is imported when it is needed."""
+
+import argparse
+import sys
+
+import orjson
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `rollstream simulate`."""
+    parser.add_argument(
+        "--generation", required=True, metavar="SECONDS", help="of one group, when an engine works on it"
+    )
+    parser.add_argument("--training", required=True, type=float, metavar="SECONDS", help="of one step")
+    parser.add_argument(
+        "--update", type=float, default=0.0, metavar="SECONDS", help="of one weight update (default: 0)"
+    )
+    parser.add_argument("--groups", type=int, default=32, metavar="N", help="groups a step (default: 32)")
+    parser.add_argument(
+        "--slots", type=int, metavar="N", help="groups that all engines do at once (default: --groups)"
+    )
+    parser.add_argument(
+        "--ahead",
+        type=int,
+        metavar="N",
+        help="batches beyond the one being trained (default: --max-staleness)",
+    )
+    parser.add_argument(
+        "--max-staleness", type=int, default=1, metavar="N", help="steps at most (default: 1)"
+    )
+    parser.add_argument(
+        "--order", choices=["plan", "first"], default="plan", help="of delivery (default: plan)"
+    )
+    parser.add_argument(
+        "--window", type=int, metavar="N", help="with --order first: groups that may overtake, at most"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=["drain", "in_flight"],
+        default="drain",
+        help="whether weight updates wait for idle engines (default: drain)",
+    )
+    parser.add_argument(
+        "--dropped",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of groups, as without signal (default: 0)",
+    )
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help="to simulate (default: 200)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the durations (default: 0)")
+    parser.add_argument("--json", action="store_true")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Predicts, and prints what it predicts."""
+    from rollstream.training.durations import parse_duration
+    from rollstream.training.simulate import Setup, compare
+
+    compared = compare(
+        Setup(
+            generation=parse_duration(options.generation),
+            training_s=options.training,
+            update_s=options.update,
+            groups_per_step=options.groups,
+            slots=options.slots,
+            max_staleness=options.max_staleness,
+            ahead=options.max_staleness if options.ahead is None else options.ahead,
+            order=options.order,
+            window=options.window,
+            weights=options.weights,
+            dropped=options.dropped,
+            steps=options.steps,
+            seed=options.seed,
+        )
+    )
+    if options.json:
+        sys.stdout.write(orjson.dumps(compared.to_json(), option=orjson.OPT_INDENT_2).decode() + "\n")
+    else:
+        sys.stdout.write(compared.table() + "\n")
+    return 0

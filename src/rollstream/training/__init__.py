@@ -1,0 +1,50 @@
+"""A trainer in the same program: batches generated ahead of the step, with bounded staleness."""
+
+from rollstream.training.ahead import BatchesAhead
+from rollstream.training.async_batches import AsyncBatchGenerator, BatchRequest, BatchResult
+from rollstream.training.corrections import (
+    importance_ratios,
+    is_stats,
+    masked_is_weights,
+    truncated_is_weights,
+)
+from rollstream.training.curriculum import Curriculum
+from rollstream.training.generator import CallableGenerator, GroupGenerator
+from rollstream.training.group import Group, GroupBatch
+from rollstream.training.lookahead import AsyncDataLoaderWrapper
+from rollstream.training.plan import FunctionPlan, Plan, PlannedGroup, ShuffledPlan
+from rollstream.training.ray_groups import RayGroups
+from rollstream.training.rollout_groups import RolloutGroups
+from rollstream.training.selection import GroupFilter, GroupRank, NoSignal, Priority, TokenBudget
+from rollstream.training.staleness import StalenessRule
+from rollstream.training.timing import StepTimes
+
+__all__ = [
+    "AsyncBatchGenerator",
+    "AsyncDataLoaderWrapper",
+    "BatchRequest",
+    "BatchResult",
+    "BatchesAhead",
+    "CallableGenerator",
+    "Curriculum",
+    "FunctionPlan",
+    "Group",
+    "GroupBatch",
+    "GroupFilter",
+    "GroupGenerator",
+    "GroupRank",
+    "NoSignal",
+    "Plan",
+    "PlannedGroup",
+    "Priority",
+    "RayGroups",
+    "RolloutGroups",
+    "ShuffledPlan",
+    "StalenessRule",
+    "StepTimes",
+    "TokenBudget",
+    "importance_ratios",
+    "is_stats",
+    "masked_is_weights",
+    "truncated_is_weights",
+]

@@ -1,0 +1,168 @@
+"""Importance weights between the policy that sampled and the policy that is trained.
+
+A token that was sampled with log-prob q by the engine (older weights, other kernels) and has log-prob p under
+the trainer's weights counts p/q times in the trainer's loss. The ratio is taken per token, or per sequence:
+of the whole answer's probability (`sequence`) or of its geometric mean per token (`geometric`). Unbounded
+ratios have unbounded variance, so they are truncated (TIS) or, outside of a range, masked (MIS).
+
+Arrays are NumPy's or torch's, `[..., tokens]`; the answer is of the same kind, detached from any graph.
+Sources: truncated importance sampling, https://fengyao.notion.site/off-policy-rl; ratios of sequences, GSPO
+(arXiv 2507.18071).
+"""
+
+from typing import Any, Literal
+
+import numpy as np
+
+from rollstream.errors import ConfigError
+
+Level = Literal["token", "sequence", "geometric"]
+
+_LOG_RATIO_MAX = 20.0
+"""exp(20) = 5e8: what is beyond it is truncated or masked by any sane limit, and float32 stays finite."""
+
+
+def importance_ratios(trainer: Any, sampler: Any, mask: Any, *, level: Level = "token") -> Any:
+    """p/q of each token, or of its sequence at each of its tokens; 0 where the mask is.
+
+    Args:
+        trainer: log-probs under the trained weights, `[..., tokens]`.
+        sampler: log-probs as sampled, of the same shape and the same distribution (temperature!).
+        mask: 1 where a token was sampled, 0 elsewhere; log-probs there do not count, even if not finite.
+        level: of what the ratio is.
+
+    Raises:
+        ConfigError: no such level, or the shapes differ.
+    """
+    ops, trainer, sampler, mask = _prepare(trainer, sampler, mask)
+    log_ratio = ops.log_ratio(trainer, sampler, mask)
+    if level in ("sequence", "geometric"):
+        total = log_ratio.sum(-1)
+        if level == "geometric":
+            total = total / ops.at_least_one(mask.sum(-1))
+        log_ratio = total[..., None]
+    elif level != "token":
+        raise ConfigError(f"level={level!r}: 'token', 'sequence' or 'geometric'")
+    return ops.exp(ops.clip(log_ratio, -_LOG_RATIO_MAX, _LOG_RATIO_MAX)) * mask
+
+
+def truncated_is_weights(
+    trainer: Any, sampler: Any, mask: Any, *, cap: float = 2.0, level: Level = "token"
+) -> Any:
+    """TIS: `min(ratio, cap)`; arguments as `importance_ratios`. Multiply the per-token loss by it."""
+    if cap <= 0:
+        raise ConfigError(f"cap={cap}: more than 0")
+    ratios = importance_ratios(trainer, sampler, mask, level=level)
+    return _ops(ratios).clip(ratios, 0.0, cap)
+
+
+def masked_is_weights(
+    trainer: Any, sampler: Any, mask: Any, *, low: float = 0.5, high: float = 2.0, level: Level = "token"
+) -> Any:
+    """MIS: the ratio where `low <= ratio <= high`, else 0; arguments as `importance_ratios`."""
+    if not 0 <= low < high:
+        raise ConfigError(f"low={low}, high={high}: 0 <= low < high")
+    ratios = importance_ratios(trainer, sampler, mask, level=level)
+    ops = _ops(ratios)
+    return ratios * ops.number((ratios >= low) & (ratios <= high), ratios)
+
+
+def is_stats(trainer: Any, sampler: Any, mask: Any) -> dict[str, float]:
+    """How far the two policies are apart, over all sampled tokens.
+
+    Returns:
+        `ratio_mean`, `ratio_min`, `ratio_max` of tokens; estimates of KL(sampler || trainer) per token: `kl`
+        (the mean of log q - log p) and `kl_k3` (of ratio - 1 - log ratio, which is never negative). All 0
+        without sampled tokens.
+    """
+    ops, trainer, sampler, mask = _prepare(trainer, sampler, mask)
+    sampled = ops.numpy(mask).astype(bool)
+    log_ratio = ops.numpy(ops.log_ratio(trainer, sampler, mask))[sampled].astype(np.float64)
+    if not log_ratio.size:
+        return dict.fromkeys(("ratio_mean", "ratio_min", "ratio_max", "kl", "kl_k3"), 0.0)
+    ratio = np.exp(np.clip(log_ratio, -_LOG_RATIO_MAX, _LOG_RATIO_MAX))
+    return {
+        "ratio_mean": float(ratio.mean()),
+        "ratio_min": float(ratio.min()),
+        "ratio_max": float(ratio.max()),
+        "kl": float(-log_ratio.mean()),
+        "kl_k3": float((ratio - 1 - log_ratio).mean()),
+    }
+
+
+class _NumPy:
+    """What is spelt differently, for NumPy."""
+
+    @staticmethod
+    def log_ratio(trainer: Any, sampler: Any, mask: Any) -> Any:
+        with np.errstate(invalid="ignore"):
+            return np.where(mask > 0, np.subtract(trainer, sampler), 0.0)
+
+    @staticmethod
+    def clip(values: Any, low: float, high: float) -> Any:
+        return np.clip(values, low, high)
+
+    exp = staticmethod(np.exp)
+
+    @staticmethod
+    def at_least_one(values: Any) -> Any:
+        return np.maximum(values, 1)
+
+    @staticmethod
+    def number(booleans: Any, like: Any) -> Any:
+        return booleans.astype(like.dtype)
+
+    @staticmethod
+    def numpy(values: Any) -> Any:
+        return values
+
+
+class _Torch:
+    """The same for torch, by the tensors' own methods: this file imports no torch."""
+
+    @staticmethod
+    def log_ratio(trainer: Any, sampler: Any, mask: Any) -> Any:
+        difference = trainer - sampler
+        return difference.masked_fill(mask <= 0, 0.0)
+
+    @staticmethod
+    def clip(values: Any, low: float, high: float) -> Any:
+        return values.clamp(low, high)
+
+    @staticmethod
+    def exp(values: Any) -> Any:
+        return values.exp()
+
+    @staticmethod
+    def at_least_one(values: Any) -> Any:
+        return values.clamp(min=1)
+
+    @staticmethod
+    def number(booleans: Any, like: Any) -> Any:
+        return booleans.to(like.dtype)
+
+    @staticmethod
+    def numpy(values: Any) -> Any:
+        return values.cpu().numpy()
+
+
+def _ops(values: Any) -> type[_NumPy] | type[_Torch]:
+    return _Torch if hasattr(values, "detach") else _NumPy
+
+
+def _prepare(trainer: Any, sampler: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
+    ops = _ops(trainer)
+    if ops is _Torch:
+        trainer, sampler = trainer.detach(), sampler.detach()
+        trainer = trainer.float() if trainer.dtype.itemsize < 4 else trainer  # bfloat16 ratios are coarse
+        sampler, mask = sampler.to(trainer.dtype), mask.to(trainer.dtype)
+    else:
+        trainer = np.asarray(trainer)
+        trainer = trainer.astype(np.result_type(trainer, np.float32))
+        sampler, mask = np.asarray(sampler, trainer.dtype), np.asarray(mask, trainer.dtype)
+    if not trainer.shape == sampler.shape == mask.shape:
+        raise ConfigError(
+            f"log-probs and mask must have one shape, not {tuple(trainer.shape)}, {tuple(sampler.shape)} and "
+            f"{tuple(mask.shape)}"
+        )
+    return ops, trainer, sampler, mask

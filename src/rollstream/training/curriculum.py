@@ -1,0 +1,141 @@
+"""A plan that prefers prompts of the right difficulty, and learns which these are."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollstream.errors import ConfigError
+from rollstream.training.group import Group
+from rollstream.training.plan import PlannedGroup
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+Weigh = Callable[[Array, int], Array]
+"""Weights (>= 0) of rows by their estimated success, and by the number of groups that were trained on."""
+
+
+def medium_first(success: Array, trained: int) -> Array:
+    """Most for prompts that succeed half of the time, where a group's rewards differ most: `4 p (1 - p)`."""
+    return 4.0 * success * (1.0 - success)
+
+
+def easy_to_hard(groups: int) -> Weigh:
+    """Follows a target that falls from success 1 to 0 over so many trained groups; near it, weights are high.
+
+    Raises:
+        ConfigError: `groups` is not positive.
+    """
+    if groups < 1:
+        raise ConfigError(f"easy_to_hard over {groups} groups: at least 1")
+
+    def weigh(success: Array, trained: int) -> Array:
+        target = max(0.0, 1.0 - trained / groups)
+        return np.exp(-8.0 * (success - target) ** 2)
+
+    return weigh
+
+
+class Curriculum:
+    """Draws each position's prompt row by weights that depend on how often it succeeded.
+
+    A draw is decided when the position is first asked for, and kept until it is trained or dropped, in the
+    saved state too: after a restart what was on its way comes again. There are no epochs as of a shuffled
+    plan; a row's `epoch` counts how often it was drawn before, so `(epoch, index)` is unique all the same.
+
+    Args:
+        rows: prompt rows, > 0.
+        seed: of the draws.
+        weigh: weights of rows by estimated success.
+        success: estimates to begin with, one for each row, 0 to 1; None: 0.5 for all.
+        rate: how far one group's mean success moves its row's estimate, 0 < rate <= 1.
+        floor: added to all weights, relative to the greatest: what is never drawn is never learnt about.
+        measure: success of a group, 0 to 1, of its rewards; None: their mean, clipped.
+        length: positions there are; None: endless.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        *,
+        seed: int = 0,
+        weigh: Weigh = medium_first,
+        success: Sequence[float] | None = None,
+        rate: float = 0.3,
+        floor: float = 0.05,
+        measure: Callable[[Sequence[float]], float] | None = None,
+        length: int | None = None,
+    ) -> None:
+        if rows < 1 or not 0 < rate <= 1 or floor < 0:
+            raise ConfigError(f"rows={rows}, rate={rate}, floor={floor}: > 0, 0 < rate <= 1, >= 0")
+        if success is not None and len(success) != rows:
+            raise ConfigError(f"{len(success)} estimates of success for {rows} rows")
+        self._seed = seed
+        self._weigh = weigh
+        self._first = np.full(rows, 0.5) if success is None else np.asarray(success, np.float64)
+        self._success = self._first.copy()
+        self._rate = rate
+        self._floor = floor
+        self._measure = measure
+        self._trained = 0
+        self._drawn: dict[int, int] = {}  # times, of rows that were drawn
+        self._decided: dict[int, PlannedGroup] = {}
+        self.length = length
+
+    def at(self, position: int) -> PlannedGroup:
+        if position < 0 or (self.length is not None and position >= self.length):
+            raise IndexError(f"position {position} is not in a plan of {self.length} positions")
+        if position not in self._decided:
+            weights = np.maximum(self._weigh(self._success, self._trained), 0.0)
+            weights = np.cumsum(weights + self._floor * (weights.max() or 1.0))
+            rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, position])))
+            index = int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))
+            index = min(index, len(weights) - 1)  # a product may round up to the whole
+            self._decided[position] = PlannedGroup(position, self._drawn.get(index, 0), index)
+            self._drawn[index] = self._drawn.get(index, 0) + 1
+        return self._decided[position]
+
+    def success(self, index: int) -> float:
+        """What is believed of a row now."""
+        return float(self._success[index])
+
+    def observe(self, group: Group) -> None:
+        """Learns from a group that was trained on; unscored rollouts say nothing."""
+        self._trained += 1
+        self._learn(group)
+
+    def observe_dropped(self, group: Group) -> None:
+        """Learns from a group that a filter dropped: or what has no signal would be drawn for ever."""
+        self._learn(group)
+
+    def _learn(self, group: Group) -> None:
+        rewards = [reward for reward in group.rewards if reward is not None]
+        if rewards:
+            value = self._measure(rewards) if self._measure is not None else float(np.mean(rewards))
+            before = self._success[group.index]
+            self._success[group.index] = before + self._rate * (min(1.0, max(0.0, value)) - before)
+
+    def forget(self, below: int) -> None:
+        for position in [position for position in self._decided if position < below]:
+            del self._decided[position]
+
+    def identity(self) -> dict[str, Any]:
+        return {"kind": "curriculum", "rows": len(self._success), "seed": self._seed}
+
+    def state_dict(self) -> dict[str, Any]:
+        learnt = np.flatnonzero(self._success != self._first)
+        return {
+            "trained": self._trained,
+            "success": [[int(index), float(self._success[index])] for index in learnt],
+            "drawn": [[index, times] for index, times in sorted(self._drawn.items())],
+            "decided": [[one.position, one.epoch, one.index] for one in self._decided.values()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._trained = state["trained"]
+        self._success = self._first.copy()
+        for index, success in state["success"]:
+            self._success[index] = success
+        self._drawn = dict(state["drawn"])
+        decided = (PlannedGroup(*one) for one in state["decided"])
+        self._decided = {one.position: one for one in decided}

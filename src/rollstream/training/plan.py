@@ -1,0 +1,162 @@
+"""The plan: which prompt row stands at which position of the endless stream of groups. Pure.
+
+Nothing looks into a live iterator: what comes at position `p` is a function of the seed and `p`, so the
+future is known, and a resumed run goes on with the same sequence.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from rollstream.errors import ConfigError
+
+_EPOCHS_KEPT = 3
+"""Permutations in memory: work in flight may reach over one end of an epoch, and over two of a tiny one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGroup:
+    """One place in the plan."""
+
+    position: int
+    """Place in the endless stream, >= 0."""
+    epoch: int
+    """Pass over the prompt rows, from 0."""
+    index: int
+    """Of the prompt row (`PromptRow.index`, or a position in whatever the generator looks up)."""
+
+
+@runtime_checkable
+class Plan(Protocol):
+    """Says what stands at each position.
+
+    A plan that learns (`Curriculum`) decides a position when it is first asked for it, and keeps the decision
+    until `forget`: asking again gives the same answer, also after `load_state_dict`.
+    """
+
+    @property
+    def length(self) -> int | None:
+        """Positions there are; None: endless."""
+        ...
+
+    def at(self, position: int) -> PlannedGroup:
+        """The group at a position, `0 <= position < length`."""
+        ...
+
+    def forget(self, below: int) -> None:
+        """Told that nobody asks for positions under `below` any more."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the sequence: JSON values. A saved state of another identity is refused (R6)."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the plan has learnt and decided: JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up a saved state."""
+        ...
+
+
+class ShuffledPlan:
+    """Every prompt row once an epoch, in an order that the seed and the epoch decide.
+
+    Position p is `(epoch, index) = (p // N, permutation(seed, epoch)[p % N])` with `N = rows`.
+
+    Args:
+        rows: prompt rows, > 0; indices are `0 … rows-1`.
+        seed: of the permutations.
+        shuffle: False keeps the rows' order.
+        epochs: after how many the plan ends; None: never.
+    """
+
+    def __init__(self, rows: int, *, seed: int = 0, shuffle: bool = True, epochs: int | None = None) -> None:
+        if rows < 1:
+            raise ConfigError("a plan needs at least one prompt row")
+        if epochs is not None and epochs < 1:
+            raise ConfigError(f"epochs={epochs}: at least 1, or None for no end")
+        self._rows = rows
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epochs = epochs
+        self._permutations: OrderedDict[int, np.ndarray[Any, np.dtype[np.int64]]] = OrderedDict()
+
+    @property
+    def length(self) -> int | None:
+        return None if self._epochs is None else self._epochs * self._rows
+
+    def at(self, position: int) -> PlannedGroup:
+        if position < 0 or (self.length is not None and position >= self.length):
+            raise IndexError(f"position {position} is not in a plan of {self.length} positions")
+        epoch, place = divmod(position, self._rows)
+        index = int(self._permutation(epoch)[place]) if self._shuffle else place
+        return PlannedGroup(position, epoch, index)
+
+    def forget(self, below: int) -> None:
+        """Nothing to forget: the permutations of a few epochs are all that is kept."""
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "kind": "shuffled" if self._shuffle else "sequential",
+            "rows": self._rows,
+            "seed": self._seed if self._shuffle else None,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take up: the plan is a pure function."""
+
+    def _permutation(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if epoch not in self._permutations:
+            # Philox by a key of both numbers: neighbouring seeds and epochs share nothing.
+            rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, epoch])))
+            self._permutations[epoch] = rng.permutation(self._rows)
+            while len(self._permutations) > _EPOCHS_KEPT:
+                self._permutations.popitem(last=False)
+        return self._permutations[epoch]
+
+
+class FunctionPlan:
+    """A sequence that someone else decides, as a trainer's own seeded sampler.
+
+    Args:
+        index_at: the epoch and the index at a position; the same answer every time it is asked.
+        identity: what decides the sequence, as JSON values.
+        length: positions there are; None: endless.
+    """
+
+    def __init__(
+        self,
+        index_at: Callable[[int], tuple[int, int]],
+        *,
+        identity: dict[str, Any],
+        length: int | None = None,
+    ) -> None:
+        self._index_at = index_at
+        self._identity = identity
+        self.length = length
+
+    def at(self, position: int) -> PlannedGroup:
+        if position < 0 or (self.length is not None and position >= self.length):
+            raise IndexError(f"position {position} is not in a plan of {self.length} positions")
+        epoch, index = self._index_at(position)
+        return PlannedGroup(position, epoch, index)
+
+    def forget(self, below: int) -> None:
+        """Nothing is kept here."""
+
+    def identity(self) -> dict[str, Any]:
+        return {"kind": "function", **self._identity}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take up."""

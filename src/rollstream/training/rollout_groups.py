@@ -1,0 +1,179 @@
+"""Groups of the house's rollouts: n for each prompt row, by the rollout worker, its retries and its gate."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
+
+from rollstream.engine.base import Engine
+from rollstream.errors import (
+    ConfigError,
+    DroppedGroupError,
+    GroupFailedError,
+    TrainingError,
+    WeightUpdateError,
+)
+from rollstream.rollout.worker import RolloutWorker
+from rollstream.training.plan import PlannedGroup
+from rollstream.trajectory import Failure, PromptRow, Rollout
+
+Late = Literal["drop", "partial"]
+"""What becomes of a group at its deadline: `drop` it (it is replaced), or train on the `partial` group."""
+
+_IN_FLIGHT = 256
+"""Rollouts at once; the configuration's default, and what engines with continuous batching can use."""
+
+
+class RolloutGroups:
+    """A `GroupGenerator` over a rollout worker.
+
+    A rollout's `repeat` is `epoch * n + its place in the group`: seeds differ from epoch to epoch, and
+    `(index, repeat)` names a rollout once and for all. A group takes as long as it takes: the worker bounds
+    each attempt, the gate the time without an engine.
+
+    Args:
+        worker: runs the rollouts; or makes the worker, in the event loop that it will run in.
+        load_row: the prompt row of an index of the plan.
+        n: rollouts of a group that are begun, > 0.
+        first: that many are waited for, and the others are cut off when these are completed; None: all n.
+        min_rollouts: a group with some failed rollouts (or late ones, with `late="partial"`) is good enough
+            with so many; None: `first`.
+        deadline: seconds for a group, from its dispatch; None: none.
+        late: what becomes of a group at its deadline.
+        engine: started before the first group, given the trainer's weights, and closed at the end; None: all
+            that is done elsewhere, and an update may only tell the version (`source=""`).
+        push_weights: gives the engine weights, in place of `engine.update_weights(source, version)`: as
+            `lambda source, version: hf_engine.load_state_dict(model.state_dict(), version)`.
+        max_in_flight: rollouts at once, over all groups.
+        on_result: told of every rollout and failure, as to store it; the group waits for it.
+    """
+
+    bounds_groups = True
+    """No time limit of the generation thread's is needed: see `BatchesAhead(group_timeout=)`."""
+
+    def __init__(
+        self,
+        worker: RolloutWorker | Callable[[], Awaitable[RolloutWorker]],
+        load_row: Callable[[int], PromptRow],
+        n: int,
+        *,
+        first: int | None = None,
+        min_rollouts: int | None = None,
+        deadline: float | None = None,
+        late: Late = "drop",
+        engine: Engine | None = None,
+        push_weights: Callable[[str, int], Awaitable[None]] | None = None,
+        max_in_flight: int = _IN_FLIGHT,
+        on_result: Callable[[Rollout | Failure], Awaitable[None]] | None = None,
+    ) -> None:
+        wanted = n if first is None else first
+        least = wanted if min_rollouts is None else min_rollouts
+        if not 1 <= least <= wanted <= n:
+            raise ConfigError(
+                f"min_rollouts={least}, first={wanted}, n={n}: each at most the next, at least 1"
+            )
+        if deadline is not None and deadline <= 0:
+            raise ConfigError(f"deadline={deadline}: more than 0 seconds")
+        if late not in ("drop", "partial"):
+            raise ConfigError(f"late={late!r}: 'drop' or 'partial'")
+        if max_in_flight < 1:
+            raise ConfigError(f"max_in_flight={max_in_flight}: at least 1")
+        self._make_worker = worker
+        self._worker: RolloutWorker | None = None
+        self._load_row = load_row
+        self._n = n
+        self._wanted = wanted
+        self._least = least
+        self._deadline = deadline
+        self._late = late
+        self._engine = engine
+        self._push_weights = push_weights
+        self._places = asyncio.Semaphore(max_in_flight)
+        self._on_result = on_result
+        self.cut_off = 0
+        """Rollouts that were cut off because enough others were completed, or at a deadline."""
+        self.failed = 0
+        """Rollouts that failed."""
+
+    async def start(self) -> None:
+        if self._engine is not None:
+            await self._engine.start()
+        made = self._make_worker
+        self._worker = made if isinstance(made, RolloutWorker) else await made()
+
+    async def generate(self, group: PlannedGroup) -> Sequence[Rollout]:
+        row = self._load_row(group.index)
+        done: list[Rollout] = []
+        failures: list[Failure] = []
+        late = False
+        tasks = {
+            asyncio.create_task(self._one(row, group.epoch * self._n + place)) for place in range(self._n)
+        }
+        pending = set(tasks)
+        try:
+            async with asyncio.timeout(self._deadline) as limit:
+                try:
+                    while pending and len(done) < self._wanted:
+                        finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                        for task in finished:
+                            result = task.result()
+                            (done if isinstance(result, Rollout) else failures).append(result)  # type: ignore[arg-type]
+                        if self._least == self._wanted and self._n - len(failures) < self._wanted:
+                            break  # it cannot become whole any more
+                except asyncio.CancelledError:
+                    if not limit.expired():
+                        raise
+                    late = True
+                    raise
+        except TimeoutError:
+            if not late:
+                raise
+        finally:
+            self.failed += len(failures)
+            self.cut_off += len(pending)
+            for task in pending:
+                task.cancel()
+            if pending:
+                await asyncio.wait(pending)
+        return self._judge(group, done, failures, late=late)
+
+    async def update_weights(self, source: str, version: int) -> None:
+        if self._push_weights is not None:
+            await self._push_weights(source, version)
+        elif self._engine is not None:
+            await self._engine.update_weights(source, version)
+        elif source:
+            raise WeightUpdateError(
+                f"these groups have neither an engine nor push_weights: nobody would load {source!r}"
+            )
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            await self._engine.close()
+
+    def _judge(
+        self, group: PlannedGroup, done: list[Rollout], failures: list[Failure], *, late: bool
+    ) -> list[Rollout]:
+        done.sort(key=lambda rollout: rollout.repeat)
+        enough = self._least if not late or self._late == "partial" else self._wanted
+        if len(done) >= enough:
+            return done[: self._wanted]
+        if late:
+            raise DroppedGroupError(
+                f"group {group.position} (prompt {group.index}) had {len(done)} of {self._wanted} rollouts "
+                f"after {self._deadline:g} s (deadline)"
+            )
+        last = failures[-1]
+        raise GroupFailedError(
+            f"{len(failures)} of {self._n} rollouts of group {group.position} (prompt {group.index}) failed, "
+            f"{enough} are needed; the last one, after {last.attempts} attempts, with {last.error}\n"
+            f"{last.traceback}"
+        )
+
+    async def _one(self, row: PromptRow, repeat: int) -> Rollout | Failure:
+        async with self._places:
+            if self._worker is None:
+                raise TrainingError("start() comes first")
+            result = await self._worker.run(row, repeat)
+        if self._on_result is not None:
+            await self._on_result(result)
+        return result

@@ -1,0 +1,337 @@
+"""The schedule: which groups are begun, what the next batch takes, what is owed. No locks, no clock, no I/O.
+
+The life of a position of the plan:
+
+    planned --admit--> generating(start) --finish--> finished --deliver--> delivered(k) --trained--> trained
+       ^                   |                            |
+       |                   +-----------drop-------------+--> dropped: the next position takes its place
+       +-- a restart: whatever is neither trained nor dropped is owed again
+
+With `groups_per_step=2, ahead=1`, two steps:
+
+    positions 0 1 begun at version 0, 2 3 too (one batch ahead) -> batch 0 = {0, 1}; while it is trained
+    4 5 may not be begun yet: 2 3 are the one batch ahead. Batch 0 is trained, the weights are version 1:
+    4 5 begin at version 1 -> batch 1 = {2, 3}, trained with version 1, staleness 1; and so on.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal
+
+from rollstream.errors import ConfigError, TrainingError
+from rollstream.training.plan import Plan, PlannedGroup
+from rollstream.training.staleness import Candidate, StalenessRule, choose
+
+Order = Literal["plan", "first"]
+"""`plan`: batches hold the plan's positions in order; `first`: what is finished first goes first."""
+
+_FORMAT = 1
+
+
+class GroupState(StrEnum):
+    """Where a group that was begun is."""
+
+    GENERATING = "generating"
+    FINISHED = "finished"
+    DELIVERED = "delivered"
+
+
+@dataclass(slots=True)
+class ScheduledGroup:
+    """A group that was begun and is not trained yet."""
+
+    planned: PlannedGroup
+    start: int
+    """The engine's version when it was begun."""
+    state: GroupState = GroupState.GENERATING
+    rank: float = 0.0
+    tokens: int = 0
+
+    @property
+    def position(self) -> int:
+        """Its place in the plan."""
+        return self.planned.position
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What one batch holds."""
+
+    step: int
+    groups: list[ScheduledGroup]
+    """In the order of their positions."""
+
+
+class GroupSchedule:
+    """Keeps the staleness rule over a plan.
+
+    Args:
+        plan: what stands at which position.
+        rule: how many groups a batch has, and how stale they may be.
+        order: of delivery.
+        window: with order `first`: groups within which delivery may differ from the plan's order, >= 1; None:
+            no limit but the deadlines.
+        token_budget: a batch of a dynamic size takes groups until the next one would go over it, between
+            `rule.groups_per_step` and `rule.largest_step` of them; None: exactly `groups_per_step`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rule: StalenessRule,
+        *,
+        order: Order = "plan",
+        window: int | None = None,
+        token_budget: int | None = None,
+    ) -> None:
+        if order not in ("plan", "first"):
+            raise ConfigError(f"order={order!r}: 'plan' or 'first'")
+        if window is not None and (order == "plan" or window < 1):
+            raise ConfigError(f"window={window} with order={order!r}: a window >= 1 is for order='first'")
+        if order == "first" and window is None and rule.max_staleness is None:
+            raise ConfigError(
+                "order='first' without a window needs max_staleness: nothing else bounds staleness"
+            )
+        if token_budget is None and rule.largest_step not in (None, rule.groups_per_step):
+            raise ConfigError("batches of a dynamic size need a token budget")
+        self.rule = rule
+        self.plan = plan
+        self._window = 1 if order == "plan" else window
+        self._token_budget = token_budget
+        self._groups: dict[int, ScheduledGroup] = {}  # undelivered, ascending: begun in the plan's order
+        self._generating = 0
+        self._starts: Counter[int] = Counter()  # of the undelivered
+        self._delivered: dict[int, list[ScheduledGroup]] = {}  # by step, untrained
+        self._settled: dict[int, bool] = {}  # positions from the watermark on: True trained, False dropped
+        self._next_position = 0
+        self._awaited = False  # the trainer has asked for the next batch since it trained one
+        self.watermark = 0
+        """All positions below it are trained or dropped."""
+        self.trained_steps = 0
+        """Batches trained so far: the trainer's version."""
+        self.next_step = 0
+        """The batch that is delivered next."""
+
+    @property
+    def bound(self) -> int | None:
+        """The staleness that is never exceeded, see `StalenessRule.bound`."""
+        return self.rule.bound(self._window)
+
+    @property
+    def generating(self) -> int:
+        """Groups that are being generated."""
+        return self._generating
+
+    @property
+    def outstanding(self) -> int:
+        """Groups that were begun and not delivered."""
+        return len(self._groups)
+
+    @property
+    def untrained(self) -> int:
+        """Batches that were delivered and are not trained yet."""
+        return self.next_step - self.trained_steps
+
+    @property
+    def ended(self) -> bool:
+        """Whether the plan's last group has been delivered."""
+        return self._exhausted() and not self._groups
+
+    def room(self, version: int) -> int:
+        """Groups that may be begun now, the engine being at `version`."""
+        if self._exhausted():
+            return 0
+        untrained = self.untrained
+        if not self._awaited:
+            # A batch may be trained already and its weights still be on their way: what is begun now would be
+            # older than it need be. When the trainer asks for the next batch, there is nothing to wait for.
+            untrained = max(untrained, self.next_step - version)
+        return self.rule.room(self._starts, next_step=self.next_step, untrained=untrained, version=version)
+
+    def admit(self, version: int) -> ScheduledGroup | None:
+        """Begins the next group of the plan, if there is room. `version` never falls."""
+        if self.room(version) == 0:
+            return None
+        group = ScheduledGroup(self.plan.at(self._next_position), version)
+        self._groups[group.position] = group
+        self._generating += 1
+        self._starts[version] += 1
+        self._next_position += 1
+        return group
+
+    def finish(self, position: int, *, rank: float = 0.0, tokens: int = 0) -> None:
+        """A group has been generated.
+
+        Args:
+            position: its place in the plan.
+            rank: the smaller, the sooner it is delivered where the order leaves a choice.
+            tokens: its size, for batches of a dynamic size.
+        """
+        group = self._groups[position]
+        if group.state is not GroupState.GENERATING:
+            raise TrainingError(f"group {position} is {group.state}, it cannot finish")
+        group.state, group.rank, group.tokens = GroupState.FINISHED, rank, tokens
+        self._generating -= 1
+
+    def drop(self, position: int) -> None:
+        """A group will not be delivered; the next position of the plan takes its place."""
+        group = self._remove(position)
+        self._generating -= group.state is GroupState.GENERATING
+        self._settle(position, trained=False)
+
+    def deliver(self, version: int) -> Delivery | None:
+        """The next batch, if what it must hold is finished. Asked by the trainer; `version`: the engine's.
+
+        Having asked in vain, there may be room for more: see `room`.
+        """
+        delivery = self._deliver(version)
+        self._awaited = delivery is None
+        return delivery
+
+    def _deliver(self, version: int) -> Delivery | None:
+        size = self.rule.groups_per_step
+        if self._exhausted():
+            size = min(size, len(self._groups))
+        if size == 0 or len(self._groups) - self._generating < size:
+            return None
+        if self._window == 1 and not self._lowest_finished(size):
+            return None  # what choosing would find out, the long way
+        must = self.rule.must_take(self._starts, next_step=self.next_step)
+        chosen = self._choose(must, size, skip=())
+        if len(chosen) < size:
+            return None
+        if self._token_budget is not None and not self._fill(chosen, version):
+            return None
+        groups = [self._remove(position) for position in sorted(chosen)]
+        for group in groups:
+            group.state = GroupState.DELIVERED
+        delivery = Delivery(self.next_step, groups)
+        self._delivered[self.next_step] = groups
+        self.next_step += 1
+        return delivery
+
+    def trained(self, step: int) -> list[ScheduledGroup]:
+        """Batch `step` has been trained: its groups are never delivered again. In turn."""
+        if step != self.trained_steps or step not in self._delivered:
+            raise TrainingError(
+                f"batch {step} cannot be trained now: {self.trained_steps} batches are trained, and "
+                f"{self.next_step} were delivered"
+            )
+        groups = self._delivered.pop(step)
+        self._awaited = False
+        self.trained_steps += 1
+        for group in groups:
+            self._settle(group.position, trained=True)
+        return groups
+
+    def blocked(self, version: int) -> str | None:
+        """Why no batch can come until trainer or engine moves; None: one can, or the plan has ended."""
+        if self._generating or self.room(version) or self._exhausted():
+            return None
+        if len(self._groups) >= self.rule.groups_per_step:
+            return None
+        untrained = self.untrained
+        if (self.rule.ahead + 1 - untrained) * (self.rule.largest_step or self.rule.groups_per_step) <= len(
+            self._groups
+        ):
+            return (
+                f"batch {self.next_step} may be generated only once batch {self.trained_steps} is trained "
+                f"(ahead={self.rule.ahead}): call trained({self.trained_steps})"
+            )
+        assert self.rule.max_staleness is not None
+        return (
+            f"batch {self.next_step} is trained with version {self.next_step}, the engine is at version "
+            f"{version}, and max_staleness is {self.rule.max_staleness}: give the engine newer weights"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was trained and dropped, and the plan: JSON values. What is in flight is not in it."""
+        settled = sorted(self._settled.items())
+        return {
+            "format": _FORMAT,
+            "plan": self.plan.identity(),
+            "plan_state": self.plan.state_dict(),
+            "step": self.trained_steps,
+            "watermark": self.watermark,
+            "trained": [position for position, trained in settled if trained],
+            "dropped": [position for position, trained in settled if not trained],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on after what was trained; all else is owed again.
+
+        Raises:
+            ConfigError: the state is of another plan or format; nothing is changed then.
+            TrainingError: this schedule has begun already.
+        """
+        if self._next_position or self.trained_steps:
+            raise TrainingError("load_state_dict comes before the first group is begun")
+        if state.get("format") != _FORMAT:
+            raise ConfigError(f"a saved state of format {state.get('format')!r}: this one reads {_FORMAT}")
+        missing = sorted({"plan", "plan_state", "step", "watermark", "trained", "dropped"} - set(state))
+        if missing:
+            raise ConfigError(f"this is no saved state of batches: it lacks {', '.join(missing)}")
+        mine, theirs = self.plan.identity(), state["plan"]
+        if mine != theirs:
+            differing = sorted(key for key in mine | theirs if mine.get(key) != theirs.get(key))
+            what = ", ".join(f"{key} was {theirs.get(key)!r}, is {mine.get(key)!r}" for key in differing)
+            raise ConfigError(f"the saved state is of another plan: {what}")
+        self.plan.load_state_dict(state["plan_state"])
+        self.trained_steps = self.next_step = state["step"]
+        self.watermark = self._next_position = state["watermark"]
+        self._settled = dict.fromkeys(state["trained"], True) | dict.fromkeys(state["dropped"], False)
+        self.plan.forget(self.watermark)
+
+    def _exhausted(self) -> bool:
+        """Moves over positions that are settled already; whether the plan has no more to begin."""
+        while self._next_position in self._settled:
+            self._next_position += 1
+        return self.plan.length is not None and self._next_position >= self.plan.length
+
+    def _lowest_finished(self, size: int) -> bool:
+        lowest = itertools.islice(self._groups.values(), size)
+        return all(group.state is GroupState.FINISHED for group in lowest)
+
+    def _choose(self, must: Sequence[tuple[int, int]], size: int, skip: Sequence[int]) -> list[int]:
+        finished = [
+            Candidate(group.position, group.start, group.rank)
+            for group in self._groups.values()
+            if group.state is GroupState.FINISHED and group.position not in skip
+        ]
+        behind = [position for position in self._groups if position not in skip]
+        chosen = choose(finished, behind, must, size=size, window=self._window)
+        return [one.position for one in chosen]
+
+    def _fill(self, chosen: list[int], version: int) -> bool:
+        """Adds what else the budget has room for; whether the batch is full, or no more can come."""
+        assert self._token_budget is not None
+        largest = self.rule.largest_step or self.rule.groups_per_step
+        tokens = sum(self._groups[position].tokens for position in chosen)
+        for position in self._choose((), largest - len(chosen), skip=tuple(chosen)):
+            tokens += self._groups[position].tokens
+            if tokens > self._token_budget:
+                return True
+            chosen.append(position)
+        return (
+            len(chosen) == largest
+            or tokens >= self._token_budget
+            or not (self._generating or self.room(version))
+        )
+
+    def _remove(self, position: int) -> ScheduledGroup:
+        group = self._groups.pop(position)
+        self._starts[group.start] -= 1
+        if not self._starts[group.start]:
+            del self._starts[group.start]
+        return group
+
+    def _settle(self, position: int, *, trained: bool) -> None:
+        self._settled[position] = trained
+        if position == self.watermark:
+            while self.watermark in self._settled:
+                del self._settled[self.watermark]
+                self.watermark += 1
+            self.plan.forget(self.watermark)

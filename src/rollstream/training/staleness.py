@@ -1,0 +1,143 @@
+"""The staleness rule: what may be begun, what the next batch must take. Pure; proof: docs/staleness.md.
+
+Words: batch k is trained with version k (the weights have had k updates). A group that was begun at engine
+version `start` and is trained in batch k has staleness `k - start`, the time it lay finished included. It
+may go into batches up to `start + max_staleness`: its deadline.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollstream.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessRule:
+    """Admission and delivery such that no deadline is ever missed, whatever finishes when."""
+
+    groups_per_step: int
+    """Groups that every batch takes at least, > 0 (all batches the same number, unless sizes are dynamic)."""
+    max_staleness: int | None = 1
+    """Steps, >= 0; None: no deadlines (then a window bounds staleness, see `bound`)."""
+    ahead: int = 1
+    """Batches that may exist beyond the one being trained, >= 0."""
+    largest_step: int | None = None
+    """Groups that a batch may take at most, where sizes are dynamic; None: `groups_per_step`."""
+
+    def __post_init__(self) -> None:
+        if self.groups_per_step < 1:
+            raise ConfigError(f"groups_per_step={self.groups_per_step}: at least 1")
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise ConfigError(f"max_staleness={self.max_staleness}: at least 0, or None for no deadlines")
+        if self.ahead < 0:
+            raise ConfigError(f"ahead={self.ahead}: at least 0 (0 generates only while nothing is trained)")
+        if self.largest_step is not None and self.largest_step < self.groups_per_step:
+            raise ConfigError("the largest step must not be smaller than the smallest")
+
+    def room(self, starts: Mapping[int, int], *, next_step: int, untrained: int, version: int) -> int:
+        """Groups that may be begun now at engine version `version`.
+
+        Args:
+            starts: undelivered groups that were begun: how many at each start version, none above `version`.
+            next_step: the batch that is delivered next.
+            untrained: batches that were delivered and are not trained yet.
+            version: the engine's.
+        """
+        outstanding = sum(starts.values())
+        room = (self.ahead + 1 - untrained) * (self.largest_step or self.groups_per_step) - outstanding
+        if self.max_staleness is not None:
+            batches = version + self.max_staleness - next_step + 1  # next_step … version + max_staleness
+            room = min(room, batches * self.groups_per_step - outstanding)
+        return max(0, room)
+
+    def must_take(self, starts: Mapping[int, int], *, next_step: int) -> list[tuple[int, int]]:
+        """What batch `next_step` must hold: `(version, number)`: so many groups begun at `version` or before.
+
+        Only pairs with a number > 0, versions ascending.
+        """
+        if self.max_staleness is None:
+            return []
+        pairs, before = [], 0
+        for version in sorted(starts):
+            before += starts[version]
+            later = max(0, version + self.max_staleness - next_step)  # batches that may take them after this
+            if before > later * self.groups_per_step:
+                pairs.append((version, before - later * self.groups_per_step))
+        return pairs
+
+    def bound(self, window: int | None) -> int | None:
+        """The staleness that is never exceeded; None: there is no bound.
+
+        That of the window, `ahead + ceil((window - 1) / groups_per_step)` with batches of one size, holds
+        while the engine has the trainer's weights when a group is begun; `max_staleness` holds always.
+
+        Args:
+            window: groups within which delivery may differ from the plan's order; 1: strictly in order;
+                None: anything that is there.
+        """
+        if window is None:
+            return self.max_staleness
+        largest = self.largest_step or self.groups_per_step
+        by_window = ((self.ahead + 1) * largest + window - 2) // self.groups_per_step
+        return by_window if self.max_staleness is None else min(self.max_staleness, by_window)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A finished group that the next batch could take."""
+
+    position: int
+    start: int
+    rank: float
+    """The smaller, the sooner it is taken; positions decide between equals."""
+
+
+def choose(
+    candidates: Sequence[Candidate],
+    undelivered: Sequence[int],
+    must_take: Sequence[tuple[int, int]],
+    *,
+    size: int,
+    window: int | None,
+) -> list[Candidate]:
+    """The groups of the next batch, as far as they are finished: complete when there are `size`.
+
+    Of all ways to keep the rule, the one that takes the best-ranked groups first. What the rule demands and
+    is not finished keeps its place: then the answer is shorter than `size`, and the batch has to wait.
+
+    Args:
+        candidates: the finished groups.
+        undelivered: positions of all groups that were begun, ascending, the candidates' among them.
+        must_take: of `StalenessRule.must_take`.
+        size: groups that the batch takes.
+        window: a group is taken only at positions below the lowest one that stays behind plus `window`.
+    """
+    # "At least m of those begun at v or before" in a batch of `size` is "at most size - m of the later ones":
+    # limits on nested sets, under which taking the best one that fits, again and again, is optimal.
+    # One that does not fit any more never fits again.
+    limits = [(version, size - number) for version, number in must_take]
+    later = [0] * len(limits)
+    taken: list[Candidate] = []
+    behind = deque(undelivered)
+    gone: set[int] = set()
+    by_position = deque(sorted(candidates, key=lambda one: one.position))
+    within: list[tuple[float, int, Candidate]] = []
+    while len(taken) < size:
+        while behind and behind[0] in gone:
+            behind.popleft()
+        while by_position and (window is None or by_position[0].position < behind[0] + window):
+            one = by_position.popleft()
+            heapq.heappush(within, (one.rank, one.position, one))
+        if not within:
+            break
+        one = heapq.heappop(within)[2]
+        beyond = [i for i, (version, _) in enumerate(limits) if one.start > version]
+        if any(later[i] >= limits[i][1] for i in beyond):
+            continue
+        for i in beyond:
+            later[i] += 1
+        taken.append(one)
+        gone.add(one.position)
+    return taken

@@ -1,0 +1,155 @@
+"""Where the time of each step went, for logs and for a table at the end."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+_STEPS_KEPT = 10_000
+"""Steps whose times are kept one by one; some 2 MB. Means and the histogram are of all of them."""
+
+_SUMMED = (
+    *("wait_s", "train_s", "weights_s", "total_s", "engine_busy_s", "queue_s", "generation_s"),
+    "unscored",
+)
+"""Fields of a step whose means are kept."""
+
+
+@dataclass(slots=True)
+class StepTime:
+    """One step, from the trainer's asking for its batch until it asks for the next."""
+
+    step: int
+    wait_s: float
+    """The trainer waited for the batch."""
+    train_s: float = 0.0
+    """From the batch until it was reported as trained."""
+    weights_s: float = 0.0
+    """The weight update after it, the wait for an idle engine included."""
+    drain_s: float = 0.0
+    """Of that, the wait for an idle engine."""
+    total_s: float = 0.0
+    """The whole step; what the others leave over is the trainer's own (saving, logging, …)."""
+    generation_s: float = 0.0
+    """Mean over the batch's groups: from a group's dispatch until it was finished."""
+    generation_max_s: float = 0.0
+    """Of the batch's slowest group."""
+    queue_s: float = 0.0
+    """Mean over the batch's groups: finished, and waiting for the trainer."""
+    staleness: list[int] = field(default_factory=list)
+    """Of each group of the batch, in steps."""
+    engine_busy_s: float = 0.0
+    """Seconds of the step in which at least one group was being generated."""
+    unscored: float = 0.0
+    """Share of the batch's rollouts that have no reward, 0 to 1."""
+
+    def numbers(self) -> dict[str, float]:
+        """All of it, under names for a log."""
+        logged = {
+            "wait_s": self.wait_s,
+            "train_s": self.train_s,
+            "weights_s": self.weights_s,
+            "drain_s": self.drain_s,
+            "step_s": self.total_s,
+            "generation_s": self.generation_s,
+            "generation_max_s": self.generation_max_s,
+            "queue_s": self.queue_s,
+            "staleness_mean": mean(self.staleness),
+            "staleness_max": float(max(self.staleness, default=0)),
+            "unscored": self.unscored,
+            "trainer_idle": _share(self.wait_s + self.weights_s, self.total_s),
+            "engine_idle": 1.0 - _share(self.engine_busy_s, self.total_s),
+        }
+        return {f"rollstream/{name}": value for name, value in logged.items()}
+
+
+class StepTimes:
+    """Collects steps; written by the trainer's thread only.
+
+    Idle shares: the trainer's is the part of all time that it waited for batches and weight updates; the
+    engine's is the part in which no group was being generated.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[StepTime] = []
+        """The last steps, whole ones; the one under way is not among them."""
+        self.histogram: Counter[int] = Counter()
+        """Groups trained on, by staleness."""
+        self._count = 0
+        self._sums: Counter[str] = Counter()
+
+    def add(self, step: StepTime) -> None:
+        """Notes a whole step."""
+        self.steps.append(step)
+        del self.steps[:-_STEPS_KEPT]
+        self.histogram.update(step.staleness)
+        self._count += 1
+        for name in _SUMMED:
+            self._sums[name] += getattr(step, name)
+
+    @property
+    def trainer_idle(self) -> float:
+        """Share of all time in which the trainer waited, 0 to 1."""
+        return _share(self._sums["wait_s"] + self._sums["weights_s"], self._sums["total_s"])
+
+    @property
+    def engine_idle(self) -> float:
+        """Share of all time in which nothing was being generated, 0 to 1."""
+        return 1.0 - _share(self._sums["engine_busy_s"], self._sums["total_s"]) if self._count else 0.0
+
+    def last(self) -> dict[str, float]:
+        """The last whole step, under names for a log; empty before the first one."""
+        return self.steps[-1].numbers() if self.steps else {}
+
+    def summary(self) -> dict[str, Any]:
+        """Means over all steps, shares and the histogram: JSON values."""
+        count = max(1, self._count)
+        means = {name: total / count for name, total in self._sums.items()}
+        return {
+            "steps": self._count,
+            **means,
+            "trainer_idle": self.trainer_idle,
+            "engine_idle": self.engine_idle,
+            "staleness": {str(key): self.histogram[key] for key in sorted(self.histogram)},
+        }
+
+    def table(self) -> str:
+        """The means over all steps as a table for people."""
+        count = max(1, self._count)
+        total = self._sums["total_s"]
+        rows = [
+            (text, self._sums[name] / count, f"{100 * _share(self._sums[name], total):.0f} %")
+            for name, text in (
+                ("total_s", "step"),
+                ("train_s", "training"),
+                ("wait_s", "waiting for the batch"),
+                ("weights_s", "weight update"),
+                ("engine_busy_s", "engine busy"),
+            )
+        ]
+        lines = [
+            f"{self._count} steps",
+            *(f"  {text:<24}{mean:>9.3f} s{share:>7}" for text, mean, share in rows),
+        ]
+        lines.append(f"  {'a group, generation':<24}{self._sums['generation_s'] / count:>9.3f} s")
+        lines.append(f"  {'a group, queue':<24}{self._sums['queue_s'] / count:>9.3f} s")
+        lines.append(f"  staleness               {format_histogram(self.histogram)}")
+        if self._sums["unscored"]:
+            lines.append(f"  {'rollouts not scored':<24}{100 * self._sums['unscored'] / count:>9.1f} %")
+        return "\n".join(lines)
+
+
+def format_histogram(histogram: Counter[int]) -> str:
+    """`0: 25 %, 1: 75 %`."""
+    groups = histogram.total()
+    return ", ".join(f"{key}: {100 * histogram[key] / groups:.0f} %" for key in sorted(histogram)) or "-"
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; 0 of nothing."""
+    return fmean(values) if values else 0.0
+
+
+def _share(part: float, whole: float) -> float:
+    return min(1.0, part / whole) if whole > 0 else 0.0

@@ -1,0 +1,51 @@
+"""One process of a training on several: `torchrun … ranks_main.py FOLDER MODE`. Writes what it saw."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollstream.integrations.trl.environment import EnvironmentGroups
+from tests.compat.trl.parts import environment, rows, trainer
+
+
+def main(folder: Path, mode: str) -> None:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    own = folder / f"rank{rank}"
+    own.mkdir(parents=True, exist_ok=True)
+    said: dict[str, Any] = {"error": None}
+    made = trainer(own, rows(10), env=environment(own), max_steps=3, per_device_train_batch_size=8 // ranks)
+    if mode == "generation":
+
+        async def generate(self: EnvironmentGroups, group: Any) -> Any:
+            raise ValueError("no more prompts in the cupboard")
+
+        EnvironmentGroups.generate = generate  # type: ignore[method-assign]
+    if mode == "reward" and rank == ranks - 1:
+        made.reward_funcs[0] = broken_reward
+    began = time.monotonic()
+    try:
+        made.train()
+    except Exception as error:
+        said["error"] = f"{type(error).__name__}: {error}"
+    said["seconds"] = time.monotonic() - began
+    said["sampled"], said["given"] = made.sampled_prompts, made.given_prompts
+    said["rows"] = made.trained_rows
+    said["rewards"] = [entry["reward"] for entry in made.state.log_history if "reward" in entry]
+    said["weights"] = float(sum(parameter.double().abs().sum() for parameter in made.model.parameters()))
+    said["threads"] = torch.get_num_threads()
+    (folder / f"{rank}.json").write_text(json.dumps(said))
+    if said["error"] is not None:
+        sys.exit(1)
+
+
+def broken_reward(**_: Any) -> Any:
+    raise ZeroDivisionError("a reward broke")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

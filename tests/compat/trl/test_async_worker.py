@@ -1,0 +1,123 @@
+"""The worker for `AsyncGRPOTrainer`: its protocol, its samples, new weights, and how it ends."""
+
+import queue
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from rollstream.errors import ConfigError, GenerationFailedError
+from rollstream.integrations.trl import EngineWeights, EnvRolloutWorker
+from rollstream.integrations.trl.environment import EnvironmentGroups
+from tests.compat.trl.parts import MODEL, environment, load, rows
+
+N = 4
+
+
+def make(folder: Path, weights: EngineWeights, *, engine: str = "openvino") -> EnvRolloutWorker:
+    return EnvRolloutWorker(
+        environment(folder, engine),
+        rows(20),
+        model_path=str(MODEL),
+        num_generations=N,
+        max_completion_length=8,
+        weights=weights,
+        groups_ahead=3,
+    )
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[tuple[EnvRolloutWorker, EngineWeights]]:
+    weights = EngineWeights()
+    made = make(tmp_path, weights)
+    yield made, weights
+    made.stop()
+    weights.destroy()
+
+
+def take(worker: EnvRolloutWorker, count: int) -> list[RolloutSample]:
+    taken = []
+    for _ in range(count):
+        try:
+            taken.append(worker.rollout_buffer.get(timeout=60))
+        except queue.Empty:
+            worker.check_health(1e9)
+            raise
+    return taken
+
+
+def test_samples_and_versions(worker: tuple[EnvRolloutWorker, EngineWeights]) -> None:
+    made, weights = worker
+    model, _ = load()
+    weights.init_weight_transfer()
+    weights.send_weights(model.named_parameters())
+    made.update_model_version(1)
+    made.start()
+    samples = take(made, 2 * N)
+    for sample in samples:
+        assert len(sample.input_ids) == len(sample.completion_mask) == len(sample.old_log_probs)
+        assert 0 < sample.completion_mask.sum() <= 8
+        assert not sample.old_log_probs[sample.completion_mask == 0].any()
+        assert sample.model_version == 1
+        assert sample.completion[0]["role"] == "assistant"
+    by_group: dict[int, list[float]] = {}
+    for sample in samples:
+        by_group.setdefault(sample.group_id, []).append(sample.advantage)
+    assert {len(advantages) for advantages in by_group.values()} == {N}
+    assert all(abs(sum(advantages)) < 1e-6 for advantages in by_group.values())
+
+    weights.pause()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    weights.send_weights(model.named_parameters())
+    weights.resume()
+    made.update_model_version(2)
+    newest = take(made, 8 * N)[-1]
+    assert newest.model_version == 2
+    sampled = newest.old_log_probs[newest.completion_mask == 1]
+    assert np.allclose(sampled, -np.log(model.config.vocab_size), atol=1e-3)  # weights of zero know nothing
+    assert made.metrics_queue.get_nowait()["rollstream/generation_s"] > 0
+    made.check_health(60.0)
+
+
+def test_the_trainers_own_dataset_takes_them(worker: tuple[EnvRolloutWorker, EngineWeights]) -> None:
+    from collections import defaultdict
+
+    made, _ = worker
+    made.start()
+    metrics: dict[str, list[float]] = defaultdict(list)
+    dataset = RolloutQueueDataset(made.rollout_buffer, lambda: 0, made.check_health, 60.0, metrics)
+    rows_taken = [row for row, _ in zip(dataset, range(N), strict=False)]
+    assert {"input_ids", "completion_mask", "old_log_probs", "advantage"} <= rows_taken[0].keys()
+    assert metrics["sample/staleness_max"] == [0.0] * len(metrics["sample/staleness_max"])
+
+
+def test_a_failure_reaches_the_trainers_health_check(
+    worker: tuple[EnvRolloutWorker, EngineWeights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate(self: EnvironmentGroups, group: Any) -> Any:
+        raise ValueError("the tool shop is closed")
+
+    monkeypatch.setattr(EnvironmentGroups, "generate", generate)
+    made, _ = worker
+    made.start()
+    until = time.monotonic() + 30
+    with pytest.raises(GenerationFailedError, match="the tool shop is closed"):
+        while time.monotonic() < until:
+            made.check_health(60.0)
+            time.sleep(0.05)
+
+
+def test_shared_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="shares the trainer's weights"):
+        make(tmp_path, EngineWeights(), engine="hf")

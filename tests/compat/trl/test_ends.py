@@ -1,0 +1,51 @@
+"""How a training ends that is told to, and what it leaves behind."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+from transformers import TrainerCallback
+
+from rollstream.integrations.trl.checkpoints import STATE_FILE
+from tests.compat.trl.parts import environment, rows, trainer
+
+
+class Told(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_ends_generation_and_leaves_no_weights(tmp_path: Path) -> None:
+    made = trainer(
+        tmp_path,
+        rows(10),
+        env=environment(tmp_path, "openvino"),
+        max_steps=2,
+        weights_dir=str(tmp_path),
+    )
+    made.add_callback(Told())
+    with pytest.raises(SystemExit) as ended:
+        made.train()
+    assert ended.value.code == 143
+    assert made.state.global_step == 1 and not made.batches._thread._thread.alive
+    assert not list(tmp_path.glob("rollstream-*"))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path: Path) -> None:
+    made = trainer(tmp_path, rows(10), max_steps=2, save_strategy="steps", save_steps=1)
+    made.train()
+    torn = tmp_path / "out" / "checkpoint-2"
+    for file in torn.iterdir():
+        if file.name != STATE_FILE:
+            file.unlink()
+    resumed = trainer(tmp_path, rows(10), max_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.trained_rows == made.trained_rows[1:]
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        trainer(tmp_path, rows(10), output_dir=str(tmp_path / "empty")).train(resume_from_checkpoint=True)

@@ -1,0 +1,83 @@
+"""The plain `rollout_func`, on TRL's own `GRPOTrainer`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+from trl import GRPOTrainer
+
+from rollstream.errors import GenerationStoppedError
+from rollstream.integrations.trl import EnvRolloutFunction
+from rollstream.integrations.trl.fields import env_reward
+from rollstream.integrations.trl.session import EnvironmentThread
+from tests.compat.trl.parts import environment, load, numbers_of, rows, settings
+
+
+@pytest.mark.parametrize("engine", ["hf", "openvino"])
+def test_rollouts_of_the_weights_of_each_step(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    model, tokenizer = load()
+    dataset = rows(10)
+    function = EnvRolloutFunction(environment(tmp_path, engine), rows=dataset)
+    seen: list[dict[str, Any]] = []
+    sampled = numbers_of(monkeypatch)
+
+    def noting(prompts: Any, trainer: Any) -> Any:
+        fields = function(prompts, trainer)
+        seen.append(fields)
+        return fields
+
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=env_reward,
+        args=settings(tmp_path, max_steps=3, learning_rate=3e-3),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        rollout_func=noting,
+    )
+    differences = []
+    plain = trainer._generate_and_score_completions
+
+    def compare(inputs: Any) -> Any:
+        output = plain(inputs)
+        import torch
+
+        with torch.no_grad():
+            now, _, _ = trainer._get_per_token_logps_and_entropies(
+                trainer.model,
+                torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
+                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
+                output["completion_ids"].size(1),
+            )
+        differences.append(
+            float(((now - output["sampling_per_token_logps"]) * output["completion_mask"]).abs().max())
+        )
+        return output
+
+    trainer._generate_and_score_completions = compare
+    try:
+        trainer.train()
+    finally:
+        function.close()
+    assert len(seen) == 3 and max(differences) < 1e-3
+    assert len(sampled) == len(set(sampled)) == 24
+    assert all(set(fields["env_reward"]) <= {0.0, 1.0} for fields in seen)
+    first = [tuple(ids) for ids in seen[0]["completion_ids"]]
+    assert len(first) == 8
+
+
+def test_an_engine_that_cannot_start_says_why() -> None:
+    class Broken:
+        async def start(self) -> None:
+            raise OSError("no such model")
+
+        async def close(self) -> None: ...
+
+    with pytest.raises(OSError, match="no such model"):
+        EnvironmentThread(Broken()).start()  # type: ignore[arg-type]
+    assert issubclass(GenerationStoppedError, Exception)

@@ -1,0 +1,501 @@
+"""`GRPOEnvTrainer` on the real TRL: which prompts, which log-probs, what survives a stop, what is logged."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+import torch
+from datasets import Dataset
+from transformers import IntervalStrategy, TrainerCallback
+from trl.trainer import grpo_trainer
+from trl.trainer.utils import RepeatSampler
+
+from rollstream.errors import ConfigError, GenerationFailedError
+from rollstream.integrations.trl import GRPOEnvTrainer, scoring
+from rollstream.integrations.trl.checkpoints import STATE_FILE
+from rollstream.integrations.trl.environment import EnvironmentGroups
+from rollstream.integrations.trl.plan import SamplerReplay
+from rollstream.integrations.trl.shared_prompt import PromptsNotShared
+from tests.compat.trl.parts import TOOLS, Recording, environment, load, numbers_of, rows, settings, trainer
+
+ROWS = 10
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Six batches over three epochs of two, one ahead, a checkpoint every second step."""
+    folder = tmp_path_factory.mktemp("run")
+    made = trainer(folder, rows(ROWS), max_steps=6, save_strategy="steps", save_steps=2)
+    made.train()
+    return made
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_plan_is_trls_sampler(shuffle: bool) -> None:
+    sampler = RepeatSampler(range(ROWS), 2, batch_size=4, repeat_count=3, shuffle=shuffle, seed=5)
+    wanted = []
+    for _ in range(4):  # epochs
+        drawn = list(sampler)
+        for begin in range(0, len(drawn), 24):
+            wanted += drawn[begin : begin + 8 : 2]
+    replay = SamplerReplay(ROWS, 4, seed=5, shuffle=shuffle)
+    assert [replay.at(position)[1] for position in range(len(wanted))] == wanted
+
+
+def test_prompts_are_those_that_trl_itself_would_train(run: Any) -> None:
+    assert len(run.sampled_prompts) == 6
+    assert run.given_prompts == run.sampled_prompts
+
+
+def test_batches_are_ahead_and_never_staler_than_allowed(run: Any) -> None:
+    histogram = run.step_times.histogram
+    assert histogram[1] > 0 and max(histogram) == 1
+    assert sum(histogram.values()) == 6 * 4
+
+
+def test_what_is_logged(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    logged = [entry for entry in run.state.log_history if "rollstream/wait_s" in entry]
+    assert len(logged) == 6
+    for entry, step in zip(logged, run.step_times.steps, strict=True):  # each row is of one batch, TRL's too
+        assert "reward" in entry and entry["step"] == step.step + 1
+        assert entry["rollstream/wait_s"] == step.wait_s
+        assert entry["rollstream/staleness_1"] == step.staleness.count(1) / 4
+        assert entry["rollstream/staleness_mean"] == sum(step.staleness) / 4
+        assert 0 < entry["rollstream/step_s"] <= step.total_s
+        assert entry["rollstream/unscored"] == entry["rollstream/failed"] == 0
+    assert [entry["rollstream/weights_s"] > 0 for entry in logged] == [True] * 5 + [False]
+    for name in ("train_s", "generation_s", "queue_s", "weights_s", "staleness_max", "trainer_idle"):
+        assert all(math.isfinite(entry[f"rollstream/{name}"]) for entry in logged)
+    assert logged[-1]["rollstream/staleness_0"] + logged[-1]["rollstream/staleness_1"] == pytest.approx(1)
+    assert "waiting for the batch" in run.step_times.table()
+
+
+def test_the_first_batch_is_sampled_by_the_trainers_own_weights(run: Any) -> None:
+    """Before any step the trainer's log-probs are the sampler's, to rounding."""
+    output = run.outputs[0]
+    assert torch.equal(output["old_per_token_logps"], output["sampling_per_token_logps"])
+    first = next(entry for entry in run.state.log_history if "loss" in entry)
+    assert first["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.parametrize("checkpoint", [2, 4])
+def test_a_resumed_run_trains_the_prompts_that_are_owed(run: Any, checkpoint: int, tmp_path: Path) -> None:
+    folder = Path(run.args.output_dir) / f"checkpoint-{checkpoint}"
+    resumed = trainer(tmp_path, rows(ROWS), max_steps=6)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert run.trained_rows[:checkpoint] + resumed.trained_rows == run.trained_rows
+
+
+def test_a_checkpoint_that_says_nothing_of_prompts_is_refused(run: Any, tmp_path: Path) -> None:
+    made = trainer(tmp_path, rows(ROWS), max_steps=6)
+    folder = Path(run.args.output_dir) / "checkpoint-6"
+    (folder / STATE_FILE).unlink()
+    with pytest.raises(ConfigError, match=STATE_FILE):
+        made.train(resume_from_checkpoint=str(folder))
+
+
+def test_another_dataset_is_refused_on_resume(run: Any, tmp_path: Path) -> None:
+    made = trainer(tmp_path, rows(ROWS + 3), max_steps=6)
+    checkpoint = str(Path(run.args.output_dir) / "checkpoint-2")
+    with pytest.raises(ConfigError, match="rows"):
+        made.train(resume_from_checkpoint=checkpoint)
+    others = rows(ROWS).map(lambda row: {"prompt": [{"role": "user", "content": "2 + 2 ="}]})
+    with pytest.raises(ConfigError, match="dataset was"):
+        trainer(tmp_path, others, max_steps=6).train(resume_from_checkpoint=checkpoint)
+
+
+def first_step(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shift: float) -> float:
+    """The norm of the first step's gradient."""
+    from rollstream.integrations.trl import trainer as home
+
+    plain = home.to_fields
+
+    def shifted(*arguments: Any, **keywords: Any) -> Any:
+        fields = plain(*arguments, **keywords)
+        fields["logprobs"] = [[value + shift for value in values] for values in fields["logprobs"]]
+        return fields
+
+    folder.mkdir(exist_ok=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(home, "to_fields", shifted)
+        made = trainer(folder, rows(40), max_steps=1, num_steps_async=0)
+        made.train()
+    gradient: float = next(entry["grad_norm"] for entry in made.state.log_history if "grad_norm" in entry)
+    return gradient
+
+
+def test_shifting_the_samplers_logprobs_changes_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(shift: float) -> float:
+        return first_step(tmp_path, monkeypatch, shift=shift)
+
+    plain = step(0.0)
+    assert plain > 0
+    assert step(0.1) == pytest.approx(plain * math.exp(-0.1), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("correction", "shift", "weight"),
+    [
+        ("ratio", 0.1, math.exp(-0.1)),
+        ("none", 0.1, 1.0),
+        ("truncate", -0.5, math.exp(0.5)),
+        ("truncate", -1.0, 2.0),  # e, capped at 2
+        ("mask", 0.5, math.exp(-0.5)),
+        ("mask", -1.0, 0.0),  # e, out of range
+    ],
+)
+def test_what_a_correction_does_to_the_gradient(
+    run: Any, monkeypatch: pytest.MonkeyPatch, correction: str, shift: float, weight: float
+) -> None:
+    """All ratios are 1 but for the shift, so every token's loss is scaled alike."""
+    output = {**run.outputs[0]}
+    output.pop("old_per_token_logps")
+    output["advantages"] = torch.linspace(-1, 1, len(output["advantages"]))
+    output["sampling_per_token_logps"] = run._logprobs_now(output)  # sampled by the weights as they are now
+
+    def gradient(shifted: float) -> torch.Tensor:
+        moved = {**output, "sampling_per_token_logps": output["sampling_per_token_logps"] + shifted}
+        run.model.zero_grad()
+        run._compute_loss(run.model, run._use_sampler_logprobs(moved)).backward()
+        found: torch.Tensor = run.model.lm_head.weight.grad.clone()
+        run.model.zero_grad()
+        return found
+
+    run.model.train()
+    run.current_gradient_accumulation_steps = 1
+    monkeypatch.setattr(run.args, "sampler_correction", "none")
+    plain = gradient(0.0)
+    monkeypatch.setattr(run.args, "sampler_correction", correction)
+    assert plain.abs().max() > 0
+    assert torch.allclose(gradient(shift), weight * plain, rtol=1e-3, atol=1e-6)
+
+
+def test_a_model_whose_prompts_cannot_be_shared_is_computed_in_trls_way(
+    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared, asked = run._logprobs_now(run.outputs[0]), []
+
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
+        asked.append(1)
+        raise PromptsNotShared("it keeps a state")
+
+    monkeypatch.setattr(scoring, "completion_logprobs", refuse)
+    monkeypatch.setattr(run, "_cannot_share_prompts", False)
+    for _ in range(2):
+        plain = run._logprobs_now(run.outputs[0])
+        assert torch.allclose(plain * run.outputs[0]["completion_mask"], shared, atol=1e-4)
+    assert len(asked) == 1 and "it keeps a state" in caplog.text
+
+
+def test_tool_tokens_are_context(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(TOOLS)
+    tools = f"actor_rollout_ref.rollout.multi_turn.function_tool_path={tmp_path / 'tools.py'}"
+    made = trainer(
+        tmp_path,
+        rows(8, agent="tool_agent"),
+        env=environment(tmp_path, "hf", tools),
+        max_steps=1,
+        max_completion_length=128,
+    )
+    made.train()
+    output = made.outputs[0]
+    mask = output["completion_mask"] * output["tool_mask"]
+    context = (output["completion_mask"] == 1) & (output["tool_mask"] == 0)
+    assert context.any() and mask.any()
+    with torch.no_grad():
+        output = {**output, "advantages": torch.ones_like(output["advantages"])}
+        loss = made._compute_loss(made.model, output)
+        moved = {**output, "old_per_token_logps": output["old_per_token_logps"] + 3.0 * context}
+        assert torch.equal(made._compute_loss(made.model, moved), loss)
+        moved = {**output, "old_per_token_logps": output["old_per_token_logps"] + 0.1 * mask}
+        assert not torch.equal(made._compute_loss(made.model, moved), loss)
+
+
+def test_a_failure_of_generation_ends_the_training_with_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = EnvironmentGroups.generate, itertools.count()
+
+    async def generate(self: EnvironmentGroups, group: Any) -> Any:
+        if next(calls) >= 6:
+            raise ValueError("the tool shop is closed")
+        return await plain(self, group)
+
+    monkeypatch.setattr(EnvironmentGroups, "generate", generate)
+    made = trainer(tmp_path, rows(ROWS), max_steps=50)
+    with pytest.raises(GenerationFailedError, match="the tool shop is closed") as failure:
+        made.train()
+    assert isinstance(failure.value.__cause__, ValueError)
+    assert not made.batches._thread._thread.alive
+
+
+@pytest.mark.parametrize("during", ["a step", "an evaluation"])
+def test_a_failure_while_nobody_waits_for_a_batch_has_its_cause(
+    during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's loop ends while the trainer computes, or while it waits for something else of the loop."""
+    plain, run_rows, begun = EnvironmentGroups.generate, EnvironmentGroups.run_rows, asyncio.Event()
+
+    async def generate(self: EnvironmentGroups, group: Any) -> Any:
+        if group.position < 4:
+            return await plain(self, group)
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        raise ValueError("the tool shop is closed")
+
+    async def evaluate(self: EnvironmentGroups, rows: Any) -> Any:
+        begun.set()
+        await asyncio.Event().wait()
+        return await run_rows(self, rows)
+
+    monkeypatch.setattr(EnvironmentGroups, "generate", generate)
+    monkeypatch.setattr(EnvironmentGroups, "run_rows", evaluate)
+    model, tokenizer = load()
+    changed = {"eval_strategy": "steps", "eval_steps": 1} if during == "an evaluation" else {}
+    made = GRPOEnvTrainer(
+        model,
+        environment(tmp_path),
+        settings(tmp_path, max_steps=3, **changed),
+        train_dataset=rows(ROWS),
+        eval_dataset=rows(4),
+        processing_class=tokenizer,
+    )
+    compute_loss = made.compute_loss
+
+    def slow(*arguments: Any, **keywords: Any) -> Any:
+        if during == "a step":
+            begun.set()
+            until = time.monotonic() + 30
+            while made.batches._thread._thread.alive and time.monotonic() < until:
+                time.sleep(0.01)
+        return compute_loss(*arguments, **keywords)
+
+    made.compute_loss = slow
+    with pytest.raises(GenerationFailedError, match="the tool shop is closed") as failure:
+        made.train()
+    assert isinstance(failure.value.__cause__, ValueError)
+
+
+def test_a_rollout_that_failed_is_not_trained_on(tmp_path: Path) -> None:
+    """One prompt of eight is too long: it has no part in any mean, also not by TRL's reward functions."""
+    examples = rows(8).to_list()
+    examples[5]["prompt"] = [{"role": "user", "content": "1 + 1 " * 400}]
+    dataset = Dataset.from_list(examples)
+
+    def one(completions: Any, **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    model, tokenizer = load()
+    made = Recording(
+        model,
+        environment(tmp_path),
+        settings(
+            tmp_path,
+            max_steps=2,
+            eval_strategy="steps",
+            eval_steps=2,
+            per_device_eval_batch_size=16,
+            beta=0.1,
+        ),
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        reward_funcs=one,
+        processing_class=tokenizer,
+    )
+    made.train()
+    logged = [entry["rollstream/failed"] for entry in made.state.log_history if "rollstream/failed" in entry]
+    assert sum(logged) == 2
+    assert next(e for e in made.state.log_history if "eval_reward" in e)["eval_rollstream/failed"] == 2
+    for output in made.outputs:
+        masked = (output["completion_mask"] * output["tool_mask"]).sum(1) == 0
+        assert not output["advantages"][masked].any()
+    rewards = [e["rewards/one/mean"] for e in made.state.log_history if "rewards/one/mean" in e]
+    assert rewards == [1.0, 1.0]
+    made.args.max_failed_groups, made.args.eval_strategy = 0, IntervalStrategy.NO
+    with pytest.raises(GenerationFailedError, match=r"1 groups in a row failed whole .* of row 5: .* tokens"):
+        made.train()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_reference_that_is_the_model_itself_is_computed(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So TRL gets a PEFT model's reference. With two steps a batch the old policy's is asked for before."""
+    monkeypatch.setattr(grpo_trainer, "use_adapter", lambda model, adapter_name: contextlib.nullcontext())
+    made = trainer(
+        tmp_path,
+        rows(ROWS),
+        max_steps=1,
+        beta=0.1,
+        steps_per_generation=steps,
+        per_device_train_batch_size=8 // steps,
+    )
+    made.ref_model, made.model.peft_config = None, {}
+    made.train()
+    (output,) = made.outputs
+    assert output["sampling_per_token_logps"].abs().max() > 0.1
+    difference = output["ref_per_token_logps"] - output["sampling_per_token_logps"]
+    assert (difference * output["completion_mask"]).abs().max() < 1e-3
+
+
+def test_evaluation_inside_and_outside_of_training(tmp_path: Path) -> None:
+    model, tokenizer = load()
+    args = settings(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=8)
+    made = GRPOEnvTrainer(
+        model,
+        environment(tmp_path),
+        args,
+        train_dataset=rows(ROWS),
+        eval_dataset=rows(4),
+        processing_class=tokenizer,
+    )
+    made.train()
+    inside = next(entry for entry in made.state.log_history if "eval_reward" in entry)
+    assert 0 <= inside["eval_reward"] <= 1
+    assert 0 <= made.evaluate()["eval_reward"] <= 1
+
+
+def test_weights_reach_an_engine_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """openvino has its own copy: what it samples for steps and evaluations has the trainer's log-probs."""
+    model, tokenizer = load()
+    made = GRPOEnvTrainer(
+        model,
+        environment(tmp_path, "openvino"),
+        settings(
+            tmp_path,
+            max_steps=2,
+            learning_rate=3e-3,
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_eval_batch_size=8,
+        ),
+        train_dataset=rows(ROWS),
+        eval_dataset=rows(8),
+        processing_class=tokenizer,
+    )
+    sampled = numbers_of(monkeypatch)
+    pushed: list[tuple[Path, bool]] = []
+    update = EnvironmentGroups.update_weights
+
+    async def note(self: EnvironmentGroups, source: str, version: int) -> None:
+        # A server that is started again meanwhile reads what the engine has.
+        pushed.append((Path(source), not pushed or pushed[-1][0].exists()))
+        await update(self, source, version)
+
+    monkeypatch.setattr(EnvironmentGroups, "update_weights", note)
+    seen = []
+    plain = made._use_sampler_logprobs
+
+    def compare(output: Any) -> Any:
+        mask = output["completion_mask"]
+        seen.append(((made._logprobs_now(output) - output["sampling_per_token_logps"]) * mask).abs().max())
+        return plain(output)
+
+    made._use_sampler_logprobs = compare
+    made.args.num_steps_async = 0
+    made.train()
+    assert len(seen) == 2 + 2 * 2 and max(seen) < 1e-3  # two evaluations of two batches
+    assert len(pushed) == 2 and all(stands for _, stands in pushed)
+    # Both evaluations have the same numbers, and no rollout of the training has one of them.
+    times = Counter(Counter(sampled).values())
+    assert times == {1: 16, 2: 16}
+    assert not torch.allclose(made.model.lm_head.weight, load_again().lm_head.weight, atol=1e-3)
+
+
+def load_again() -> Any:
+    return load()[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_steps_async": -1}, "num_steps_async"),
+        ({"sampler_correction": "tis"}, "one of ratio, truncate"),
+        ({"top_p": 0.9}, "change the sampled distribution"),
+        ({"async_generation_timeout": -1.0}, "more than 0 seconds"),
+        ({"sampler_ratio_min": 3.0}, "below sampler_ratio_max"),
+        ({"weights_dir": "/no/such/folder"}, "no such folder"),
+        ({"use_vllm": True}, "the environment's engine generates"),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, "multiple of"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        settings(tmp_path, **changed)
+
+
+def test_a_checkpoint_waits_for_the_end_of_its_batch(tmp_path: Path) -> None:
+    """Batches of two steps, checkpoints every three: that of step 3 is made after step 4."""
+    made = trainer(
+        tmp_path,
+        rows(40),
+        max_steps=6,
+        save_strategy="steps",
+        save_steps=3,
+        per_device_train_batch_size=4,
+        steps_per_generation=2,
+    )
+    made.train()
+    saved = sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))
+    assert saved == ["checkpoint-4", "checkpoint-6"]
+    assert len(made.trained_rows) == 3
+    resumed = trainer(tmp_path, rows(40), max_steps=6, per_device_train_batch_size=4, steps_per_generation=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    assert resumed.trained_rows == made.trained_rows[2:]
+
+
+def test_what_ends_in_the_middle_of_a_batch(tmp_path: Path) -> None:
+    """Batches of two steps, three steps: the best one is saved at a batch's end, and training begins anew."""
+    model, tokenizer = load()
+    made = Recording(
+        model,
+        environment(tmp_path),
+        settings(
+            tmp_path,
+            max_steps=3,
+            per_device_train_batch_size=4,
+            steps_per_generation=2,
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_eval_batch_size=4,
+            save_strategy="best",
+            metric_for_best_model="eval_reward",
+        ),
+        train_dataset=rows(40),
+        eval_dataset=rows(4),
+        processing_class=tokenizer,
+    )
+    made.train()
+    evaluated = [entry["step"] for entry in made.state.log_history if "eval_reward" in entry]
+    assert evaluated == [2, 3]
+    states = {int(file.parent.name[11:]): json.loads(file.read_text()) for file in out_states(tmp_path)}
+    assert 2 in states and all(state["trained_batches"] == 1 for state in states.values())
+    first = made.trained_rows
+    made.trained_rows = []
+    made.train()
+    assert made.trained_rows == first and len(first) == 2
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = control.should_save = True
+
+    made.add_callback(Stops())
+    made.train()
+    (state,) = [json.loads(file.read_text()) for file in out_states(tmp_path) if "-1/" in str(file)]
+    assert made.state.global_step == 1 and state["trained_batches"] == 0
+
+
+def out_states(folder: Path) -> list[Path]:
+    return list((folder / "out").glob(f"checkpoint-*/{STATE_FILE}"))

@@ -1,0 +1,164 @@
+"""rollstream's keys as verl's configuration, and the backend in verl's registries."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+pytest.importorskip("verl")
+
+import torch
+from safetensors.torch import load_file
+
+from rollstream.config.load import compose, to_settings
+from rollstream.demo import MODEL_PATH
+from rollstream.errors import ConfigError
+from rollstream.integrations.verl.composed import compose_verl
+from rollstream.integrations.verl.plugin import register
+from rollstream.integrations.verl.server import ReplicaServer, ServerOptions
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def composed(*words: str, overrides: Sequence[str] = (), urls: tuple[str, ...] = ("http://x:1",)) -> Any:
+    base = [f"actor_rollout_ref.model.path={MODEL_PATH}", "data.train_files=rows.parquet"]
+    given = {"generation": {"executor": "verl", "verl_overrides": list(overrides)}}
+    settings = to_settings(compose([*base, *words], layers=[given]))
+    return compose_verl(settings, urls=urls)
+
+
+def test_our_keys_are_verls() -> None:
+    config = composed(
+        f"{ROLLOUT}.response_length=77",
+        f"{ROLLOUT}.temperature=0.5",
+        f"{ROLLOUT}.multi_turn.max_parallel_calls=3",
+        "data.max_prompt_length=33",
+        overrides=[
+            "data.image_patch_size=28",
+            "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+        ],
+        urls=("http://x:1", "http://x:2"),
+    )
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.response_length, rollout.prompt_length, rollout.temperature) == (77, 33, 0.5)
+    assert (config.data.max_response_length, config.data.max_prompt_length) == (77, 33)
+    assert rollout.multi_turn.max_parallel_calls == 3
+    assert (rollout.name, rollout.nnodes, rollout.n_gpus_per_node) == ("rollstream", 1, 2)
+    assert rollout.load_format == "auto"
+    assert config.data.image_patch_size == 28
+    assert config.actor_rollout_ref.model.override_config.attn_implementation == "eager"
+    assert config.data.train_files == [str(Path("rows.parquet").absolute())]
+
+
+def test_verls_own_servers() -> None:
+    config = composed(
+        overrides=[f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=4"]
+    )
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.name, rollout.nnodes, rollout.n_gpus_per_node) == ("vllm", 1, 4)
+    assert rollout.load_format == "auto"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"{ROLLOUT}.load_format=dummy", "random weights"),
+        (f"{ROLLOUT}.name=vllm", r"nnodes is 0"),
+        (f"{ROLLOUT}.name=hf", "vllm, sglang, trtllm"),
+        (f"{ROLLOUT}.n=4", r"rollout\.n is a key of rollstream's"),
+        ("data.max_response_length=4", r"rollout\.response_length is a key of rollstream's"),
+        (f"{ROLLOUT}.agent={{num_workers:3}}", "is a key of rollstream's"),
+        (f"{ROLLOUT}.no_such_key=1", "verl does not take"),
+        ("a b", "cannot read"),
+        ("data.image_patch_size=1,2", "sweep"),
+    ],
+)
+def test_what_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed(overrides=[override])
+
+
+def test_verl_finds_the_backend_by_its_environment() -> None:
+    program = (
+        "import verl\n"
+        "from verl.workers.rollout.replica import RolloutReplicaRegistry\n"
+        "from verl.workers.rollout.base import get_rollout_class\n"
+        "print(RolloutReplicaRegistry.get('rollstream').__name__, get_rollout_class('rollstream').__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "VERL_USE_EXTERNAL_MODULES": "rollstream.integrations.verl.plugin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["RollstreamReplica", "RollstreamRollout"]
+
+
+@pytest.fixture
+def served() -> Iterator[str]:
+    """An engine whose weights can be replaced."""
+    command = [sys.executable, "-m", "rollstream.cli", "serve", "--engine", "hf", "--port", "0", "--json"]
+    process = subprocess.Popen([*command, "--exit-with-parent"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield orjson.loads(process.stdout.readline())["url"]
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.mark.slow
+async def test_a_trainers_weights_reach_the_servers(
+    tmp_path: Path, served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`RollstreamRollout.update_weights`, as verl's worker calls it, over a real server."""
+    register()
+    import ray
+    from verl.workers.rollout.base import get_rollout_class
+
+    config = composed(urls=(served,))
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    rollout.custom.weights_dir = str(tmp_path / "weights")
+    adapter = get_rollout_class("rollstream")(rollout, model, None)
+    lengths = {"prompt_length": 64, "response_length": 8, "max_model_len": None}
+    server = ReplicaServer(
+        ServerOptions.read(
+            {"urls": [served], "weights_dir": str(tmp_path)}, model_path=str(MODEL_PATH), **lengths
+        )
+    )
+    await server.start()
+    told = SimpleNamespace(update_weights=SimpleNamespace(remote=lambda *args: server.update_weights(*args)))
+    monkeypatch.setattr(ray, "get_actor", lambda name: told)
+
+    async def answer() -> Any:
+        greedy = {"temperature": 0.0, "logprobs": True}
+        return await server.generate([1, 2, 3, 4], greedy, "a")
+
+    before = await answer()
+    tensors = load_file(MODEL_PATH / "model.safetensors")
+    for step in (1, 2, 3):
+        changed = ((name, tensor * (1.0 + 0.25 * step)) for name, tensor in tensors.items())
+        await adapter.update_weights(changed, global_steps=step)
+        after = await answer()
+        assert after.extra_fields["policy_versions"] == [(0, step)]
+        assert after.extra_fields["global_steps"] == step
+        assert after.log_probs != before.log_probs
+    kept = sorted(folder.name for folder in (tmp_path / "weights").iterdir())
+    assert kept == ["version-000000002", "version-000000003"]
+
+    await adapter.update_weights(iter(tensors.items()), global_steps=4)
+    again = await answer()
+    assert again.token_ids == before.token_ids
+    assert again.log_probs == pytest.approx(before.log_probs, abs=1e-3)
+    with pytest.raises(ConfigError, match="delta_flush"):
+        await adapter.update_weights(iter(()), global_steps=5, wire_format="delta_flush")
+    await asyncio.wait_for(server.close(), 20)
+    assert torch.is_tensor(next(iter(tensors.values())))

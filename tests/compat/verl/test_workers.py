@@ -1,0 +1,246 @@
+"""verl's client and manager as rollstream extends them, over fakes of Ray's actors, without a cluster."""
+
+import asyncio
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+import ray
+
+from rollstream.agent.base import turn_seed
+from rollstream.errors import EngineUnavailableError
+from rollstream.integrations.verl import worker_recipe, workers
+from rollstream.integrations.verl.streaming import SampleCalls, _sample
+from rollstream.integrations.verl.workers import (
+    GenerationLoopManager,
+    StreamingLLMServerClient,
+    StreamingLLMServerManager,
+)
+from rollstream.rollout import ray as ray_executor
+from rollstream.rollout.ray_worker import WorkerReport
+from rollstream.store.records import EncodedRollout, RecordCodec
+from rollstream.trajectory import Failure, Rollout, Trajectory
+
+
+class Method:
+    """A method of an actor."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def remote(self, *args: Any, **kwargs: Any) -> "asyncio.Future[Any]":
+        return asyncio.ensure_future(self._function(*args, **kwargs))
+
+
+class Server:
+    """An actor that answers after `delays` seconds, one after the other."""
+
+    def __init__(self, *delays: float) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self._delays = delays
+        self.generate = Method(self._generate)
+
+    async def _generate(self, **request: Any) -> Any:
+        number = len(self.asked)
+        self.asked.append(copy.deepcopy(request))
+        await asyncio.sleep(self._delays[number])
+        return SimpleNamespace(token_ids=[number], extra_fields={}, stop_reason="completed")
+
+
+def client_of(acquire: Callable[..., Any]) -> StreamingLLMServerClient:
+    async def nothing(**_: Any) -> list[str]:
+        return []
+
+    balancer = SimpleNamespace(
+        require_acquire_fields=Method(nothing),
+        require_release_fields=Method(nothing),
+        acquire_server=Method(acquire),
+        release_server=Method(nothing),
+    )
+    rollout = SimpleNamespace(name="rollstream", full_determinism=False)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    return StreamingLLMServerClient(config, balancer)
+
+
+def client_for(server: Server) -> StreamingLLMServerClient:
+    async def acquire(request_id: str) -> tuple[str, Any]:
+        return "only", server
+
+    return client_of(acquire)
+
+
+async def ask(client: StreamingLLMServerClient, prompt: Sequence[int] = (1,)) -> Any:
+    return await client.generate("r", prompt_ids=list(prompt), sampling_params={"temperature": 1.0})
+
+
+async def test_generations_side_by_side_have_seeds_of_their_own() -> None:
+    """Best of four within one loop: four answers, not the same one four times."""
+    server = Server(0.2, 0.1, 0.15, 0.0)
+    client = client_for(server)
+    calls = SampleCalls(seed=11)
+    with _sample(calls):
+        await asyncio.gather(*(ask(client, range(1, 2 + i)) for i in range(4)))
+    seeds = {len(one["prompt_ids"]): one["sampling_params"]["seed"] for one in server.asked}
+    assert seeds == {i + 1: turn_seed(11, i) for i in range(4)}
+    assert [one.prompt_tokens for one in calls.calls] == [1, 2, 3, 4]
+
+
+async def test_who_is_cut_off_ends_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a server goes on with what nobody waits for, beside the attempt that follows."""
+    cancelled: list[Any] = []
+    monkeypatch.setattr(ray, "cancel", cancelled.append)
+    server = Server(0.0, 30.0)
+    client = client_for(server)
+    await ask(client)
+    assert not cancelled
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await ask(client)
+    assert len(server.asked) == 2 and len(cancelled) == 1
+
+
+async def test_a_balancer_that_is_gone_is_an_engine_that_is_not_there() -> None:
+    async def gone(request_id: str) -> Any:
+        raise ray.exceptions.ActorUnavailableError("restarting", None)
+
+    with pytest.raises(EngineUnavailableError, match="verl's load balancer is gone"):
+        await ask(client_of(gone))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_the_balancer_runs_here_and_starts_anew(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    options: list[dict[str, Any]] = []
+    made: list[dict[str, Any]] = []
+
+    def remote(balancer: type) -> Any:
+        balancer(**{"servers": {}, "full_determinism": deterministic})  # it takes what it is given
+
+        def with_options(**given: Any) -> Any:
+            options.append(given)
+            return SimpleNamespace(remote=lambda **kwargs: made.append(kwargs) or "handle")  # type: ignore[func-returns-value]
+
+        return SimpleNamespace(options=with_options)
+
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray, "put", lambda servers: servers)
+    monkeypatch.setattr(workers, "here", lambda: "here")
+    manager = object.__new__(StreamingLLMServerManager)
+    manager.rollout_config = SimpleNamespace(router_config_path=None, full_determinism=deterministic)
+    manager._load_balancer_cls = None
+    manager.server_addresses, manager.server_handles = ["http://x"], ["actor"]
+    await manager._init_global_load_balancer()
+    assert manager.global_load_balancer == "handle"
+    assert made == [{"servers": {"http://x": "actor"}, "full_determinism": deterministic}]
+    assert options == [{"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": "here"}]
+
+
+class OneWorker:
+    """A `Crew` of one worker, which delivers what it is given after a moment."""
+
+    def __init__(self, recipe: Any, owner: Any, **_: Any) -> None:
+        self._owner = owner
+        self._member = SimpleNamespace(id=1)
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.deaths = 0
+        self.is_closed = False
+
+    @property
+    def members(self) -> dict[int, Any]:
+        return {1: self._member}
+
+    async def start(self, count: int) -> None:
+        pass
+
+    def expected(self) -> int:
+        return 1
+
+    def give(self, member: Any, items: Sequence[Any]) -> None:
+        report = WorkerReport([encoded(item.index) for item in items])
+        asyncio.get_running_loop().call_later(0.01, self._owner.reported, member, report)
+
+    def drop(self) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def encoded(index: int) -> EncodedRollout:
+    trajectory = Trajectory(
+        prompt_ids=[1],
+        response_ids=[2],
+        response_mask=[1],
+        response_logprobs=None,
+        messages=[],
+        finish_reason="stop",
+        policy_versions=[(0, 0)],
+        num_turns=1,
+        reward=None,
+    )
+    return RecordCodec().encode(
+        Rollout(
+            index=index,
+            repeat=0,
+            prompt_key="k",
+            trajectories=[trajectory],
+            data_source="d",
+            ground_truth=None,
+            attempts=1,
+        )
+    )
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> GenerationLoopManager:
+    """With `crews`, the workers of its streams."""
+
+    async def nothing() -> None:
+        pass
+
+    crews: list[OneWorker] = []
+
+    def crew(*args: Any, **kwargs: Any) -> OneWorker:
+        crews.append(OneWorker(*args, **kwargs))
+        return crews[-1]
+
+    monkeypatch.setattr(worker_recipe, "bare_recipe", lambda manager, **_: None)
+    monkeypatch.setattr(workers, "RayCluster", lambda _: SimpleNamespace(start=nothing, close=nothing))
+    monkeypatch.setattr(ray_executor, "Crew", crew)
+    made = object.__new__(GenerationLoopManager)
+    made.rollout_config = SimpleNamespace(agent=SimpleNamespace(num_workers=1))
+    made.crews = crews
+    return made
+
+
+def sample(index: int) -> dict[str, Any]:
+    return {"index": index, "raw_prompt": [{"role": "user", "content": "q"}]}
+
+
+async def test_a_stream_may_be_left_early(manager: Any) -> None:
+    async with asyncio.timeout(20):
+        async with aclosing(manager.stream(map(sample, range(20)), max_in_flight=8)) as stream:
+            async for _ in stream:
+                break
+    assert manager.crews[0].is_closed
+
+
+@pytest.mark.parametrize("bad", [{}, {"raw_prompt": None}, {"raw_prompt": ["text"]}, {"raw_prompt": 3}])
+async def test_a_sample_without_messages_fails_alone(manager: Any, bad: dict[str, Any]) -> None:
+    samples = [sample(0), sample(1), {"index": 3, **bad}, sample(4), sample(5)]
+    async with asyncio.timeout(20):
+        got = [result async for result in manager.stream(samples)]
+    assert sorted(result.index for result in got) == [0, 1, 3, 4, 5]
+    (failure,) = [result for result in got if isinstance(result, Failure)]
+    assert failure.index == 3 and "want a list of messages" in failure.error

@@ -1,0 +1,307 @@
+"""Replicas on a Ray cluster's nodes: their actors, nodes and driver killed, and no room for them.
+
+The nodes are real (`ray.cluster_utils.Cluster`, a raylet each); the two GPUs of each are only said to be
+there, which is enough for Ray to assign them.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.demo import MODEL_PATH
+from rollstream.engine.launch import launch_plan
+from rollstream.engine.launch_plan import LaunchRequest, ReplicaPlan
+from rollstream.engine.ray_launch import RayLauncher, RayProcess
+from rollstream.errors import EngineError
+from rollstream.generation.runner import run_generation
+from rollstream.store.summary import read_status
+from rollstream.store.validate import validate_run
+from tests.faults.launches import LAUNCH, Launched
+from tests.faults.ray_nodes import lose_node, nodes, wait_for
+from tests.faults.runs import Runner, has_rollouts, overrides, run_to_end, write_prompts
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with nodes(2, 2, 2, gpus=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def launched() -> Launched:
+    return Launched(uuid4().hex)
+
+
+def stub_python(folder: Path, latency: str) -> Path:
+    """An "interpreter" that says what it was given, and starts a stub server in a server's place.
+
+    Servers that start later are as slow as `folder / "latency"` says by then.
+    """
+    path = folder / "python"
+    (folder / "latency").write_text(latency)
+    path.write_text(
+        "#!/bin/sh\n"
+        'echo "devices $CUDA_VISIBLE_DEVICES"\n'
+        f"if [ -e {folder}/broken ]; then echo 'CUDA out of memory'; exit 9; fi\n"
+        "while [ $# -gt 0 ]; do case $1 in --host) host=$2;; --port) port=$2;; esac; shift; done\n"
+        f"exec {sys.executable} -m rollstream.testing.stub_server --response-tokens 32 "
+        f'--latency "$(cat {folder}/latency)" '
+        '--host "$host" --port "$port"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def actors() -> list[psutil.Process]:
+    """Those of replicas, on all nodes."""
+    listed = psutil.process_iter(["name"])
+    return [one for one in listed if (one.info["name"] or "").startswith("ray::ReplicaHos")]
+
+
+def hosts() -> dict[int, int]:
+    """Actors of replicas that run: their pids, by replica's server pid."""
+    found = {}
+    for actor in actors():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for one in actor.children(recursive=True):
+                if one.cmdline()[1:3] == ["-m", "rollstream.testing.stub_server"]:
+                    found[one.pid] = actor.pid
+    return found
+
+
+def groups(cluster: Any) -> list[dict[str, Any]]:
+    """Placement groups that were not given back."""
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
+    table: dict[str, dict[str, Any]] = ray.util.placement_group_table()
+    return [group for group in table.values() if group["state"] != "REMOVED"]
+
+
+def on_cluster(cluster: Any, launched: Launched, **settings: object) -> dict[str, object]:
+    return {
+        "actor_rollout_ref__rollout__server_urls": "[]",
+        f"{LAUNCH}env": launched.env,
+        f"{LAUNCH}where": "ray",
+        f"{LAUNCH}replicas": 2,
+        "ray_kwargs__ray_init__address": cluster.address,
+        "generation__show_progress": "false",
+        **settings,
+    }
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, cluster: Any, launched: Launched) -> None:
+    """Its own event loop here, two replicas there, which have processes in sessions of their own."""
+    pytest.importorskip("openvino_genai")
+    run = tmp_path / "run"
+    arguments = overrides(
+        run,
+        write_prompts(tmp_path / "prompts.jsonl", 60),
+        "",
+        **on_cluster(
+            cluster,
+            launched,
+            generation__max_in_flight=4,
+            actor_rollout_ref__rollout__ignore_eos="true",
+            **{f"{LAUNCH}server": "rollstream", f"{LAUNCH}args": "{engine_kwargs: {num_threads: 1}}"},
+        ),
+    )
+    runner = Runner(arguments, log=tmp_path / "log")
+    wait_for(lambda: has_rollouts(run) or runner.process.poll() is not None, 120)
+    assert runner.process.poll() is None, runner.output()
+    assert len(launched.servers()) == len(launched.workers()) == 2
+    assert [group["state"] for group in groups(cluster)] == ["CREATED", "CREATED"]
+    runner.kill()
+    killed = time.monotonic()
+    assert launched.are_gone_within(20), launched.processes()
+    print(f"servers gone {time.monotonic() - killed:.1f} s after the driver")
+    wait_for(lambda: not groups(cluster) and not actors(), 20)
+    run_to_end(arguments, tmp_path / "resumed.log")
+    assert read_status(run).completed == 60
+    assert validate_run(run).sound
+    assert not launched.processes()
+    wait_for(lambda: not groups(cluster) and not actors(), 20)
+
+
+def launcher(
+    cluster: Any, folder: Path, launched: Launched, **request: Any
+) -> tuple[RayLauncher, ReplicaPlan]:
+    groups(cluster)  # joins
+    mark = launched.env.strip("{}").split(": ")
+    asked = LaunchRequest(
+        where="ray",
+        tensor_parallel=2,
+        python=str(stub_python(folder, "fixed:0")),
+        env={mark[0]: mark[1]},
+        **request,
+    )
+    (plan,) = launch_plan(
+        "sglang", model_path=str(MODEL_PATH), max_model_len=None, request=asked, log_dir=folder
+    )
+    return RayLauncher("sglang", asked, folder), plan
+
+
+async def listening(process: RayProcess) -> None:
+    async with asyncio.timeout(60):
+        while not await process.is_listening():
+            await asyncio.sleep(0.05)
+
+
+async def test_one_replica_is_started_found_and_stopped(
+    tmp_path: Path, cluster: Any, launched: Launched
+) -> None:
+    one, plan = launcher(cluster, tmp_path, launched)
+    try:
+        plans = one.place([plan])
+        assert [one.index for one in plans] == [0, 1, 2]  # six GPUs in pairs
+        first, second = await asyncio.gather(one.start(plans[0]), one.start(plans[1]))
+        await asyncio.gather(listening(first), listening(second))
+        assert "127.0.0.1" not in first.url
+        bundles = [tuple(group["bundles_to_node_id"].values()) for group in groups(cluster)]
+        assert len(set(bundles)) == len(bundles) == 2  # two GPUs each: on two nodes
+        assert [group["strategy"] for group in groups(cluster)] == ["STRICT_PACK"] * 2
+        assert (await first.last_words()).splitlines()[0] == "devices 0,1"
+        # The actor's end is the replica's, and the next start has its devices, and a log that goes on.
+        os.kill(first.address.actor_pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            assert "was lost with its actor or node" in await first.wait()
+        await first.stop()
+        again = await one.start(plans[0])
+        assert len(launched.servers()) <= 2  # what the actor left behind was ended before
+        await listening(again)
+        assert len(launched.servers()) == 2
+        assert again.url != first.url
+        await again.stop()
+        assert "devices 0,1" in await again.last_words()
+        assert not await again.is_listening()
+        await again.stop()
+        await second.stop()
+        assert not launched.processes()
+    finally:
+        await one.close()
+    assert not groups(cluster)
+    await one.close()
+
+
+async def test_what_a_server_said_last_comes_from_its_node(
+    tmp_path: Path, cluster: Any, launched: Launched
+) -> None:
+    (tmp_path / "broken").touch()
+    one, plan = launcher(cluster, tmp_path, launched, replicas=1)
+    try:
+        (plan,) = one.place([plan])
+        process = await one.start(plan)
+        async with asyncio.timeout(30):
+            assert await process.wait() == "ended with exit code 9"
+        assert await process.last_words() == "devices 0,1\nCUDA out of memory"
+        assert not await process.is_port_taken()
+        await process.stop()
+        assert await process.last_words() == "devices 0,1\nCUDA out of memory"
+    finally:
+        await one.close()
+
+
+async def test_want_of_room_is_said_and_leaves_nothing(
+    tmp_path: Path, cluster: Any, launched: Launched
+) -> None:
+    groups(cluster)
+    others = [ray.util.placement_group([{"GPU": 2}]) for _ in range(3)]  # another program's
+    for group in others:
+        assert group.wait(30)
+    one, plan = launcher(cluster, tmp_path, launched, startup_timeout=1.0)
+    try:
+        (plan, *_) = one.place([plan])
+        with pytest.raises(EngineError, match=r"(?s)found no place .* within 1 s .*'GPU': 2\.0.*free are"):
+            await one.start(plan)
+        ray.util.remove_placement_group(others.pop())
+        async with asyncio.timeout(60):  # its place comes when there is room, and waits for a start
+            while True:
+                with contextlib.suppress(EngineError):
+                    await (await one.start(plan)).stop()
+                    break
+    finally:
+        await one.close()
+        for group in others:
+            ray.util.remove_placement_group(group)
+    assert not launched.processes()
+
+
+@pytest.mark.slow
+def test_replicas_that_move_cost_nothing_but_time(tmp_path: Path, cluster: Any, launched: Launched) -> None:
+    """An actor is killed, then a node goes: in the end none of the servers is where it was at first.
+
+    Workers that go on to work have followed them; workers that died with the node have found them. The
+    servers are slow until then: on a slow machine, too, there is work left to do.
+    """
+    rows, repeats = 400, 3
+    ray.shutdown()
+    arguments = overrides(
+        tmp_path / "run",
+        write_prompts(tmp_path / "prompts.jsonl", rows),
+        "",
+        **on_cluster(
+            cluster,
+            launched,
+            actor_rollout_ref__rollout__n=repeats,
+            actor_rollout_ref__rollout__tensor_model_parallel_size=2,
+            generation__executor="ray",
+            generation__max_in_flight=16,
+            generation__adaptive_in_flight="false",
+            actor_rollout_ref__rollout__agent__num_workers=2,
+            **{f"{LAUNCH}python": stub_python(tmp_path, "fixed:2")},
+        ),
+    )
+    trouble: list[BaseException] = []
+    first: set[int] = set()
+
+    def attack() -> None:
+        try:
+            wait_for(lambda: has_rollouts(tmp_path / "run"), 90)
+            servers = hosts()
+            first.update(servers)
+            assert len(servers) == 2
+            os.kill(min(servers.values()), signal.SIGKILL)
+            stayed = max(servers, key=lambda pid: servers[pid])
+            wait_for(lambda: len(hosts()) == 2 and set(hosts()) & first == {stayed}, 60)
+            (tmp_path / "latency").write_text("fixed:0.01")  # what is left is done soon
+            lose_node(cluster, node_of(cluster, hosts()[stayed]))
+            wait_for(lambda: len(hosts()) == 2 and not set(hosts()) & first, 60)
+        except BaseException as error:
+            trouble.append(error)
+
+    attacker = threading.Thread(target=attack)
+    attacker.start()
+    result = run_generation(arguments)
+    attacker.join(120)
+    assert trouble == []
+    assert (result.completed, result.failed) == (rows * repeats, 0)
+    columns = ["index", "repeat", "attempts"]
+    table = pq.read_table(tmp_path / "run" / "trajectories.parquet", columns=columns).to_pylist()
+    assert Counter((row["index"], row["repeat"]) for row in table) == {
+        (index, repeat): 1 for index in range(rows) for repeat in range(repeats)
+    }
+    assert {row["attempts"] for row in table} == {1}
+    assert not launched.processes()
+    wait_for(lambda: not groups(cluster) and not actors(), 20)
+
+
+def node_of(cluster: Any, pid: int) -> Any:
+    """The node whose raylet started a process."""
+    parents = {parent.pid for parent in psutil.Process(pid).parents()}
+    return next(
+        node for node in cluster.list_all_nodes() if node.all_processes["raylet"][0].process.pid in parents
+    )

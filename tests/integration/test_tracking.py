@@ -1,0 +1,373 @@
+"""Whole runs that are tracked: every figure arrives, and no tracker is ever in the way."""
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from rollstream.cli import main as cli
+from rollstream.errors import ConfigError, RunDirectoryError
+from rollstream.generation import runner, telemetry
+from rollstream.generation.runner import as_config, generate, run_generation
+from rollstream.generation.tracking import TrackedRun
+from rollstream.store.run_dir import lock_run
+from rollstream.store.validate import validate_run
+from tests.faults.runs import overrides, stub_server, write_prompts
+from tests.integration.test_generation import PAIRS, config, write_sums
+from tests.unit.generation.test_tracking import Recorder, Stuck
+from tests.unit.integrations.tracking.test_tensorboard import scalars
+
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {}\n"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with stub_server("--response-tokens", "16", "--latency", "fixed:0.05") as url:
+        yield url
+
+
+@pytest.fixture
+def run(tmp_path: Path, url: str) -> dict[str, Any]:
+    files = write_sums(tmp_path / "sums.jsonl", PAIRS)
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD.format("float(extra_info['a'] % 2)"))
+    run = config(tmp_path / "run", files, custom_reward_function__path=str(reward))
+    run["actor_rollout_ref"]["rollout"] |= {"name": "sglang", "server_urls": [url]}
+    return run
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    content = (run_dir / "logs" / "metrics.jsonl").read_bytes()
+    return [orjson.loads(line) for line in content.splitlines()]
+
+
+def with_trackers(monkeypatch: pytest.MonkeyPatch, **trackers: object) -> None:
+    monkeypatch.setattr(runner, "load_trackers", lambda names: trackers)
+
+
+def test_the_last_line_is_what_the_run_came_to(run: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run["trainer"]["logger"] = ["jsonl", "tensorboard"]
+    result = run_generation(run)
+    last = lines(result.run_dir)[-1]
+    assert (last["progress/done"], last["progress/total"], last["queue/in_flight"]) == (24, 24, 0)
+    assert last["reward/mean_of_run"] == result.mean_reward == pytest.approx(last["reward/sums/mean"])
+    assert last["reward/scored"] == 24
+    assert last["queue/pending_rows"] == 0
+    assert last["queue/saved_batches"] == len(list((result.run_dir / "batches").glob("*.parquet")))
+    assert last["rate/rollouts_per_second"] > 0
+    found = scalars(result.run_dir / "logs" / "tensorboard")
+    assert found["progress/done"][-1] == (last["step"], 24.0)
+    # A run with nothing left to do tells nobody anything.
+    before = (result.run_dir / "logs" / "metrics.jsonl").read_bytes()
+    run_generation(run)
+    assert (result.run_dir / "logs" / "metrics.jsonl").read_bytes() == before
+    assert validate_run(result.run_dir).sound
+
+
+def test_a_tracker_that_cannot_work_is_refused_before_anything_is_made(
+    run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run["trainer"]["logger"] = ["console", "tensorbord"]
+    with pytest.raises(ConfigError, match="did you mean 'tensorboard'"):
+        run_generation(run)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name in ("tensorboard", "trackio", "wandb"):
+        run["trainer"]["logger"] = ["console", name]
+        with pytest.raises(ConfigError, match=rf"pip install 'rollstream\[{name}\]'"):
+            run_generation(run)
+    run["trainer"]["logger"] = ["console"]
+    run["generation"]["upload_artifact"] = True
+    with pytest.raises(ConfigError, match=r"pip install 'rollstream\[wandb\]'"):
+        run_generation(run)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_in_use_is_refused_before_anything_is_made(run: dict[str, Any], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        run["generation"]["metrics_port"] = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=r"generation\.metrics_port"):
+            run_generation(run)
+        path = tmp_path / "config.yaml"
+        path.write_bytes(orjson.dumps(run))
+        assert cli(["generate", "--config", str(path), "--dry-run"]) == 2
+    assert not (tmp_path / "run").exists()
+    assert cli(["generate", "--config", str(path), "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("where", ["open", "log", "close"])
+def test_a_tracker_that_hangs_costs_a_run_nothing_but_the_flush(
+    run: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck, good = Stuck(where), Recorder()
+    with_trackers(monkeypatch, stuck=stuck, good=good)
+    monkeypatch.setattr(telemetry, "_FLUSH_S", 0.5)
+    try:
+        with caplog.at_level(logging.WARNING, "rollstream"):
+            result = run_generation(run)
+        assert (result.completed, result.exit_code, result.artifact_rows) == (24, 0, 24)
+        assert caplog.text.count("tracker stuck is switched off") == 1
+        assert good.ended is True
+        assert good.figures[-1]["progress/done"] == 24
+    finally:
+        stuck.release.set()
+
+
+class Late(Recorder):
+    """Looks, when it writes what is left, whether the run directory is still the run's own."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self.run_dir = run_dir
+        self.refused: str | None = None
+
+    def close(self, *, succeeded: bool) -> None:
+        try:
+            lock_run(self.run_dir).release()
+        except RunDirectoryError as error:
+            self.refused = str(error)
+        super().close(succeeded=succeeded)
+
+
+def test_the_lock_is_held_until_trackers_have_ended(
+    run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They write into the run directory, as `jsonl` and `tensorboard` do."""
+    late = Late(tmp_path / "run")
+    with_trackers(monkeypatch, late=late)
+    assert run_generation(run).completed == 24
+    assert late.ended is True
+    assert late.refused is not None
+    lock_run(tmp_path / "run").release()  # and given back then
+
+
+class Broken(Recorder):
+    """Raises what a full disk raises."""
+
+    def log(self, figures: Mapping[str, float], *, step: int) -> None:
+        raise OSError(28, "No space left on device", "/somewhere/else")
+
+
+def test_a_full_disk_of_a_tracker_is_its_own(
+    run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_trackers(monkeypatch, broken=Broken())
+    with caplog.at_level(logging.WARNING, "rollstream"):
+        result = run_generation(run)
+    assert (result.completed, result.exit_code) == (24, 0)
+    assert "No space left on device" in caplog.text
+
+
+async def test_metrics_are_there_while_the_run_goes_on(
+    run: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    run["generation"]["metrics_port"] = 0
+    run["actor_rollout_ref"]["rollout"]["n"] = 20
+    run["generation"]["max_in_flight"] = 20
+    pages: list[str] = []
+    scraping: list[asyncio.Task[None]] = []
+
+    async def scrape() -> None:
+        said = next(record for record in caplog.records if "metrics for Prometheus" in record.getMessage())
+        async with aiohttp.ClientSession() as client:
+            while True:
+                async with client.get(said.getMessage().split(": ")[1]) as answer:
+                    pages.append(await answer.text())
+                await asyncio.sleep(0.02)
+
+    with caplog.at_level(logging.INFO, "rollstream"):
+        result = await generate(
+            as_config(run), on_ready=lambda: scraping.append(asyncio.ensure_future(scrape()))
+        )
+    scraping[0].cancel()
+    await asyncio.gather(*scraping, return_exceptions=True)
+    assert result.completed == 240
+    values = [
+        int(line.split()[1])
+        for page in pages
+        for line in page.splitlines()
+        if line.startswith("rollstream_rollouts_completed_total")
+    ]
+    assert values == sorted(values)
+    assert len(set(values)) > 2
+    assert "rollstream_rollouts_in_flight_cap 20" in pages[0]
+
+
+class Uploads(Recorder):
+    """Takes artifacts, or fails at it."""
+
+    def __init__(self, error: Exception | None = None, hang: bool = False) -> None:
+        super().__init__()
+        self.error = error
+        self.taken: list[tuple[str, str, list[str]]] = []
+        self.release = threading.Event()
+        self.hang = hang
+
+    def upload(self, run: TrackedRun, file: Path, name: str) -> str:
+        if self.error is not None:
+            raise self.error
+        if self.hang:
+            self.release.wait(60)
+        with zipfile.ZipFile(file) as archive:
+            self.taken.append((run.run_id, name, archive.namelist()))
+        return f"there/{name}"
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_the_trajectories_are_uploaded(
+    run: dict[str, Any], merged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = Uploads()
+    monkeypatch.setattr(telemetry, "load_uploader", lambda: uploads)
+    run["generation"] |= {"upload_artifact": True, "final_merge": merged}
+    monkeypatch.setattr("rollstream.generation.setup.check_trackers", lambda names, *, upload: None)
+    result = run_generation(run)
+    assert result.uploaded == "there/trajectories-generation"
+    run_id = orjson.loads((result.run_dir / "run.json").read_bytes())["run_id"]
+    expected = ["trajectories.parquet"] if merged else [f"batches/batch_00000{i}.parquet" for i in range(4)]
+    assert uploads.taken == [(run_id, "trajectories-generation", [*expected, "checkpoint.json"])]
+    with zipfile.ZipFile(result.run_dir / "trajectories.zip") as archive:
+        assert orjson.loads(archive.read("checkpoint.json"))["completed"] == 24
+
+
+def test_an_upload_that_fails_is_said_and_fails_nothing(
+    run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(telemetry, "load_uploader", lambda: Uploads(ConnectionError("no network")))
+    monkeypatch.setattr("rollstream.generation.setup.check_trackers", lambda names, *, upload: None)
+    run["generation"]["upload_artifact"] = "mine"
+    result = run_generation(run)
+    assert (result.exit_code, result.uploaded, result.artifact_rows) == (0, None, 24)
+    assert (result.run_dir / "trajectories.zip").exists()
+    assert "ConnectionError: no network" in caplog.text
+    assert f"rollstream export {result.run_dir} --format zip --upload" in caplog.text
+
+
+async def test_an_upload_that_hangs_ends_with_the_signal(
+    run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    uploads = Uploads(hang=True)
+    with_trackers(monkeypatch, wandb=uploads)
+    monkeypatch.setattr("rollstream.generation.setup.check_trackers", lambda names, *, upload: None)
+    monkeypatch.setattr(telemetry, "_FLUSH_STOPPED_S", 0.2)
+    run["generation"]["upload_artifact"] = True
+    stop = runner.StopSignals()
+    try:
+        with caplog.at_level(logging.INFO, "rollstream"):
+            task = asyncio.ensure_future(generate(as_config(run), stop=stop))
+            async with asyncio.timeout(60):
+                while "uploading" not in caplog.text:
+                    await asyncio.sleep(0.01)
+            stop._receive(15)
+            result = await task  # the upload hangs until the test ends
+        assert (result.completed, result.uploaded) == (24, None)
+        assert "the upload was stopped" in caplog.text
+    finally:
+        uploads.release.set()
+
+
+@pytest.mark.slow
+def test_wandb_offline_from_the_command_line(
+    run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same run stopped and resumed goes on by the same id; the zip is an artifact of it."""
+    pytest.importorskip("wandb")
+    path = tmp_path / "config.yaml"
+    run["trainer"]["logger"] = ["jsonl", "wandb"]
+    run["generation"]["upload_artifact"] = True
+    path.write_bytes(orjson.dumps(run))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+
+    def command(*words: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-m", "rollstream.generation.main", "--config", str(path), "--json", *words],
+            env=env | {"WANDB_MODE": "offline"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+
+    done = command()
+    assert done.returncode == 0, done.stderr
+    said = orjson.loads(done.stdout)  # nothing of W&B's is in it
+    assert "URL not available" not in done.stderr
+    assert "wandb sync" in said["uploaded"]
+    run_id = orjson.loads((tmp_path / "run" / "run.json").read_bytes())["run_id"]
+    folders = list((tmp_path / "run" / "logs" / "wandb").glob(f"offline-run-*-{run_id}"))
+    assert len(folders) == 1
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert cli(["export", str(tmp_path / "run"), "--format", "jsonl", "--upload"]) == 2
+    assert cli(["export", str(tmp_path / "run"), "--format", "zip", "--upload", "no name"]) == 2
+    later = [
+        sys.executable,
+        "-m",
+        "rollstream.cli",
+        "export",
+        str(tmp_path / "run"),
+        "--format",
+        "zip",
+        "--upload",
+    ]
+    done = subprocess.run(
+        later, env=env | {"WANDB_MODE": "offline"}, capture_output=True, text=True, timeout=100
+    )
+    assert "uploaded: staged offline" in done.stdout, done.stderr
+    assert validate_run(tmp_path / "run").sound
+
+
+def eventually(is_so: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end
+        assert process.poll() is None, "it ended first"
+        time.sleep(0.01)
+
+
+def has_done(content: bytes) -> bool:
+    """Whether a whole line says that something is done, but not all."""
+    whole = content[: content.rfind(b"\n") + 1].splitlines()
+    return bool(whole) and 0 < orjson.loads(whole[-1])["progress/done"] < 300
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_in_the_same_tracks(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 300)
+    root = tmp_path / "run"
+    with stub_server("--response-tokens", "32", "--latency", "fixed:0.2") as url:
+        words = overrides(root, prompts, url, trainer__logger="[jsonl]", generation__max_in_flight=8)
+        script = (
+            "import sys\nfrom rollstream.generation import telemetry\ntelemetry.EVERY_S = 0.05\n"
+            "telemetry.Telemetry.__init__.__kwdefaults__['every'] = 0.05\n"
+            "from rollstream.generation.main import main\nsys.exit(main(sys.argv[1:]))\n"
+        )
+        process = subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.DEVNULL)
+        metrics = root / "logs" / "metrics.jsonl"
+        try:
+            eventually(lambda: metrics.exists() and has_done(metrics.read_bytes()), process)
+        finally:
+            process.kill()
+            process.wait(20)
+        before = metrics.read_bytes()
+        assert has_done(before)
+        words = overrides(root, prompts, url, trainer__logger="[jsonl]", generation__max_in_flight=300)
+        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    assert metrics.read_bytes().startswith(before)
+    found = lines(root)
+    steps = [line["step"] for line in found]
+    assert steps == sorted(set(steps))
+    counts = [line["progress/done"] for line in found]
+    assert counts == sorted(counts)
+    assert counts[-1] == 300

@@ -1,0 +1,41 @@
+"""What an executor needs is looked for before anything is made on disk."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollstream.config.load import compose, to_settings
+from rollstream.demo import MODEL_PATH
+from rollstream.errors import ConfigError
+from rollstream.generation.executors import check_executor_installed
+from rollstream.generation.runner import run_generation
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ON_RAY = (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.launch.server=rollstream", f"{ROLLOUT}.launch.where=ray")
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as Python has it for one that cannot be imported
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize("words", [("generation.executor=ray",), ON_RAY])
+def test_without_ray_no_run_directory_is_made(tmp_path: Path, words: tuple[str, ...]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1 + 1 ="}\n')
+    given = [
+        f"actor_rollout_ref.model.path={MODEL_PATH}",
+        f"data.train_files={prompts}",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+    with pytest.raises(ConfigError, match=r"Ray, which is not installed .*: pip install 'rollstream\[ray\]'"):
+        run_generation([*given, *words])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize("words", [(), ("ray_kwargs.ray_init.address=auto",), ON_RAY[:2]])
+def test_who_needs_no_ray_is_not_asked_for_it(words: tuple[str, ...]) -> None:
+    check_executor_installed(to_settings(compose([f"actor_rollout_ref.model.path={MODEL_PATH}", *words])))

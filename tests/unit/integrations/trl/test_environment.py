@@ -1,0 +1,88 @@
+"""What an environment takes, and what it leaves to the trainer."""
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from rollstream.errors import ConfigError, DataError
+from rollstream.integrations.trl.environment import RolloutEnvironment, TrainerSays, read_row
+from rollstream.integrations.trl.plan import SamplerReplay, dataset_digest
+
+pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    ("word", "argument"),
+    [
+        ("actor_rollout_ref.rollout.temperature=0.5", "temperature"),
+        ("actor_rollout_ref.rollout.n=4", "num_generations"),
+        ("generation.seed=3", "seed"),
+    ],
+)
+def test_what_the_trainer_decides_is_refused(word: str, argument: str) -> None:
+    with pytest.raises(ConfigError, match=f"set {argument} in its arguments"):
+        RolloutEnvironment([word])
+
+
+def test_a_filter_of_data_files_is_refused() -> None:
+    with pytest.raises(ConfigError, match="filter that before"):
+        RolloutEnvironment(["data.filter_overlong_prompts=true"])
+
+
+def test_the_trainers_values_reach_the_configuration() -> None:
+    environment = RolloutEnvironment(["actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=77"])
+    config = environment.resolve(TrainerSays("/models/a", 0.9, 33, 6, 5))
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.temperature, rollout.response_length, rollout.n) == (0.9, 33, 6)
+    assert config.actor_rollout_ref.model.path == "/models/a"
+    assert config.generation.seed == 5
+    assert rollout.prompt_length == 77
+
+
+def test_rows_are_read_as_from_a_data_file() -> None:
+    example = {"prompt": [{"role": "user", "content": "1 + 1"}], "answer": "2", "agent_name": "tool_agent"}
+    row = read_row(example, 4)
+    assert (row.index, row.ground_truth, row.agent_name) == (4, "2", "tool_agent")
+    with pytest.raises(DataError, match="row 3 of the dataset"):
+        read_row({"answer": "2"}, 3)
+
+
+@pytest.mark.parametrize("truth", [0, False, "", 0.0])
+def test_a_ground_truth_that_counts_as_nothing_is_one(truth: object, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    file = tmp_path / "rows.jsonl"
+    row = {"prompt": "1 - 1 =", "reward_model": {"ground_truth": truth}, "extra_info": {"zero": 0}}
+    file.write_bytes(orjson.dumps(row) + b"\n")
+    dataset = RolloutEnvironment([f"data.train_files={file}"]).dataset()
+    read = read_row(dataset[0], 0)
+    assert (read.ground_truth, read.extra_info["zero"]) == (truth, 0)
+
+
+def test_a_dataset_is_told_from_another() -> None:
+    first = [{"prompt": f"{number}?", "answer": number} for number in range(9_000)]
+    assert dataset_digest(first) == dataset_digest(list(first))
+    assert len({dataset_digest(first), dataset_digest(first[::-1]), dataset_digest(first[:-1])}) == 3
+
+
+def test_tasks_become_a_dataset_and_rows_again() -> None:
+    pytest.importorskip("datasets")
+    pytest.importorskip("reasoning_gym")
+    task = {"name": "reasoning_gym", "dataset": "chain_sum", "size": 3, "seed": 1}
+    dataset = RolloutEnvironment(config=[{"train_tasks": [task]}]).dataset()
+    row = read_row(dataset[1], 1)
+    assert row.data_source == "reasoning_gym/chain_sum"
+    assert row.ground_truth and "entry" in row.extra_info
+
+
+def test_the_plan_replays_epochs_in_any_order() -> None:
+    replay = SamplerReplay(10, 4, seed=3, shuffle=True)
+    positions = [replay.at(position) for position in range(40)]
+    for epoch in range(5):
+        part = positions[epoch * 8 : epoch * 8 + 8]
+        assert {found for found, _ in part} == {epoch}
+        assert len({index for _, index in part}) == 8  # the rows that fill no batch are left out
+    again = SamplerReplay(10, 4, seed=3, shuffle=True)
+    assert [again.at(position) for position in reversed(range(40))] == positions[::-1]
+    with pytest.raises(ConfigError, match="needs 4 prompts"):
+        SamplerReplay(3, 4, seed=0, shuffle=True)

@@ -1,0 +1,134 @@
+"""A prompt computed once gives the log-probs and gradients of a prompt computed for each completion."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.integrations.trl.shared_prompt import PromptsNotShared, buckets, completion_logprobs
+
+torch = pytest.importorskip("torch")
+utils = pytest.importorskip("trl.trainer.utils")
+
+TEMPERATURE = 0.7
+
+
+@given(st.lists(st.integers(1, 5000), max_size=60))
+def test_buckets_hold_each_index_once_and_lengths_that_are_alike(lengths: list[int]) -> None:
+    found = buckets(lengths)
+    assert sorted(i for bucket in found for i in bucket) == list(range(len(lengths)))
+    for bucket in found:
+        assert max(lengths[i] for i in bucket) <= 1.5 * min(lengths[i] for i in bucket)
+
+
+@pytest.fixture(scope="module")
+def model() -> object:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    made = Qwen2ForCausalLM(config).double()
+    utils.add_fused_lm_head(made, TEMPERATURE, outputs=("log_probs", "entropy"))
+    return made
+
+
+def batch(seed: int, *, equal: bool) -> tuple[object, object, int]:
+    """Prompts of several lengths, three completions each, in a random order."""
+    rng = random.Random(seed)
+    rows = []
+    for length in [6] * 4 if equal else [3, 4, 9, 30]:
+        prompt = [rng.randrange(50) for _ in range(length)]
+        rows += [(prompt, [rng.randrange(50) for _ in range(rng.randint(1, 7))]) for _ in range(3)]
+    rng.shuffle(rows)
+    wide, long = max(len(p) for p, _ in rows), max(len(c) for _, c in rows)
+    ids, mask = torch.zeros(len(rows), wide + long, dtype=torch.long), []
+    for row, (prompt, completion) in enumerate(rows):
+        ids[row, wide - len(prompt) : wide + len(completion)] = torch.tensor(prompt + completion)
+        mask.append([0] * (wide - len(prompt)) + [1] * len(prompt + completion))
+        mask[-1] += [0] * (wide + long - len(mask[-1]))
+    return ids, torch.tensor(mask), long
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_it_equals_the_plain_forward_pass(model, equal: bool) -> None:
+    ids, mask, long = batch(1, equal=equal)
+    counted = mask[:, -long:].double()
+    weight = torch.randn(counted.shape, dtype=torch.float64) * counted
+
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -long - 1 : -1]
+    plain = (logits / TEMPERATURE).log_softmax(-1)
+    wanted = plain.gather(-1, ids[:, -long:, None])[..., 0] * counted
+    wanted_entropy = -(plain.exp() * plain).sum(-1) * counted
+    (wanted * weight).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+
+    logps, entropies = completion_logprobs(model, ids, mask, long, temperature=TEMPERATURE)
+    (logps * weight).sum().backward()
+    assert torch.allclose(logps.double(), wanted, atol=1e-5)
+    assert torch.allclose(entropies.double(), wanted_entropy, atol=1e-5)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.allclose(parameter.grad, gradient, atol=1e-4)
+    model.zero_grad()
+
+
+def test_a_prompt_is_computed_once(model) -> None:
+    ids, mask, long = batch(2, equal=True)
+    seen = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    completion_logprobs(model, ids, mask, long, temperature=TEMPERATURE)
+    handle.remove()
+    assert seen[0] == (4, 6)
+    assert len(seen) == 2 and seen[1][0] == 12
+
+
+def test_the_logits_of_a_batch_are_never_kept() -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    vocabulary, rows, long = 20_000, 8, 24
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = Qwen2Config(
+        vocab_size=vocabulary, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True, **sizes
+    )
+    model = Qwen2ForCausalLM(config)
+    utils.add_fused_lm_head(model, 1.0, outputs=("log_probs", "entropy"))
+    ids = torch.randint(0, vocabulary, (1, 8 + long)).repeat(rows, 1)
+    kept: dict[int, int] = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        completion_logprobs(model, ids, torch.ones_like(ids), long, temperature=1.0)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    whole = rows * long * vocabulary * 4
+    assert sum(size for place, size in kept.items() if place not in own) < whole / 4
+
+
+def test_a_model_with_other_states_than_keys_and_values_is_not_for_this() -> None:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = Lfm2Config(
+        vocab_size=50,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        layer_types=["conv", "full_attention"],
+        **sizes,
+    )
+    model = Lfm2ForCausalLM(config)
+    ids = torch.randint(0, 50, (2, 9))
+    with pytest.raises(PromptsNotShared, match="Lfm2ForCausalLM keeps"):
+        completion_logprobs(model, ids, torch.ones_like(ids), 4, temperature=1.0)

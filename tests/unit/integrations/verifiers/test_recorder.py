@@ -1,0 +1,293 @@
+"""R1: whatever an environment does with its history, each sampled token is kept once, behind what it saw."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.agent.base import AgentLoop
+from rollstream.errors import DataError, EngineUnavailableError
+from rollstream.integrations.verifiers.recorder import Recorder
+from rollstream.rollout.validity import check_trajectories
+from rollstream.serving.refusals import RequestError
+from rollstream.testing.scripted import ScriptedEngine
+from rollstream.trajectory import SamplingParams, Trajectory
+from tests.unit.agent.rollouts import END, call_text, demo_tokenizer, resources, started
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+class Loop(AgentLoop):
+    async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory:
+        raise NotImplementedError
+
+
+class Broken(list[Exception]):
+    """Errors that ended the attempt."""
+
+
+def recorder_of(engine: ScriptedEngine, **given: Any) -> tuple[Recorder, Broken]:
+    broken = Broken()
+    sampling = SamplingParams(given.pop("max_tokens", 64), seed=7, logprobs=given.pop("logprobs", True))
+    name = given.pop("name", "0-0-1")
+    loop = Loop(resources(engine, **given), request_id=name)
+    return Recorder(loop, sampling, model="m", name=name, on_broken=broken.append), broken
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def ask(recorder: Recorder, messages: list[Any], **more: Any) -> dict[str, Any]:
+    """The answer's message, as a client gets it."""
+    asked, answer = await recorder.answer({"model": "m", "messages": messages, **more})
+    message: dict[str, Any] = answer.body(asked)["choices"][0]["message"]
+    return message
+
+
+def check_exact(engine: ScriptedEngine, trajectories: list[Trajectory]) -> None:
+    """Every completion stands in one trajectory, behind the prompt that the engine got."""
+    for trajectory in trajectories[:-1]:
+        trajectory.is_snapshot = True
+    check_trajectories(trajectories, logprobs=True)
+    prompts = [request.prompt_ids for request in engine.requests]
+    owed = [
+        (prompt, completion.token_ids, completion.logprobs)
+        for prompt, (_, completion) in zip(prompts, engine.completions, strict=True)
+    ]
+    for trajectory in trajectories:
+        ids = [*trajectory.prompt_ids, *trajectory.response_ids]
+        mask = [0] * len(trajectory.prompt_ids) + trajectory.response_mask
+        assert trajectory.response_logprobs is not None
+        logprobs = [0.0] * len(trajectory.prompt_ids) + trajectory.response_logprobs
+        at = 0
+        while 1 in mask[at:]:
+            start = mask.index(1, at)
+            mine = next(
+                one for one in owed if one[0] == ids[:start] and one[1] == ids[start : start + len(one[1])]
+            )
+            owed.remove(mine)
+            at = start + len(mine[1])
+            assert mask[start:at] == [1] * len(mine[1])
+            assert logprobs[start:at] == mine[2]
+            assert at == len(mask) or mask[at] == 0
+    assert not owed
+
+
+async def test_a_conversation_that_grows_is_one_trajectory() -> None:
+    tokenizer = demo_tokenizer()
+    engine = await started(lambda r: tokenizer.encode(f"answer {len(r.prompt_ids)}{END}"))
+    recorder, _ = recorder_of(engine)
+    messages: list[Any] = [user("a question")]
+    for turn in range(3):
+        messages += [await ask(recorder, messages), user(f"more {turn} {END}")]
+    (trajectory,) = recorder.trajectories()
+    check_exact(engine, [trajectory])
+    assert trajectory.num_turns == 6
+    # A special token in what was added ends no turn.
+    assert tokenizer.decode(trajectory.response_ids, skip_special_tokens=False).count(END) == 3 + 2
+    assert [m["content"].replace("\u200b", "") for m in trajectory.messages] == [
+        m["content"] for m in messages[:-1]
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.booleans()), min_size=1, max_size=8))
+@settings(max_examples=40)
+def test_any_history_is_exact(steps: list[tuple[int, int, bool]]) -> None:
+    """Each request takes an earlier conversation, cuts it off somewhere, and adds something."""
+
+    async def play() -> None:
+        engine = await started(response_tokens=5, vocab_size=512)
+        recorder, _ = recorder_of(engine)
+        histories: list[list[Any]] = [[]]
+        for which, cut, edit in steps:
+            history = histories[which % len(histories)]
+            history = history[: max(0, len(history) - cut)]
+            if edit and history:
+                history = [*history[:-1], {**history[-1], "content": "changed"}]
+            messages = [*history, user(f"{which} {cut}")]
+            histories.append([*messages, await ask(recorder, messages)])
+        check_exact(engine, recorder.trajectories())
+
+    asyncio.run(play())
+
+
+async def test_a_fork_has_the_sampled_ids_as_context() -> None:
+    # Ids that no tokenizer would make of their text: a re-encoding would show.
+    tokenizer = demo_tokenizer()
+    odd = [tokenizer.encode(letter)[0] for letter in "answer"] + tokenizer.encode(END)
+    assert tokenizer.encode(tokenizer.decode(odd, skip_special_tokens=False)) != odd
+    engine = await started(lambda request: odd)
+    recorder, _ = recorder_of(engine)
+    first = [user("q")]
+    first.append(await ask(recorder, first))
+    await ask(recorder, [*first, user("left")])
+    await ask(recorder, [*first, user("right")])
+    left, right = recorder.trajectories()
+    check_exact(engine, [left, right])
+    assert right.prompt_ids[: len(left.prompt_ids) + len(odd)] == [*left.prompt_ids, *odd]
+    assert (left.num_turns, right.num_turns) == (4, 4)
+
+
+async def test_answers_at_once_are_lines_of_their_own() -> None:
+    engine = await started(response_tokens=4, latency=0.01)
+    recorder, _ = recorder_of(engine)
+    await asyncio.gather(*(ask(recorder, [user("same")]) for _ in range(5)))
+    trajectories = recorder.trajectories()
+    assert len(trajectories) == 5
+    check_exact(engine, trajectories)
+    assert len({request.request_id for request in engine.requests}) == 5
+    assert len({request.sampling.seed for request in engine.requests}) == 5
+    # One of them goes on, twice at once: the second is a fork.
+    first = [user("same"), recorder.segments[0].messages[-1]]
+    await asyncio.gather(*(ask(recorder, [*first, user("more")]) for _ in range(2)))
+    assert len(recorder.trajectories()) == 6
+    check_exact(engine, recorder.trajectories())
+
+
+async def test_answers_that_do_not_count_are_left_out() -> None:
+    engine = await started(response_tokens=4)
+    recorder, _ = recorder_of(engine)
+    names = []
+    messages: list[Any] = [user("q")]
+    for _ in range(3):
+        asked, answer = await recorder.answer({"messages": messages})
+        names.append(answer.id)
+        messages = [*messages, answer.body(asked)["choices"][0]["message"], user("more")]
+    await ask(recorder, [user("a helper's question")])
+    (trajectory,) = recorder.trajectories(kept=names[:2])
+    assert sum(trajectory.response_mask) == 8
+    assert trajectory.response_mask[-4:] == [1] * 4
+    assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "user", "assistant"]
+    assert trajectory.num_turns == 4
+    assert recorder.trajectories(kept=[]) == []
+
+
+async def test_calls_and_their_results() -> None:
+    tokenizer = demo_tokenizer()
+    texts = iter([call_text("add", a=1) + "\n" + call_text("add", a=2), "<tool_call>\n{broken", "3"])
+    engine = await started(lambda request: tokenizer.encode(next(texts) + END))
+    recorder, _ = recorder_of(engine)
+    messages: list[Any] = [user("q")]
+    message = await ask(recorder, messages, tools=[TOOL])
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "add", "arguments": '{"a":1}'},
+        {"name": "add", "arguments": '{"a":2}'},
+    ]
+    assert message["content"] is None
+    messages += [
+        message,
+        *({"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in message["tool_calls"]),
+    ]
+    # What cannot be executed is no call, but was said.
+    message = await ask(recorder, messages, tools=[TOOL])
+    assert "tool_calls" not in message
+    assert message["content"] == "<tool_call>\n{broken"
+    await ask(recorder, [*messages, message, user("again")], tools=[TOOL])
+    (trajectory,) = recorder.trajectories()
+    check_exact(engine, [trajectory])
+    # With other tools it is another prompt.
+    texts = iter(["4"])
+    await ask(recorder, [*messages, message, user("again")])
+    assert len(recorder.trajectories()) == 2
+
+
+async def test_a_prompt_without_room_is_a_refusal() -> None:
+    engine = await started(response_tokens=30)
+    recorder, broken = recorder_of(engine, response_length=32)
+    message = await ask(recorder, [user("q")])
+    with pytest.raises(RequestError, match="context length"):
+        await ask(recorder, [user("q"), message, user("a long question " * 3)])
+    assert recorder.ran_out_of_room
+    assert not broken
+    (trajectory,) = recorder.trajectories()
+    check_exact(engine, [trajectory])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"temperature": 0.3}, "actor_rollout_ref.rollout.temperature"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"stop": ["x"]}, "stop strings"),
+        ({"n": 2}, "'n'"),
+        ({"logit_bias": {"3": 5}}, "logit_bias"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "image",
+        ),
+    ],
+)
+async def test_what_cannot_be_meant_is_refused(given: dict[str, Any], words: str) -> None:
+    engine = await started()
+    recorder, broken = recorder_of(engine)
+    with pytest.raises(RequestError, match=words):
+        await recorder.answer({"messages": [user("q")], **given})
+    assert not engine.requests
+    assert not broken
+    assert words in str(recorder.refusal)
+
+
+async def test_errors_of_the_engine_and_of_the_prompt_end_the_attempt() -> None:
+    engine = await started()
+    engine.fail(lambda request: True, EngineUnavailableError("away"))
+    recorder, broken = recorder_of(engine, prompt_length=40)
+    with pytest.raises(EngineUnavailableError):
+        await ask(recorder, [user("q")])
+    with pytest.raises(DataError):
+        await ask(recorder, [user("q" * 500)])
+    assert [type(error) for error in broken] == [EngineUnavailableError, DataError]
+    # Nothing of it is left behind: the next request begins where the first one did.
+    await ask(recorder, [user("q")])
+    assert len(recorder.trajectories()) == 1
+
+
+async def test_a_client_that_goes_away_leaves_the_conversation_as_it_was() -> None:
+    slow = [False]
+    engine = await started(response_tokens=4, latency=lambda request: 60.0 if slow[0] else 0.0)
+    recorder, broken = recorder_of(engine)
+    first = [user("q"), await ask(recorder, [user("q")])]
+    slow[0] = True
+    task = asyncio.create_task(ask(recorder, [*first, user("more")]))
+    while len(engine.requests) < 2:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    await asyncio.wait((task,))
+    slow[0] = False
+    await ask(recorder, [*first, user("more")])
+    (trajectory,) = recorder.trajectories()
+    assert sum(trajectory.response_mask) == 8
+    assert not broken
+
+
+async def test_max_tokens_of_a_request_and_what_follows_a_cut_answer() -> None:
+    engine = await started(response_tokens=50)
+    recorder, _ = recorder_of(engine)
+    asked, answer = await recorder.answer(
+        {"messages": [user("q")], "max_completion_tokens": 3, "logprobs": True}
+    )
+    body = answer.body(asked)
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["choices"][0]["token_ids"] == engine.completions[0][1].token_ids
+    assert len(body["choices"][0]["logprobs"]["content"]) == 3
+    await ask(recorder, [user("q"), body["choices"][0]["message"], user("go on")])
+    (trajectory,) = recorder.trajectories()
+    check_exact(engine, [trajectory])
+    assert demo_tokenizer().decode(trajectory.response_ids, skip_special_tokens=False).count(END) >= 2
+
+
+async def test_without_logprobs() -> None:
+    engine = await started(response_tokens=4)
+    recorder, _ = recorder_of(engine, logprobs=False)
+    await ask(recorder, [user("q")])
+    (trajectory,) = recorder.trajectories()
+    assert trajectory.response_logprobs is None

@@ -1,0 +1,113 @@
+"""What `executor=verl` says before it starts anything, and what it makes of a configuration."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.config.load import compose, to_settings
+from rollstream.demo import MODEL_PATH
+from rollstream.errors import ConfigError
+from rollstream.generation.executors import check_executor_installed
+from rollstream.generation.replicas import launch_request
+from rollstream.generation.runner import run_generation
+from rollstream.integrations.verl import execution
+from rollstream.integrations.verl.execution import check_verl_servers, serving_config
+
+
+def words(run_dir: Path, *more: str) -> list[str]:
+    return [
+        f"actor_rollout_ref.model.path={MODEL_PATH}",
+        "data.train_files=rows.jsonl",
+        f"trainer.default_local_dir={run_dir}",
+        "generation.executor=verl",
+        *more,
+    ]
+
+
+def test_missing_packages_are_said_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    hidden = ("verl", "cachetools")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else real(name))
+    with pytest.raises(ConfigError, match=r"verl.*cachetools.*pip install 'rollstream\[verl\]'"):
+        run_generation(words(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_executors_ask_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_executor_installed(to_settings(compose(words(tmp_path, "generation.executor=local"))))
+
+
+def test_an_embedded_engine_is_served(tmp_path: Path) -> None:
+    given = words(
+        tmp_path,
+        "actor_rollout_ref.rollout.name=openvino",
+        "+actor_rollout_ref.rollout.engine_kwargs.cache_size=2",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=mine",
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path=none.yaml",
+        "actor_rollout_ref.rollout.multi_turn.function_tool_path=none.py",
+        "generation.seed=1",
+    )
+    config = compose(given)
+    served = to_settings(serving_config(config))
+    request = launch_request(served)
+    assert request is not None
+    assert (request.server, dict(request.args)) == (
+        "rollstream",
+        {"engine": "openvino", "engine-kwargs": {"cache_size": 2}},
+    )
+    rollout: Any = served.actor_rollout_ref.rollout
+    assert (rollout.name, rollout.engine_kwargs, rollout.agent.agent_loop_config_path) == ("sglang", {}, None)
+    # The run's own configuration is left as it was.
+    assert to_settings(config).actor_rollout_ref.rollout.name == "openvino"
+
+
+def test_servers_by_url_stay_what_they_are(tmp_path: Path) -> None:
+    config = compose(
+        words(
+            tmp_path,
+            "actor_rollout_ref.rollout.name=vllm",
+            "actor_rollout_ref.rollout.server_urls=[http://x:1]",
+        )
+    )
+    rollout = to_settings(serving_config(config)).actor_rollout_ref.rollout
+    assert (rollout.name, rollout.server_urls, rollout.launch.server) == ("vllm", ["http://x:1"], "auto")
+
+
+def test_servers_of_verls_own_are_no_engine_of_ours(tmp_path: Path) -> None:
+    override = 'generation.verl_overrides=["actor_rollout_ref.rollout.name=vllm"]'
+    served = to_settings(serving_config(compose(words(tmp_path, override))))
+    assert launch_request(served) is None
+    assert served.actor_rollout_ref.rollout.server_urls == ["http://verl.invalid"]
+
+
+def test_overrides_are_for_this_executor(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"verl_overrides is for generation\.executor=verl"):
+        to_settings(compose(words(tmp_path, 'generation.verl_overrides=["a=b"]', "generation.executor=ray")))
+
+
+def test_servers_on_ray_are_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "_NEEDED", ())
+    where = "actor_rollout_ref.rollout.launch.where"
+    with pytest.raises(ConfigError, match=rf"{where}=ray is for generation\.executor=ray"):
+        run_generation(words(tmp_path / "run", "actor_rollout_ref.rollout.name=sglang", f"{where}=ray"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["sglang", "trtllm"])
+def test_seeds_are_refused_for_servers_of_verls_that_take_none(tmp_path: Path, name: str) -> None:
+    def settings(name: str, *more: str) -> Any:
+        override = f'generation.verl_overrides=["actor_rollout_ref.rollout.name={name}"]'
+        return to_settings(compose(words(tmp_path, override, *more)))
+
+    with pytest.raises(ConfigError, match=rf"generation\.seed=3.*has {name}"):
+        check_verl_servers(settings(name, "generation.seed=3"), name)
+    check_verl_servers(settings(name), name)
+    check_verl_servers(settings("vllm", "generation.seed=3"), "vllm")
+    check_verl_servers(to_settings(compose(words(tmp_path, "generation.seed=3"))), "rollstream")

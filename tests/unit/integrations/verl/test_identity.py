@@ -1,0 +1,98 @@
+"""What of verl's decides the data of a run (R6)."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.config.load import compose, to_settings
+from rollstream.demo import MODEL_PATH
+from rollstream.integrations.verl import identity
+from rollstream.integrations.verl.execution import serving_config
+from rollstream.integrations.verl.identity import verl_identity
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.fixture(autouse=True)
+def _some_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity.importlib.metadata, "version", lambda name: "0.9.1")
+
+
+def identity_of(*words: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
+    given = {"generation": {"executor": "verl", "verl_overrides": list(overrides)}}
+    base = [f"actor_rollout_ref.model.path={MODEL_PATH}", "data.train_files=rows.jsonl"]
+    config = compose([*base, *words], layers=[given])
+    return verl_identity(to_settings(config), to_settings(serving_config(config)))
+
+
+@pytest.mark.parametrize(
+    ("key", "yaml"),
+    [
+        ("multi_turn.tool_config_path", "tools:\n- class_name: {module}.Thing\n  config: {{type: native}}\n"),
+        ("agent.agent_loop_config_path", "- name: mine\n  _target_: {module}.Thing\n"),
+    ],
+)
+def test_classes_belong_to_it_by_their_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, yaml: str
+) -> None:
+    module = f"verl_things_{key.partition('.')[0]}"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "file.yaml").write_text(yaml.format(module=module))
+    source = tmp_path / f"{module}.py"
+    source.write_text("class Thing:\n    answer = 'old'\n")
+    importlib.invalidate_caches()
+    word = f"{ROLLOUT}.{key}={tmp_path / 'file.yaml'}"
+    first = identity_of(word)
+    assert identity_of(word) == first
+    source.write_text("class Thing:\n    answer = 'another'\n")
+    second = identity_of(word)
+    assert second != first
+    source.unlink()
+    importlib.invalidate_caches()
+    assert identity_of(word) not in (first, second)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "tools:", "tools: [1]", "tools: [{class_name: 3}]"])
+def test_what_is_no_file_of_tools_is_left_to_verl_to_refuse(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tools.yaml").write_text(content)
+    assert identity_of(f"{ROLLOUT}.multi_turn.tool_config_path={tmp_path / 'tools.yaml'}")
+
+
+def test_overrides_by_their_keys() -> None:
+    one = identity_of(overrides=("data.image_key=a", "+data.video_key=b"))
+    assert one["verl.overrides.data.image_key"] == "a"
+    assert identity_of(overrides=("data.video_key=b", "data.image_key=a")) == one
+    assert identity_of(overrides=("data.image_key=a", "data.video_key=c")) != one
+    assert identity_of(overrides=("data.image_key=a",)) != one
+
+
+def test_where_the_order_of_overrides_counts_it_is_in() -> None:
+    whole, part = "+data.x={y: 1, z: 2}", "+data.x.y=3"
+    assert identity_of(overrides=(whole, part)) != identity_of(overrides=(part, whole))
+    assert identity_of(overrides=("~data.x", "+data.x=1")) != identity_of(overrides=("+data.x=1", "~data.x"))
+    # The last one holds.
+    assert identity_of(overrides=("a=1", "a=2")) == identity_of(overrides=("a=2",))
+
+
+def test_the_layout_may_change_on_resume() -> None:
+    name = f"{ROLLOUT}.name=vllm"
+    one = identity_of(overrides=(name, f"{ROLLOUT}.n_gpus_per_node=8", f"{ROLLOUT}.nnodes=1"))
+    two = identity_of(overrides=(name, f"{ROLLOUT}.n_gpus_per_node=4", f"{ROLLOUT}.nnodes=2"))
+    assert one == two
+    assert identity_of(overrides=(f"{ROLLOUT}.name=sglang",)) != identity_of(overrides=(name,))
+
+
+def test_what_the_servers_of_an_embedded_engine_get_is_in_it() -> None:
+    engine = f"{ROLLOUT}.name=openvino"
+    plain = identity_of(engine)
+    args = identity_of(engine, f"{ROLLOUT}.launch.args={{attention: eager}}")
+    env = identity_of(engine, f"{ROLLOUT}.launch.env={{OPENVINO_PREC: f16}}")
+    assert args == plain | {"launch.args.attention": "eager"}
+    assert env == plain | {"launch.env.OPENVINO_PREC": "f16"}
+
+
+def test_servers_by_url_have_no_launch() -> None:
+    words = (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.server_urls=[http://x:1]")
+    assert not [key for key in identity_of(*words) if key.startswith("launch")]

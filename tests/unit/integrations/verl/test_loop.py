@@ -1,0 +1,78 @@
+"""verl's servers and load balancer, as the gate before them sees them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from rollstream.errors import EngineLostError, EngineUnavailableError
+from rollstream.integrations.verl.loop import VerlServers
+from rollstream.integrations.verl.worker_recipe import VERL_SERVERS, verl_servers
+from rollstream.rollout.gate import EngineGate
+
+
+def remote(answer: Callable[[], Any]) -> Any:
+    """A method of an actor, as Ray has them."""
+
+    async def told() -> Any:
+        return answer()
+
+    return SimpleNamespace(remote=lambda: told())
+
+
+def actor(answer: Callable[[], Any], *, health: bool = False) -> Any:
+    return SimpleNamespace(**{"health" if health else "__ray_ready__": remote(answer)})
+
+
+def raising(error: Exception) -> Callable[[], Any]:
+    def answer() -> Any:
+        raise error
+
+    return answer
+
+
+def well() -> bool:
+    return True
+
+
+def test_servers_by_name_take_seeds_or_do_not() -> None:
+    assert verl_servers("vllm").seeds
+    assert not verl_servers("sglang").seeds and not verl_servers("trtllm").seeds
+
+
+async def test_one_server_that_is_well_is_enough() -> None:
+    gone = actor(raising(ActorUnavailableError("away", None)))
+    assert await VerlServers([gone, actor(well, health=True)], VERL_SERVERS).health()
+    assert not await VerlServers([gone, gone], VERL_SERVERS).health()
+    # Nobody to ask: what is asked of them shows it.
+    assert await VerlServers([], VERL_SERVERS).health()
+
+
+async def test_a_balancer_that_starts_anew_is_waited_for() -> None:
+    """Servers that are well are no engine while nobody says which one to ask: the gate stays closed."""
+    answers = iter([raising(ActorUnavailableError("restarting", None)), raising(TimeoutError()), well])
+    balancer = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: _answer(next(answers))))
+    servers = VerlServers([actor(well, health=True)], VERL_SERVERS, balancer=balancer)
+    assert not await servers.health()
+    assert not await servers.health()
+    assert await servers.health()
+
+
+async def _answer(answer: Callable[[], Any]) -> Any:
+    return answer()
+
+
+async def test_a_balancer_that_ended_for_good_ends_the_run() -> None:
+    """Not, one after the other, every rollout that is left (R5)."""
+    balancer = actor(raising(ActorDiedError()))
+    gate = EngineGate(VerlServers([actor(well, health=True)], VERL_SERVERS, balancer=balancer), timeout=600)
+    gate.close(EngineUnavailableError("verl's load balancer is gone"), gate.generation)
+    waiting: Awaitable[None] = asyncio.wait_for(gate.wait(), 20)
+    with pytest.raises(EngineLostError, match=r"load balancer has ended.*run the same command again"):
+        await waiting

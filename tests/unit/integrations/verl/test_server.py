@@ -1,0 +1,158 @@
+"""verl's calls of a server's actor, before a stub server over HTTP."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollstream.demo import MODEL_PATH
+from rollstream.errors import ConfigError, EngineError
+from rollstream.integrations.verl.server import ReplicaServer, ServerOptions, read_sampling
+from tests.faults.runs import stub_server
+
+LENGTHS: dict[str, Any] = {
+    "model_path": str(MODEL_PATH),
+    "prompt_length": 32,
+    "response_length": 16,
+    "max_model_len": None,
+}
+VERLS = {
+    "temperature": 1.0,
+    "top_p": 1,
+    "top_k": -1,
+    "repetition_penalty": 1.0,
+    "logprobs": True,
+}
+
+
+@pytest.fixture
+async def options() -> AsyncIterator[ServerOptions]:
+    with stub_server("--latency", "fixed:0.2") as url:
+        yield ServerOptions.read({"urls": [url], "engine": "sglang"}, **LENGTHS)
+
+
+def options_for(**lengths: Any) -> ServerOptions:
+    return ServerOptions.read({"urls": ["http://x"]}, **{**LENGTHS, **lengths})
+
+
+@pytest.mark.parametrize(
+    ("custom", "message"),
+    [
+        (None, "must list the servers"),
+        ({"urls": "http://x"}, "must list the servers"),
+        ({"urls": ["http://x"], "engine": "openai"}, "want one of sglang, vllm"),
+        ({"urls": ["http://x"], "url": "http://y"}, "'url'"),
+    ],
+)
+def test_what_cannot_be_asked(custom: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerOptions.read(custom, **LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt", "most"),
+    [
+        ({}, 10, 16),  # the response
+        ({}, 40, 8),  # what is left of both
+        ({}, 60, EngineError),
+        ({"max_tokens": 5}, 10, 5),
+        ({"max_new_tokens": 5}, 10, 5),
+        ({"max_tokens": 500}, 10, 38),  # the model's room
+    ],
+)
+def test_the_most_tokens_are_those_of_verls_own_servers(given: Any, prompt: int, most: Any) -> None:
+    if most is EngineError:
+        with pytest.raises(EngineError, match="leaves no room"):
+            read_sampling({**VERLS, **given}, options_for(), prompt)
+        return
+    assert read_sampling({**VERLS, **given}, options_for(), prompt).max_tokens == most
+
+
+def test_parameters() -> None:
+    sampling = read_sampling({**VERLS, "stop": ".", "stop_token_ids": [2], "seed": 4}, options_for(), 1)
+    assert (sampling.stop, sampling.stop_token_ids, sampling.seed, sampling.logprobs) == (
+        (".",),
+        (2,),
+        4,
+        True,
+    )
+    assert not read_sampling({**VERLS, "logprobs": False}, options_for(), 1).logprobs
+    with pytest.raises(EngineError, match=r"repetition_penalty=1\.2"):
+        read_sampling({**VERLS, "repetition_penalty": 1.2}, options_for(), 1)
+    with pytest.raises(EngineError, match="guided_json"):
+        read_sampling({**VERLS, "guided_json": "{}"}, options_for(), 1)
+
+
+async def test_tokens_in_tokens_out(options: ServerOptions) -> None:
+    server = ReplicaServer(options)
+    await server.start()
+    try:
+        given = await server.generate([5, 6, 7], dict(VERLS), "a")
+        assert given.token_ids and len(given.token_ids) == len(given.log_probs or [])
+        assert given.stop_reason == "completed"
+        assert given.extra_fields["global_steps"] == 0
+        assert given.extra_fields["finish_reason"] in ("stop", "length")
+        with pytest.raises(EngineError, match="no videos"):
+            await server.generate([5], dict(VERLS), "b", video_data=["v"])
+        assert await server.health()
+    finally:
+        await server.close()
+
+
+async def test_requests_are_aborted_and_held_until_resumed(options: ServerOptions) -> None:
+    server = ReplicaServer(options)
+    await server.start()
+    try:
+        asked = asyncio.ensure_future(server.generate([5, 6, 7], dict(VERLS), "a"))
+        while not server._in_flight:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        await server.abort_all_requests()
+        given = await asked
+        assert given.stop_reason == "aborted"
+        assert len(given.token_ids) == len(given.log_probs or [])
+
+        held = asyncio.ensure_future(server.generate([5, 6, 7], dict(VERLS), "b"))
+        done, _ = await asyncio.wait({held}, timeout=0.4)
+        assert not done
+        await server.resume_generation()
+        assert (await held).stop_reason == "completed"
+
+        await server.abort_all_requests(reject_request=True)
+        assert (await server.generate([5], dict(VERLS), "c")).stop_reason == "aborted"
+    finally:
+        await server.close()
+
+
+async def test_it_follows_its_servers_and_says_when_none_is_there(options: ServerOptions) -> None:
+    server = ReplicaServer(options)
+    await server.start()
+    try:
+        with stub_server() as other:
+            await server.follow([other])
+            assert server._pool is not None and server._pool.replicas == [other]
+            assert (await server.generate([5], dict(VERLS), "a")).token_ids
+            await server.follow([*options.urls, other])
+            assert set(server._pool.replicas) == {other, *options.urls}
+            await server.follow(["http://127.0.0.1:9"])  # nobody there: the last one stays
+            assert len(server._pool.replicas) == 1
+    finally:
+        await server.close()
+    deaf = ReplicaServer(replace(options, urls=("http://127.0.0.1:9",)))
+    assert not await deaf.health()
+
+
+async def test_one_that_ray_started_anew_finds_servers_that_moved(options: ServerOptions) -> None:
+    """Its arguments name where they were when the run began."""
+    server = ReplicaServer(replace(options, urls=("http://127.0.0.1:9",)))
+    try:
+        await server.follow(["http://127.0.0.1:9"])  # not there yet: said to nobody, and tried again
+        assert not await server.health()
+        await server.follow([])
+        await server.follow(options.urls)
+        assert server._pool is not None and server._pool.replicas == list(options.urls)
+        assert (await server.generate([5], dict(VERLS), "a")).token_ids
+    finally:
+        await server.close()

@@ -1,0 +1,59 @@
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rollstream.stop_signals import ending_on_sigterm
+
+
+@pytest.fixture(autouse=True)
+def nobody_handles_it() -> Iterator[None]:
+    """Tests before this one may have left handlers and masks, of Python or of a library in C."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def test_sigterm_runs_what_stands_in_finally() -> None:
+    cleaned = []
+    with pytest.raises(SystemExit) as ended, ending_on_sigterm():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            cleaned.append(signal.getsignal(signal.SIGTERM))
+    assert ended.value.code == 143
+    assert cleaned == [signal.SIG_DFL]  # a second one does not wait
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_somebody_elses_handler_stays() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with ending_on_sigterm():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with ending_on_sigterm():  # one that comes later stays, too
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is signal.SIG_IGN
+
+
+def test_other_threads_cannot_have_handlers() -> None:
+    passed = []
+
+    def run() -> None:
+        with ending_on_sigterm():
+            passed.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert passed == [signal.SIG_DFL]

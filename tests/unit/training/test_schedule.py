@@ -1,0 +1,314 @@
+"""The schedule under any order of events: never too stale, never stuck, nothing skipped, nothing twice."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.errors import ConfigError, TrainingError
+from rollstream.training.plan import ShuffledPlan
+from rollstream.training.schedule import Delivery, GroupSchedule, GroupState
+from rollstream.training.staleness import StalenessRule
+
+
+class Play:
+    """A schedule, an engine that may lag, a trainer that may crash: what happens next is chance."""
+
+    def __init__(self, make: Any, rng: random.Random, *, lag: bool, drops: bool, crashes: bool) -> None:
+        self.make = make
+        self.schedule: GroupSchedule = make()
+        self.rng = rng
+        self.lag, self.drops, self.crashes = lag, drops, crashes
+        self.version = 0
+        self.taken: list[Delivery] = []
+        self.sequence: list[list[int]] = []
+        """Positions of each trained batch."""
+        self.dropped: set[int] = set()
+        self.saved = json.dumps(self.schedule.state_dict())
+        self.saved_dropped: set[int] = set()
+        self.stalest = 0
+        self.finished = 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(4000):
+            if len(self.sequence) >= steps or (self.schedule.ended and not self.taken):
+                return
+            self.check_feasible()
+            self.one()
+        raise AssertionError("it does not end")
+
+    def one(self) -> None:
+        schedule, rng = self.schedule, self.rng
+        generating = [group for group in schedule._groups.values() if group.state is GroupState.GENERATING]
+        moves = []
+        if schedule.room(self.version):
+            moves.append(self.admit)
+        if generating:
+            moves += [lambda: self.finish(rng.choice(generating).position)] * 2
+            if self.drops and rng.random() < 0.2:
+                moves.append(lambda: self.drop(rng.choice(generating).position))
+        if self.taken:
+            moves.append(self.train)
+        if len(self.taken) < rng.choice([1, 1, 1, 2]):
+            moves.append(self.deliver)
+        if self.version < schedule.trained_steps:
+            moves.append(self.update)
+        if self.crashes and rng.random() < 0.03:
+            moves.append(self.crash)
+        if rng.random() < 0.2:
+            moves.append(self.save)
+        rng.choice(moves)()
+
+    def admit(self) -> None:
+        group = self.schedule.admit(self.version)
+        assert group is not None
+        assert group.start == self.version
+
+    def finish(self, position: int) -> None:
+        self.finished += 1
+        self.schedule.finish(position, rank=float(self.finished), tokens=self.rng.randint(1, 9))
+
+    def drop(self, position: int) -> None:
+        self.schedule.drop(position)
+        self.dropped.add(position)
+
+    def deliver(self) -> None:
+        schedule = self.schedule
+        if not self.lag and self.version < schedule.trained_steps:
+            return  # the weights come first
+        delivery = schedule.deliver(self.version)
+        if delivery is not None:
+            self.taken.append(delivery)
+            self.stalest = max(self.stalest, *(delivery.step - group.start for group in delivery.groups))
+            return
+        blocked = schedule.blocked(self.version)
+        if blocked is not None:
+            # Said to be stuck: it is the trainer's or the engine's turn, and never nobody's.
+            assert self.taken or self.version < schedule.trained_steps, blocked
+            assert not schedule.room(self.version)
+        elif not schedule.ended:
+            assert schedule.generating or schedule.room(self.version)  # the groups' turn
+
+    def train(self) -> None:
+        delivery = self.taken.pop(0)
+        self.schedule.trained(delivery.step)
+        assert delivery.step == len(self.sequence)
+        self.sequence.append([group.position for group in delivery.groups])
+
+    def update(self) -> None:
+        newest = self.schedule.trained_steps
+        self.version = self.rng.randint(self.version + 1, newest) if self.lag else newest
+
+    def save(self) -> None:
+        self.saved = json.dumps(self.schedule.state_dict())
+        self.saved_dropped = set(self.dropped)
+
+    def crash(self) -> None:
+        state = json.loads(self.saved)
+        self.schedule = self.make()
+        self.schedule.load_state_dict(state)
+        self.taken.clear()
+        del self.sequence[state["step"] :]
+        self.dropped = set(self.saved_dropped)
+        self.version = state["step"]
+
+    def check_feasible(self) -> None:
+        """Hall's condition, from the definition."""
+        schedule, rule = self.schedule, self.schedule.rule
+        if rule.max_staleness is None:
+            return
+        starts = sorted(group.start for group in schedule._groups.values())
+        for version in set(starts):
+            batches = version + rule.max_staleness - schedule.next_step + 1
+            assert sum(start <= version for start in starts) <= batches * rule.groups_per_step
+
+
+chance = st.integers(0, 2**32).map(random.Random)
+rules = st.builds(StalenessRule, st.integers(1, 4), max_staleness=st.integers(0, 3), ahead=st.integers(0, 4))
+orders = st.one_of(
+    st.just(("plan", None)), st.tuples(st.just("first"), st.one_of(st.none(), st.integers(1, 9)))
+)
+
+
+@given(
+    rules, orders, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([None, 1, 3]),
+    st.integers(1, 9), chance,
+)  # fmt: skip
+@settings(max_examples=250, deadline=None)
+def test_never_too_stale_never_stuck_nothing_twice(
+    rule: StalenessRule,
+    order: Any,
+    lag: bool,
+    drops: bool,
+    crashes: bool,
+    epochs: int | None,
+    rows: int,
+    rng: random.Random,
+) -> None:
+    def make() -> GroupSchedule:
+        return GroupSchedule(ShuffledPlan(rows, seed=3, epochs=epochs), rule, order=order[0], window=order[1])
+
+    play = Play(make, rng, lag=lag, drops=drops, crashes=crashes)
+    play.run(steps=12)
+    assert play.stalest <= rule.max_staleness  # type: ignore[operator]
+    if not lag:
+        assert play.stalest <= play.schedule.bound  # type: ignore[operator]
+    trained = [position for batch in play.sequence for position in batch]
+    assert len(set(trained)) == len(trained)
+    assert not set(trained) & play.dropped
+    whole = play.sequence[:-1] if epochs else play.sequence
+    assert all(len(batch) == rule.groups_per_step for batch in whole)
+    settled = sorted({*trained, *play.dropped})
+    assert settled[: play.schedule.watermark] == list(range(play.schedule.watermark))
+    if play.schedule.ended:
+        assert settled == list(range(rows * epochs))  # type: ignore[operator]
+    if order[0] == "plan":
+        assert trained == sorted(trained)
+        assert trained == [p for p in range(trained[-1] + 1 if trained else 0) if p not in play.dropped]
+
+
+@given(st.integers(1, 4), st.integers(0, 4), st.integers(1, 9), st.booleans(), chance)
+@settings(max_examples=100, deadline=None)
+def test_the_window_alone_bounds_staleness(
+    size: int, ahead: int, window: int, drops: bool, rng: random.Random
+) -> None:
+    """S + ceil((W - 1) / P), without deadlines, while the engine keeps up."""
+    rule = StalenessRule(size, None, ahead)
+
+    def make() -> GroupSchedule:
+        return GroupSchedule(ShuffledPlan(5), rule, order="first", window=window)
+
+    play = Play(make, rng, lag=False, drops=drops, crashes=False)
+    play.run(steps=12)
+    assert play.stalest <= ahead + -(-(window - 1) // size)
+
+
+def test_the_windows_bound_is_reached() -> None:
+    """One group is overtaken by all that the window lets overtake it: the bound cannot be bettered."""
+    size, ahead, window, straggler = 2, 1, 4, 3
+    schedule = GroupSchedule(ShuffledPlan(99), StalenessRule(size, None, ahead), order="first", window=window)
+    staleness = {}
+    for step in range(8):
+        while (group := schedule.admit(step)) is not None:
+            if group.position != straggler:
+                schedule.finish(group.position, rank=group.position)
+        delivery = schedule.deliver(step)
+        if delivery is None:
+            schedule.finish(straggler)  # it cannot be put off any longer
+            delivery = schedule.deliver(step)
+        assert delivery is not None
+        staleness |= {group.position: step - group.start for group in delivery.groups}
+        schedule.trained(step)
+    assert staleness[straggler] == schedule.bound == 3
+
+
+@given(
+    st.integers(1, 3), st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), orders, st.booleans(),
+    st.integers(1, 40), chance,
+)  # fmt: skip
+@settings(max_examples=100, deadline=None)
+def test_batches_of_a_dynamic_size_keep_the_bound(
+    smallest: int, more: int, most: int, ahead: int, order: Any, drops: bool, budget: int, rng: random.Random
+) -> None:
+    rule = StalenessRule(smallest, most, ahead, smallest + more)
+
+    def make() -> GroupSchedule:
+        return GroupSchedule(ShuffledPlan(5), rule, order=order[0], window=order[1], token_budget=budget)
+
+    play = Play(make, rng, lag=True, drops=drops, crashes=True)
+    tokens: dict[int, int] = {}
+    deliver = play.deliver
+
+    def checked() -> None:
+        before = len(play.taken)
+        deliver()
+        if len(play.taken) > before:
+            batch = play.taken[-1].groups
+            assert smallest <= len(batch) <= smallest + more
+            if len(batch) > smallest:
+                assert sum(group.tokens for group in batch) <= budget
+            tokens.update({group.position: group.tokens for group in batch})
+
+    play.deliver = checked  # type: ignore[method-assign]
+    play.run(steps=10)
+    assert play.stalest <= most
+    trained = [position for batch in play.sequence for position in batch]
+    assert len(set(trained)) == len(trained)
+
+
+def synchronous() -> GroupSchedule:
+    return GroupSchedule(ShuffledPlan(10), StalenessRule(2, 0, 0))
+
+
+def test_a_synchronous_run_generates_only_between_the_steps() -> None:
+    schedule = synchronous()
+    for step in range(3):
+        groups = [schedule.admit(step), schedule.admit(step)]
+        assert schedule.admit(step) is None
+        for group in groups:
+            assert group is not None
+            schedule.finish(group.position)
+        assert schedule.deliver(step) is not None
+        assert schedule.admit(step) is None  # while it is trained
+        schedule.trained(step)
+        assert schedule.admit(step) is None  # the engine has old weights
+        assert "give the engine newer weights" in str(schedule.blocked(step))
+
+
+def test_what_stands_in_the_way_is_named() -> None:
+    schedule = synchronous()
+    for _ in range(2):
+        group = schedule.admit(0)
+        assert group is not None
+        schedule.finish(group.position)
+    assert schedule.blocked(0) is None
+    schedule.deliver(0)
+    assert "call trained(0)" in str(schedule.blocked(0))
+
+
+def test_batches_are_trained_in_turn() -> None:
+    schedule = synchronous()
+    with pytest.raises(TrainingError, match="0 were delivered"):
+        schedule.trained(0)
+
+
+def test_a_state_of_another_plan_is_refused_and_changes_nothing() -> None:
+    state = GroupSchedule(ShuffledPlan(10, seed=1), StalenessRule(2)).state_dict()
+    schedule = synchronous()
+    with pytest.raises(ConfigError, match="seed was 1, is 0"):
+        schedule.load_state_dict(state)
+    assert schedule.state_dict() == synchronous().state_dict()
+    with pytest.raises(ConfigError, match="format"):
+        schedule.load_state_dict({"format": 99})
+    with pytest.raises(ConfigError, match="lacks dropped, plan, plan_state, step, trained, watermark"):
+        schedule.load_state_dict({"format": 1})
+
+
+def test_a_state_may_be_taken_up_with_other_numbers() -> None:
+    schedule = GroupSchedule(ShuffledPlan(10), StalenessRule(2))
+    for _ in range(2):
+        group = schedule.admit(0)
+        assert group is not None
+        schedule.finish(group.position)
+    schedule.deliver(0)
+    schedule.trained(0)
+    other = GroupSchedule(ShuffledPlan(10), StalenessRule(5, 3, 2), order="first")
+    other.load_state_dict(schedule.state_dict())
+    group = other.admit(1)
+    assert group is not None
+    assert group.position == 2
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    plan = ShuffledPlan(3)
+    with pytest.raises(ConfigError, match="window"):
+        GroupSchedule(plan, StalenessRule(2), order="plan", window=3)
+    with pytest.raises(ConfigError, match="max_staleness"):
+        GroupSchedule(plan, StalenessRule(2, None), order="first")
+    with pytest.raises(ConfigError, match="order"):
+        GroupSchedule(plan, StalenessRule(2), order="last")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="token budget"):
+        GroupSchedule(plan, StalenessRule(2, 1, 1, 4))

@@ -1,0 +1,100 @@
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.errors import ConfigError
+from rollstream.training.curriculum import Curriculum, easy_to_hard
+from rollstream.training.group import Group
+from rollstream.training.plan import PlannedGroup
+from rollstream.training.selection import Learns, NoSignal, Priority, TokenBudget
+
+
+def group(*rewards: float | None, index: int = 0, position: int = 0) -> Group:
+    rollouts: list[Any] = [SimpleNamespace(reward=reward) for reward in rewards]
+    return Group(PlannedGroup(position, 0, index), 0, rollouts, 0)
+
+
+def test_no_signal() -> None:
+    policy = NoSignal()
+    assert policy.drops(group(1.0, 1.0, 1.0)) == "its 3 rewards are all 1, or nearly so"
+    assert policy.drops(group(1.0, 0.0)) is None
+    assert policy.drops(group(1.0, None)) == "only 1 of its rollouts have a reward"
+    assert policy.drops(group(1.0, None, 0.0)) is None
+    assert NoSignal(unscored=False).drops(group(None, None)) is None
+    assert NoSignal(spread=0.1).drops(group(1.0, 0.9)) is not None
+    assert (policy.dropped, policy.seen) == (2, 4)
+    other = NoSignal()
+    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert (other.dropped, other.seen) == (2, 4)
+
+
+def test_priority() -> None:
+    policy = Priority("reward", lambda one: one.rewards[0] or 0.0)
+    assert policy.rank(group(3.0)) < policy.rank(group(1.0))
+
+
+@pytest.mark.parametrize("wrong", [(0, 1, 1), (5, 0, 1), (5, 3, 2)])
+def test_a_budget_that_cannot_be(wrong: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError):
+        TokenBudget(*wrong)
+
+
+def test_a_curriculum_prefers_what_succeeds_half_of_the_time() -> None:
+    plan = Curriculum(3, success=[0.0, 0.5, 1.0], floor=0.01)
+    drawn = [plan.at(position).index for position in range(500)]
+    assert drawn.count(1) > 450
+    assert {0, 2} <= set(drawn)  # but all come now and then
+
+
+def test_it_learns_from_what_was_trained_on() -> None:
+    plan = Curriculum(2, rate=0.5, floor=0.0)
+    assert isinstance(plan, Learns)
+    for _ in range(60):
+        plan.observe(group(1.0, 1.0, index=0))
+        plan.observe(group(None, index=1))  # says nothing
+    assert plan.success(0) > 0.99
+    assert plan.success(1) == 0.5
+    assert {plan.at(position).index for position in range(100)} == {1}
+
+
+def test_easy_comes_first_and_hard_last() -> None:
+    plan = Curriculum(2, success=[0.95, 0.05], weigh=easy_to_hard(100), floor=0.0, rate=1e-9)
+    early = [plan.at(position).index for position in range(100)]
+    for _ in range(100):
+        plan.observe(group(1.0, index=0))
+    late = [plan.at(position).index for position in range(100, 200)]
+    assert early.count(0) > 90
+    assert late.count(1) > 90
+    with pytest.raises(ConfigError):
+        easy_to_hard(0)
+
+
+@given(st.integers(1, 20), st.integers(0, 2**30), st.lists(st.integers(0, 40), max_size=30))
+@settings(deadline=None)
+def test_decisions_are_kept_and_survive_a_restart(rows: int, seed: int, asked: list[int]) -> None:
+    plan = Curriculum(rows, seed=seed)
+    decided = {}
+    for number, position in enumerate(asked):
+        one = plan.at(position)
+        assert decided.setdefault(position, one) == one
+        if number % 3 == 0:
+            plan.observe(group(1.0, index=one.index))
+    assert len({(one.epoch, one.index) for one in decided.values()}) == len(decided)  # unique names
+    again = Curriculum(rows, seed=seed)
+    again.load_state_dict(json.loads(json.dumps(plan.state_dict())))
+    assert {position: again.at(position) for position in decided} == decided
+    assert [again.at(position) for position in range(41, 60)] == [
+        plan.at(position) for position in range(41, 60)
+    ]
+    plan.forget(41)
+    assert set(plan._decided) == set(range(41, 60))
+
+
+@pytest.mark.parametrize("wrong", [{"rows": 0}, {"rows": 2, "rate": 0}, {"rows": 2, "success": [0.5]}])
+def test_a_curriculum_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Curriculum(**wrong)

@@ -1,0 +1,110 @@
+"""The rule on its own: what is chosen is the best that is allowed."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.errors import ConfigError
+from rollstream.training.staleness import Candidate, StalenessRule, choose
+
+groups = st.lists(
+    st.tuples(st.integers(0, 4), st.booleans(), st.integers(0, 5)), min_size=0, max_size=7
+)  # (start, finished, rank)
+
+
+def valid(picked: tuple[Candidate, ...], must: list[tuple[int, int]]) -> bool:
+    return all(sum(one.start <= version for one in picked) >= number for version, number in must)
+
+
+@given(groups, st.integers(1, 4), st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_best_allowed_choice_is_made(
+    drawn: list[tuple[int, bool, int]], size: int, data: st.DataObject
+) -> None:
+    """Against trying all subsets; starts rise with positions, as groups are begun in the plan's order."""
+    drawn = sorted(drawn, key=lambda one: one[0])
+    everyone = [Candidate(position, start, rank) for position, (start, _, rank) in enumerate(drawn)]
+    finished = [one for one, (_, done, _) in zip(everyone, drawn, strict=True) if done]
+    versions = sorted({one.start for one in everyone})
+    must = []
+    for version in versions:
+        number = data.draw(st.integers(0, min(size, sum(one.start <= version for one in everyone))))
+        if number:
+            must.append((version, number))
+    chosen = choose(finished, range(len(drawn)), must, size=size, window=None)
+    subsets = [picked for picked in itertools.combinations(finished, size) if valid(picked, must)]
+    if not subsets:
+        assert len(chosen) < size
+    else:
+        assert len(chosen) == size
+        assert valid(tuple(chosen), must)
+        best = min(sorted((one.rank, one.position) for one in picked) for picked in subsets)
+        assert sorted((one.rank, one.position) for one in chosen) == best
+
+
+@given(groups, st.integers(1, 4), st.integers(1, 5))
+@settings(deadline=None)
+def test_a_window_keeps_to_the_lowest_group_left_behind(
+    drawn: list[tuple[int, bool, int]], size: int, window: int
+) -> None:
+    everyone = [Candidate(position, 0, rank) for position, (_, _, rank) in enumerate(drawn)]
+    finished = [one for one, (_, done, _) in zip(everyone, drawn, strict=True) if done]
+    chosen = choose(finished, range(len(drawn)), [], size=size, window=window)
+    left = set(range(len(drawn)))
+    for one in chosen:  # in the order of choice
+        assert one.position < min(left) + window
+        left.discard(one.position)
+    if window == 1:
+        assert [one.position for one in chosen] == list(range(len(chosen)))
+        stopped = len(chosen)
+        assert stopped == size or stopped == len(drawn) or not drawn[stopped][1]
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.integers(0, 6),
+    st.dictionaries(st.integers(0, 6), st.integers(1, 9)),
+)
+@settings(deadline=None)
+def test_what_a_batch_must_take_is_what_later_ones_cannot(
+    size: int, most: int, step: int, starts: dict[int, int]
+) -> None:
+    """By Hall's condition for the batches after this one."""
+    rule = StalenessRule(size, most, ahead=1)
+    must = dict(rule.must_take(starts, next_step=step))
+    for version in starts:
+        before = sum(number for start, number in starts.items() if start <= version)
+        later = max(0, version + most - step) * size
+        assert must.get(version, 0) == max(0, before - later)
+
+
+def test_room_is_what_both_limits_leave() -> None:
+    rule = StalenessRule(4, max_staleness=1, ahead=1)
+    assert rule.room({}, next_step=0, untrained=0, version=0) == 8
+    assert rule.room({0: 4}, next_step=1, untrained=1, version=0) == 0
+    assert rule.room({0: 4}, next_step=1, untrained=0, version=0) == 0  # trained, but the engine is behind
+    assert rule.room({0: 4}, next_step=1, untrained=0, version=1) == 4
+    synchronous = StalenessRule(4, max_staleness=0, ahead=0)
+    assert synchronous.room({}, next_step=0, untrained=0, version=0) == 4
+    assert synchronous.room({}, next_step=1, untrained=1, version=0) == 0
+    assert synchronous.room({}, next_step=1, untrained=0, version=0) == 0
+    assert synchronous.room({}, next_step=1, untrained=0, version=1) == 4
+
+
+def test_the_window_bounds_staleness_by_itself() -> None:
+    assert StalenessRule(4, None, 2).bound(1) == 2
+    assert StalenessRule(4, None, 2).bound(2) == 3
+    assert StalenessRule(4, None, 2).bound(5) == 3
+    assert StalenessRule(4, None, 2).bound(6) == 4
+    assert StalenessRule(4, 1, 2).bound(6) == 1
+    assert StalenessRule(4, 3, 2).bound(None) == 3
+    assert StalenessRule(4, None, 2).bound(None) is None
+
+
+@pytest.mark.parametrize("wrong", [(0, 1, 1), (1, -1, 1), (1, 1, -1), (4, 1, 1, 3)])
+def test_nonsense_is_refused(wrong: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError):
+        StalenessRule(*wrong)
