@@ -80,7 +80,7 @@ async def test_server_and_generator_may_be_killed_at_any_instant(tmp_path: Path)
             done.set()
             await reading
             dropped = await all_dropped(client)
-            stats = await client.stats()
+            stats, leases = await client.stats(), await client.leases()
             asked = engine.stats.answered
     finally:
         code = await asyncio.to_thread(server.stop)
@@ -91,6 +91,7 @@ async def test_server_and_generator_may_be_killed_at_any_instant(tmp_path: Path)
         for epoch in range(EPOCHS)
         for repeat in range(REPEATS)
     }
+    assert leases == [], "groups wait for the end of a lease that nobody knows of"
     assert delivered + dropped == Counter(wanted)
     assert stats["items_written"] == len(wanted) and stats["failures"] == []
     # Work repeated is at most what was in flight at each kill.

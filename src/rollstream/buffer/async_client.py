@@ -38,6 +38,7 @@ from rollstream.buffer.client_wire import (
     as_items,
     batches,
     encoding_of,
+    read_body,
     read_group,
     read_written,
     refusal,
@@ -128,14 +129,24 @@ class AsyncBufferClient:
             "policy_version": policy_version,
             "max_staleness": max_staleness,
         }
-        body = orjson.dumps({name: value for name, value in asked.items() if value is not None})
+        body = read_body(asked)
         headers = {"content-type": "application/json", "accept": STREAM_TYPES[self._encoding]}
-        response, _ = await self._open(
-            "POST", "/v1/read", body, headers, stream_timeout=self._timeout + timeout
-        )
-        lease = AsyncLease(self, response, RecordReader(self._encoding))
-        await lease.begin()
-        return lease
+        started, failures = time.monotonic(), 0
+        while True:
+            response, _ = await self._open(
+                "POST", "/v1/read", body, headers, stream_timeout=self._timeout + timeout
+            )
+            lease = AsyncLease(self, response, RecordReader(self._encoding))
+            try:
+                await lease.begin()
+            except BufferUnavailableError:  # before it said what it has: the same read once more
+                failures += 1
+                pause = self._backoff.pause(failures, time.monotonic() - started, None, self._rng)
+                if pause is None:
+                    raise
+                await asyncio.sleep(pause)
+            else:
+                return lease
 
     async def ack(self, lease_id: str) -> dict[str, Any]:
         """The lease's groups are this reader's. See `BufferClient.ack`."""

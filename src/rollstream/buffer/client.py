@@ -10,6 +10,7 @@ with BufferClient("http://127.0.0.1:8889") as client:
 
 import contextlib
 import http.client
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 from urllib.parse import quote
@@ -35,6 +36,7 @@ from rollstream.buffer.client_wire import (
     as_items,
     batches,
     encoding_of,
+    read_body,
     read_group,
     read_written,
 )
@@ -149,15 +151,21 @@ class BufferClient:
             "policy_version": policy_version,
             "max_staleness": max_staleness,
         }
-        body = orjson.dumps({name: value for name, value in asked.items() if value is not None})
-        answer, _ = self._connections.open(
-            "POST",
-            "/v1/read",
-            body,
-            {"content-type": "application/json", "accept": STREAM_TYPES[self._encoding]},
-            stream_timeout=self._timeout + timeout,
-        )
-        return Lease(self, answer, RecordReader(self._encoding))
+        body = read_body(asked)
+        headers = {"content-type": "application/json", "accept": STREAM_TYPES[self._encoding]}
+        started, failures = time.monotonic(), 0
+        while True:
+            answer, _ = self._connections.open(
+                "POST", "/v1/read", body, headers, stream_timeout=self._timeout + timeout
+            )
+            try:
+                return Lease(self, answer, RecordReader(self._encoding))
+            except BufferUnavailableError:  # it broke before it said what it has: the same read once more
+                failures += 1
+                pause = self._connections.pause(failures, started)
+                if pause is None:
+                    raise
+                time.sleep(pause)
 
     def ack(self, lease_id: str) -> dict[str, Any]:
         """The lease's groups are this reader's; they leave the buffer. Again is no harm.

@@ -84,7 +84,7 @@ class Connections:
                     raise refused
                 said = f"HTTP {response.status}: {text[:200].decode(errors='replace')}"
             failures += 1
-            pause = self._backoff.pause(failures, time.monotonic() - started, asked, self._rng)
+            pause = self.pause(failures, started, asked)
             if pause is None:
                 raise BufferUnavailableError(f"{method} {self._address.url}{path}: {said}") from cause
             self._notice.tell(
@@ -94,6 +94,10 @@ class Connections:
                 waited=time.monotonic() - started,
             )
             time.sleep(pause)
+
+    def pause(self, failures: int, started: float, asked: float | None = None) -> float | None:
+        """Seconds before the next try of what began at `started` (monotonic); None: there is none."""
+        return self._backoff.pause(failures, time.monotonic() - started, asked, self._rng)
 
     def _take(self, timeout: float) -> http.client.HTTPConnection:
         with self._lock:

@@ -239,6 +239,16 @@ def read_written(body: bytes) -> Written:
     return Written(answer["stored"], answer["known"], [one == "stored" for one in answer["results"]])
 
 
+def read_body(asked: Mapping[str, Any]) -> bytes:
+    """The body of `POST /v1/read`: what is asked for, without what is None.
+
+    It names the read: sent again, because its answer was lost, it first gives back what the lost one has on
+    lease. So nothing waits for a lease's end that nobody knows of.
+    """
+    given = {name: value for name, value in asked.items() if value is not None}
+    return orjson.dumps({**given, "read_id": uuid.uuid4().hex})
+
+
 class RecordReader:
     """Cuts the stream of a read into its records."""
 

@@ -269,6 +269,7 @@ class Delivery:
             keep=some.keep,
             quarantine=some.quarantine,
             into=into,
+            read_id=wanted.read_id,
         )
         if lease is not None:
             taken.lease = taken.lease or lease

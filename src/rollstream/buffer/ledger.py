@@ -27,7 +27,7 @@ from rollstream.buffer.group_state import Group, GroupView
 from rollstream.buffer.items import Item
 from rollstream.buffer.ledger_accounts import LedgerAccounts
 from rollstream.buffer.ledger_core import SLICE, finished, tail_of
-from rollstream.buffer.ledger_leases import LedgerLeases
+from rollstream.buffer.ledger_leases import LedgerLeases, lease_of_read
 from rollstream.buffer.ledger_opening import catch_up_drops, lock_folder, replay, task_of
 from rollstream.buffer.ledger_rollouts import LedgerRollouts
 from rollstream.buffer.ledger_types import AckResult, BufferStats, Lease, LedgerSettings, QuarantinedGroup
@@ -219,6 +219,7 @@ class Ledger(LedgerLeases, LedgerRollouts, LedgerAccounts):
         keep: Sequence[GroupView] = (),
         quarantine: Sequence[tuple[GroupView, str]] = (),
         into: str | None = None,
+        read_id: str | None = None,
     ) -> Lease | None:
         """What became of candidates: durable, all of it or nothing.
 
@@ -233,6 +234,7 @@ class Ledger(LedgerLeases, LedgerRollouts, LedgerAccounts):
             keep: are no candidates again before they change, or have timed out.
             quarantine: are set aside, each with the traceback of what went wrong.
             into: a lease that grows by what is leased, so that a large one can be made some groups at a time.
+            read_id: what a new lease's id begins with, see `return_read`.
 
         Returns:
             The lease, with the groups that were leased by this call; None: no group could be leased, or the
@@ -259,7 +261,7 @@ class Ledger(LedgerLeases, LedgerRollouts, LedgerAccounts):
         self._arm()
         if not claimed:
             return None
-        lease_id = into or secrets.token_hex(8)
+        lease_id = into or (secrets.token_hex(8) if read_id is None else lease_of_read(read_id))
         seconds = self.settings.lease_seconds if lease_seconds is None else lease_seconds
         granted: list[int] = []
 

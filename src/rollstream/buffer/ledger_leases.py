@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from array import array
 from collections.abc import Sequence
@@ -120,6 +121,21 @@ class LedgerLeases(LedgerCore):
         await self._commits.control(plan)
         return groups
 
+    async def return_read(self, read_id: str) -> None:
+        """Gives back what a read took: one that is tried again, since its answer was lost.
+
+        Raises:
+            StorageError: see `write`.
+        """
+        self._check_open()
+        if any(_is_of_read(lease_id, read_id) for lease_id in self._state.leases):
+
+            def plan() -> Event | None:
+                held = [lease_id for lease_id in self._state.leases if _is_of_read(lease_id, read_id)]
+                return Event(ends=[(lease_id, "returned") for lease_id in reversed(held)]) if held else None
+
+            await self._commits.control(plan)
+
     async def leave_out(
         self, lease_id: str, left_out: Sequence[tuple[GroupView, Sequence[str], str]]
     ) -> None:
@@ -223,6 +239,15 @@ class LedgerLeases(LedgerCore):
             await self.nack(lease_id)
         except RollstreamError as error:
             logger.warning("lease %s of a reader that went away stays until it expires: %s", lease_id, error)
+
+
+def lease_of_read(read_id: str) -> str:
+    """An id for a lease of this read; a new one each time: the read may be tried again."""
+    return f"{read_id}.{secrets.token_hex(4)}"
+
+
+def _is_of_read(lease_id: str, read_id: str) -> bool:
+    return lease_id.startswith(read_id + ".")
 
 
 def _lost(lease_id: str) -> str:

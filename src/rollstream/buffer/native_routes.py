@@ -39,6 +39,9 @@ _PARSED_AT_ONCE = 2**20
 MOST_GROUPS = 1024
 """On one lease, unless a reader wants exactly so many: a nack of it holds others up for some milliseconds."""
 
+READ_ID = "^[A-Za-z0-9_-]{8,64}$"
+"""What a reader may call a read."""
+
 _JSON_TYPES = ("", "application/json", "application/x-www-form-urlencoded")
 """The last is what `curl -d` says of whatever it sends."""
 
@@ -46,6 +49,7 @@ TextId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT_ID)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Count = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 Version = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+ReadId = Annotated[str, msgspec.Meta(pattern=READ_ID)]
 LeaseSeconds = Annotated[float, msgspec.Meta(ge=0.1, le=MAX_LEASE_S)]
 
 
@@ -58,6 +62,7 @@ class ReadBody(msgspec.Struct, forbid_unknown_fields=True):
     task_type: TextId | None = None
     rollout_id: TextId | None = None
     consumer: Name | None = None
+    read_id: ReadId | None = None
     lease_seconds: LeaseSeconds | None = None
     policy_version: Version | None = None
     max_staleness: Version | None = None
@@ -188,6 +193,8 @@ class NativeRoutes:
         given = await read_typed(exchange, ReadBody)
         form = form_for(exchange)
         wanted = self._wanted(given)
+        if given.read_id is not None:
+            await self._ledger.return_read(given.read_id)
         taken, _ = await self._waiting.take(exchange, lambda: wanted, given.timeout)
         leases = [taken.lease.lease_id] if taken.lease is not None and taken.groups else []
         try:
@@ -230,6 +237,7 @@ class NativeRoutes:
                 )
         return Wanted(
             consumer=given.consumer,
+            read_id=given.read_id,
             lease_seconds=given.lease_seconds or self._lease_seconds,
             max_groups=groups,
             all_or_nothing=given.batch_size is not None,

@@ -5,7 +5,7 @@ from typing import Any
 
 import rollstream
 from rollstream.buffer.items import MAX_DEPTH, MAX_ITEMS, MAX_TEXT_ID
-from rollstream.buffer.native_routes import MAX_KNOWN, MAX_LEASE_S, MAX_WAIT_S
+from rollstream.buffer.native_routes import MAX_KNOWN, MAX_LEASE_S, MAX_WAIT_S, READ_ID
 
 Schema = dict[str, Any]
 
@@ -97,6 +97,7 @@ _SCHEMAS: dict[str, Schema] = {
             "task_type": _optional(_TEXT_ID),
             "rollout_id": _optional(_TEXT_ID),
             "consumer": _optional(_NAME),
+            "read_id": _optional({"type": "string", "pattern": READ_ID}),
             "lease_seconds": _optional(_SECONDS),
             "policy_version": _optional(_VERSION),
             "max_staleness": _optional(_VERSION),

@@ -15,6 +15,8 @@ class Wanted:
 
     consumer: str | None = None
     """Whose lease it is."""
+    read_id: str | None = None
+    """Of the reader's; the lease's id begins with it. See `Ledger.return_read`."""
     lease_seconds: float = 600.0
     max_groups: int | None = None
     """At most; None: all there are."""

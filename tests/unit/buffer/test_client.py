@@ -111,6 +111,49 @@ async def test_writes_are_tried_again_until_there_is_room() -> None:
     assert len(bodies) == 5 and len(set(bodies)) == 1
 
 
+@pytest.mark.parametrize("cut", ["before its head", "before its first record", "within its first record"])
+async def test_groups_of_an_answer_that_was_lost_come_at_once(tmp_path: Path, cut: str) -> None:
+    answers = 0
+    ndjson = {"accept": "application/x-ndjson", "content-type": "application/json"}
+
+    async def relay(request: web.Request) -> web.StreamResponse:
+        nonlocal answers
+        body = await request.read()
+        async with buffer.session.post(buffer.url + request.path, data=body, headers=ndjson) as answer:
+            got = await answer.read()  # as of a server that is killed now: the lease stays
+            lost = "read" in request.path and answers == 0
+            answers += lost
+            response = web.StreamResponse(headers={"content-length": str(len(got))})
+            if not lost or cut != "before its head":
+                await response.prepare(request)
+                await response.write(b"" if lost and cut == "before its first record" else got[:20])
+            if not lost:
+                await response.write(got[20:])
+            elif request.transport is not None:
+                request.transport.close()
+            return response
+
+    backoff = Backoff(0.001, 0.01)
+
+    def read_plainly() -> None:
+        with BufferClient(url, encoding="json", backoff=backoff) as client, client.read() as lease:
+            assert [group.instance_id for group in lease] == ["a"]
+            lease.nack()
+
+    async with served(tmp_path) as buffer, _fake(relay) as url:
+        await buffer.write_group("a")
+        async with (
+            AsyncBufferClient(url, encoding="json", backoff=backoff) as client,
+            await client.read() as lease,
+        ):
+            assert [group.instance_id async for group in lease] == ["a"]
+            await lease.nack()
+        assert answers == 1
+        answers = 0
+        await asyncio.to_thread(read_plainly)
+        assert answers == 1
+
+
 async def test_a_client_gives_up_when_it_was_told_to() -> None:
     async def full(request: web.Request) -> web.Response:
         return web.json_response({"error": {}}, status=429, headers={"retry-after": "1"})
@@ -266,7 +309,7 @@ def _fake(handler: Any) -> Any:
     @contextlib.asynccontextmanager
     async def serve() -> Any:
         app = web.Application()
-        app.router.add_post("/v1/items", handler)
+        app.router.add_post("/{path:.*}", handler)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -101,6 +101,28 @@ async def test_leases(tmp_path: Path) -> None:
         assert buffer.service.ledger.stats().groups_delivered == 2
 
 
+async def test_a_read_sent_again_gives_back_what_its_lost_answer_took(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        for name in "abc":
+            await buffer.write_group(name)
+        _, other = await buffer.post("/v1/read", {"max_groups": 1, "read_id": "another-read"})
+        asked = {"max_groups": 1, "read_id": "one-read"}
+        _, lost = await buffer.post("/v1/read", asked)
+        _, again = await buffer.post("/v1/read", asked)
+        assert [group["instance_id"] for group in lost["groups"] + again["groups"]] == ["b", "b"]
+        _, listed = await buffer.get("/v1/leases")
+        leases = [answer["head"]["lease"] for answer in (other, again)]
+        assert [one["lease"] for one in listed["leases"]] == leases
+        assert (await buffer.post(f"/v1/leases/{lost['head']['lease']}/ack"))[0] == 409
+        for lease in leases:
+            assert (await buffer.post(f"/v1/leases/{lease}/ack"))[1]["groups"] == 1
+        # Of what was acked before it was sent again nothing comes back.
+        _, third = await buffer.post("/v1/read", asked)
+        assert [group["instance_id"] for group in third["groups"]] == ["c"]
+        for name in ("", "short", "dots.are.not", "x" * 65, "white space"):
+            assert (await buffer.post("/v1/read", {"read_id": name}))[0] == 400
+
+
 async def test_an_expired_lease_goes_back_and_cannot_be_acked_once_it_is_read_anew(tmp_path: Path) -> None:
     async with served(tmp_path) as buffer:
         await buffer.write_group("a")
