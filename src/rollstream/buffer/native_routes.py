@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Annotated, Any
 
@@ -94,9 +94,9 @@ class NativeRoutes:
         delivery: its reads.
         rollouts: its generators.
         metrics: counted here.
+        waiting: readers that wait.
         max_groups_per_read: of a read that does not say how much it wants; None: all there are.
         lease_seconds: of a lease, if the reader does not say.
-        closing: whether the server ends; who waits is sent away.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class NativeRoutes:
         delivery: Delivery,
         rollouts: Rollouts,
         metrics: RequestMetrics,
+        waiting: WaitingReads,
         *,
         max_groups_per_read: int | None,
         lease_seconds: float,
-        closing: Callable[[], bool],
     ) -> None:
         self._ledger = ledger
         self._delivery = delivery
@@ -116,7 +116,7 @@ class NativeRoutes:
         self._metrics = metrics
         self._max_groups = max_groups_per_read
         self._lease_seconds = lease_seconds
-        self._waiting = WaitingReads(ledger, delivery, rollouts, metrics, closing)
+        self._waiting = waiting
         self._parsing = asyncio.Lock()
 
     def add_to(self, router: Router) -> None:

@@ -23,6 +23,7 @@ from rollstream.buffer.openapi import document, page
 from rollstream.buffer.routing import Router
 from rollstream.buffer.server import Server
 from rollstream.buffer.slime_routes import SlimeRoutes
+from rollstream.buffer.waiting_reads import WaitingReads
 from rollstream.errors import RollstreamError
 
 _LOG = logging.getLogger(__name__)
@@ -109,11 +110,13 @@ class BufferService:
             token=options.token,
             group_size=self._settings.groups.group_size,
         )
+        waiting = WaitingReads(ledger, delivery, rollouts, self.metrics, lambda: self._closing)
         slime = SlimeRoutes(
             ledger,
             delivery,
             rollouts,
             self.metrics,
+            waiting,
             max_groups_per_read=options.max_groups_per_read,
             whole_reads=options.whole_reads,
             lease_seconds=self._settings.lease_seconds,
@@ -126,9 +129,9 @@ class BufferService:
             delivery,
             rollouts,
             self.metrics,
+            waiting,
             max_groups_per_read=options.max_groups_per_read,
             lease_seconds=self._settings.lease_seconds,
-            closing=lambda: self._closing,
         ).add_to(router)
         self._add_to(router)
         self._server.app = BufferApp(

@@ -66,6 +66,7 @@ class SlimeRoutes:
         delivery: its reads.
         rollouts: its generators.
         metrics: counted here.
+        waiting: readers that wait.
         max_groups_per_read: of a read that does not say how much it wants; None: all there are.
         whole_reads: such a read gives that many groups or none.
         lease_seconds: how long an answer may take to be sent.
@@ -78,6 +79,7 @@ class SlimeRoutes:
         delivery: Delivery,
         rollouts: Rollouts,
         metrics: RequestMetrics,
+        waiting: WaitingReads,
         *,
         max_groups_per_read: int | None,
         whole_reads: bool,
@@ -94,7 +96,7 @@ class SlimeRoutes:
         self._lease_seconds = lease_seconds
         self._max_size = max_buffer_size
         self._closing = closing
-        self._waiting = WaitingReads(ledger, delivery, rollouts, metrics, closing)
+        self._waiting = waiting
 
     def add_to(self, router: Router) -> None:
         """Adds the routes; `write` is also given to the application as its hot path."""

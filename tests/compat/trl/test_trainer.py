@@ -25,7 +25,7 @@ from rollstream.integrations.trl import GRPOEnvTrainer, scoring
 from rollstream.integrations.trl.checkpoints import STATE_FILE
 from rollstream.integrations.trl.environment import EnvironmentGroups
 from rollstream.integrations.trl.plan import SamplerReplay
-from rollstream.integrations.trl.shared_prompt import PromptsNotShared
+from rollstream.integrations.trl.shared_prompt import PromptsNotShared, completion_logprobs
 from tests.compat.trl.parts import TOOLS, Recording, environment, load, numbers_of, rows, settings, trainer
 
 ROWS = 10
@@ -197,6 +197,44 @@ def test_a_model_whose_prompts_cannot_be_shared_is_computed_in_trls_way(
         plain = run._logprobs_now(run.outputs[0])
         assert torch.allclose(plain * run.outputs[0]["completion_mask"], shared, atol=1e-4)
     assert len(asked) == 1 and "it keeps a state" in caplog.text
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
+def test_rows_without_advantage_take_no_part_in_the_backward(
+    run: Any, monkeypatch: pytest.MonkeyPatch, loss_type: str
+) -> None:
+    """Whatever the loss, they change neither the gradient nor what is logged; with a KL term they do."""
+    output = {**run.outputs[0]}
+    output["advantages"] = torch.linspace(-1, 1, len(output["advantages"]))
+    output["advantages"][: len(output["advantages"]) // 2] = 0
+    monkeypatch.setattr(run, "loss_type", loss_type)
+    run.current_gradient_accumulation_steps = 1
+    run.model.train()
+    asked: list[Any] = []
+
+    def gradient(*, told: bool) -> tuple[torch.Tensor, float, list[float]]:
+        def compute(*arguments: Any, silent: Any, **keywords: Any) -> Any:
+            asked.append(silent)
+            return completion_logprobs(*arguments, **keywords, silent=silent if told else None)
+
+        monkeypatch.setattr(scoring, "completion_logprobs", compute)
+        run.model.zero_grad()
+        run._metrics["train"].clear()
+        loss = run._compute_loss(run.model, output)
+        loss.backward()
+        found: torch.Tensor = run.model.lm_head.weight.grad.clone()
+        run.model.zero_grad()
+        return found, loss.item(), run._metrics["train"]["entropy"] + run._metrics["train"]["kl"]
+
+    wanted, plain = gradient(told=False), gradient(told=True)
+    assert asked[-1].tolist() == (output["advantages"] == 0).tolist()
+    assert wanted[0].abs().max() > 0 and torch.allclose(plain[0], wanted[0], rtol=1e-4, atol=1e-7)
+    assert plain[1:] == (pytest.approx(wanted[1], rel=1e-5), pytest.approx(wanted[2], rel=1e-4))
+
+    monkeypatch.setattr(run, "beta", 0.1)
+    output["ref_per_token_logps"] = run._logprobs_now(output) + 1.0
+    gradient(told=True)
+    assert asked[-1] is None
 
 
 def test_tool_tokens_are_context(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ class ScoringTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
 
     _awaits_old_policy = False
     _cannot_share_prompts = False
+    _silent: torch.Tensor | None = None
+    """Of the micro-batch whose loss is being computed, `[B]`: rows from which no gradient comes."""
     _unscored = 0.0
     """Share of the rollouts of the batch that is being trained, all processes', without any reward."""
 
@@ -111,6 +113,16 @@ class ScoringTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         now: torch.Tensor = logps
         return now
 
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        # An advantage of 0 makes a token's loss 0 in all of TRL's losses, but for what else is in them: a KL
+        # term. Entropies choose tokens of the whole batch.
+        if self.beta == 0.0 and self.top_entropy_quantile >= 1.0:
+            self._silent = (inputs["advantages"].reshape(len(inputs["completion_ids"]), -1) == 0).all(dim=1)
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._silent = None
+
     def _get_per_token_logps_and_entropies(
         self,
         model: Any,
@@ -154,12 +166,18 @@ class ScoringTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies, `size` rows at once."""
         parts = []
+        silent = self._silent
         for begin in range(0, len(input_ids), size):
             rows = slice(begin, begin + size)
             with self.accelerator.autocast():
                 parts.append(
                     completion_logprobs(
-                        model, input_ids[rows], attention_mask[rows], keep, temperature=self.temperature
+                        model,
+                        input_ids[rows],
+                        attention_mask[rows],
+                        keep,
+                        temperature=self.temperature,
+                        silent=None if silent is None else silent[rows],
                     )
                 )
         logps, entropies = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -5,6 +5,9 @@ after it, so they are computed once, and the completions of the prompt attend to
 through them to the weights as it does through n copies, summed. Rows are grouped by length, so that a short
 prompt is not padded to a long one.
 
+Rows whose advantages are all 0 (their group's rewards are equal) have no gradient: they are computed for the
+logs alone, without a graph and without a backward.
+
 Logits are never all there at once: TRL's fused head computes log-probs in tiles, and those of a prompt's last
 token are one row of the vocabulary for each prompt.
 """
@@ -29,6 +32,7 @@ def completion_logprobs(
     logits_to_keep: int,
     *,
     temperature: float,
+    silent: Any = None,
 ) -> tuple[Any, Any]:
     """Log-probs and entropies of the completions' tokens.
 
@@ -39,14 +43,38 @@ def completion_logprobs(
         attention_mask: of the same shape, 1 where there is a token.
         logits_to_keep: C.
         temperature: by which logits are divided.
+        silent: `[B]` bool: rows from which no gradient comes, whatever the loss; None: there are none.
 
     Returns:
-        Both `[B, C]`, 0 where there is no token; the log-probs with a graph, the entropies without. With a
-        head that was made without entropies, these mean nothing.
+        Both `[B, C]`, 0 where there is no token; the log-probs with a graph (silent rows: without), the
+        entropies without. With a head that was made without entropies, these mean nothing.
 
     Raises:
         PromptsNotShared: the model returns no cache, or one that is not of keys and values alone.
     """
+    import torch
+
+    if silent is None or not torch.is_grad_enabled() or not bool(silent.any()):
+        return _of_rows(model, input_ids, attention_mask, logits_to_keep, temperature)
+    if bool(silent.all()):
+        silent = silent.clone()
+        silent[0] = False  # a loss without a graph has no backward
+    logps = input_ids.new_zeros(len(input_ids), logits_to_keep, dtype=torch.float32)
+    entropies = torch.zeros_like(logps)
+    for rows, learns in ((~silent, True), (silent, False)):
+        with torch.set_grad_enabled(learns):
+            part, entropy = _of_rows(
+                model, input_ids[rows], attention_mask[rows], logits_to_keep, temperature
+            )
+        logps = logps.index_put((rows,), part)
+        entropies[rows] = entropy
+    return logps, entropies
+
+
+def _of_rows(
+    model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, temperature: float
+) -> tuple[Any, Any]:
+    """The same, of rows that all have a graph or none."""
     import torch
 
     width = input_ids.shape[1] - logits_to_keep

@@ -132,3 +132,39 @@ def test_a_model_with_other_states_than_keys_and_values_is_not_for_this() -> Non
     ids = torch.randint(0, 50, (2, 9))
     with pytest.raises(PromptsNotShared, match="Lfm2ForCausalLM keeps"):
         completion_logprobs(model, ids, torch.ones_like(ids), 4, temperature=1.0)
+
+
+@pytest.mark.parametrize("kind", ["some rows", "whole groups", "all"])
+def test_rows_without_advantage_take_no_backward_and_change_nothing(model, kind: str) -> None:
+    ids, mask, long = batch(3, equal=False)
+    rows = {"some rows": range(0, 12, 2), "whole groups": range(12), "all": range(12)}[kind]
+    silent = torch.zeros(12, dtype=torch.bool)
+    if kind == "whole groups":
+        prompts = ids[:, :-long]
+        silent = (prompts == prompts[0]).all(1) | (prompts == prompts[-1]).all(1)
+    else:
+        silent[list(rows)] = True
+    weight = torch.randn(12, long, dtype=torch.float64).masked_fill(silent[:, None], 0.0)
+
+    wanted, wanted_entropy = completion_logprobs(model, ids, mask, long, temperature=TEMPERATURE)
+    (wanted * weight).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with_graph = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: with_graph.append((torch.is_grad_enabled(), len(kwargs["input_ids"]))),
+        with_kwargs=True,
+    )
+    logps, entropies = completion_logprobs(model, ids, mask, long, temperature=TEMPERATURE, silent=silent)
+    handle.remove()
+    (logps * weight).sum().backward()
+
+    assert torch.allclose(logps, wanted, atol=1e-6) and torch.allclose(entropies, wanted_entropy, atol=1e-6)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.allclose(parameter.grad, gradient, atol=1e-6)
+    model.zero_grad()
+    computed = sum(count for learns, count in with_graph if learns)
+    assert computed < sum(count for _, count in with_graph)
+    with torch.no_grad():
+        again, _ = completion_logprobs(model, ids, mask, long, temperature=TEMPERATURE, silent=silent)
+    assert torch.allclose(again, wanted, atol=1e-6)
