@@ -145,7 +145,7 @@ def train(plan: Plan, *, seed: int, ahead: int, out: Path) -> Run:
     from rollstream.integrations.trl import GRPOEnvConfig, GRPOEnvTrainer
 
     transformers_logging.disable_progress_bar()
-    logging.getLogger("rollstream").setLevel(logging.WARNING)
+    logging.getLogger("rollstream").setLevel(logging.ERROR)  # of a learner some calls of tools are malformed
     torch.set_num_threads(plan.trainer_threads)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

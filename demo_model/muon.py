@@ -39,6 +39,12 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]  # torch is no
         )
         super().__init__([group for part in self._parts for group in part.param_groups], {})
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises `TypeError` for what is added later: it would belong to neither."""
+        if not any(param_group is group for part in self._parts for group in part.param_groups):
+            raise TypeError("parameters are dealt out when this is made")
+        super().add_param_group(param_group)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of both."""
         loss = None if closure is None else closure()

@@ -11,7 +11,6 @@ async with AsyncBufferClient("http://127.0.0.1:8889") as client:
 import asyncio
 import contextlib
 import random
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Self
 from urllib.parse import quote
@@ -20,11 +19,13 @@ import aiohttp
 import orjson
 
 from rollstream.buffer.client_wire import (
+    BROKEN,
     MEDIA_TYPES,
     STREAM_TYPES,
     TWICE,
     UNREAD,
     Address,
+    AnswerLostError,
     Backoff,
     BufferClientError,
     BufferUnavailableError,
@@ -34,6 +35,7 @@ from rollstream.buffer.client_wire import (
     ReadGroup,
     RecordReader,
     RetryNotice,
+    Tries,
     Written,
     as_items,
     batches,
@@ -131,20 +133,16 @@ class AsyncBufferClient:
         }
         body = read_body(asked)
         headers = {"content-type": "application/json", "accept": STREAM_TYPES[self._encoding]}
-        started, failures = time.monotonic(), 0
+        tries = self._tries("POST", "/v1/read")
         while True:
             response, _ = await self._open(
-                "POST", "/v1/read", body, headers, stream_timeout=self._timeout + timeout
+                "POST", "/v1/read", body, headers, stream_timeout=self._timeout + timeout, tries=tries
             )
             lease = AsyncLease(self, response, RecordReader(self._encoding))
             try:
                 await lease.begin()
-            except BufferUnavailableError:  # before it said what it has: the same read once more
-                failures += 1
-                pause = self._backoff.pause(failures, time.monotonic() - started, None, self._rng)
-                if pause is None:
-                    raise
-                await asyncio.sleep(pause)
+            except AnswerLostError as error:  # before it said what it has: the same read once more
+                await asyncio.sleep(tries.failed(str(error), error))
             else:
                 return lease
 
@@ -255,6 +253,7 @@ class AsyncBufferClient:
         headers: dict[str, str],
         *,
         stream_timeout: float | None = None,
+        tries: Tries | None = None,
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         if self._session is None:
             # As many connections as there are writers: writes that come together are made durable together.
@@ -262,7 +261,7 @@ class AsyncBufferClient:
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=10.0, sock_read=stream_timeout or self._timeout
         )
-        started, failures = time.monotonic(), 0
+        tries = tries or self._tries(method, path)
         while True:
             cause: Exception | None = None
             asked: float | None = None
@@ -287,17 +286,10 @@ class AsyncBufferClient:
                 if refused is not None:
                     raise refused
                 said = f"HTTP {response.status}: {text[:200].decode(errors='replace')}"
-            failures += 1
-            pause = self._backoff.pause(failures, time.monotonic() - started, asked, self._rng)
-            if pause is None:
-                raise BufferUnavailableError(f"{method} {self._address.url}{path}: {said}") from cause
-            self._notice.tell(
-                f"{method} {self._address.url}{path}",
-                said,
-                failures=failures,
-                waited=time.monotonic() - started,
-            )
-            await asyncio.sleep(pause)
+            await asyncio.sleep(tries.failed(said, cause, asked))
+
+    def _tries(self, method: str, path: str) -> Tries:
+        return Tries(f"{method} {self._address.url}{path}", self._backoff, self._notice, self._rng)
 
 
 class AsyncLease:
@@ -412,5 +404,5 @@ class AsyncLease:
             await self._response.read()
 
 
-def _broken() -> BufferUnavailableError:
-    return BufferUnavailableError("the connection broke during a read; its groups go back")
+def _broken() -> AnswerLostError:
+    return AnswerLostError(BROKEN)

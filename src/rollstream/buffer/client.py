@@ -19,11 +19,13 @@ import orjson
 
 from rollstream.buffer.client_http import Answer, Connections
 from rollstream.buffer.client_wire import (
+    BROKEN,
     MEDIA_TYPES,
     STREAM_TYPES,
     TWICE,
     UNREAD,
     Address,
+    AnswerLostError,
     Backoff,
     BufferClientError,
     BufferUnavailableError,
@@ -153,19 +155,15 @@ class BufferClient:
         }
         body = read_body(asked)
         headers = {"content-type": "application/json", "accept": STREAM_TYPES[self._encoding]}
-        started, failures = time.monotonic(), 0
+        tries = self._connections.tries("POST", "/v1/read")
         while True:
             answer, _ = self._connections.open(
-                "POST", "/v1/read", body, headers, stream_timeout=self._timeout + timeout
+                "POST", "/v1/read", body, headers, stream_timeout=self._timeout + timeout, tries=tries
             )
             try:
                 return Lease(self, answer, RecordReader(self._encoding))
-            except BufferUnavailableError:  # it broke before it said what it has: the same read once more
-                failures += 1
-                pause = self._connections.pause(failures, started)
-                if pause is None:
-                    raise
-                time.sleep(pause)
+            except AnswerLostError as error:  # before it said what it has: the same read once more
+                time.sleep(tries.failed(str(error), error))
 
     def ack(self, lease_id: str) -> dict[str, Any]:
         """The lease's groups are this reader's; they leave the buffer. Again is no harm.
@@ -403,6 +401,6 @@ class Lease:
         else:
             self._client._connections.give_back(self._answer)
 
-    def _broken(self) -> BufferUnavailableError:
+    def _broken(self) -> AnswerLostError:
         self._answer.connection.close()
-        return BufferUnavailableError("the connection broke during a read; its groups go back")
+        return AnswerLostError(BROKEN)

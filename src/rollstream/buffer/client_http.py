@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from rollstream.buffer.client_wire import (
     Address,
     Backoff,
-    BufferUnavailableError,
     RetryNotice,
+    Tries,
     refusal,
     retry_after,
 )
@@ -51,13 +51,14 @@ class Connections:
         headers: dict[str, str],
         *,
         stream_timeout: float | None = None,
+        tries: Tries | None = None,
     ) -> tuple[Answer, bytes]:
-        """Sends a request until it is answered for good.
+        """Sends a request until it is answered for good; `tries` are those that it had before.
 
         Returns:
             The answer, and its body; with `stream_timeout`, the body is still to be read.
         """
-        started, failures = time.monotonic(), 0
+        tries = tries or self.tries(method, path)
         while True:
             cause: Exception | None = None
             asked: float | None = None
@@ -83,21 +84,11 @@ class Connections:
                 if refused is not None:
                     raise refused
                 said = f"HTTP {response.status}: {text[:200].decode(errors='replace')}"
-            failures += 1
-            pause = self.pause(failures, started, asked)
-            if pause is None:
-                raise BufferUnavailableError(f"{method} {self._address.url}{path}: {said}") from cause
-            self._notice.tell(
-                f"{method} {self._address.url}{path}",
-                said,
-                failures=failures,
-                waited=time.monotonic() - started,
-            )
-            time.sleep(pause)
+            time.sleep(tries.failed(said, cause, asked))
 
-    def pause(self, failures: int, started: float, asked: float | None = None) -> float | None:
-        """Seconds before the next try of what began at `started` (monotonic); None: there is none."""
-        return self._backoff.pause(failures, time.monotonic() - started, asked, self._rng)
+    def tries(self, method: str, path: str) -> Tries:
+        """Of one request."""
+        return Tries(f"{method} {self._address.url}{path}", self._backoff, self._notice, self._rng)
 
     def _take(self, timeout: float) -> http.client.HTTPConnection:
         with self._lock:

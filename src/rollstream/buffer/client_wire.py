@@ -58,6 +58,10 @@ class BufferUnavailableError(TransientError):
     """The buffer could not be reached, or had no room, for as long as the client was told to try."""
 
 
+class AnswerLostError(BufferUnavailableError):
+    """The connection broke in the middle of an answer."""
+
+
 class LeaseUseError(RollstreamError):
     """A lease is used in a way that would lose groups: acked with some unread, or iterated over twice."""
 
@@ -66,6 +70,7 @@ UNREAD = (
     "groups of this lease were not read, and an ack would take them out of the buffer: iterate over all of "
     "them first, give the lease back (nack), or insist: ack(unread=True)"
 )
+BROKEN = "the connection broke during a read: what came of it must not count, give its groups back (nack)"
 TWICE = "this lease was iterated over before, and its groups come once: keep them, list(lease), or read again"
 
 
@@ -76,14 +81,14 @@ class Backoff:
     first: float = 0.1
     longest: float = 5.0
     give_up_after: float | None = 300.0
-    """Seconds since the first try; None: never."""
+    """Seconds since the first failure; None: never."""
 
     def pause(self, failures: int, waited: float, asked: float | None, rng: random.Random) -> float | None:
         """Seconds before the next try; None: there is none.
 
         Args:
             failures: in a row, from 1 on.
-            waited: seconds since the first try.
+            waited: seconds since the first failure.
             asked: what the server's Retry-After says.
             rng: for the jitter.
         """
@@ -107,7 +112,7 @@ class RetryNotice:
             what: method and URL, without a token.
             said: why it failed.
             failures: in a row, from 1 on; only the first is told.
-            waited: seconds since the first try.
+            waited: seconds since the first failure.
         """
         now = time.monotonic()
         if failures > 1 or now - self._said_at < _SAID_AGAIN_S:
@@ -119,6 +124,42 @@ class RetryNotice:
             end = time.time() + patience - waited
             until = f"until {time.strftime('%H:%M:%S', time.localtime(end))}"
         _LOG.warning("%s: %s; trying again %s", what, said, until)
+
+
+class Tries:
+    """Of one request: how often it failed, since when, and when it goes out again."""
+
+    def __init__(self, what: str, backoff: Backoff, notice: RetryNotice, rng: random.Random) -> None:
+        """`what` is its method and URL, without a token; the rest is the client's."""
+        self._what = what
+        self._backoff = backoff
+        self._notice = notice
+        self._rng = rng
+        self._failures = 0
+        self._since = 0.0
+        """When it failed first: a request may wait for long before it does."""
+
+    def failed(self, said: str, cause: Exception | None = None, asked: float | None = None) -> float:
+        """Seconds before the next try.
+
+        Args:
+            said: why it failed.
+            cause: the error, if there is one.
+            asked: what the server's Retry-After says.
+
+        Raises:
+            BufferUnavailableError: there is no next try.
+        """
+        now = time.monotonic()
+        if not self._failures:
+            self._since = now
+        self._failures += 1
+        waited = now - self._since
+        pause = self._backoff.pause(self._failures, waited, asked, self._rng)
+        if pause is None:
+            raise BufferUnavailableError(f"{self._what}: {said}") from cause
+        self._notice.tell(self._what, said, failures=self._failures, waited=waited)
+        return pause
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,12 +304,12 @@ class RecordReader:
         at = 0
         if self._encoding == "json":
             while (end := self._pending.find(b"\n", at)) >= 0:
-                records.append(orjson.loads(memoryview(self._pending)[at:end]))
+                records.append(_parsed(bytes(memoryview(self._pending)[at:end])))
                 at = end + 1
         else:
             while len(self._pending) - at >= 5:
                 if self._pending[at] != _BIN32:
-                    raise BufferUnavailableError("the answer to a read is not what a buffer sends")
+                    raise BufferClientError("the answer to a read is not what a buffer sends", status=200)
                 end = at + 5 + int.from_bytes(self._pending[at + 1 : at + 5], "big")
                 if len(self._pending) < end:
                     break
@@ -276,6 +317,14 @@ class RecordReader:
                 at = end
         del self._pending[:at]
         return records
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise BufferClientError("the answer to a read is not what a buffer sends", status=200) from error
+    return record
 
 
 class _PackedGroup(msgspec.Struct):

@@ -43,6 +43,9 @@ class Connection(Protocol):
     def unsent(self) -> int:
         """Bytes that the other side has not confirmed."""
 
+    def cut_off(self) -> None:
+        """Closes this side, whatever is on its way."""
+
     async def taken(self) -> bool:
         """Waits until the other side's kernel has confirmed every byte; False when it is gone before."""
 
@@ -195,6 +198,12 @@ class Exchange:
         """The client is gone."""
         connection = self.scope.get(CONNECTION)
         return connection is not None and connection.lost
+
+    def cut_off(self) -> None:
+        """Ends the connection, as if the client had gone away."""
+        connection = self.scope.get(CONNECTION)
+        if connection is not None:
+            connection.cut_off()
 
     @property
     def confirmed(self) -> int:

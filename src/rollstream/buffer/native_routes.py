@@ -1,6 +1,7 @@
 """The buffer's own API: batches, exact tokens as binary, reads with a lease, policy versions."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -40,7 +41,7 @@ MOST_GROUPS = 1024
 """On one lease, unless a reader wants exactly so many: a nack of it holds others up for some milliseconds."""
 
 READ_ID = "^[A-Za-z0-9_-]{8,64}$"
-"""What a reader may call a read."""
+"""What a reader may call a read: as JSON Schema has it."""
 
 _JSON_TYPES = ("", "application/json", "application/x-www-form-urlencoded")
 """The last is what `curl -d` says of whatever it sends."""
@@ -49,7 +50,7 @@ TextId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT_ID)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Count = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 Version = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-ReadId = Annotated[str, msgspec.Meta(pattern=READ_ID)]
+ReadId = Annotated[str, msgspec.Meta(pattern=READ_ID.replace("$", r"\Z"))]
 LeaseSeconds = Annotated[float, msgspec.Meta(ge=0.1, le=MAX_LEASE_S)]
 
 
@@ -118,6 +119,8 @@ class NativeRoutes:
         self._lease_seconds = lease_seconds
         self._waiting = waiting
         self._parsing = asyncio.Lock()
+        self._attempts: dict[str, tuple[Exchange, asyncio.Event]] = {}
+        """Reads that are being handled, by their names; set when one is over."""
 
     def add_to(self, router: Router) -> None:
         """Adds the routes."""
@@ -193,8 +196,31 @@ class NativeRoutes:
         given = await read_typed(exchange, ReadBody)
         form = form_for(exchange)
         wanted = self._wanted(given)
-        if given.read_id is not None:
-            await self._ledger.return_read(given.read_id)
+        async with self._only_attempt(given.read_id, exchange):
+            await self._read(exchange, given, form, wanted, started)
+
+    @contextlib.asynccontextmanager
+    async def _only_attempt(self, read_id: str | None, exchange: Exchange) -> AsyncIterator[None]:
+        """Ends an earlier attempt at this read, whose answer was lost, and gives back what it took."""
+        if read_id is None:
+            yield
+            return
+        earlier, ended = self._attempts.get(read_id), asyncio.Event()
+        self._attempts[read_id] = exchange, ended
+        try:
+            if earlier is not None:
+                earlier[0].cut_off()
+                await earlier[1].wait()
+            await self._ledger.return_read(read_id)
+            yield
+        finally:
+            if self._attempts[read_id][1] is ended:
+                del self._attempts[read_id]
+            ended.set()
+
+    async def _read(
+        self, exchange: Exchange, given: ReadBody, form: Form, wanted: Wanted, started: float
+    ) -> None:
         taken, _ = await self._waiting.take(exchange, lambda: wanted, given.timeout)
         leases = [taken.lease.lease_id] if taken.lease is not None and taken.groups else []
         try:

@@ -262,6 +262,10 @@ class BufferProtocol(HttpToolsProtocol):
         """See `exchange.Connection`."""
         return self._ended_well is not None or self.transport.is_closing()
 
+    def cut_off(self) -> None:
+        """See `exchange.Connection`."""
+        self.transport.abort()
+
     async def taken(self) -> bool:
         """See `exchange.Connection`."""
         pause = 0.001

@@ -237,6 +237,27 @@ def test_rows_without_advantage_take_no_part_in_the_backward(
     assert asked[-1] is None
 
 
+def test_an_entropy_bonus_has_a_gradient(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of rows without advantage: as in TRL."""
+    output = {**run.outputs[0]}
+    output["advantages"] = torch.zeros_like(output["advantages"])
+    monkeypatch.setattr(run, "entropy_coef", 0.1)
+    monkeypatch.setattr(run, "_entropy_bonus_enabled", True)
+    run.model.train()
+    run.current_gradient_accumulation_steps = 1
+
+    def gradient() -> torch.Tensor:
+        run.model.zero_grad()
+        run._compute_loss(run.model, output).backward()
+        found: torch.Tensor = run.model.lm_head.weight.grad.clone()
+        run.model.zero_grad()
+        return found
+
+    got = gradient()
+    monkeypatch.setattr(run.args, "share_prompts", False)
+    assert got.abs().max() > 0 and torch.allclose(got, gradient(), rtol=1e-4, atol=1e-7)
+
+
 def test_tool_tokens_are_context(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text(TOOLS)
     tools = f"actor_rollout_ref.rollout.multi_turn.function_tool_path={tmp_path / 'tools.py'}"

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rollstream.buffer.client_wire import (
     LeaseUseError,
     RecordReader,
     RetryNotice,
+    Tries,
     batches,
 )
 from rollstream.buffer.items import parse_items
@@ -152,6 +154,46 @@ async def test_groups_of_an_answer_that_was_lost_come_at_once(tmp_path: Path, cu
         answers = 0
         await asyncio.to_thread(read_plainly)
         assert answers == 1
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+async def test_what_is_no_buffer_is_not_asked_again(encoding: Encoding) -> None:
+    asked = 0
+
+    async def page(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.Response(text="<html>\nwelcome\n</html>\n", content_type="text/html")
+
+    def read_plainly() -> None:
+        with BufferClient(url, encoding=encoding) as client:
+            client.read()
+
+    async with _fake(page) as url, AsyncBufferClient(url, encoding=encoding) as client:
+        with pytest.raises(BufferClientError, match="not what a buffer sends"):
+            await client.read()
+        with pytest.raises(BufferClientError, match="not what a buffer sends"):
+            await asyncio.to_thread(read_plainly)
+    assert asked == 2
+
+
+def test_patience_begins_with_the_first_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read may wait for an hour before its connection breaks; one patience is for all that fails."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    backoff = Backoff(give_up_after=300.0)
+    tries = Tries("POST http://h/v1/read", backoff, RetryNotice(backoff), random.Random(0))
+    now += 3600.0
+    for step in (0.0, 200.0, 99.0):
+        now += step
+        assert tries.failed("it broke") > 0
+    now += 1.0
+    with pytest.raises(BufferUnavailableError, match="POST http://h/v1/read: it broke") as gave_up:
+        tries.failed("it broke", ValueError("cause"))
+    assert isinstance(gave_up.value.__cause__, ValueError)
+    assert len(caplog.records) == 1
 
 
 async def test_a_client_gives_up_when_it_was_told_to() -> None:

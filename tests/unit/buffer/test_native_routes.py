@@ -5,6 +5,7 @@ import re
 from array import array
 from pathlib import Path
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -119,8 +120,27 @@ async def test_a_read_sent_again_gives_back_what_its_lost_answer_took(tmp_path: 
         # Of what was acked before it was sent again nothing comes back.
         _, third = await buffer.post("/v1/read", asked)
         assert [group["instance_id"] for group in third["groups"]] == ["c"]
-        for name in ("", "short", "dots.are.not", "x" * 65, "white space"):
+        for name in ("", "short", "dots.are.not", "x" * 65, "white space", "a-new-line\n"):
             assert (await buffer.post("/v1/read", {"read_id": name}))[0] == 400
+
+
+async def test_a_read_sent_again_ends_the_attempt_before_it(tmp_path: Path) -> None:
+    """Whose connection looks open still: a proxy holds it."""
+    async with served(tmp_path) as buffer:
+        asked = {"timeout": 60, "read_id": "one-read"}
+        attempts = []
+        for number in range(3):
+            attempts.append(asyncio.create_task(buffer.post("/v1/read", asked)))
+            if number:
+                with pytest.raises(aiohttp.ClientError):
+                    await attempts[number - 1]
+            while (await buffer.get("/v1/stats"))[1]["waiting_reads"] != 1:
+                await asyncio.sleep(0.01)
+        await buffer.write_group("a")
+        _, answer = await attempts[2]
+        assert [group["instance_id"] for group in answer["groups"]] == ["a"]
+        _, listed = await buffer.get("/v1/leases")
+        assert [one["lease"] for one in listed["leases"]] == [answer["head"]["lease"]]
 
 
 async def test_an_expired_lease_goes_back_and_cannot_be_acked_once_it_is_read_anew(tmp_path: Path) -> None:

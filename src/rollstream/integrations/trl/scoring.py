@@ -115,8 +115,8 @@ class ScoringTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         # An advantage of 0 makes a token's loss 0 in all of TRL's losses, but for what else is in them: a KL
-        # term. Entropies choose tokens of the whole batch.
-        if self.beta == 0.0 and self.top_entropy_quantile >= 1.0:
+        # term. (With an entropy bonus prompts are not shared.)
+        if self.beta == 0.0:
             self._silent = (inputs["advantages"].reshape(len(inputs["completion_ids"]), -1) == 0).all(dim=1)
         try:
             return super()._compute_loss(model, inputs)
@@ -184,7 +184,10 @@ class ScoringTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         return logps, entropies
 
     def _shares_prompts(self) -> bool:
-        """One process: DDP counts one forward for a backward. Checkpointing: it takes no cache."""
+        """One process: DDP counts one forward for a backward. Checkpointing: it takes no cache.
+
+        An entropy bonus needs the graph of the entropies.
+        """
         args = self.args
         return bool(
             args.share_prompts
@@ -192,6 +195,7 @@ class ScoringTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             and self.accelerator.num_processes == 1
             and not args.gradient_checkpointing
             and not args.cast_lm_head_to_fp32
+            and not self._entropy_bonus_enabled
             and not self._is_vlm
             and not self.is_fsdp_enabled
             and not self.is_deepspeed_enabled

@@ -5,8 +5,8 @@ after it, so they are computed once, and the completions of the prompt attend to
 through them to the weights as it does through n copies, summed. Rows are grouped by length, so that a short
 prompt is not padded to a long one.
 
-Rows whose advantages are all 0 (their group's rewards are equal) have no gradient: they are computed for the
-logs alone, without a graph and without a backward.
+Rows whose advantages are all 0 have no gradient: they are computed for the logs alone, without a graph and
+without a backward.
 
 Logits are never all there at once: TRL's fused head computes log-probs in tiles, and those of a prompt's last
 token are one row of the vocabulary for each prompt.
