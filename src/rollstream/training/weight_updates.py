@@ -13,7 +13,7 @@ import concurrent.futures
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rollstream.errors import WeightUpdateError
@@ -28,35 +28,52 @@ _AGAIN = RetryPolicy(max_attempts=1, delay=0.5, delay_max=5.0)
 back is kept waiting for no longer than this."""
 
 
+async def until_taken(update: Callable[[], Awaitable[None]], version: int, until: float) -> None:
+    """Runs an update again and again while no engine is there for it.
+
+    Args:
+        update: sends the weights.
+        version: of the weights, for the log.
+        until: monotonic time, when the caller gives up.
+
+    Raises:
+        Exception: what `update` raised last; anything but an engine that is away at once.
+    """
+    waits, jitter = 0, random.Random()
+    while True:
+        try:
+            return await update()
+        except Exception as error:
+            waits += 1
+            wait = _AGAIN.wait(waits, jitter)
+            if find_unavailable(error) is None or time.monotonic() + wait >= until:
+                raise
+            logger.warning(
+                "no engine is there for weights of version %d (%s); they are sent again in %.1f s",
+                *(version, error, wait),
+            )
+            await asyncio.sleep(wait)
+            if time.monotonic() >= until:  # the loop was busy: the caller has given up
+                raise
+
+
 @dataclass(slots=True, eq=False)
 class _Push:
     source: str
     version: int
     begun_at: float = field(default_factory=time.monotonic)
-    jitter: random.Random = field(default_factory=random.Random)
     task: asyncio.Task[None] | None = None
     """The generator's `update_weights`, in the generation thread; None until it is begun there."""
     ended: "concurrent.futures.Future[None] | None" = None
     """Done only when `task` is, so that a cancelled one is seen to end, and not only asked to."""
 
     async def run(self, generator: GroupGenerator, until: float) -> None:
-        waits = 0
-        while True:
+        async def update() -> None:
             self.task = asyncio.ensure_future(generator.update_weights(self.source, self.version))
             await asyncio.wait({self.task})
-            error = None if self.task.cancelled() else self.task.exception()
-            waits += 1
-            wait = _AGAIN.wait(waits, self.jitter)
-            if error is None or find_unavailable(error) is None or time.monotonic() + wait >= until:
-                break
-            logger.warning(
-                "no engine is there for weights of version %d (%s); they are sent again in %.1f s",
-                *(self.version, error, wait),
-            )
-            await asyncio.sleep(wait)
-            if time.monotonic() >= until:  # the loop was busy: the caller has given up
-                break
-        self.task.result()
+            self.task.result()
+
+        await until_taken(update, self.version, until)
 
     def cut_off(self) -> None:
         """In the generation thread. Once: a second time would cut off how it cleans up."""

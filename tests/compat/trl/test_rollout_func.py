@@ -9,10 +9,13 @@ pytest.importorskip("trl")
 
 from trl import GRPOTrainer
 
-from rollstream.errors import GenerationStoppedError
+from rollstream.errors import EngineUnavailableError, GenerationStoppedError
 from rollstream.integrations.trl import EnvRolloutFunction
+from rollstream.integrations.trl.environment import EnvironmentGroups
 from rollstream.integrations.trl.fields import env_reward
 from rollstream.integrations.trl.session import EnvironmentThread
+from rollstream.rollout.retry import RetryPolicy
+from rollstream.training import weight_updates
 from tests.compat.trl.parts import environment, load, numbers_of, rows, settings
 
 
@@ -69,6 +72,37 @@ def test_rollouts_of_the_weights_of_each_step(
     assert all(set(fields["env_reward"]) <= {0.0, 1.0} for fields in seen)
     first = [tuple(ids) for ids in seen[0]["completion_ids"]]
     assert len(first) == 8
+
+
+def test_an_engine_that_is_away_at_an_update_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.setattr(weight_updates, "_AGAIN", RetryPolicy(max_attempts=1, delay=0.01, delay_max=0.01))
+    model, tokenizer = load()
+    function = EnvRolloutFunction(environment(tmp_path, "openvino"), rows=rows(10))
+    plain, asked = EnvironmentGroups.update_weights, []
+
+    async def away(self: EnvironmentGroups, source: str, version: int) -> None:
+        asked.append(version)
+        if len(asked) in (1, 2):
+            raise EngineUnavailableError("restarts")
+        await plain(self, source, version)
+
+    monkeypatch.setattr(EnvironmentGroups, "update_weights", away)
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=env_reward,
+        args=settings(tmp_path, max_steps=3),
+        train_dataset=rows(10),
+        processing_class=tokenizer,
+        rollout_func=function,
+    )
+    try:
+        trainer.train()
+    finally:
+        function.close()
+    assert trainer.state.global_step == 3 and asked == [1, 1, 1, 2]
 
 
 def test_an_engine_that_cannot_start_says_why() -> None:

@@ -9,6 +9,7 @@ than its `max_staleness`. So the worker does not know batches: it keeps some gro
 the version at its dispatch. Source: TRL 1.16, `RolloutWorkerProtocol` and `WeightTransferProtocol`.
 """
 
+import functools
 import queue
 import threading
 import time
@@ -36,6 +37,7 @@ from rollstream.scratch import ScratchFolder
 from rollstream.training.ahead import BatchesAhead
 from rollstream.training.group import Group
 from rollstream.training.plan import PlannedGroup, ShuffledPlan
+from rollstream.training.weight_updates import until_taken
 from rollstream.trajectory import Rollout
 
 _POLL_S = 0.2
@@ -159,7 +161,8 @@ class EnvRolloutWorker:
         """In the trainer's thread: the weights of the version that is about to be announced."""
         version, running = self._groups.version + 1, OfBatches(self._batches)
         with cause_first(running):
-            loading = running.submit(self._groups.update_weights(folder, version))
+            update = functools.partial(self._groups.update_weights, folder, version)
+            loading = running.submit(until_taken(update, version, time.monotonic() + self._timeout))
             try:
                 loading.result(self._timeout)
             except TimeoutError:
