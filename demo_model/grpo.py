@@ -53,15 +53,15 @@ class Plan:
     muon_rate: float = 1.5e-3
     """Of the matrices. With AdamW alone, at its best rate, the same takes twice as many steps."""
     rate: float = 5e-4
-    """Of AdamW, for the embeddings. At 2e-3 the calculator is forgotten, and learnt anew."""
+    """Of AdamW, for the embeddings. At 2e-3 the calculator is forgotten within a hundred steps."""
     warm_up: int = 60
     beta2: float = 0.95
     """Of AdamW: follows a policy gradient's scale, which falls as answers become certain, better than 0.999
     does."""
     every: int = 50
     """Steps between two points of the curve."""
-    minutes: float = 10.0
-    """After which training ends early; evaluation comes on top."""
+    minutes: float = 9.0
+    """After which training ends early; loading and evaluation take most of another one."""
     stop_after: int | None = None
     """Steps after which it ends early: those of the run that it is compared with."""
     engine_threads: int = 1
