@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,20 @@ from rollstream.integrations.trl.checkpoints import STATE_FILE
 from tests.compat.trl.parts import environment, rows, trainer
 
 
+@pytest.fixture
+def nobody_handles_sigterm() -> Iterator[None]:
+    """Ray's driver, which other tests start in this process, leaves a handler of its own."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
 class Told(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.usefixtures("nobody_handles_sigterm")
 def test_sigterm_ends_generation_and_leaves_no_weights(tmp_path: Path) -> None:
     made = trainer(
         tmp_path,
