@@ -19,7 +19,7 @@ def test_the_training_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ahead: int
 ) -> None:
     def measure(*_: Any) -> dict[str, float]:
-        return {"sampled": 0.5}
+        return {"sampled": 0.5, "expected": 0.6}
 
     monkeypatch.setattr(grpo, "measure", measure)
     monkeypatch.setattr(grpo, "_CURVE_PROBLEMS", 8)
@@ -29,5 +29,5 @@ def test_the_training_demo(
     assert (run.steps, [step for step, _, _ in run.curve]) == (4, [0, 2, 4])
     assert run.times["steps"] == 2 and max(map(int, run.times["staleness"])) == ahead
     assert (tmp_path / f"model-0-{ahead}" / "model.safetensors").exists()
-    assert json.loads(json.dumps(asdict(run)))["end"] == {"sampled": 0.5}
-    assert "+0.0 points at temperature 1 in 4 steps" in capsys.readouterr().out
+    assert json.loads(json.dumps(asdict(run)))["end"] == {"sampled": 0.5, "expected": 0.6}
+    assert "+0.0 points at temperature 1 (+0.0 as sampled) in 4 steps" in capsys.readouterr().out
