@@ -214,6 +214,7 @@ class Delivery:
         made = _Decisions()
         seen: set[int] = set()
         most = None if overdue else wanted.max_groups
+        in_line = self._ledger.ready_groups  # before the look: one that joins during it was not passed over
         for at, view in enumerate(self._candidates(wanted, overdue=overdue)):
             if most is not None and len(made.lease) >= most:
                 break
@@ -226,6 +227,7 @@ class Delivery:
             if not (overdue and judged.outcome == "lease"):
                 made.add(view, judged)
         taken.available = len(made.lease)
+        taken.passed_over = max(0, in_line - len(seen))
         if wanted.all_or_nothing and len(made.lease) < (wanted.max_groups or 0):
             made.lease = []
         try:

@@ -44,6 +44,8 @@ class Taken:
     dropped: list[Drop] = field(default_factory=list)
     available: int = 0
     """Valid groups there were, as far as was looked."""
+    passed_over: int = 0
+    """Groups that were in line when it began and were not looked at: also those that came after enough."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,10 +281,10 @@ class SlimeRoutes:
     ) -> None:
         task_type, rollouts = self._scope()
         causes = [str(one["message"]) for one in reasons(self._ledger, self._rollouts, task_type, rollouts)]
-        if (waiting := self._ledger.ready_groups - taken.available) > 0:
+        if taken.passed_over:
             causes.append(
-                f"{waiting} groups are ready, but not for this read: they are of another rollout, or their "
-                "instances were handed out within a cycle (--groups-per-cycle)"
+                f"{taken.passed_over} groups are ready, but not for this read: they are of another rollout, "
+                "or their instances were handed out within a cycle (--groups-per-cycle)"
             )
         if causes:
             message = f"{message} ({'; '.join(causes)})"

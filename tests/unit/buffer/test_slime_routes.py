@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from rollstream.buffer.delivery import Delivery
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.ledger import LedgerSettings
+from rollstream.buffer.reads import Taken, Wanted
 
 from .served import Served, item, served
 
@@ -134,6 +136,35 @@ async def test_no_more_groups_than_the_server_allows(tmp_path: Path) -> None:
             await buffer.write_group(name)
         counts = [len((await buffer.post("/get_rollout_data", {}))[1]["data"]["data"]) for _ in range(3)]
         assert counts == [8, 4, 0]
+
+
+async def test_an_empty_answer_tells_of_groups_that_a_cycle_holds_back(tmp_path: Path) -> None:
+    settings = LedgerSettings(groups=GroupSettings(group_size=1), groups_per_cycle=3)
+    async with served(tmp_path, settings) as buffer:
+        await buffer.post("/buffer/write", item("a", 1, "first"))
+        assert (await buffer.post("/get_rollout_data", {}))[1]["success"]
+        await buffer.post("/buffer/write", item("a", 1, "again"))
+        _, answer = await buffer.post("/get_rollout_data", {})
+        assert answer["message"].startswith(
+            "No data available to read (1 groups are ready, but not for this read"
+        )
+
+
+async def test_a_group_that_comes_after_the_look_was_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Delivery.take
+
+    async def too_early(self: Delivery, wanted: Wanted) -> Taken:
+        taken = await take(self, wanted)
+        await buffer.write_group("late")
+        return taken
+
+    async with served(tmp_path) as buffer:
+        monkeypatch.setattr(Delivery, "take", too_early)
+        _, answer = await buffer.post("/get_rollout_data", {})
+        assert answer["message"] == "No data available to read"
+        assert buffer.service.ledger.ready_groups == 1
 
 
 async def test_whole_reads(tmp_path: Path) -> None:
