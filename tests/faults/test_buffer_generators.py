@@ -49,7 +49,7 @@ async def test_server_and_generator_may_be_killed_at_any_instant(tmp_path: Path)
     server = await asyncio.to_thread(BufferProcess, folder, *options)
     url, port = server.url, server.port
     try:
-        async with stub as engine, AsyncBufferClient(url, backoff=Backoff(0.05, 0.5, 60.0)) as client:
+        async with stub as engine, AsyncBufferClient(url, backoff=Backoff(0.05, 0.5, PATIENCE_S)) as client:
             record = await client.start_rollout(
                 {
                     "task_type": "math",

@@ -26,7 +26,7 @@ def run_until_killed(root: Path, turn: int, lines: int) -> list[list[str]]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    timer = threading.Timer(60, process.kill)
+    timer = threading.Timer(120, process.kill)
     timer.start()
     said = []
     assert process.stdout is not None
@@ -41,6 +41,7 @@ def run_until_killed(root: Path, turn: int, lines: int) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_what_was_acknowledged_survives_kills(tmp_path: Path) -> None:
     chance = random.Random()
     written: set[str] = set()

@@ -189,7 +189,8 @@ async def test_one_replica_twenty_times_slower(tail: str) -> None:
             max(lengths.draw(servers[0].book.digest([n % 500, n // 500], None)) for n in range(600)) * 0.002
         )
         on_the_others_alone = work * 0.002 / (3 * 4) + longest
-        assert seconds < 1.5 * on_the_others_alone + 1.0, (seconds, on_the_others_alone, pool.moved)
+        # Generous: client and servers share one loop of a machine that may be busy.
+        assert seconds < 2 * on_the_others_alone + 3.0, (seconds, on_the_others_alone, pool.moved)
 
 
 @contextlib.contextmanager

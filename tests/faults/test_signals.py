@@ -20,7 +20,7 @@ from tests.faults.runs import Runner, has_rollouts, overrides, run_to_end, stub_
 def test_a_signal_seals_and_says_how_to_resume(tmp_path: Path, number: signal.Signals) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 300)
     paths = RunPaths(tmp_path / "run")
-    with stub_server("--response-tokens", "64", "--latency", "fixed:0.1") as url:
+    with stub_server("--response-tokens", "64", "--latency", "fixed:0.5") as url:
         command = overrides(paths.root, prompts, url, generation__max_in_flight=16)
         runner = Runner(command, log=tmp_path / "stopped.log")
         assert runner.wait_until(lambda: has_rollouts(paths.root))

@@ -38,6 +38,8 @@ class Killed:
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if group.position == 13:
+            while self.version < 3:  # what the loop asks for is delivered before its cause is told
+                await asyncio.sleep(0.01)
             raise KeyError("the environment is broken")
         return [group.index, self.version, os.getpid()]
 

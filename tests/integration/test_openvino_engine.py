@@ -268,11 +268,11 @@ async def test_abort_returns_what_was_sampled(tmp_path: Path) -> None:
     tasks = [asyncio.create_task(engine.generate([1], LONG, request_id=str(i))) for i in range(4)]
     watched = SamplingParams(3000, ignore_eos=True, seed=1, stop=("no such text",))
     tasks.append(asyncio.create_task(engine.generate([1], watched, request_id="4")))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(1.0)
     for i in (0, 1, 3):
         await engine.abort(str(i))
     first, second, queued = await asyncio.gather(tasks[0], tasks[1], tasks[3])
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(1.0)
     await engine.abort("2")
     await engine.abort("4")
     third, fifth = await asyncio.wait_for(asyncio.gather(tasks[2], tasks[4]), 10)
@@ -313,7 +313,7 @@ async def test_restarts_back_off(engine: OpenVINOEngine) -> None:
             os.kill(engine.worker_pid, signal.SIGKILL)
             await eventually(lambda: engine.worker_pid is None)
         assert await engine.health() is expected
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not await engine.health():
             await asyncio.sleep(0.05)
 
@@ -351,6 +351,7 @@ from rollstream.engine.openvino import OpenVINOEngine
 engine = OpenVINOEngine(sys.argv[1], log_path=Path(sys.argv[2]))
 # Not asyncio.run, which turns the loop a few times more before it closes it.
 loop = asyncio.new_event_loop()
+loop.slow_callback_duration = 60  # a busy machine is nothing to tell of
 try:
     loop.run_until_complete(engine.start())
 except Exception as error:
@@ -394,6 +395,7 @@ from pathlib import Path
 from rollstream.engine.openvino import OpenVINOEngine
 
 async def main(delay):
+    asyncio.get_running_loop().slow_callback_duration = 60  # a busy machine is nothing to tell of
     engine = OpenVINOEngine(sys.argv[1], log_path=Path(sys.argv[2]))
     task = asyncio.create_task(engine.start())
     await asyncio.sleep(delay)

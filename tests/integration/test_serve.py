@@ -414,7 +414,7 @@ def test_weights_are_updated_while_serving(tmp_path: Path) -> None:
 
 
 async def test_who_is_in_flight_when_the_worker_dies_is_answered(tmp_path: Path) -> None:
-    sampling = {"max_new_tokens": 1000, "ignore_eos": True, "sampling_seed": 3}
+    sampling = {"max_new_tokens": 3000, "ignore_eos": True, "sampling_seed": 3}
     body = {"input_ids": [5, 6, 7], "sampling_params": sampling}
     with serve(log=tmp_path / "log") as served:
         async with aiohttp.ClientSession() as session:
@@ -425,7 +425,7 @@ async def test_who_is_in_flight_when_the_worker_dies_is_answered(tmp_path: Path)
             replies = [await (await task).json() for task in tasks]
         assert children(served.process.pid) != [worker]
         assert "the engine has died" in served.log.read_text()
-    (expected,) = await direct(tmp_path, [([5, 6, 7], SamplingParams(1000, ignore_eos=True, seed=3))])
+    (expected,) = await direct(tmp_path, [([5, 6, 7], SamplingParams(3000, ignore_eos=True, seed=3))])
     assert [reply["output_ids"] for reply in replies] == [expected.token_ids] * 3
 
 

@@ -404,7 +404,7 @@ async def test_updates_at_bad_moments(
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     update = asyncio.create_task(engine.update_weights(str(steps[1]), 7))
-    await asyncio.sleep(0.1)
+    await eventually(lambda: bool(engine._worker and engine._worker._updates))  # it was told
     os.kill(pid, signal.SIGKILL)
     results = await asyncio.gather(update, *asked, return_exceptions=True)
     assert [type(result) for result in results] == [EngineUnavailableError] * 3

@@ -5,6 +5,7 @@ have five keys; they are grouped by `instance_id`, and more groups than needed a
 first; what `finished_groups` names is remembered and goes into the next start's `skip_instance_ids`.
 """
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,15 +47,14 @@ class StockTrainer:
         return answer
 
     def fetch(
-        self, cycle: int, *, polls: int = 600, pause: Any = None
+        self, cycle: int, *, patience_s: float = 120.0, pause: Any = None
     ) -> dict[int | str, list[dict[str, Any]]]:
         """One rollout's groups: the newest `rollout_batch_size`."""
         items: list[dict[str, Any]] = []
         metas: list[dict[str, Any]] = []
         needed = self.rollout_batch_size * self.n_samples_per_prompt
-        for _ in range(polls):
-            if len(items) >= needed:
-                break
+        deadline = time.monotonic() + patience_s
+        while len(items) < needed and time.monotonic() < deadline:
             response = requests.post(f"{self.url}/get_rollout_data", json={}, timeout=120)
             response.raise_for_status()
             answer = response.json()

@@ -367,11 +367,13 @@ async def test_what_no_restart_mends_fails_at_once(world: World) -> None:
 
 
 async def test_a_killed_generator_and_a_killed_guard_are_noticed(world: World) -> None:
-    world.generator("print('my last words')\ntime.sleep(600)")
+    world.generator("print('my last words', flush=True)\ntime.sleep(600)")
     rollouts = world.rollouts()
     record = await rollouts.start(PAYLOAD)
+    log = world.folder / "dir" / "logs" / f"generator-{record.rollout_id}.log"
     for count in (1, 2):
         await until(lambda count=count: len(world.runs()) == count)  # type: ignore[misc]
+        await until(lambda count=count: log.read_text().count("my last words") == count)  # type: ignore[misc]
         family = marked(f"buffer-{record.rollout_id}")
         victim = world.runs()[-1]
         if count == 2:

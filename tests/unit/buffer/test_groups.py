@@ -209,10 +209,12 @@ def test_padding_gives_the_exact_size_and_keeps_the_sum(group: Group, group_size
         assert len(set(shares)) == 1
         if item["reward"] is not None:
             # An original and its copies weigh together what the original weighs in a group of its own size.
-            assert math.fsum(shares) == pytest.approx(item["reward"] * scale, rel=1e-9)
+            assert math.fsum(shares) == pytest.approx(item["reward"] * scale, rel=1e-9, abs=1e-300)
     numbers = [reward for reward in rewards_of(items) if reward is not None]
     sums = math.fsum(reward for reward in rewards_of(padded[1]) if reward is not None)
-    assert sums == pytest.approx(math.fsum(numbers) * scale, rel=1e-9, abs=1e-9 * sum(map(abs, numbers)))
+    assert sums == pytest.approx(
+        math.fsum(numbers) * scale, rel=1e-9, abs=1e-9 * sum(map(abs, numbers)) + 1e-300
+    )
 
 
 def test_a_copy_and_its_original_have_half_each() -> None:

@@ -275,8 +275,10 @@ async def test_folder_stays_bounded_under_churn(tmp_path: Path) -> None:
             await ledger.ack(held.pop(chance.randrange(len(held))))
         stats = ledger.stats()
         live = stats.bytes_live + ledger._state.fact_bytes()
-        # While the oldest segment is emptied, it and its copies are both there.
-        assert stats.bytes_on_disk <= 2 * live + 6 * 20_000, at
+        # While the oldest segment is emptied, it and its copies are both there; it is done beside the writes.
+        async with asyncio.timeout(60):
+            while ledger.stats().bytes_on_disk > 2 * live + 6 * 20_000:
+                await asyncio.sleep(0.01)
         most = max(most, stats.bytes_on_disk)
         if at % 50 == 49:
             ledger = await reopened(ledger, tmp_path, **kwargs)

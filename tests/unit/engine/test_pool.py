@@ -109,7 +109,7 @@ async def test_a_slow_replica_gets_less(pool: SGLangEngine, servers: list[StubSe
 
     await asyncio.gather(*(one(i) for i in range(240)))
     slow, *fast = (server.stats.answered for server in servers)
-    assert slow < min(fast) / 4, (slow, fast)
+    assert slow < min(fast) / 2, (slow, fast)
 
 
 async def test_the_replicas_that_are_there_are_counted(pool: SGLangEngine, servers: list[StubServer]) -> None:

@@ -18,7 +18,7 @@ LONG = Latency("fixed", 200)
 PROMPT = 4
 
 
-async def eventually(check: Callable[[], bool], within: float = 10.0) -> None:
+async def eventually(check: Callable[[], bool], within: float = 60.0) -> None:
     async with asyncio.timeout(within):
         while not check():
             await asyncio.sleep(0.005)
@@ -43,7 +43,7 @@ async def servers() -> AsyncIterator[tuple[StubServer, StubServer]]:
 
 @pytest.fixture
 async def pool(servers: tuple[StubServer, StubServer]) -> AsyncIterator[SGLangEngine]:
-    engine = SGLangEngine([server.url for server in servers], engine_kwargs={"health_timeout": 0.3})
+    engine = SGLangEngine([server.url for server in servers], engine_kwargs={"health_timeout": 1.0})
     await engine.start()
     yield engine
     await engine.close()
@@ -148,7 +148,7 @@ async def test_the_caller_aborts_while_a_request_moves(
     await eventually(lambda: fast.stats.in_flight == 1)  # it has moved
     await asyncio.sleep(0.2)
     await pool.abort("r1")
-    completion = await asyncio.wait_for(task, 5)
+    completion = await asyncio.wait_for(task, 60)
     assert completion.finish_reason == "abort"
     assert 0 < len(completion.token_ids) < 200
     assert completion.token_ids == whole(fast, 1)[0][: len(completion.token_ids)]
@@ -167,7 +167,7 @@ async def test_the_fast_replica_dies_under_a_request_that_has_moved(
     await eventually(lambda: fast.stats.in_flight == 1)
     slow.speed = 10.0
     fast.kill()
-    completion = await asyncio.wait_for(task, 5)
+    completion = await asyncio.wait_for(task, 60)
     assert (completion.token_ids, completion.logprobs) == whole(fast, 1)
 
 
@@ -258,10 +258,10 @@ async def test_none_moves_while_all_are_busy(
 
 async def test_a_replica_that_hangs_lets_its_requests_go() -> None:
     async with stub(speed=20.0) as a, stub(speed=20.0) as b:
-        pool = SGLangEngine([a.url, b.url], engine_kwargs={"probe_after": 0.1, "health_timeout": 0.1})
+        pool = SGLangEngine([a.url, b.url], engine_kwargs={"probe_after": 0.1, "health_timeout": 1.0})
         await pool.start()
         a.faults = Faults(frozen=True)
-        completions = await asyncio.wait_for(asyncio.gather(*(ask(pool, n) for n in range(40))), 10)
+        completions = await asyncio.wait_for(asyncio.gather(*(ask(pool, n) for n in range(40))), 60)
         assert [one.token_ids for one in completions] == [whole(b, n)[0] for n in range(40)]
         before = a.stats.requests
         await asyncio.gather(*(ask(pool, n) for n in range(40, 60)))
@@ -276,15 +276,15 @@ async def test_a_replica_that_hangs_lets_its_requests_go() -> None:
 
 async def test_when_all_hang_that_is_an_outage() -> None:
     async with stub(speed=20.0) as server:
-        pool = SGLangEngine([server.url], engine_kwargs={"probe_after": 0.1, "health_timeout": 0.1})
+        pool = SGLangEngine([server.url], engine_kwargs={"probe_after": 0.1, "health_timeout": 1.0})
         await pool.start()
         server.faults = Faults(frozen=True)
         tasks = [ask(pool, number) for number in range(8)]
         for task in tasks:
             with pytest.raises(EngineUnavailableError, match="does not answer, and it is not healthy"):
-                await asyncio.wait_for(task, 5)
+                await asyncio.wait_for(task, 60)
         with pytest.raises(EngineUnavailableError, match="hangs"):
-            await asyncio.wait_for(ask(pool, 9), 5)
+            await asyncio.wait_for(ask(pool, 9), 60)
         assert not await pool.health()
         server.faults = Faults()
         assert await pool.health()
@@ -294,7 +294,7 @@ async def test_when_all_hang_that_is_an_outage() -> None:
 
 async def test_a_long_answer_of_a_healthy_replica_is_waited_for() -> None:
     async with stub() as server:
-        pool = SGLangEngine([server.url], engine_kwargs={"probe_after": 0.1, "health_timeout": 0.1})
+        pool = SGLangEngine([server.url], engine_kwargs={"probe_after": 0.1, "health_timeout": 1.0})
         await pool.start()
         assert (await ask(pool, 1)).token_ids == whole(server, 1)[0]
         assert server.stats.health_checks >= 2
@@ -310,7 +310,7 @@ async def test_close_ends_the_watch_and_its_health_checks() -> None:
         await eventually(lambda: bool(pool._watch._probes))
         await asyncio.wait_for(pool.close(), 5)
         with pytest.raises(EngineUnavailableError):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
         assert len(asyncio.all_tasks()) == 1 + sum(
             "aiohttp" in str(one) or "RequestHandler" in str(one) for one in asyncio.all_tasks()
         )

@@ -88,7 +88,7 @@ async def test_refusals_lower_the_cap_and_it_recovers(tmp_path: Path, tokenizer:
 async def test_refusals_cost_no_attempt_until_patience_ends(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     engine = ScriptedEngine()
     await engine.start()
-    engine.fail(lambda request: request.request_id == "0-0-1", EngineOverloadedError("429"), times=20)
+    engine.fail(lambda request: request.request_id == "0-0-1", EngineOverloadedError("429"), times=3)
     engine.fail(lambda request: request.request_id[0] == "1", EngineOverloadedError("429: no"), times=None)
     with open_dir(tmp_path) as run:
         harness = Harness(run, engine, tokenizer, refusal_patience=0.3)

@@ -28,8 +28,13 @@ VERLS = {
 
 
 @pytest.fixture
-async def options() -> AsyncIterator[ServerOptions]:
-    with stub_server("--latency", "fixed:0.2") as url:
+def latency_s() -> float:
+    return 0.2
+
+
+@pytest.fixture
+async def options(latency_s: float) -> AsyncIterator[ServerOptions]:
+    with stub_server("--latency", f"fixed:{latency_s}") as url:
         yield ServerOptions.read({"urls": [url], "engine": "sglang"}, **LENGTHS)
 
 
@@ -101,6 +106,7 @@ async def test_tokens_in_tokens_out(options: ServerOptions) -> None:
         await server.close()
 
 
+@pytest.mark.parametrize("latency_s", [2.0])
 async def test_requests_are_aborted_and_held_until_resumed(options: ServerOptions) -> None:
     server = ReplicaServer(options)
     await server.start()
