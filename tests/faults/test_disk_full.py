@@ -25,13 +25,20 @@ def test_full_disk_stops_the_run_and_resume_finishes_it(tmp_path: Path, what: st
     prompts = write_prompts(tmp_path / "prompts.jsonl", 600)
     run_dir = tmp_path / "run"
     with stub_server("--response-tokens", "64") as url:
-        kilobytes = 24
+        kilobytes, in_flight = 24, 8  # few at once: the first are durable before the disk is full
         if what == "merge":  # the journals and batches fit, the artifact does not
             whole = tmp_path / "whole"
             run_to_end(overrides(whole, prompts, url, generation__save_batch_size=30), tmp_path / "whole.log")
+            in_flight = 64
             kilobytes = (whole / "trajectories.parquet").stat().st_size * 3 // 4 >> 10
             assert max(path.stat().st_size for path in (whole / "batches").iterdir()) < kilobytes << 10
-        command = overrides(run_dir, prompts, url, generation__save_batch_size=30 if what == "merge" else 400)
+        command = overrides(
+            run_dir,
+            prompts,
+            url,
+            generation__save_batch_size=30 if what == "merge" else 400,
+            generation__max_in_flight=in_flight,
+        )
         stopped = Runner(command, log=tmp_path / "full.log", preexec=limited(kilobytes))
         assert stopped.wait() == 1, stopped.output()[-3000:]
         assert "cannot write" in stopped.output()

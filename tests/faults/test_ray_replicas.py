@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -117,9 +118,11 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, cluster: Any, 
             launched,
             generation__max_in_flight=4,
             actor_rollout_ref__rollout__ignore_eos="true",
+            actor_rollout_ref__rollout__response_length=256,
             **{f"{LAUNCH}server": "rollstream", f"{LAUNCH}args": "{engine_kwargs: {num_threads: 1}}"},
         ),
     )
+    assert groups(cluster) == []  # joins the cluster now: later there is no time for it
     runner = Runner(arguments, log=tmp_path / "log")
     wait_for(lambda: has_rollouts(run) or runner.process.poll() is not None, 120)
     assert runner.process.poll() is None, runner.output()
@@ -227,6 +230,7 @@ async def test_want_of_room_is_said_and_leaves_nothing(
         (plan, *_) = one.place([plan])
         with pytest.raises(EngineError, match=r"(?s)found no place .* within 1 s .*'GPU': 2\.0.*free are"):
             await one.start(plan)
+        one._request = replace(one._request, startup_timeout=30.0)  # an actor's process needs its time, too
         ray.util.remove_placement_group(others.pop())
         async with asyncio.timeout(60):  # its place comes when there is room, and waits for a start
             while True:

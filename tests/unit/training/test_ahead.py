@@ -628,7 +628,7 @@ class Remembers(ShuffledPlan):
         self.told["dropped"].append(group.position)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.told
+        return {what: list(positions) for what, positions in self.told.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.told = state
@@ -996,7 +996,9 @@ def test_filters_remember() -> None:
 
 def test_where_the_time_went() -> None:
     async def generate(group: PlannedGroup) -> list[int]:
-        await asyncio.sleep(0.1)  # it begins before the trainer asks, by some milliseconds
+        await asyncio.sleep(
+            1.0
+        )  # it begins before the trainer asks: by milliseconds, or more on a busy machine
         return [group.index]
 
     with batches_of(generate, max_staleness=0) as batches:
