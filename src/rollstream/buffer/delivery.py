@@ -17,7 +17,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import orjson
 
@@ -31,6 +31,8 @@ from rollstream.buffer.unread_drops import Drop, UnreadDrops
 from rollstream.errors import ConflictError, NotFoundError, RollstreamError
 
 _LOG = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _SIZES = 1000
 """Tasks and group sizes whose settings are kept."""
@@ -163,13 +165,14 @@ class Delivery:
         if own and len(tasks) == 1:
             hooks = self._hooks(own[0])
             settings = self._settings_of(views[0])
-            try:
-                meta = await loop.run_in_executor(
-                    self._thread, lambda: _as_json(hooks.meta_info(self._all_items(taken), settings))
-                )
+            meta = await loop.run_in_executor(
+                self._thread,
+                _caught,
+                lambda: _as_json(hooks.meta_info(self._all_items(taken), settings)),
+            )
+            if not isinstance(meta, Exception):
                 return {**meta, "finished_groups": _instances(views)}
-            except (RollstreamError, TypeError) as error:
-                _LOG.warning("get_group_data_meta_info failed, its default says it: %s", error)
+            _LOG.warning("get_group_data_meta_info failed, its default says it: %s", meta)
         if len(views) <= _AT_ONCE:
             return _default_meta_info(views)
         return await loop.run_in_executor(self._thread, _default_meta_info, views)
@@ -290,22 +293,21 @@ class Delivery:
             verdict = judge_rewards(view.rewards, settings, timed_out=view.timed_out)
         else:
             loop = asyncio.get_running_loop()
-            try:
-                verdict = await loop.run_in_executor(
-                    self._thread,
-                    lambda: hooks.judge(
-                        (view.instance_id, self._load(view)), settings, timed_out=view.timed_out
-                    ),
-                )
-            except RollstreamError as error:
+            said = await loop.run_in_executor(
+                self._thread,
+                _caught,
+                lambda: hooks.judge((view.instance_id, self._load(view)), settings, timed_out=view.timed_out),
+            )
+            if isinstance(said, Exception):
                 _LOG.warning(
                     "group %d (instance %r of task %r) is quarantined, is_valid_group: %s",
                     view.number,
                     view.instance_id,
                     view.task_type,
-                    error,
+                    said,
                 )
-                return _Judged("quarantine", text_of(error))
+                return _Judged("quarantine", text_of(said))
+            verdict = said
         if verdict.valid:
             return _Judged("lease")
         if verdict.finished or view.timed_out:
@@ -316,6 +318,17 @@ class Delivery:
 
     def _load(self, view: GroupView) -> list[ItemDict]:
         return [load_item(payload, encoding) for payload, encoding in self._ledger.load(view)]
+
+
+def _caught(call: Callable[[], _T]) -> _T | Exception:
+    """What a call with hooks in it gives, or what it raises, whatever that is.
+
+    In the thread: that there is no thread any more is no fault of the hooks.
+    """
+    try:
+        return call()
+    except Exception as error:
+        return error
 
 
 def _default_meta_info(views: Sequence[GroupView]) -> dict[str, Any]:

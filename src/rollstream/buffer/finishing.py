@@ -21,7 +21,6 @@ from rollstream.buffer.ledger import GroupView, Ledger
 from rollstream.buffer.raw_groups import RawGroup, dump_items, finish_raw
 from rollstream.buffer.reads import Part, Taken
 from rollstream.buffer.unread_drops import Drop
-from rollstream.errors import RollstreamError
 
 _LOG = logging.getLogger(__name__)
 
@@ -150,7 +149,7 @@ class Finishing:
                     failed.append(_Failed(view, None))
                     continue
                 bodies.append(layout.group(view, group.body))
-            except (RollstreamError, TypeError) as error:  # the hook's, damage, or what JSON has no form for
+            except Exception as error:  # the hook's, damage, or that of looking at what a hook gave back
                 failed.append(_Failed(view, text_of(error)))
                 continue
             size += len(bodies[-1])

@@ -330,7 +330,12 @@ def _chosen(hook: _Hook, item: ItemDict, values: Mapping[str, Any]) -> bool:
     said = hook(item, values)
     if said is None:
         raise hook.error("gave back None instead of True or False")
-    return bool(said)
+    try:
+        return bool(said)
+    except Exception as error:  # an array has no truth of its own
+        trace = "".join(traceback.format_exception(error))
+        fault = f"gave back {_kind(said)} instead of True or False: {error}"
+        raise hook.error(fault, trace) from error
 
 
 def _fault_of(item: Any, instance_id: InstanceId) -> str:
@@ -348,7 +353,11 @@ def _fault_of(item: Any, instance_id: InstanceId) -> str:
         return ""
     if isinstance(reward, bool) or not isinstance(reward, int | float | numpy.number):
         return f"whose reward is {_kind(reward)}, not a number"
-    return "" if math.isfinite(reward) else f"whose reward is {reward}"
+    try:
+        finite = math.isfinite(reward)
+    except (OverflowError, TypeError):  # a whole number of hundreds of digits; a complex one
+        return "whose reward is no number that JSON has a form for"
+    return "" if finite else f"whose reward is {reward}"
 
 
 def _is_bool(value: Any) -> bool:

@@ -260,6 +260,7 @@ def without(item: dict[str, Any], key: str) -> dict[str, Any]:
         ("is_valid_group", lambda group: (True,), "gave back a value of type tuple"),
         ("get_group_data_meta_info", lambda temp: None, "gave back None instead of a dict"),
         ("filter_item", lambda item: None, "gave back None instead of True or False"),
+        ("filter_item", lambda item: numpy.zeros(2), "gave back a value of type ndarray instead of True or"),
         ("normalize_group_data", lambda group: None, "gave back None instead of"),
         ("normalize_group_data", lambda group: group[1], r"instead of \(instance_id, list of items\)"),
         ("normalize_group_data", lambda group: ("other", group[1]), "instance id 'other' for 'q'"),
@@ -296,6 +297,11 @@ def without(item: dict[str, Any], key: str) -> dict[str, Any]:
             "transform_group",
             lambda group: (group[0], [{**item, "reward": "1"} for item in group[1]]),
             "whose reward is a value of type str",
+        ),
+        (
+            "transform_group",
+            lambda group: (group[0], [{**item, "reward": 10**400} for item in group[1]]),
+            "whose reward is no number that JSON has a form for",
         ),
     ],
 )

@@ -201,6 +201,74 @@ async def test_a_hook_that_raises_costs_its_group_only(tmp_path: Path) -> None:
         assert {one["instance_id"] for one in answer["data"]["data"]} == {"bad", "long"}
 
 
+ODD = """
+import numpy
+
+TASK_TYPE = "hooked"
+
+def run_rollout(data):
+    pass
+
+class Odd:
+    @property
+    def __class__(self):
+        raise RuntimeError("odd")
+"""
+
+ODD_HOOKS = {
+    "filter_item": """
+def filter_item(item):
+    return numpy.zeros(2) if item["instance_id"] == "bad" else True
+""",
+    "popped": """
+def filter_item(item):
+    if item["instance_id"] == "bad":
+        del item["reward"]
+    return True
+""",
+    "compared": """
+def normalize_group_data(group):
+    if group[0] == "bad":
+        for item in group[1]:
+            item["raw_reward"] = numpy.zeros(2)
+    return group
+""",
+    "is_valid_group": """
+def is_valid_group(group):
+    return Odd() if group[0] == "bad" else len(group[1]) == 4
+""",
+}
+
+
+@pytest.mark.parametrize("name", ODD_HOOKS)
+async def test_whatever_a_hook_gives_back_costs_its_group_only(tmp_path: Path, name: str) -> None:
+    """Not the read, and every read after it: the group would be first in line each time."""
+    folder = tmp_path / "generators"
+    folder.mkdir()
+    (folder / "hooked_generator.py").write_text(ODD + ODD_HOOKS[name])
+    async with served(tmp_path / "buffer", generators=str(folder)) as buffer:
+        for instance in ("bad", "good", "fine"):
+            items = [item(instance, n % 2, f"{instance}{n}", task_type="hooked") for n in range(4)]
+            await buffer.post("/v1/items", {"items": items})
+        status, answer = await buffer.post("/v1/read", {})
+        assert status == 200, answer
+        assert [group["instance_id"] for group in answer["groups"]] == ["good", "fine"]
+        (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
+        assert aside["group"]["instance_id"] == "bad" and "Error" in aside["traceback"]
+
+
+async def test_a_meta_info_that_cannot_be_said_is_the_default(tmp_path: Path) -> None:
+    folder = tmp_path / "generators"
+    folder.mkdir()
+    hook = "def get_group_data_meta_info(groups):\n    return Odd()\n"
+    (folder / "hooked_generator.py").write_text(ODD + hook)
+    async with served(tmp_path / "buffer", generators=str(folder)) as buffer:
+        items = [item("a", n % 2, f"{n}", task_type="hooked") for n in range(4)]
+        await buffer.post("/v1/items", {"items": items})
+        _, answer = await buffer.post("/get_rollout_data", {})
+        assert answer["success"] is True and answer["data"]["meta_info"]["total_samples"] == 4
+
+
 async def test_a_read_of_which_nothing_is_left(tmp_path: Path) -> None:
     folder = tmp_path / "generators"
     folder.mkdir()
