@@ -2,6 +2,7 @@
 
 import http.client
 import random
+import selectors
 import ssl
 import threading
 import time
@@ -59,21 +60,31 @@ class Connections:
             The answer, and its body; with `stream_timeout`, the body is still to be read.
         """
         tries = tries or self.tries(method, path)
+        fresh = False
         while True:
             cause: Exception | None = None
             asked: float | None = None
-            connection = self._take(stream_timeout or self._timeout)
+            connection = self._take(stream_timeout or self._timeout, fresh=fresh)
+            reused, answered = connection.sock is not None, False
+            fresh = False
             try:
                 connection.request(
                     method, self._address.prefix + path, body, {**self._address.headers, **headers}
                 )
                 response = connection.getresponse()
+                answered = True
                 answer = Answer(connection, response)
                 if response.status < 400 and stream_timeout is not None:
                     return answer, b""
                 text = response.read()
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
+                if reused and not answered and isinstance(error, ConnectionError):
+                    # It was closed while nobody used it, or just now: that says nothing of the buffer. The
+                    # others that are idle are as old.
+                    self.close()
+                    fresh = True
+                    continue
                 cause, said = error, f"{type(error).__name__}: {error}"
             else:
                 self.give_back(answer)
@@ -90,9 +101,9 @@ class Connections:
         """Of one request."""
         return Tries(f"{method} {self._address.url}{path}", self._backoff, self._notice, self._rng)
 
-    def _take(self, timeout: float) -> http.client.HTTPConnection:
-        with self._lock:
-            connection = self._idle.pop() if self._idle else None
+    def _take(self, timeout: float, *, fresh: bool = False) -> http.client.HTTPConnection:
+        """A connection, new if `fresh`; else an idle one, if there is one that the server has not closed."""
+        connection = None if fresh else self._idle_one()
         if connection is None:
             address = self._address
             if address.tls:
@@ -104,6 +115,16 @@ class Connections:
         if connection.sock is not None:
             connection.sock.settimeout(timeout)
         return connection
+
+    def _idle_one(self) -> http.client.HTTPConnection | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if not _is_over(connection):
+                return connection
+            connection.close()
 
     def give_back(self, answer: Answer) -> None:
         """Keeps the connection of an answer that was read to its end."""
@@ -119,3 +140,12 @@ class Connections:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+
+def _is_over(connection: http.client.HTTPConnection) -> bool:
+    """Whether the server has closed an idle connection: there is something to read, and nothing was asked."""
+    if connection.sock is None:
+        return False
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection.sock, selectors.EVENT_READ)
+        return bool(selector.select(0))

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import random
+import selectors
+import threading
 import time
 from array import array
 from pathlib import Path
@@ -154,6 +156,50 @@ async def test_groups_of_an_answer_that_was_lost_come_at_once(tmp_path: Path, cu
         answers = 0
         await asyncio.to_thread(read_plainly)
         assert answers == 1
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_connections_that_ended_while_they_were_idle_cost_no_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, told: bool
+) -> None:
+    """`told`: the client's machine has heard of it when they are used again; else it hears by using one."""
+    monkeypatch.setattr("rollstream.buffer.server._KEEP_ALIVE_S", 1)
+    if not told:
+        monkeypatch.setattr("rollstream.buffer.client_http._is_over", lambda connection: False)
+    count = 8
+
+    def ask_together(client: BufferClient) -> None:
+        together = threading.Barrier(count)
+
+        def ask() -> None:
+            together.wait(60)
+            client.read(timeout=0.5)
+
+        threads = [threading.Thread(target=ask) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def is_closed(connection: Any) -> bool:
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection.sock, selectors.EVENT_READ)
+            return bool(selector.select(0))
+
+    def ask_after_a_pause(client: BufferClient) -> None:
+        idle = client._connections._idle
+        assert idle
+        deadline = time.monotonic() + 60
+        while not all(is_closed(one) for one in idle) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert client.stats()["items"] == 0
+        assert len(client._connections._idle) <= 1
+
+    async with served(tmp_path) as buffer:
+        with BufferClient(buffer.url, backoff=Backoff(0.001, give_up_after=0)) as client:
+            await asyncio.to_thread(ask_together, client)
+            await asyncio.to_thread(ask_after_a_pause, client)
+    assert not [record for record in caplog.records if "trying again" in record.getMessage()]
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
