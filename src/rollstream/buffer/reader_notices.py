@@ -6,9 +6,21 @@ from typing import Any
 
 from rollstream.buffer.generators import Rollouts
 from rollstream.buffer.ledger import Ledger
+from rollstream.buffer.rollout_record import RolloutFailure
 
 _LOOKED_AT = 100
 """Quarantined groups; their causes are the same, mostly."""
+
+
+def failures_of(
+    rollouts: Rollouts, task_type: str | None, of: Collection[str | None] | None
+) -> list[RolloutFailure]:
+    """Those of generators that would bring what was asked for: of this task and these rollouts."""
+    return [
+        one
+        for one in rollouts.failures()
+        if task_type in (None, one.task_type) and (of is None or one.rollout_id in of)
+    ]
 
 
 def reasons(
@@ -22,7 +34,7 @@ def reasons(
         task_type: what was asked for; None: any.
         of: rollouts that were asked for; None: any.
     """
-    found = [{**asdict(one), "message": str(one)} for one in rollouts.failures()]
+    found = [{**asdict(one), "message": str(one)} for one in failures_of(rollouts, task_type, of)]
     aside = [
         one
         for one in ledger.quarantined(limit=_LOOKED_AT)

@@ -159,6 +159,72 @@ async def test_readers_are_told_that_hooks_fail(tmp_path: Path) -> None:
         assert (await buffer.get("/v1/stats"))[1]["dropped"] == {"quarantined": 2}
 
 
+FAILING = """
+from rollstream.errors import ConfigError
+
+TASK_TYPE = "math"
+
+
+def run_rollout(data):
+    raise ConfigError("no such model")
+"""
+
+
+async def test_a_rollout_that_has_failed_lets_others_wait(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "math_generator.py").write_text(FAILING)
+    files = str(tmp_path / "files")
+    tool = {"task_type": "tool", "timeout": 30}
+
+    async def waits(path: str, asked: dict[str, Any]) -> asyncio.Task[tuple[int, Any]]:
+        """A read that is sent and not answered at once."""
+        before = buffer.service.metrics.empty_reads
+        read = asyncio.create_task(buffer.post(path, asked))
+        async with asyncio.timeout(20):
+            while not buffer.service.metrics.waiting_reads:
+                assert not read.done(), read.result()
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert buffer.service.metrics.empty_reads == before and not read.done()
+        return read
+
+    async with served(tmp_path / "buffer", generators=files) as buffer:
+        waiting = [asyncio.create_task(buffer.post("/v1/read", {"timeout": 600})) for _ in range(2)]
+        await start(buffer, num_repeat_per_sample=2)
+        for _, answer in await asyncio.wait_for(asyncio.gather(*waiting), 60):
+            assert [one["error"] for one in answer["head"]["failures"]] == ["ConfigError: no such model"]
+    async with served(tmp_path / "buffer", generators=files) as buffer:  # a restart does not hide it
+        for path, asked in (
+            ("/v1/read", {"task_type": "math", "timeout": 600}),
+            ("/buffer/read", {"batch_size": 2, "timeout": 600}),
+        ):
+            _, answer = await asyncio.wait_for(buffer.post(path, asked), 60)
+            assert "no such model" in str(answer)
+            read = await waits(path, {**asked, "timeout": 30})  # it was told
+            await write(buffer, f"own{path}", [0, 1], task_type="math")
+            assert "own" in str((await read)[1])
+            if path == "/v1/read":
+                await buffer.post(f"/v1/leases/{(await read)[1]['head']['lease']}/ack")
+        read = await waits("/v1/read", tool)  # of another task: never told of it
+        await write(buffer, "tool", [0, 1, 0, 1], task_type="tool")
+        assert (await read)[1]["groups"]
+        _, answer = await buffer.post("/v1/read", {"task_type": "tool"})
+        assert answer["head"]["groups"] == 0 and answer["head"]["failures"] == []
+        _, answer = await buffer.post("/v1/read", {"rollout_id": "other"})
+        assert answer["head"]["failures"] == []
+
+
+async def test_a_reader_that_waits_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollstream.buffer.waiting_reads._TOLD_AGAIN_S", 0.3)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "math_generator.py").write_text(FAILING)
+    async with served(tmp_path / "buffer", generators=str(tmp_path / "files")) as buffer:
+        await start(buffer)
+        for _ in range(3):
+            _, answer = await asyncio.wait_for(buffer.post("/v1/read", {"timeout": 600}), 60)
+            assert answer["head"]["failures"]
+
+
 async def test_no_read_goes_beyond_its_cycle(tmp_path: Path) -> None:
     """A trainer takes into its cycle whatever a read gives, also what the next epoch made meanwhile."""
     async with served(tmp_path / "buffer", max_groups_per_read=3) as buffer:
