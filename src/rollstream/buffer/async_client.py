@@ -299,6 +299,7 @@ class AsyncLease:
         id: None: there was nothing.
         groups_promised: how many groups there are, if no hook fails.
         failures: why nothing may come: generators that do not get on.
+        notices: why there may be nothing although nothing fails: lines to be read.
         meta_info: of the read; known when all groups came.
     """
 
@@ -313,6 +314,7 @@ class AsyncLease:
         self.id: str | None = None
         self.groups_promised = 0
         self.failures: list[dict[str, Any]] = []
+        self.notices: list[str] = []
         self.meta_info: dict[str, Any] = {}
 
     async def begin(self) -> None:
@@ -325,6 +327,7 @@ class AsyncLease:
         self.id = head["lease"]
         self.groups_promised = head["groups"]
         self.failures = head["failures"]
+        self.notices = head.get("notices", [])  # of a server that has them
         if self.id is None:
             await self._next()
 

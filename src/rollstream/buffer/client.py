@@ -289,6 +289,7 @@ class Lease:
         id: None: there was nothing.
         groups_promised: how many groups there are, if no hook fails.
         failures: why nothing may come: generators that do not get on.
+        notices: why there may be nothing although nothing fails: lines to be read.
         meta_info: of the read; known when all groups came.
     """
 
@@ -307,6 +308,7 @@ class Lease:
         self.id: str | None = head["lease"]
         self.groups_promised: int = head["groups"]
         self.failures: list[dict[str, Any]] = head["failures"]
+        self.notices: list[str] = head.get("notices", [])  # of a server that has them
         self.meta_info: dict[str, Any] = {}
         if self.id is None:
             self._next()

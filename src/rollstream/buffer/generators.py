@@ -188,6 +188,11 @@ class Rollouts:
                     return last
             elif last is not None and last.state == "finished":
                 if self._ledger.has_groups(last.rollout_id):
+                    _LOG.warning(
+                        "rollout %s has finished, and items of it are left: nothing is started for its "
+                        "payload before they have left the buffer",
+                        last.rollout_id,
+                    )
                     return last
                 last = None
             await asyncio.to_thread(self._files.refresh)  # it runs files that changed: the user's code
@@ -286,6 +291,11 @@ class Rollouts:
     def running(self) -> RolloutRecord | None:
         """The rollout that runs, if there is one."""
         return self._run.record if self._run is not None else None
+
+    @property
+    def last(self) -> RolloutRecord | None:
+        """The rollout that was started last, whatever became of it."""
+        return self._run.record if self._run is not None else self._last()
 
     def failures(self) -> list[RolloutFailure]:
         """What keeps the rollout from getting on; empty when all is well, or nothing was asked for.

@@ -18,9 +18,9 @@ from rollstream.buffer.lease_renewal import renewed
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.metrics import RequestMetrics
 from rollstream.buffer.read_forms import Form, form_for
-from rollstream.buffer.reader_notices import reasons
+from rollstream.buffer.reader_notices import notices, reasons, start_warnings
 from rollstream.buffer.reads import Part, Taken, Wanted
-from rollstream.buffer.rollout_record import RolloutRecord, near_misses
+from rollstream.buffer.rollout_record import RolloutRecord
 from rollstream.buffer.routing import Router
 from rollstream.buffer.waiting_reads import WaitingReads
 from rollstream.errors import ConflictError
@@ -230,13 +230,13 @@ class NativeRoutes:
             ):
                 # Some are finished before the head is written: it says whether there are any.
                 first = await anext(stream, None)
+                scope = wanted.task_type, wanted.rollouts
                 head: dict[str, Any] = {
                     "lease": leases[0] if first else None,
                     "lease_seconds": wanted.lease_seconds,
                     "groups": len(taken.groups),
-                    "failures": []
-                    if first
-                    else reasons(self._ledger, self._rollouts, wanted.task_type, wanted.rollouts),
+                    "failures": [] if first else reasons(self._ledger, self._rollouts, *scope),
+                    "notices": [] if first else notices(self._ledger, self._rollouts, taken, *scope),
                 }
                 await self._reply(exchange, form, head, taken, first, stream)
         except BaseException:
@@ -339,7 +339,7 @@ class NativeRoutes:
         """Starts a rollout, or finds it running."""
         payload = await read_object(exchange)
         record = await self._rollouts.start(payload)
-        await exchange.reply_json({**record.to_dict(), "warnings": near_misses(payload)})
+        await exchange.reply_json({**record.to_dict(), "warnings": start_warnings(record, payload)})
 
     async def list_rollouts(self, exchange: Exchange) -> None:
         """All rollouts, oldest first."""

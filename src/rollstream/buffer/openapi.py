@@ -203,6 +203,7 @@ _STARTED = _object(
     {
         "message": {"type": "string"},
         "rollout_id": {"type": "string"},
+        "state": {"type": "string"},
         "warnings": {"type": "array", "items": {"type": "string"}},
     },
     required=["message", "rollout_id"],

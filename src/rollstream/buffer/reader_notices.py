@@ -1,12 +1,15 @@
-"""What a reader that gets nothing is told: generators that fail, groups that its hooks spoiled (R10)."""
+"""What a reader that gets nothing is told: generators that fail, groups that its hooks spoiled (R10), what
+else there is; and who starts a rollout, of what is odd about it.
+"""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from rollstream.buffer.generators import Rollouts
 from rollstream.buffer.ledger import Ledger
-from rollstream.buffer.rollout_record import RolloutFailure
+from rollstream.buffer.reads import Taken
+from rollstream.buffer.rollout_record import RolloutFailure, RolloutRecord, near_misses
 
 _LOOKED_AT = 100
 """Quarantined groups; their causes are the same, mostly."""
@@ -56,5 +59,46 @@ def reasons(
                 "traceback": last.traceback,
                 "final": False,
             }
+        )
+    return found
+
+
+def notices(
+    ledger: Ledger,
+    rollouts: Rollouts,
+    taken: Taken,
+    task_type: str | None,
+    of: Collection[str | None] | None,
+) -> list[str]:
+    """Why there may be nothing although nothing fails. Arguments as of `reasons`, and what the read got."""
+    found = []
+    if taken.passed_over:
+        found.append(
+            f"{taken.passed_over} groups are ready, but not for this read: they are of another task or of "
+            "another rollout, or their instances were handed out within a cycle (--groups-per-cycle)"
+        )
+    last = rollouts.last
+    if (
+        last is not None
+        and last.state in ("finished", "stopped")
+        and task_type in (None, last.task_type)
+        and (of is None or last.rollout_id in of)
+        and not ledger.has_groups(last.rollout_id)
+    ):
+        found.append(
+            f"rollout {last.rollout_id} of task {last.task_type!r} is {last.state} and all of it has left "
+            "the buffer: nothing more comes of it until a rollout is started"
+        )
+    return found
+
+
+def start_warnings(record: RolloutRecord, payload: Mapping[str, Any]) -> list[str]:
+    """What is odd about a start of a rollout that was answered with success."""
+    found = near_misses(payload)
+    if record.state == "finished":
+        found.append(
+            f"rollout {record.rollout_id} of this payload has finished, and items of it are still in the "
+            "buffer: nothing was started. Once they are delivered and acked (or dropped: POST "
+            f"/v1/rollouts/{record.rollout_id}/drop), the same payload starts a new one"
         )
     return found

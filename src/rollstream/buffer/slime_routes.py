@@ -25,9 +25,8 @@ from rollstream.buffer.lease_renewal import renewed
 from rollstream.buffer.ledger import GroupView, Ledger
 from rollstream.buffer.metrics import RequestMetrics
 from rollstream.buffer.read_forms import Rows
-from rollstream.buffer.reader_notices import reasons
+from rollstream.buffer.reader_notices import notices, reasons, start_warnings
 from rollstream.buffer.reads import Taken, Wanted
-from rollstream.buffer.rollout_record import near_misses
 from rollstream.buffer.routing import Router
 from rollstream.buffer.waiting_reads import WaitingReads, closing_refusal
 from rollstream.errors import BufferFullError, ConfigError
@@ -149,8 +148,13 @@ class SlimeRoutes:
         except ConfigError:
             await asyncio.sleep(_ERROR_PAUSE_S)
             raise
-        answer: dict[str, Any] = {"message": "Rollout started", "rollout_id": record.rollout_id}
-        if warnings := near_misses(payload):
+        # The words are slime's, also where nothing had to be started: `state` says so.
+        answer: dict[str, Any] = {
+            "message": "Rollout started",
+            "rollout_id": record.rollout_id,
+            "state": record.state,
+        }
+        if warnings := start_warnings(record, payload):
             answer["warnings"] = warnings
         await exchange.reply_json(answer)
 
@@ -281,11 +285,7 @@ class SlimeRoutes:
     ) -> None:
         task_type, rollouts = self._scope()
         causes = [str(one["message"]) for one in reasons(self._ledger, self._rollouts, task_type, rollouts)]
-        if taken.passed_over:
-            causes.append(
-                f"{taken.passed_over} groups are ready, but not for this read: they are of another rollout, "
-                "or their instances were handed out within a cycle (--groups-per-cycle)"
-            )
+        causes += notices(self._ledger, self._rollouts, taken, task_type, rollouts)
         if causes:
             message = f"{message} ({'; '.join(causes)})"
         self._metrics.empty_reads += 1

@@ -159,6 +159,58 @@ async def test_readers_are_told_that_hooks_fail(tmp_path: Path) -> None:
         assert (await buffer.get("/v1/stats"))[1]["dropped"] == {"quarantined": 2}
 
 
+async def test_a_native_read_tells_of_groups_that_it_passed_over(tmp_path: Path) -> None:
+    settings = LedgerSettings(groups=GroupSettings(group_size=1))
+    async with served(tmp_path, settings, max_groups_per_read=4) as buffer:
+        await buffer.post("/v1/items", {"items": [item(n % 3, 1, f"u{n}") for n in range(9)]})
+        _, answer = await buffer.post("/v1/read", {})
+        assert answer["head"]["groups"] == 3 and answer["head"]["notices"] == []
+        await buffer.post(f"/v1/leases/{answer['head']['lease']}/ack")
+        _, answer = await buffer.post("/v1/read", {})
+        (notice,) = answer["head"]["notices"]
+        assert notice.startswith("6 groups are ready, but not for") and "--groups-per-cycle" in notice
+        assert answer["head"]["groups"] == 0 and answer["head"]["failures"] == []
+
+
+ENDING = """
+TASK_TYPE = "math"
+
+
+def run_rollout(data):
+    pass
+"""
+
+
+async def test_readers_are_told_that_a_rollout_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "math_generator.py").write_text(ENDING)
+    async with served(tmp_path / "buffer", generators=str(tmp_path / "files")) as buffer:
+        rollout = await start(buffer, num_repeat_per_sample=2)
+        async with asyncio.timeout(60):
+            while (await buffer.get(f"/v1/rollouts/{rollout}"))[1]["state"] == "running":
+                await asyncio.sleep(0.05)
+        ended = f"rollout {rollout} of task 'math' is finished"
+        _, answer = await buffer.post("/get_rollout_data", {})
+        assert answer["success"] is False and ended in answer["message"]
+        _, answer = await buffer.post("/v1/read", {})
+        assert answer["head"]["notices"][0].startswith(ended)
+        assert (await buffer.post("/v1/read", {"task_type": "tool"}))[1]["head"]["notices"] == []
+        # What is left over is not silently what another run gets for its own.
+        await write(buffer, "left", [0, 1])
+        payload = {"task_type": "math", "num_repeat_per_sample": 2}
+        for path in ("/start_rollout", "/v1/rollouts"):
+            _, answer = await buffer.post(path, payload)
+            assert (answer["rollout_id"], answer["state"]) == (rollout, "finished")
+            assert "nothing was started" in answer["warnings"][0]
+        _, answer = await buffer.post("/get_rollout_data", {})
+        assert uids(answer) == ["left0", "left1"]
+        async with asyncio.timeout(60):
+            while buffer.service.ledger.has_groups(rollout):
+                await asyncio.sleep(0.01)
+        _, answer = await buffer.post("/start_rollout", payload)
+        assert answer["state"] == "running" and answer["rollout_id"] != rollout
+
+
 FAILING = """
 from rollstream.errors import ConfigError
 
