@@ -54,7 +54,7 @@ _RETRY_DELAY_S, _RETRY_DELAY_MAX_S = 0.5, 30.0
 """Between attempts at a rollout, as in generation.yaml."""
 
 _ASKED_AT_ONCE = 1000
-"""Uids that the buffer is asked for with one request."""
+"""Uids that the buffer is asked for at once, about: of whole groups."""
 
 _SAID_EVERY_S = 30.0
 
@@ -145,6 +145,16 @@ class _Generation:
             settings.epochs,
             Counter(settings.skip_instance_ids),
         )
+        if settings.remember_uids is not None and len(plan) > settings.remember_uids:
+            _LOG.warning(
+                "%d rollouts, and the buffer remembers %d uids of items that have left it: after a crash, "
+                "groups that it has forgotten are told by how many of their instance are complete. One "
+                "that was handed out before it was whole may count twice; --remember-uids makes it exact",
+                len(plan),
+                settings.remember_uids,
+            )
+            # Not otherwise: uids tell exactly what is missing, counts do not.
+            plan = replace(plan, finished=Counter(dict(settings.finished)))
         self._check_reward()
         tools = load_toolbox(
             tool_config_path=settings.tool_config_path,
@@ -177,7 +187,7 @@ class _Generation:
                 saying = companions.create_task(self._say(len(plan)))
                 async with asyncio.TaskGroup() as group:
                     for _ in range(slots):
-                        group.create_task(self._slot(works, worker, client, writer))
+                        group.create_task(self._slot(plan, works, worker, client, writer))
                 writing.cancel()
                 saying.cancel()
         except BaseExceptionGroup as errors:
@@ -192,27 +202,34 @@ class _Generation:
             self._watch.check_end()
 
     async def _slot(
-        self, works: Iterator[Work], worker: RolloutWorker, client: AsyncBufferClient, writer: ItemWriter
+        self,
+        plan: Plan,
+        works: Iterator[Work],
+        worker: RolloutWorker,
+        client: AsyncBufferClient,
+        writer: ItemWriter,
     ) -> None:
-        while (work := await self._next(works, client)) is not None:
+        while (work := await self._next(plan, works, client)) is not None:
             try:
                 await self._one(work, worker, writer)
             finally:
                 self._order.leave(work)
 
-    async def _next(self, works: Iterator[Work], client: AsyncBufferClient) -> Work | None:
+    async def _next(self, plan: Plan, works: Iterator[Work], client: AsyncBufferClient) -> Work | None:
         """The next work that the buffer does not have; entered in the epochs' order."""
         async with self._taking:
             while not self._ready:
-                asked = list(itertools.islice(works, _ASKED_AT_ONCE))
+                groups = max(1, _ASKED_AT_ONCE // plan.repeats)
+                asked = list(itertools.islice(works, groups * plan.repeats))
                 if not asked:
                     return None
                 try:
                     known = await client.known([work.uid for work in asked])
                 except BufferClientError as error:
                     raise ConfigError(f"remote_buffer_url: {error}") from error
-                self._counts.known += sum(known)
-                self._ready += [work for work, there in zip(asked, known, strict=True) if not there]
+                missing = plan.missing(asked, known)
+                self._counts.known += len(asked) - len(missing)
+                self._ready += missing
             work = self._ready.popleft()
             # Within the lock: what comes before this in the plan has entered.
             await self._order.enter(work)

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import orjson
 
@@ -44,6 +44,8 @@ class Plan:
     epochs: int
     skips: Counter[InstanceId]
     """How many epochs of an instance were done before."""
+    finished: Counter[InstanceId] = field(default_factory=Counter)
+    """How many groups of an instance are complete since, where the buffer may have forgotten their uids."""
 
     def work(self) -> Iterator[Work]:
         """In order: by epoch, then by row, the repeats of a group together."""
@@ -54,6 +56,26 @@ class Plan:
                 for repeat in range(self.repeats):
                     uid = make_uid(self.rollout_id, instance_id, epoch, repeat)
                     yield Work(row, instance_id, epoch, repeat, uid, self.rollout_id)
+
+    def missing(self, asked: Sequence[Work], known: Sequence[bool]) -> list[Work]:
+        """What is to be generated of some whole groups.
+
+        A group of which the buffer knows no uid, although as many are complete, is one that it has forgotten.
+
+        Args:
+            asked: work in the order of `work`.
+            known: by work, whether the buffer knows its uid.
+        """
+        there = {(work.row, work.epoch) for work, one in zip(asked, known, strict=True) if one}
+        return [
+            work
+            for work, one in zip(asked, known, strict=True)
+            if not one
+            and (
+                (work.row, work.epoch) in there
+                or work.epoch >= self.skips[work.instance_id] + self.finished[work.instance_id]
+            )
+        ]
 
     def __len__(self) -> int:
         skipped = sum(min(self.skips[one], self.epochs) for one in self.instance_ids)

@@ -51,6 +51,10 @@ class GeneratorSettings:
     """`num_process`: rollouts at once."""
     skip_instance_ids: tuple[int | str, ...]
     """Done before this rollout began: each time an id stands here, one of its epochs is left out."""
+    finished: tuple[tuple[int | str, int], ...]
+    """Instances, and how many groups of each are complete since this rollout began."""
+    remember_uids: int | None
+    """How many uids of items that have left the buffer knows; None: it does not say."""
     sampling: SamplingParams
     wants_logprobs: bool | None
     """`sampling_params.logprobs`; None takes them where the engine has some."""
@@ -101,6 +105,8 @@ class GeneratorSettings:
             epochs=read_count(data, "num_epoch", 1),
             in_flight=read_count(data, "num_process", 100),
             skip_instance_ids=tuple(read_skips(own if "skip_instance_ids" in own else data)),
+            finished=tuple((instance_id, count) for instance_id, count in own.get("finished") or ()),
+            remember_uids=own.get("remember_uids"),
             sampling=sampling,
             wants_logprobs=logprobs,
             tokenizer_path=_optional_text(data, "tokenizer_path"),

@@ -53,8 +53,18 @@ class _Stats(Protocol):
     def items_written(self) -> int: ...
 
 
+class _Settings(Protocol):
+    @property
+    def remember_uids(self) -> int: ...
+
+
 class RolloutLedger(Protocol):
     """What rollouts need of the buffer's ledger."""
+
+    @property
+    def settings(self) -> _Settings:
+        """Says how many uids of items that have left are known."""
+        ...
 
     async def set_task(self, task_type: str, group_size: int, judge_from: int | None = None) -> None:
         """Makes a task the one of items that name none; `judge_from`: see `Ledger.set_task`."""
@@ -453,7 +463,8 @@ class Rollouts:
 
         `remote_buffer_url` is this server's own address: the payload's is where the trainer sees it.
         `skip_instance_ids` also has what is complete since the rollout began, once for each epoch; who knows
-        better, by uids, finds the payload's own list in `rollstream`.
+        better, by uids, finds the payload's own list in `rollstream`, and by instance what is complete, for
+        groups whose uids are forgotten.
         """
         skips = record.skip_instance_ids
         done = self._ledger.finished_counts(record.rollout_id)
@@ -462,7 +473,12 @@ class Rollouts:
             REPEATS: record.payload.get(REPEATS, self._group_size),
             "remote_buffer_url": self._url,
             "skip_instance_ids": skips + [one for one, count in done.items() for _ in range(count)],
-            "rollstream": {"rollout_id": record.rollout_id, "skip_instance_ids": skips},
+            "rollstream": {
+                "rollout_id": record.rollout_id,
+                "skip_instance_ids": skips,
+                "finished": list(done.items()),
+                "remember_uids": self._ledger.settings.remember_uids,
+            },
         }
 
 

@@ -131,6 +131,35 @@ async def test_skips_leave_out_one_epoch_each(tmp_path: Path) -> None:
         assert found == {(1, 1): 4, (2, 0): 4, (2, 1): 4}
 
 
+async def test_groups_that_the_buffer_has_forgotten_are_not_generated_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_input(tmp_path, 3)
+    own: dict[str, Any] = {"rollout_id": "r1", "skip_instance_ids": [1]}
+    async with StubServer(answer_by_text(TOKENIZER, add)) as engine, KeepingBuffer() as buffer:
+        data = payload(engine, buffer, file, num_epoch=3)
+        await generate({**data, "rollstream": own})
+        asked = engine.stats.answered
+        assert asked == 32
+        finished = [["t0", 2], [1, 1], [2, 1]]
+        for uid, one in list(buffer.items.items()):
+            epoch, repeat = one["extra_info"]["epoch"], one["extra_info"]["rollout_index"]
+            if (one["instance_id"], epoch) in (("t0", 0), (1, 1), (2, 2)) or (epoch, repeat) == (1, 0):
+                del buffer.items[uid]
+        # All are remembered: what is not known was never written.
+        left = len(buffer.items)
+        missing = {("t0", 1, 0), (2, 1, 0), *((2, 2, repeat) for repeat in range(4))}
+        before = set(buffer.items)
+        own = {**own, "finished": finished, "remember_uids": 31}
+        await generate({**data, "rollstream": own})
+        made = {uid: one for uid, one in buffer.items.items() if uid not in before}
+        assert keys(made) == Counter(missing) and len(buffer.items) == left + 6
+        assert "--remember-uids" in caplog.text
+        caplog.clear()
+        await generate({**data, "rollstream": {**own, "remember_uids": 32}})
+        assert len(buffer.items) == 32 and "--remember-uids" not in caplog.text
+
+
 async def test_epochs_of_an_instance_are_never_mixed(tmp_path: Path) -> None:
     file = write_input(tmp_path, 1)
     async with StubServer(answer_by_text(TOKENIZER, add)) as engine, KeepingBuffer() as buffer:

@@ -14,6 +14,7 @@ import pytest
 from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.generator_process import cut_log
 from rollstream.buffer.generators import Rollouts, UnknownTaskError, with_token
+from rollstream.buffer.ledger import LedgerSettings
 from rollstream.buffer.rollout_record import RolloutRecord
 from rollstream.engine.launch_guard import marked
 from rollstream.errors import ConfigError, StorageError
@@ -32,6 +33,7 @@ class MemoryLedger:
     tasks: list[tuple[str, int, int | None]] = field(default_factory=list)
     finished: dict[int | str, int] = field(default_factory=dict)
     broken: bool = False
+    settings: LedgerSettings = field(default_factory=lambda: LedgerSettings(remember_uids=100))
     held: set[str] = field(default_factory=set)
     """Rollouts of which items are stored."""
 
@@ -125,7 +127,12 @@ async def test_a_rollout_runs_in_its_process_and_finishes(world: World) -> None:
     assert pid != os.getpid()
     data = world.payload_of(pid)
     assert data["remote_buffer_url"] == "http://rollstream:s%2Fe%20c@127.0.0.1:1"
-    assert data["rollstream"] == {"rollout_id": record.rollout_id, "skip_instance_ids": []}
+    assert data["rollstream"] == {
+        "rollout_id": record.rollout_id,
+        "skip_instance_ids": [],
+        "finished": [],
+        "remember_uids": 100,
+    }
     assert data["num_repeat_per_sample"] == "8" and data["skip_instance_ids"] == []
     assert rollouts.failures() == [] and rollouts.running is None
     log = world.folder / "dir" / "logs" / f"generator-{record.rollout_id}.log"
@@ -400,7 +407,8 @@ async def test_a_restarted_server_goes_on_and_skips_what_is_complete(world: Worl
     await until(lambda: len(world.runs()) == 2)
     data = world.payload_of(world.runs()[1])
     assert data["skip_instance_ids"] == [9, 7, 7, "7"]
-    assert data["rollstream"] == {"rollout_id": record.rollout_id, "skip_instance_ids": [9]}
+    assert data["rollstream"]["skip_instance_ids"] == [9]
+    assert data["rollstream"]["finished"] == [[7, 2], ["7", 1]]
     assert world.ledger.tasks == [("math", 8, None)] * 2
     await rollouts.close()
     (world.folder / "files" / "math_generator.py").unlink()
