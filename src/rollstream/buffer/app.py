@@ -1,5 +1,6 @@
 """The application: who may come in, which route answers, what a failure looks like, what is counted."""
 
+import asyncio
 import base64
 import binascii
 import hmac
@@ -21,6 +22,10 @@ MAX_BODY = 64 * 2**20
 
 _OPEN = frozenset(("/health", "/ready"))
 """For load balancers, which have no token."""
+
+_ASKED_FOR_EVER = "/start_rollout"
+_ERROR_PAUSE_S = 1.0
+"""Before that route is refused, whatever for: the stock client asks again at once, for ever."""
 
 
 class BufferApp:
@@ -101,6 +106,8 @@ class BufferApp:
 
     async def _answer(self, exchange: Exchange, refusal: RefusalError) -> None:
         body = refused_body(refusal, exchange.path)
+        if exchange.path == _ASKED_FOR_EVER:
+            await asyncio.sleep(_ERROR_PAUSE_S)
         try:
             await exchange.refuse(orjson.dumps(body, _as_text), refusal.status, refusal.headers)
         except GoneError:

@@ -29,15 +29,12 @@ from rollstream.buffer.reader_notices import notices, reasons, start_warnings
 from rollstream.buffer.reads import Taken, Wanted
 from rollstream.buffer.routing import Router
 from rollstream.buffer.waiting_reads import WaitingReads, closing_refusal
-from rollstream.errors import BufferFullError, ConfigError
+from rollstream.errors import BufferFullError
 
 WRITTEN = (
     b'{"success":true,"message":"Data has been successfully written to buffer","data":{"data":[',
     b'],"meta_info":"write to buffer"}}',
 )
-
-_ERROR_PAUSE_S = 1.0
-"""Before `/start_rollout` is refused: the stock client asks again at once, for ever."""
 
 _HOLD_S = 1.0
 """A write without room looks this often whether its client is still there."""
@@ -142,12 +139,8 @@ class SlimeRoutes:
     async def start_rollout(self, exchange: Exchange) -> None:
         """Starts a rollout, or finds it running."""
         payload = await read_object(exchange)
-        try:
-            record = await self._rollouts.start(payload)
-            await self._ledger.begin_cycle()
-        except ConfigError:
-            await asyncio.sleep(_ERROR_PAUSE_S)
-            raise
+        record = await self._rollouts.start(payload)
+        await self._ledger.begin_cycle()
         # The words are slime's, also where nothing had to be started: `state` says so.
         answer: dict[str, Any] = {
             "message": "Rollout started",

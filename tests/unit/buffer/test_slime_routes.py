@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from rollstream.buffer.delivery import Delivery
+from rollstream.buffer.generators import Rollouts
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.ledger import LedgerSettings
 from rollstream.buffer.reads import Taken, Wanted
+from rollstream.errors import StorageFullError
 
 from .served import Served, item, served
 
@@ -245,12 +247,29 @@ async def test_bad_requests(tmp_path: Path) -> None:
             assert answer["message"] == answer["detail"] == answer["error"]["message"]
 
 
-async def test_an_unknown_task_is_told_after_a_pause(tmp_path: Path) -> None:
-    async with served(tmp_path) as buffer:
-        began = asyncio.get_running_loop().time()
-        status, answer = await buffer.post("/start_rollout", {"task_type": "chess"})
-        assert status == 404 and "'chess'" in answer["message"] and answer["error"]["known"] == []
-        assert asyncio.get_running_loop().time() - began > 0.9
+async def test_errors_of_a_start_are_told_after_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = asyncio.get_running_loop().time
+
+    async def full(self: Rollouts, payload: Any) -> None:
+        raise StorageFullError("the disk is full")
+
+    async def refused(status: int, **asked: Any) -> Any:
+        began = now()
+        got, answer = await buffer.post("/start_rollout", **asked)
+        assert got == status and now() - began > 0.9
+        return answer
+
+    chess: dict[str, Any] = {"json": {"task_type": "chess"}}
+    async with served(tmp_path, token="secret") as buffer:
+        await refused(401, **chess)
+        buffer.session.headers["authorization"] = "Bearer secret"
+        answer = await refused(404, **chess)
+        assert "'chess'" in answer["message"] and answer["error"]["known"] == []
+        await refused(400, data=b"{")
+        monkeypatch.setattr(Rollouts, "start", full)
+        await refused(507, **chess)
 
 
 async def test_too_large_is_refused_while_it_comes(tmp_path: Path) -> None:
