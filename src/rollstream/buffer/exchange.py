@@ -101,6 +101,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_cut",
         "_given",
         "_receive",
         "_send",
@@ -124,6 +125,7 @@ class Exchange:
         self.started = False
         self.status = 0
         self._given = 0
+        self._cut = False
 
     # -- the request
 
@@ -201,9 +203,16 @@ class Exchange:
 
     def cut_off(self) -> None:
         """Ends the connection, as if the client had gone away."""
+        self._cut = True
         connection = self.scope.get(CONNECTION)
         if connection is not None:
             connection.cut_off()
+
+    @property
+    def unconfirmed(self) -> int:
+        """Bytes that were sent and the client's machine has not taken."""
+        connection = self.scope.get(CONNECTION)
+        return 0 if connection is None else connection.unsent
 
     @property
     def confirmed(self) -> int:
@@ -214,7 +223,8 @@ class Exchange:
     async def taken(self) -> bool:
         """Waits until the client's machine has all that was sent; False when it is gone before."""
         connection = self.scope.get(CONNECTION)
-        return True if connection is None else await connection.taken()
+        # What this side threw away is not seen in what is left to be sent.
+        return connection is None or (await connection.taken() and not self._cut)
 
     # -- the answer
 

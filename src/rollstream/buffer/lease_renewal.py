@@ -1,11 +1,15 @@
 """Leases of an answer that is being sent: they last as long as its reader takes more of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import logging
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from rollstream.buffer.exchange import Exchange
 from rollstream.buffer.ledger import Ledger
 from rollstream.errors import ConflictError, NotFoundError
+
+_LOG = logging.getLogger(__name__)
 
 _LOOKS = 3
 """In the time of a lease."""
@@ -13,17 +17,20 @@ _LOOKS = 3
 
 @asynccontextmanager
 async def renewed(
-    ledger: Ledger, leases: Sequence[str], seconds: float, progress: Callable[[], int]
+    ledger: Ledger, leases: Sequence[str], seconds: float, exchange: Exchange
 ) -> AsyncIterator[None]:
-    """Extends leases inside the block, unless their reader has stopped: then they end in their time.
+    """Extends leases inside the block, as long as their reader takes more of the answer.
+
+    A reader that takes nothing for the time of a lease is cut off: its groups are for others by then, and
+    what it holds of the server is freed. One that waits for the server, since a hook takes long, is not.
 
     Args:
         ledger: has them.
         leases: ids; may grow meanwhile.
         seconds: of a lease.
-        progress: what the reader has taken; another number than before means that it is there.
+        exchange: the answer.
     """
-    task = asyncio.create_task(_renew(ledger, leases, seconds, progress), name="buffer-leases")
+    task = asyncio.create_task(_renew(ledger, leases, seconds, exchange), name="buffer-leases")
     try:
         yield
     finally:
@@ -31,18 +38,23 @@ async def renewed(
         await asyncio.wait({task})
 
 
-async def _renew(ledger: Ledger, leases: Sequence[str], seconds: float, progress: Callable[[], int]) -> None:
-    seen = progress()
+async def _renew(ledger: Ledger, leases: Sequence[str], seconds: float, exchange: Exchange) -> None:
+    seen, stalled, lost = exchange.confirmed, 0, False
     while True:
         await asyncio.sleep(seconds / _LOOKS)
-        now = progress()
+        now = exchange.confirmed
         if now == seen:
+            stalled = stalled + 1 if exchange.unconfirmed else 0
+            if stalled >= _LOOKS:
+                _LOG.warning("%s: its reader took nothing for %g s and is cut off", exchange.path, seconds)
+                exchange.cut_off()
+                return
             continue
-        seen = now
+        seen, stalled = now, 0
         for lease in list(leases):
-            if not ledger.has_lease(lease):  # nothing was left of it
+            if lost or not ledger.has_lease(lease):  # nothing was left of it
                 continue
             try:
                 await ledger.extend(lease, seconds)
             except (ConflictError, NotFoundError):  # who acks it is told
-                return
+                lost = True

@@ -225,7 +225,7 @@ class NativeRoutes:
         leases = [taken.lease.lease_id] if taken.lease is not None and taken.groups else []
         try:
             async with (
-                renewed(self._ledger, leases, wanted.lease_seconds, lambda: exchange.confirmed),
+                renewed(self._ledger, leases, wanted.lease_seconds, exchange),
                 aclosing(self._delivery.stream(taken, form)) as stream,
             ):
                 # Some are finished before the head is written: it says whether there are any.

@@ -302,7 +302,7 @@ class SlimeRoutes:
         held: list[str] = []
         total = Taken()
         try:
-            async with renewed(self._ledger, leases, self._lease_seconds, lambda: exchange.confirmed):
+            async with renewed(self._ledger, leases, self._lease_seconds, exchange):
                 success = await self._send_groups(exchange, taken, wanted, most, leases, held, total)
                 if not await exchange.taken():
                     raise GoneError

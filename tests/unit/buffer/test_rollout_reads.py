@@ -455,6 +455,37 @@ async def test_a_slow_reader_and_another_never_get_the_same(tmp_path: Path, stal
         asking.close()
 
 
+@pytest.mark.parametrize("path", ["/get_rollout_data", "/v1/read"])
+async def test_a_reader_that_takes_no_more_is_cut_off(tmp_path: Path, path: str) -> None:
+    settings = LedgerSettings(groups=GroupSettings(group_size=1), lease_seconds=0.6)
+    async with served(tmp_path, settings) as buffer:
+        for number in range(8):
+            big = item(number, 1, f"u{number}", pad="x" * 2_000_000)
+            assert (await buffer.post("/v1/items", {"items": [big]}))[0] == 200
+        asking = _ask(buffer.url, path, b"{}", 4096)
+        async with asyncio.timeout(60):
+            while not buffer.service.ledger.stats().groups["leased"]:
+                await asyncio.sleep(0.01)
+            # Nobody reads from it, nobody asks for its groups: they come back, and it is over.
+            while not any(route == path for route, _ in buffer.service.metrics.answered):
+                await asyncio.sleep(0.01)
+        assert buffer.service.ledger.stats().groups["ready"] == 8
+        assert not buffer.service.ledger.leases()
+        assert not (await asyncio.to_thread(_rest, asking)).endswith(b"0\r\n\r\n")
+        asking.close()
+
+
+async def test_a_reader_that_waits_for_a_slow_hook_is_not_cut_off(tmp_path: Path) -> None:
+    slow = "def filter_item(item):\n    time.sleep(0.5)\n    return True\n"
+    settings = LedgerSettings(groups=GroupSettings(group_size=2), lease_seconds=0.3)
+    files = generator(tmp_path / "files", hooks=slow)
+    async with served(tmp_path / "buffer", settings, generators=files) as buffer:
+        for number in range(2):
+            await write(buffer, f"{number}-", [0, 1], number, task_type="math")
+        _, answer = await buffer.post("/get_rollout_data", {})
+        assert len(uids(answer)) == 4
+
+
 async def test_a_body_that_stops_coming_ends_with_408(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
