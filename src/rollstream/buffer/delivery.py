@@ -225,6 +225,8 @@ class Delivery:
                 await asyncio.sleep(0)
             if view.number in seen or view.instance_id in wanted.without:
                 continue
+            if wanted.group_size not in (None, view.group_size):
+                continue
             seen.add(view.number)
             judged = await self._judge(view, wanted)
             if not (overdue and judged.outcome == "lease"):

@@ -254,8 +254,9 @@ class NativeRoutes:
         if (given.max_staleness is None) != (given.policy_version is None):
             raise RefusalError("policy_version and max_staleness belong together: give both, or none")
         groups = min(given.max_groups or self._max_groups or MOST_GROUPS, MOST_GROUPS)
+        size = None
         if given.batch_size is not None:
-            size = self._delivery.settings(given.task_type or self._ledger.task_type).group_size
+            size = self._group_size(given)
             groups = given.batch_size // size
             if groups == 0:
                 raise RefusalError(
@@ -267,11 +268,20 @@ class NativeRoutes:
             lease_seconds=given.lease_seconds or self._lease_seconds,
             max_groups=groups,
             all_or_nothing=given.batch_size is not None,
+            group_size=size,
             task_type=given.task_type,
             rollouts=None if given.rollout_id is None else (given.rollout_id,),
             policy_version=given.policy_version,
             max_staleness=given.max_staleness,
         )
+
+    def _group_size(self, given: ReadBody) -> int:
+        """Of the rollout that was asked for, or else of the task now."""
+        size = self._delivery.settings(given.task_type or self._ledger.task_type).group_size
+        for record in self._rollouts.records():
+            if record.rollout_id == given.rollout_id:
+                return record.group_size(size)
+        return size
 
     async def _reply(
         self,

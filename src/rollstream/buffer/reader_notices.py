@@ -74,8 +74,9 @@ def notices(
     found = []
     if taken.passed_over:
         found.append(
-            f"{taken.passed_over} groups are ready, but not for this read: they are of another task or of "
-            "another rollout, or their instances were handed out within a cycle (--groups-per-cycle)"
+            f"{taken.passed_over} groups are ready, but not for this read: they are of another task, of "
+            "another rollout or (batch_size) of another size, or their instances were handed out within a "
+            "cycle (--groups-per-cycle)"
         )
     last = rollouts.last
     if (

@@ -22,6 +22,8 @@ class Wanted:
     """At most; None: all there are."""
     all_or_nothing: bool = False
     """`max_groups` groups, or none."""
+    group_size: int | None = None
+    """Groups of so many items only: they add up to a number that the reader has named."""
     task_type: str | None = None
     """Of one task only."""
     rollouts: Collection[str | None] | None = None

@@ -172,6 +172,21 @@ async def test_a_native_read_tells_of_groups_that_it_passed_over(tmp_path: Path)
         assert answer["head"]["groups"] == 0 and answer["head"]["failures"] == []
 
 
+async def test_a_batch_size_is_exact_beside_groups_of_another_size(tmp_path: Path) -> None:
+    async with served(tmp_path / "buffer", generators=generator(tmp_path / "files")) as buffer:
+        first = await start(buffer, num_repeat_per_sample=8)
+        await write(buffer, "old", [0, 1] * 4, 1)
+        await start(buffer, num_repeat_per_sample=2)
+        await write(buffer, "a", [0, 1], 2)
+        _, answer = await buffer.post("/v1/read", {"batch_size": 4})
+        assert answer["head"]["groups"] == 0 and "of another size" in answer["head"]["notices"][0]
+        await write(buffer, "b", [0, 1], 3)
+        _, answer = await buffer.post("/v1/read", {"batch_size": 4})
+        assert [len(group["items"]) for group in answer["groups"]] == [2, 2]
+        _, answer = await buffer.post("/v1/read", {"batch_size": 8, "rollout_id": first})
+        assert [len(group["items"]) for group in answer["groups"]] == [8]
+
+
 ENDING = """
 TASK_TYPE = "math"
 
