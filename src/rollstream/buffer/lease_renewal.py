@@ -22,7 +22,8 @@ async def renewed(
     """Extends leases inside the block, as long as their reader takes more of the answer.
 
     A reader that takes nothing for the time of a lease is cut off: its groups are for others by then, and
-    what it holds of the server is freed. One that waits for the server, since a hook takes long, is not.
+    what it holds of the server is freed. One that has all it was given keeps them: it waits for the server,
+    where a hook takes long or groups are large.
 
     Args:
         ledger: has them.
@@ -43,8 +44,8 @@ async def _renew(ledger: Ledger, leases: Sequence[str], seconds: float, exchange
     while True:
         await asyncio.sleep(seconds / _LOOKS)
         now = exchange.confirmed
-        if now == seen:
-            stalled = stalled + 1 if exchange.unconfirmed else 0
+        if now == seen and exchange.unconfirmed:
+            stalled += 1
             if stalled >= _LOOKS:
                 _LOG.warning("%s: its reader took nothing for %g s and is cut off", exchange.path, seconds)
                 exchange.cut_off()

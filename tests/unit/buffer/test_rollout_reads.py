@@ -440,7 +440,7 @@ def _rest(asking: socket.socket, pause: float = 0.0) -> bytes:
 
 @pytest.mark.parametrize("stalls", [True, False])
 async def test_a_slow_reader_and_another_never_get_the_same(tmp_path: Path, stalls: bool) -> None:
-    settings = LedgerSettings(groups=GroupSettings(group_size=2), lease_seconds=0.6)
+    settings = LedgerSettings(groups=GroupSettings(group_size=2), lease_seconds=1.0)
     async with served(tmp_path, settings) as buffer:
         for number in range(2):
             big = item(1, number, f"u{number}", pad="x" * 4_000_000)
@@ -490,15 +490,21 @@ async def test_a_reader_that_takes_no_more_is_cut_off(tmp_path: Path, path: str)
         asking.close()
 
 
-async def test_a_reader_that_waits_for_a_slow_hook_is_not_cut_off(tmp_path: Path) -> None:
+async def test_a_reader_that_waits_for_a_slow_hook_keeps_its_groups(tmp_path: Path) -> None:
     slow = "def filter_item(item):\n    time.sleep(0.5)\n    return True\n"
-    settings = LedgerSettings(groups=GroupSettings(group_size=2), lease_seconds=0.3)
+    settings = LedgerSettings(groups=GroupSettings(group_size=2), lease_seconds=1.0)
     files = generator(tmp_path / "files", hooks=slow)
     async with served(tmp_path / "buffer", settings, generators=files) as buffer:
-        for number in range(2):
+        for number in range(4):
             await write(buffer, f"{number}-", [0, 1], number, task_type="math")
-        _, answer = await buffer.post("/get_rollout_data", {})
-        assert len(uids(answer)) == 4
+        first = asyncio.create_task(buffer.post("/get_rollout_data", {}))
+        while buffer.service.ledger.stats().groups["ready"]:
+            await asyncio.sleep(0.01)
+        while not first.done():  # longer than the lease: nobody else gets them
+            _, second = await buffer.post("/get_rollout_data", {})
+            assert second["success"] is False
+            await asyncio.sleep(0.1)
+        assert len(uids((await first)[1])) == 8
 
 
 async def test_a_body_that_stops_coming_ends_with_408(
