@@ -85,7 +85,14 @@ class GeneratorProcess:
         Raises:
             OSError: the disk is full, or no process is left.
         """
-        await asyncio.to_thread(kill_left, mark, {}, f"an earlier generator of {file.name}")
+        ended = asyncio.ensure_future(
+            asyncio.to_thread(kill_left, mark, {}, f"an earlier generator of {file.name}")
+        )
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            await asyncio.wait({ended})  # else it could find, and end, the next one with this mark
+            raise
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         payload, report = folder / "payload.json", folder / "report.json"
