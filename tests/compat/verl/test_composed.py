@@ -66,10 +66,44 @@ def test_verls_own_servers() -> None:
     assert rollout.load_format == "auto"
 
 
+OWN = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=8")
+
+
+def test_what_our_keys_say_of_servers_verls_own_get() -> None:
+    """Keys of the same name: what is asked is what runs, not verl's default of it (R8)."""
+    asked = {
+        "tensor_model_parallel_size": 4,
+        "pipeline_model_parallel_size": 2,
+        "data_parallel_size": 2,
+        "gpu_memory_utilization": 0.3,
+        "dtype": "float32",
+        "load_format": "safetensors",
+    }
+    rollout = composed(
+        *(f"{ROLLOUT}.{key}={value}" for key, value in asked.items()), overrides=OWN
+    ).actor_rollout_ref.rollout
+    assert {key: rollout[key] for key in asked} == asked
+    # Nothing asked: rollstream's defaults; a share of the memory it leaves to who starts the servers.
+    rollout = composed(overrides=OWN).actor_rollout_ref.rollout
+    assert (rollout.tensor_model_parallel_size, rollout.dtype) == (1, "auto")
+    assert rollout.gpu_memory_utilization == 0.5
+
+
+def test_overrides_say_it_of_verls_own_servers_as_well() -> None:
+    words = (f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.dtype=float16")
+    rollout = composed(overrides=(*OWN, *words)).actor_rollout_ref.rollout
+    assert (rollout.tensor_model_parallel_size, rollout.dtype) == (2, "float16")
+    composed(*words, overrides=(*OWN, *words))  # twice the same
+    with pytest.raises(ConfigError, match=r"dtype=float16.*is 'float32' in rollstream's"):
+        composed(f"{ROLLOUT}.dtype=float32", overrides=(*OWN, *words))
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         (f"{ROLLOUT}.load_format=dummy", "random weights"),
+        (f"{ROLLOUT}.dtype=float32", r"rollout\.dtype is a key of rollstream's"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=2", "is a key of rollstream's"),
         (f"{ROLLOUT}.name=vllm", r"nnodes is 0"),
         (f"{ROLLOUT}.name=hf", "vllm, sglang, trtllm"),
         (f"{ROLLOUT}.n=4", r"rollout\.n is a key of rollstream's"),

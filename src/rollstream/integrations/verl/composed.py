@@ -4,7 +4,7 @@ Most keys have the same name on both sides. A key that rollstream has is rollstr
 place says what a run does and the run's identity knows it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,17 @@ OWN_SERVERS = ("vllm", "sglang", "trtllm")
 
 _KEY = "generation.verl_overrides"
 _ROLLOUT = "actor_rollout_ref.rollout"
+
+_OF_SERVERS = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "data_parallel_size": 1,
+    "gpu_memory_utilization": None,
+    "dtype": "auto",
+    "load_format": "auto",
+}
+"""Keys of `rollout` for whoever starts servers, and rollstream's defaults. verl's are another (two devices,
+bfloat16, random weights); None leaves it to verl."""
 
 _PROXIES_MAX = 4
 """Proxies before rollstream's servers at most: each moves what some thousand requests in flight answer."""
@@ -60,9 +71,7 @@ def compose_verl(settings: Settings, *, urls: Sequence[str] = ()) -> DictConfig:
     for key, value in mapped.items():
         OmegaConf.update(config, key, value, merge=False, force_add=True)
     rollout: Any = config.actor_rollout_ref.rollout
-    if f"{_ROLLOUT}.load_format" not in touched:
-        # verl's own default is for servers that a trainer gives their weights.
-        rollout.load_format = settings.actor_rollout_ref.rollout.load_format
+    _set_servers(rollout, settings, touched)
     if rollout.load_format == "dummy":
         raise ConfigError(
             f"{_KEY}: {_ROLLOUT}.load_format=dummy starts servers with random weights, which only a trainer "
@@ -71,9 +80,8 @@ def compose_verl(settings: Settings, *, urls: Sequence[str] = ()) -> DictConfig:
     if f"{_ROLLOUT}.name" not in touched:
         proxies = max(1, min(len(urls), _PROXIES_MAX))
         rollout.name, rollout.nnodes, rollout.n_gpus_per_node = NAME, 1, proxies
-        for size in ("tensor", "pipeline"):
-            rollout[f"{size}_model_parallel_size"] = 1
-        rollout.data_parallel_size = 1
+        for size in ("tensor_model", "pipeline_model", "data"):
+            rollout[f"{size}_parallel_size"] = 1  # of a proxy: the servers have their own
         ours = settings.actor_rollout_ref.rollout
         custom = {"urls": list(urls), "engine": ours.name, "engine_kwargs": ours.engine_kwargs}
         rollout.custom = {**(rollout.get("custom") or {}), **custom}
@@ -91,9 +99,40 @@ def compose_verl(settings: Settings, *, urls: Sequence[str] = ()) -> DictConfig:
     return composed
 
 
+def _set_servers(rollout: Any, settings: Settings, touched: Mapping[str, str]) -> None:
+    """Gives servers that verl starts what rollstream's keys of that name say, unless an override says it.
+
+    Raises:
+        ConfigError: both say it, and not the same; servers that verl does not start, which an override would
+            not reach.
+    """
+    owned = f"{_ROLLOUT}.name" in touched
+    for name, default in _OF_SERVERS.items():
+        key, value = f"{_ROLLOUT}.{name}", getattr(settings.actor_rollout_ref.rollout, name)
+        if key not in touched:
+            if value is not None:
+                rollout[name] = value
+        elif not owned and rollout.get(name) != "dummy":  # which is refused for what it is
+            raise ConfigError(f"{_KEY}: {touched[key]!r}: {key} is a key of rollstream's: set it there")
+        elif value not in (default, rollout.get(name)):
+            raise ConfigError(
+                f"{_KEY}: {touched[key]!r}, but {key} is {value!r} in rollstream's configuration: set it once"
+            )
+
+
 def own_servers(settings: Settings) -> bool:
     """Whether verl starts the servers itself, by an override of `rollout.name`."""
     return f"{_ROLLOUT}.name" in _touched(settings.generation.verl_overrides)
+
+
+def servers_identity(settings: Settings) -> dict[str, Any]:
+    """What rollstream's keys say of the numbers of verl's own servers; overrides speak for themselves."""
+    touched = _touched(settings.generation.verl_overrides)
+    if f"{_ROLLOUT}.name" not in touched:
+        return {}
+    rollout = settings.actor_rollout_ref.rollout
+    names = [name for name in ("dtype", "load_format") if f"{_ROLLOUT}.{name}" not in touched]
+    return {f"verl.{name}": getattr(rollout, name) for name in names}
 
 
 _WHERE = {

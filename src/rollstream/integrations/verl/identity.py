@@ -13,6 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from rollstream.config.settings import Settings
 from rollstream.errors import ConfigError
 from rollstream.generation.replicas import launch_identity
+from rollstream.integrations.verl.composed import servers_identity
 
 
 def verl_identity(settings: Settings, serving: Settings | None = None) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def verl_identity(settings: Settings, serving: Settings | None = None) -> dict[s
     identity: dict[str, Any] = {
         "verl.version": importlib.metadata.version("verl"),
         **({} if serving is None else launch_identity(serving)),
+        **servers_identity(settings),
         **_overrides(settings.generation.verl_overrides),
         "verl.custom_cls": _file_digest(settings.data.custom_cls.path),
         "verl.agent_loops": _loops_digest(rollout.agent.agent_loop_config_path),

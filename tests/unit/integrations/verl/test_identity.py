@@ -84,6 +84,16 @@ def test_the_layout_may_change_on_resume() -> None:
     assert identity_of(overrides=(f"{ROLLOUT}.name=sglang",)) != identity_of(overrides=(name,))
 
 
+def test_the_numbers_of_verls_own_servers_are_in_it_and_their_layout_is_not() -> None:
+    name = f"{ROLLOUT}.name=vllm"
+    plain = identity_of(overrides=(name,))
+    assert identity_of(f"{ROLLOUT}.dtype=float32", overrides=(name,)) == plain | {"verl.dtype": "float32"}
+    assert identity_of(f"{ROLLOUT}.tensor_model_parallel_size=4", overrides=(name,)) == plain
+    overridden = identity_of(overrides=(name, f"{ROLLOUT}.dtype=float32"))
+    assert overridden[f"verl.overrides.{ROLLOUT}.dtype"] == "float32" and "verl.dtype" not in overridden
+    assert "verl.dtype" not in identity_of()
+
+
 def test_what_the_servers_of_an_embedded_engine_get_is_in_it() -> None:
     engine = f"{ROLLOUT}.name=openvino"
     plain = identity_of(engine)
