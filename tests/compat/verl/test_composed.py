@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, EngineError
 from rollstream.integrations.verl.composed import compose_verl
 from rollstream.integrations.verl.plugin import register
 from rollstream.integrations.verl.server import ReplicaServer, ServerOptions
@@ -147,6 +147,50 @@ def served() -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(20)
+
+
+def trainers_side(folder: Path) -> Any:
+    """A `RollstreamRollout`, as each start of a trainer makes one."""
+    register()
+    from verl.workers.rollout.base import get_rollout_class
+
+    config = composed()
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    rollout.custom.weights_dir, model.local_path = str(folder), str(MODEL_PATH)
+    return get_rollout_class("rollstream")(rollout, model, None)
+
+
+async def test_a_trainer_that_goes_back_keeps_the_weights_it_just_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers load what the last update named whenever they start anew; numbers say nothing of age."""
+    import ray
+
+    there: list[bool] = []
+
+    async def load(source: str, version: int) -> None:
+        there.append(Path(source, "model.safetensors").is_file())
+        if version == 103:
+            raise EngineError("no server could load them")
+
+    told = SimpleNamespace(update_weights=SimpleNamespace(remote=load))
+    monkeypatch.setattr(ray, "get_actor", lambda name: told)
+
+    async def update(adapter: Any, step: int) -> list[int]:
+        await adapter.update_weights(iter([("w", torch.zeros(1))]), global_steps=step)
+        return sorted(int(folder.name.removeprefix("version-")) for folder in tmp_path.glob("version-*"))
+
+    first = trainers_side(tmp_path)
+    assert [await update(first, step) for step in (148, 149, 150)] == [[148], [148, 149], [149, 150]]
+    (tmp_path / "notes").mkdir()  # not the trainer's
+    again = trainers_side(tmp_path)  # from the checkpoint of step 100
+    assert [await update(again, step) for step in (101, 102)] == [[101], [101, 102]]
+    with pytest.raises(EngineError):
+        await update(again, 103)
+    # The servers still have the ones before, until others are theirs.
+    assert (tmp_path / "version-000000102").is_dir()
+    assert [await update(again, step) for step in (104, 104, 105)] == [[103, 104], [103, 104], [104, 105]]
+    assert all(there) and (tmp_path / "notes").is_dir()
 
 
 @pytest.mark.slow

@@ -73,6 +73,8 @@ class RollstreamRollout(BaseRollout):  # type: ignore[misc]
         super().__init__(config, model_config, device_mesh)
         self._rank = int(os.environ.get("RANK", "0"))
         self._updates = 0
+        self._written: list[Path] = []
+        """Folders of weights that this trainer wrote and has not deleted, in the order of writing."""
 
     async def resume(self, tags: list[str]) -> None:
         pass  # the servers look after their memory themselves
@@ -101,8 +103,17 @@ class RollstreamRollout(BaseRollout):  # type: ignore[misc]
         folder = self._write(tensors, version)
         server: Any = ray.get_actor(server_name(0))
         await server.update_weights.remote(str(folder), version)
-        for old in sorted(folder.parent.glob("version-*"))[:-_KEPT_WEIGHTS]:
-            shutil.rmtree(old, ignore_errors=True)
+        self._delete_old()
+
+    def _delete_old(self) -> None:
+        """Deletes what no server needs any more, also what an earlier start of the trainer left.
+
+        By the order of writing: a trainer that goes back to a checkpoint writes lower versions than it left.
+        """
+        self._written = self._written[-_KEPT_WEIGHTS:]
+        for folder in self._written[-1].parent.glob("version-*"):
+            if folder not in self._written:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _write(self, tensors: dict[str, torch.Tensor], version: int) -> Path:
         from safetensors.torch import save_file
@@ -115,6 +126,7 @@ class RollstreamRollout(BaseRollout):  # type: ignore[misc]
             )
         folder = Path(root).expanduser().absolute() / f"version-{version:09d}"
         folder.mkdir(parents=True, exist_ok=True)
+        self._written = [*(one for one in self._written if one != folder), folder]
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         source = Path(self.model_config.local_path)
         for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
