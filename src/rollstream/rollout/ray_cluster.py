@@ -37,16 +37,19 @@ _WHERE = "ray_kwargs.ray_init"
 class RayCluster:
     """The connection to a cluster. One that this program had before is used, and left as it is.
 
+    A process has one connection: whoever comes while it is there shares it, whatever their arguments say, and
+    the last one of all leaves the cluster.
+
     Args:
         ray_init: arguments of `ray.init`, laid over the defaults here.
-        timeline_json_file: gets Ray's trace of all tasks when the cluster is left; None writes none.
+        timeline_json_file: gets Ray's trace of all tasks when this one is closed; None writes none.
     """
 
     def __init__(self, ray_init: Mapping[str, Any], timeline_json_file: str | None = None) -> None:
         self._ray_init = {str(key): value for key, value in ray_init.items()}
         self._timeline = timeline_json_file
-        self._thread: _ClusterThread | None = None
         self._users = 0
+        """Starts of this one without their close. Belongs to the connection's thread."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -65,26 +68,19 @@ class RayCluster:
             EngineUnavailableError: no cluster is there.
         """
         ray = import_ray()
-        if self._users or ray.is_initialized():
-            self._users += 1
-            return
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
-        # Workers without GPUs of their own see those of their node: an embedded engine may use them.
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        joins = joins_cluster(self._ray_init, os.environ)
-        logger.info("joining the Ray cluster" if joins else "starting Ray on this machine")
-        thread = _ClusterThread()
-        self._thread = thread
         arguments = self.arguments
+        was_there = ray.is_initialized()
         try:
-            await thread.do(lambda: ray.init(**arguments))
+            await _CONNECTION.do(lambda: self._join(ray, arguments))
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"{_WHERE}: ray.init refuses {_shown(arguments)}: {error}") from error
         except (ConnectionError, TimeoutError, OSError) as error:
             raise EngineUnavailableError(f"{_WHERE}: no Ray cluster is there: {error}") from error
         finally:
-            _take_signals_back()
-        self._users = 1
+            if not was_there:
+                _take_signals_back()
+        if was_there:
+            return
         resources = ray.cluster_resources()
         logger.info(
             "Ray cluster: %d nodes, %g CPUs, %g GPUs",
@@ -92,39 +88,59 @@ class RayCluster:
         )
 
     async def close(self) -> None:
-        """The last one writes the timeline and leaves the cluster; one that was started here ends."""
-        self._users -= 1
-        if self._users > 0:
-            return
-        thread, self._thread = self._thread, None
+        """The last one writes the timeline; the last of the process leaves a cluster that was joined here,
+        or ends it. After a `start` that failed, or more often than `start`, it does nothing.
+        """
         ray = import_ray()
-        if self._timeline is not None and ray.is_initialized():
+        await _CONNECTION.do(lambda: self._leave(ray))
+
+    def _join(self, ray: Any, arguments: Mapping[str, Any]) -> None:
+        if not ray.is_initialized():
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
+            # Workers without GPUs of their own see those of their node: an embedded engine may use them.
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            joins = joins_cluster(self._ray_init, os.environ)
+            logger.info("joining the Ray cluster" if joins else "starting Ray on this machine")
+            ray.init(**arguments)
+            _CONNECTION.is_ours = True
+        self._users += 1
+        _CONNECTION.users += 1
+
+    def _leave(self, ray: Any) -> None:
+        if not self._users:
+            return
+        self._users -= 1
+        _CONNECTION.users -= 1
+        if not self._users and self._timeline is not None and ray.is_initialized():
             path = Path(self._timeline).expanduser()
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                await asyncio.to_thread(ray.timeline, str(path))
+                ray.timeline(str(path))
             except Exception as error:  # a trace is for the curious: it must not cost a run its result
                 logger.warning("cannot write ray_kwargs.timeline_json_file %s: %s", path, error)
             self._timeline = None
-        if thread is not None:
-            try:
-                await thread.do(ray.shutdown)
-            finally:
-                thread.end()
+        if not _CONNECTION.users and _CONNECTION.is_ours:
+            _CONNECTION.is_ours = False
+            ray.shutdown()
 
 
-class _ClusterThread:
-    """Runs functions one by one in a thread that lives as long as the cluster.
+class _Connection:
+    """Who uses this process's connection to Ray, and the thread in which all of them join and leave.
 
-    It has to: Ray asks the kernel to kill the processes of a local cluster with their parent, and to the
-    kernel that is the thread that started them.
+    The thread lives as long as somebody uses it. It has to: Ray asks the kernel to kill the processes of a
+    local cluster with their parent, and to the kernel that is the thread that started them.
     """
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="rollstream-ray", daemon=True).start()
+        self.users = 0
+        self.is_ours = False
+        """Whether it was made here, and is to be left again."""
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._runs = False
 
     async def do(self, function: Callable[[], Any]) -> None:
+        """Runs a function in the thread, after those before it; also when who waits is cut off."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[BaseException | None] = loop.create_future()
 
@@ -136,16 +152,25 @@ class _ClusterThread:
             else:
                 deliver(loop, done, None)
 
-        self._work.put(call)
+        with self._lock:
+            self._work.put(call)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="rollstream-ray", daemon=True).start()
         if (error := await done) is not None:
             raise error
 
-    def end(self) -> None:
-        self._work.put(None)
-
     def _run(self) -> None:
-        while (call := self._work.get()) is not None:
-            call()
+        while True:
+            self._work.get()()
+            with self._lock:
+                if not self.users and self._work.empty():
+                    self._runs = False
+                    return
+
+
+_CONNECTION = _Connection()
+"""Of the process, as Ray's own is."""
 
 
 def joins_cluster(ray_init: Mapping[str, Any], environ: Mapping[str, str]) -> bool:

@@ -248,7 +248,9 @@ async def _start(
     cluster = await join_cluster(settings, stop=stop, stack=stack)
     given = list(urls()) if urls is not None else settings.actor_rollout_ref.rollout.server_urls
     verl_config = _for_verl(prepared, given)
-    servers, manager = await stop.unless_stopped(start_verl(verl_config))
+    starting = asyncio.create_task(start_verl(verl_config))
+    stack.push_async_callback(_ended, starting)  # a stop waits for it to clean up, before the cluster is left
+    servers, manager = await stop.unless_stopped(starting)
     stack.callback(end_verl, servers)
     if urls is not None:
         telling = asyncio.create_task(tell_urls(servers.server_handles, urls))
@@ -320,6 +322,6 @@ def _worker_config(config: DictConfig) -> DictConfig:
     return plain
 
 
-async def _ended(task: "asyncio.Task[None]") -> None:
+async def _ended(task: "asyncio.Task[Any]") -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

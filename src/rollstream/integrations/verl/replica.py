@@ -54,9 +54,9 @@ class RollstreamReplica(RolloutReplica):  # type: ignore[misc]
             )
             .remote(options)
         )
-        await actor.start.remote()
-        self.servers = [actor]
+        self.servers = [actor]  # before it is up: who is cut off here has to end it
         self._server_handle = actor
+        await actor.start.remote()
         url = options.urls[self.replica_rank % len(options.urls)]
         # verl knows servers by their addresses, which must differ.
         self._server_address = url if self.replica_rank < len(options.urls) else f"{url}#{self.replica_rank}"

@@ -18,12 +18,17 @@ _URLS_TOLD_EVERY = 10
 
 
 async def start_verl(config: DictConfig) -> tuple[Any, Any]:
-    """Starts servers and the manager of loops, both of verl."""
+    """Starts servers and the manager of loops, both of verl. What it began ends with it when it fails."""
     managers = await in_daemon_thread(_import_verl)
-    with contextlib.redirect_stdout(sys.stderr):  # it prints where servers are
-        servers = await managers.StreamingLLMServerManager.create(config)
-    client = servers.get_client(client_cls=managers.StreamingLLMServerClient)
-    manager = await managers.GenerationLoopManager.create(config, client)
+    servers = managers.StreamingLLMServerManager(config)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # it prints where servers are
+            await servers.start()
+        client = servers.get_client(client_cls=managers.StreamingLLMServerClient)
+        manager = await managers.GenerationLoopManager.create(config, client)
+    except BaseException:
+        end_verl(servers)
+        raise
     manager.server_handles = list(servers.server_handles)
     return servers, manager
 
@@ -43,17 +48,19 @@ def end_verl(servers: Any) -> None:
     """Ends what verl started and has no way to end: on a cluster that stays, it would stay, with its GPUs.
 
     Args:
-        servers: an `LLMServerManager`.
+        servers: an `LLMServerManager`, started or half so: then it lacks what comes later.
     """
     import ray
     from ray.util import remove_placement_group
 
-    actors = [servers.global_load_balancer, *servers.server_handles]
+    if not ray.is_initialized():
+        return  # and to be asked for anything, it would start a cluster
+    actors = [getattr(servers, "global_load_balancer", None), *getattr(servers, "server_handles", ())]
     groups: list[Any] = []
-    for replica in servers.rollout_replicas:
+    for replica in getattr(servers, "rollout_replicas", ()):
         actors += [*replica.servers, *replica.workers]
         groups += getattr(replica.resource_pool, "pgs", None) or []
-    for actor in actors:
+    for actor in filter(None, actors):
         with contextlib.suppress(Exception):  # Ray may be gone
             ray.kill(actor)
     for group in groups:

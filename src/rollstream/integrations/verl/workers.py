@@ -134,6 +134,11 @@ class StreamingLLMServerManager(LLMServerManager):  # type: ignore[misc]
     which server has which conversation in its cache. A router of a plugin stays verl's to start.
     """
 
+    async def start(self) -> None:
+        """What `create` does to a new one: who has that can end what was started when this fails halfway."""
+        await self._initialize_llm_servers()
+        await self._init_global_load_balancer()
+
     async def _init_global_load_balancer(self) -> None:
         if getattr(self.rollout_config, "router_config_path", None) and self._load_balancer_cls is None:
             await super()._init_global_load_balancer()
