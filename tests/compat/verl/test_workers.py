@@ -17,6 +17,7 @@ from rollstream.agent.base import turn_seed
 from rollstream.errors import EngineUnavailableError
 from rollstream.integrations.verl import worker_recipe, workers
 from rollstream.integrations.verl.streaming import SampleCalls, _sample
+from rollstream.integrations.verl.trajectories import finish_reason
 from rollstream.integrations.verl.workers import (
     GenerationLoopManager,
     StreamingLLMServerClient,
@@ -63,7 +64,9 @@ def client_of(acquire: Callable[..., Any]) -> StreamingLLMServerClient:
         acquire_server=Method(acquire),
         release_server=Method(nothing),
     )
-    rollout = SimpleNamespace(name="rollstream", full_determinism=False)
+    rollout = SimpleNamespace(
+        name="vllm", full_determinism=False, prompt_length=8, response_length=4, max_model_len=None
+    )
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     return StreamingLLMServerClient(config, balancer)
 
@@ -89,6 +92,60 @@ async def test_generations_side_by_side_have_seeds_of_their_own() -> None:
     seeds = {len(one["prompt_ids"]): one["sampling_params"]["seed"] for one in server.asked}
     assert seeds == {i + 1: turn_seed(11, i) for i in range(4)}
     assert [one.prompt_tokens for one in calls.calls] == [1, 2, 3, 4]
+
+
+class Talker(Server):
+    """Gives that many tokens, and says of their end what one of verl's servers says."""
+
+    def __init__(self, tokens: int, said: str | None, fields: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self._output = SimpleNamespace(
+            token_ids=[1] * tokens, stop_reason=said, extra_fields=dict(fields or {})
+        )
+
+    async def _generate(self, **request: Any) -> Any:
+        return self._output
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompt", "limits", "reason"),
+    [
+        (3, 2, {}, "stop"),
+        (4, 2, {}, "length"),  # the response
+        (3, 9, {}, "length"),  # what is left of prompt and response
+        (1, 40, {}, "length"),  # one at least
+        (3, 2, {"sampling": {"max_tokens": 3}}, "length"),
+        (3, 2, {"sampling": {"max_new_tokens": 3}}, "length"),
+        (4, 2, {"sampling": {"max_tokens": 9}}, "stop"),
+        (3, 2, {"model": 5}, "length"),  # the model's
+        (3, 2, {"positions": 5}, "length"),  # of which the configuration says nothing
+        (3, 2, {"model": 6, "positions": 5}, "stop"),
+    ],
+)
+@pytest.mark.parametrize("said", ["completed", None])  # vLLM's servers, TensorRT-LLM's
+async def test_what_ends_at_its_limit_is_cut_off(
+    tokens: int, prompt: int, limits: dict[str, Any], reason: str, said: str | None
+) -> None:
+    """verl's servers tell no difference, and a filter on truncation has to."""
+    client = client_for(Talker(tokens, said))
+    client.config.actor_rollout_ref.rollout.max_model_len = limits.get("model")
+    client.max_positions = limits.get("positions")
+    calls = SampleCalls()
+    with _sample(calls):
+        await client.generate("r", prompt_ids=[1] * prompt, sampling_params=limits.get("sampling", {}))
+    assert finish_reason(calls.calls) == reason
+
+
+async def test_what_a_server_says_of_the_end_holds() -> None:
+    for said, fields, reason in (
+        ("stop", {}, "stop"),  # SGLang's servers
+        ("aborted", {}, "aborted"),
+        ("completed", {"finish_reason": "stop"}, "stop"),  # rollstream's
+    ):
+        calls = SampleCalls()
+        with _sample(calls):
+            await ask(client_for(Talker(4, said, fields)), [1, 2])
+        assert finish_reason(calls.calls) == reason
 
 
 async def test_who_is_cut_off_ends_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,30 @@ class EngineCall:
     cached_prompt_tokens: int = 0
 
 
+def token_limit(
+    sampling: Mapping[str, Any],
+    *,
+    prompt_tokens: int,
+    prompt_length: int,
+    response_length: int,
+    max_model_len: int | None,
+) -> int:
+    """Tokens that one of verl's own servers generates at most. Source: its `vLLMHttpServer.generate`.
+
+    Args:
+        sampling: parameters of the request.
+        prompt_tokens: of the request.
+        prompt_length: of `rollout`.
+        response_length: of `rollout`.
+        max_model_len: prompt and response together; None: nobody knows.
+    """
+    given = sampling.get("max_tokens", sampling.get("max_new_tokens"))
+    limit = min(response_length, prompt_length + response_length - prompt_tokens) if given is None else given
+    if max_model_len is not None:
+        limit = min(limit, max_model_len - prompt_tokens)
+    return max(1, int(limit))
+
+
 @dataclass(slots=True)
 class SampleCalls:
     """The generations of one attempt at a sample, in their order."""

@@ -83,7 +83,19 @@ class VerlRecipe:
     def _verl_worker(self) -> Any:
         from rollstream.integrations.verl.workers import StreamingAgentLoopWorker
 
-        return StreamingAgentLoopWorker(self.verl_config, self.client)
+        worker = StreamingAgentLoopWorker(self.verl_config, self.client)
+        self.client.max_positions = _max_positions(worker.model_config.hf_config)
+        return worker
+
+
+def _max_positions(hf_config: Any) -> int | None:
+    """What verl's servers take for `max_model_len` where nobody says it."""
+    from verl.workers.rollout.utils import get_max_position_embeddings
+
+    try:
+        return int(get_max_position_embeddings(hf_config))
+    except ValueError:  # a model without such a number: its servers are not verl's own, which refuse it
+        return None
 
 
 def plain_config(config: DictConfig) -> DictConfig:

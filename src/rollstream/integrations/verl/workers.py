@@ -17,7 +17,12 @@ from rollstream.engine.ray_package import one_line
 from rollstream.errors import DataError, EngineUnavailableError, RollstreamError
 from rollstream.integrations.verl.inbox import Inbox
 from rollstream.integrations.verl.rows import sample_row
-from rollstream.integrations.verl.streaming import EngineCall, StreamingAgentLoopWorkerMixin, current_calls
+from rollstream.integrations.verl.streaming import (
+    EngineCall,
+    StreamingAgentLoopWorkerMixin,
+    current_calls,
+    token_limit,
+)
 from rollstream.rollout.meter import MeteredEngine
 from rollstream.rollout.ray import RayExecutor, here
 from rollstream.rollout.ray_cluster import RayCluster
@@ -37,6 +42,9 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
 
     meter: MeteredEngine | None = None
     """Counts requests, where somebody wants to know."""
+
+    max_positions: int | None = None
+    """Of the model: what verl's servers take where `max_model_len` is null; None: nobody knows."""
 
     @property
     def balancer(self) -> Any:
@@ -68,12 +76,30 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
                     prompt_tokens=len(request["prompt_ids"]),
                     tokens=len(output.token_ids),
                     policy_versions=fields.get("policy_versions") or [(0, int(step))],
-                    finish_reason=fields.get("finish_reason") or output.stop_reason,
+                    finish_reason=fields.get("finish_reason") or self._finish_reason(output, request),
                     cached_prompt_tokens=int(fields.get("num_cached_tokens") or 0),
                 ),
             )
             fields.pop("policy_versions", None)
         return output
+
+    def _finish_reason(self, output: Any, request: Mapping[str, Any]) -> str:
+        """Of what a server of verl's own gave.
+
+        vLLM's says `completed` of what ended by itself and of what was cut off, TensorRT-LLM's nothing: what
+        is as long as it could be was cut off. (Also where its last token is the model's end token.)
+        """
+        if output.stop_reason not in (None, "completed"):
+            return str(output.stop_reason)
+        rollout = self.config.actor_rollout_ref.rollout
+        limit = token_limit(
+            request["sampling_params"],
+            prompt_tokens=len(request["prompt_ids"]),
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+            max_model_len=rollout.max_model_len or self.max_positions,
+        )
+        return "length" if len(output.token_ids) >= limit else "stop"
 
     async def _asked(self, request_id: Any, request: dict[str, Any]) -> Any:
         try:
