@@ -12,12 +12,15 @@ import pytest
 pytest.importorskip("verl")
 
 import ray
+from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer
 
 from rollstream.agent.base import turn_seed
-from rollstream.errors import EngineUnavailableError
+from rollstream.errors import DataError, EngineLostError, EngineUnavailableError
 from rollstream.integrations.verl import worker_recipe, workers
+from rollstream.integrations.verl.loop import VerlServers
 from rollstream.integrations.verl.streaming import SampleCalls, _sample
 from rollstream.integrations.verl.trajectories import finish_reason
+from rollstream.integrations.verl.worker_recipe import VERL_SERVERS
 from rollstream.integrations.verl.workers import (
     GenerationLoopManager,
     StreamingLLMServerClient,
@@ -52,6 +55,57 @@ class Server:
         self.asked.append(copy.deepcopy(request))
         await asyncio.sleep(self._delays[number])
         return SimpleNamespace(token_ids=[number], extra_fields={}, stop_reason="completed")
+
+
+class EngineDeadError(Exception):
+    """vLLM's, which has this name and no further base."""
+
+
+class AsyncEngineDeadError(RuntimeError):
+    """That of older ones."""
+
+
+def task_error(cause: Exception) -> Exception:
+    return ray.exceptions.RayTaskError("generate", "Traceback", cause)
+
+
+class DeadServer(Server):
+    """One that answers nothing but an error, and that at once."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    async def _generate(self, **request: Any) -> Any:
+        self.asked.append(request)
+        raise self._error
+
+
+def balanced_client(servers: dict[str, Any], name: str = "vllm") -> StreamingLLMServerClient:
+    """With verl's own load balancer, in this process."""
+    balancer = GlobalRequestLoadBalancer(servers)
+    client = client_of(balancer.acquire_server)
+
+    def method(function: Callable[..., Any]) -> Any:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                raise task_error(error) from error
+
+        return Method(call)
+
+    client._load_balancer = SimpleNamespace(
+        **{
+            name: method(getattr(balancer, name))
+            for name in (
+                *("acquire_server", "release_server", "remove_servers", "get_all_servers"),
+                *("require_acquire_fields", "require_release_fields"),
+            )
+        }
+    )
+    client.config.actor_rollout_ref.rollout.name = name
+    return client
 
 
 def client_of(acquire: Callable[..., Any]) -> StreamingLLMServerClient:
@@ -168,6 +222,56 @@ async def test_a_balancer_that_is_gone_is_an_engine_that_is_not_there() -> None:
 
     with pytest.raises(EngineUnavailableError, match="verl's load balancer is gone"):
         await ask(client_of(gone))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ray.exceptions.ActorDiedError(), task_error(EngineDeadError()), task_error(AsyncEngineDeadError())],
+)
+async def test_a_server_of_verls_that_has_ended_is_asked_no_more(error: Exception) -> None:
+    """It has nothing in flight, so the balancer would give it nearly every request."""
+    dead = DeadServer(error)
+    client = balanced_client({"dead": dead, **{f"good {i}": Server(*[0.0] * 50) for i in range(3)}})
+    refused = 0
+    for i in range(40):
+        try:
+            await client.generate(f"r{i}", prompt_ids=[1], sampling_params={})
+        except EngineUnavailableError as gone:  # charged to no rollout
+            assert "dead" in str(gone)
+            refused += 1
+    assert (refused, len(dead.asked)) == (1, 1)
+
+
+async def test_when_the_last_server_has_ended_the_run_does() -> None:
+    """Not each of its rollouts (R5): what is left goes on with the same command."""
+    client = balanced_client({"a": DeadServer(ray.exceptions.ActorDiedError())})
+    servers = VerlServers([], VERL_SERVERS, balancer=client.balancer)
+    assert await servers.health()
+    for _ in range(2):
+        with pytest.raises(EngineUnavailableError):
+            await ask(client)
+    with pytest.raises(EngineLostError, match=r"servers.*ended.*run the same command again"):
+        await servers.health()
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "raised"),
+    [
+        # Ray starts rollstream's proxies anew.
+        ("rollstream", ray.exceptions.ActorDiedError(), EngineUnavailableError),
+        # The connection to it broke: it may be there.
+        ("vllm", ray.exceptions.ActorUnavailableError("away", None), EngineUnavailableError),
+        # A request that its server refuses is no news of the server.
+        ("vllm", task_error(ValueError("too long")), ray.exceptions.RayTaskError),
+        ("rollstream", task_error(DataError("bad")), DataError),
+    ],
+)
+async def test_a_server_that_may_serve_stays(name: str, error: Exception, raised: type[Exception]) -> None:
+    client = balanced_client({"a": DeadServer(error)}, name)
+    for _ in range(2):
+        with pytest.raises(raised):
+            await ask(client)
+    assert await client.balancer.get_all_servers.remote() == ["a"]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -19,6 +19,11 @@ from rollstream.trajectory import Completion, Failure, PromptRow, Rollout, Sampl
 _HEALTH_S = 10.0
 """For a server's actor to answer; one that is started anew takes some seconds."""
 
+_NO_SERVER_LEFT = (
+    "all of verl's servers have ended, and nobody starts them anew (Ray's logs of their actors say why). "
+    "What is done is safe; run the same command again."
+)
+
 _row: ContextVar[tuple[VerlRow, int] | None] = ContextVar("rollstream_verl_row", default=None)
 
 
@@ -143,11 +148,15 @@ class VerlServers:
         """Whether one of the actors lives, and says that it is well where it can say so; and the balancer.
 
         Raises:
-            EngineLostError: the balancer has ended, and nobody starts it anew.
+            EngineLostError: the balancer or all servers have ended, and nobody starts them anew.
         """
+        from ray.exceptions import ActorDiedError
+
         if self._balancer is not None and not await self._is_balanced():
             return False
         answers = await asyncio.gather(*map(self._asked, self._handles), return_exceptions=True)
+        if answers and all(isinstance(answer, ActorDiedError) for answer in answers):
+            raise EngineLostError(_NO_SERVER_LEFT)
         return not answers or any(answer is True for answer in answers)
 
     async def _is_balanced(self) -> bool:
@@ -155,7 +164,12 @@ class VerlServers:
 
         try:
             async with asyncio.timeout(_HEALTH_S):
-                await self._balancer.__ray_ready__.remote()
+                if hasattr(self._balancer, "get_all_servers"):  # a router of the user's may lack it
+                    # Those that ended are taken from it; the actor of one may well be alive.
+                    if not await self._balancer.get_all_servers.remote():
+                        raise EngineLostError(_NO_SERVER_LEFT)
+                else:
+                    await self._balancer.__ray_ready__.remote()
         except ActorDiedError as error:
             raise EngineLostError(
                 f"verl's load balancer has ended, and without it no server can be asked: {one_line(error)}. "

@@ -4,8 +4,9 @@ Imported where verl is.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServer
 from rollstream.agent.base import turn_seed
 from rollstream.engine.ray_package import one_line
 from rollstream.errors import DataError, EngineUnavailableError, RollstreamError
+from rollstream.integrations.verl.composed import OWN_SERVERS
 from rollstream.integrations.verl.inbox import Inbox
 from rollstream.integrations.verl.rows import sample_row
 from rollstream.integrations.verl.streaming import (
@@ -56,7 +58,7 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
 
         Raises:
             EngineUnavailableError: the actor of the server or of the load balancer is not there; Ray starts
-                those of rollstream anew.
+                those of rollstream anew, and one that verl started is asked no more.
             RollstreamError: what a server of rollstream's raised, as it was raised there.
         """
         calls = current_calls()
@@ -115,33 +117,73 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         try:
             server_id, server = await super()._acquire_server(request_id, **extra)
-        except ray.exceptions.RayTaskError:
+        except ray.exceptions.RayTaskError as error:
+            if _NO_SERVERS in str(error.cause):
+                raise EngineUnavailableError("none of verl's servers is left") from error
             raise
         except ray.exceptions.RayActorError as error:
             raise EngineUnavailableError(f"verl's load balancer is gone: {one_line(error)}") from error
-        return server_id, CancellableServer(server)
+        return server_id, AskedServer(server, partial(self._failed, server_id))
+
+    async def _failed(self, server_id: str, error: BaseException) -> None:
+        """Sees that a server that verl started and that has ended is asked no more.
+
+        Nobody starts it anew, and the balancer would prefer it: with nothing in flight for long it has the
+        least. (Those of rollstream come back.)
+
+        Raises:
+            EngineUnavailableError: that is what happened.
+        """
+        if self.config.actor_rollout_ref.rollout.name not in OWN_SERVERS or not _has_ended(error):
+            return
+        with suppress(ray.exceptions.RayError):  # a balancer that is gone is the next request's to find
+            await self._load_balancer.remove_servers.remote([server_id])
+        why = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        raise EngineUnavailableError(
+            f"verl's server {server_id} has ended and is asked no more: {one_line(why)}"
+        ) from error
 
 
-class CancellableServer:
+_NO_SERVERS = "No available servers"
+"""What verl's load balancer says without any."""
+
+_DEAD_ENGINES = frozenset({"EngineDeadError", "AsyncEngineDeadError"})
+"""vLLM's errors, by name, of an engine that ended and whose actor lives on. SGLang's end with their actor."""
+
+
+def _has_ended(error: BaseException) -> bool:
+    """Whether an error of a server says that it will never answer again."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return not _DEAD_ENGINES.isdisjoint(one.__name__ for one in type(error.cause).__mro__)
+    return isinstance(error, ray.exceptions.ActorDiedError)
+
+
+class AskedServer:
     """A server's actor, whose `generate` ends there when who waits for it is cut off.
 
     Ray ends a task of an actor when it is told, not when nobody waits for its result any more.
+
+    Args:
+        server: the actor.
+        failed: told how a generation failed; may raise another error instead.
     """
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: Any, failed: Callable[[BaseException], Awaitable[None]]) -> None:
         self._server = server
+        self._failed = failed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._server, name)
 
     @property
-    def generate(self) -> "_CancellableMethod":
-        return _CancellableMethod(self._server.generate)
+    def generate(self) -> "_AskedMethod":
+        return _AskedMethod(self._server.generate, self._failed)
 
 
-class _CancellableMethod:
-    def __init__(self, method: Any) -> None:
+class _AskedMethod:
+    def __init__(self, method: Any, failed: Callable[[BaseException], Awaitable[None]]) -> None:
         self._method = method
+        self._failed = failed
 
     async def remote(self, *args: Any, **kwargs: Any) -> Any:
         reference = self._method.remote(*args, **kwargs)
@@ -150,6 +192,9 @@ class _CancellableMethod:
         except asyncio.CancelledError:
             with suppress(Exception):  # Ray may be gone; who is cut off stays so
                 ray.cancel(reference)
+            raise
+        except ray.exceptions.RayError as error:
+            await self._failed(error)
             raise
 
 

@@ -54,6 +54,14 @@ async def test_one_server_that_is_well_is_enough() -> None:
     assert await VerlServers([], VERL_SERVERS).health()
 
 
+async def test_servers_that_ended_for_good_are_not_waited_for() -> None:
+    ended = actor(raising(ActorDiedError()))
+    away = actor(raising(ActorUnavailableError("away", None)))
+    assert not await VerlServers([ended, away], VERL_SERVERS).health()
+    with pytest.raises(EngineLostError, match="run the same command again"):
+        await VerlServers([ended, ended], VERL_SERVERS).health()
+
+
 async def test_a_balancer_that_starts_anew_is_waited_for() -> None:
     """Servers that are well are no engine while nobody says which one to ask: the gate stays closed."""
     answers = iter([raising(ActorUnavailableError("restarting", None)), raising(TimeoutError()), well])
