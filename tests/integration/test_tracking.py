@@ -242,6 +242,33 @@ def test_the_trajectories_are_uploaded(
         assert orjson.loads(archive.read("checkpoint.json"))["completed"] == 24
 
 
+def test_an_export_that_fails_is_in_nobodys_way(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensordict")
+    uploads = Uploads()
+    monkeypatch.setattr(telemetry, "load_uploader", lambda: uploads)
+    monkeypatch.setattr("rollstream.generation.setup.check_trackers", lambda names, *, upload: None)
+    reward = Path(run["custom_reward_function"]["path"])
+    reward.write_text(REWARD.format("1.0 if extra_info['a'] % 2 else 1 / 0"))
+    run["generation"] |= {"upload_artifact": True, "export": ["dataproto", "jsonl"]}
+    with pytest.raises(ConfigError, match=r"of 24 rows have no reward.*generation\.export_unscored"):
+        run_generation(run)
+    root = Path(run["trainer"]["default_local_dir"])
+    rows = [orjson.loads(line) for line in (root / "trajectories.jsonl").read_bytes().splitlines()]
+    assert (len(rows), len(uploads.taken)) == (24, 1)
+    assert not (root / "trajectories.pkl").exists()
+
+    from rollstream.integrations.verl.dataproto import read_dataproto
+
+    scored = sum(row["reward"] is not None for row in rows)
+    assert 0 < scored < 24
+    run["generation"] |= {"export_unscored": "drop", "max_failed_share": 1.0}
+    assert run_generation(run).exit_code == 0
+    assert len(read_dataproto(root / "trajectories.pkl")) == scored
+    run["generation"]["export_unscored"] = "keep"
+    assert run_generation(run).exit_code == 0
+    assert len(read_dataproto(root / "trajectories.pkl")) == 24
+
+
 def test_an_upload_that_fails_is_said_and_fails_nothing(
     run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

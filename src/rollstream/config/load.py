@@ -342,6 +342,11 @@ def _check_values(settings: Settings) -> None:
         raise ConfigError(
             f"generation.verl_overrides is for generation.executor=verl (it is {generation.executor})"
         )
+    if generation.export and not generation.final_merge:
+        raise ConfigError(
+            f"generation.export=[{','.join(generation.export)}] is made of the merged artifact, which "
+            "generation.final_merge=false leaves out: set one of them otherwise"
+        )
     if generation.max_failed_share > 1:
         raise ConfigError(
             f"generation.max_failed_share must be at most 1 (it is {generation.max_failed_share})"

@@ -179,6 +179,8 @@ class GenerationSettings:
     pull_timeout: float
     final_merge: bool
     export: list[Literal["jsonl", "dataproto"]]
+    export_unscored: Literal["error", "keep", "drop"]
+    """See `DataProtoOptions.unscored`."""
     upload_artifact: bool | str
     """A text names the artifact."""
     metrics_port: int | None

@@ -1,14 +1,20 @@
 """The exports of a run: what they need besides the run directory."""
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 from rollstream.chat.tokenizer import load_tokenizer
-from rollstream.errors import ConfigError, RunDirectoryError
+from rollstream.config.settings import GenerationSettings
+from rollstream.errors import ConfigError, RunDirectoryError, StorageError
 from rollstream.store.export.dataproto import DataProtoOptions, check_packages, export_dataproto
-from rollstream.store.export.jsonl import export_jsonl
+from rollstream.store.export.jsonl import artifact_rows, export_jsonl
+from rollstream.store.export.run import FILE_NAMES
 from rollstream.store.manifest import read_manifest
+from rollstream.store.paths import RunPaths
+
+logger = logging.getLogger(__name__)
 
 Exporter = Callable[[Path, Path, Callable[[], bool]], int]
 """Of the artifact, to a file, asking whether it was cancelled; returns rows."""
@@ -20,10 +26,55 @@ def check_exports(names: Iterable[str]) -> None:
         check_packages()
 
 
-def exporter(name: str, *, pad_id: int | None) -> Exporter:
-    """What writes a format of `generation.export`; `pad_id` is the tokenizer's."""
+async def export_artifact(
+    paths: RunPaths,
+    settings: GenerationSettings,
+    *,
+    pad_id: int | None,
+    work: Callable[[Callable[[Callable[[], bool]], int]], Awaitable[int]],
+) -> ConfigError | StorageError | None:
+    """Writes the formats of `generation.export`; one that cannot be written is in no other's way.
+
+    Args:
+        paths: of the run, which is merged.
+        settings: of the run.
+        pad_id: the tokenizer's.
+        work: runs one export, which asks whether it was cancelled; may raise to end them all.
+
+    Returns:
+        the first error; further ones are logged.
+
+    Raises:
+        DamageError: the artifact is damaged.
+    """
+    first: ConfigError | StorageError | None = None
+    for name in settings.export:
+        export = partial(_exporter(name, settings, pad_id), paths.artifact, paths.root / FILE_NAMES[name])
+        try:
+            await work(export)
+        except (ConfigError, StorageError) as error:
+            said = error if isinstance(error, StorageError) else _explained(paths.artifact, name, error)
+            if first is None:
+                first = said
+            else:
+                logger.error("%s", said)
+    return first
+
+
+def _explained(artifact: Path, name: str, error: ConfigError) -> ConfigError:
+    key = "generation.export_unscored, " if name == "dataproto" else ""
+    explained = ConfigError(
+        f"{artifact} is there with {artifact_rows(artifact)} rows, but generation.export={name} of it "
+        f"failed: {error}. Options: {key}rollstream export --format {name} (docs/export.md)"
+    )
+    explained.__cause__ = error
+    return explained
+
+
+def _exporter(name: str, settings: GenerationSettings, pad_id: int | None) -> Exporter:
     if name == "dataproto":
-        return partial(export_dataproto, options=DataProtoOptions(pad_token_id=pad_id or 0))
+        options = DataProtoOptions(pad_token_id=pad_id or 0, unscored=settings.export_unscored)
+        return partial(export_dataproto, options=options)
     return export_jsonl
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
@@ -15,7 +14,7 @@ from rich.console import Console
 from rollstream.config.load import compose
 from rollstream.errors import ConfigError, DamageError, StorageError
 from rollstream.generation.execution import Executor, start_execution
-from rollstream.generation.exports import exporter
+from rollstream.generation.exports import export_artifact
 from rollstream.generation.logs import log_to_file
 from rollstream.generation.progress import Snapshot, progress_console, show_progress
 from rollstream.generation.result import GenerationResult
@@ -26,7 +25,6 @@ from rollstream.generation.trackers import load_trackers, tracked_run
 from rollstream.generation.upload import artifact_name, upload_trajectories
 from rollstream.rollout.local import WindowCounters
 from rollstream.store.batch import DamagedFileError
-from rollstream.store.export.run import FILE_NAMES
 from rollstream.store.extend import extend_run, finish_extend
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import set_aside
@@ -112,16 +110,19 @@ async def generate(
             logger.info("cut an unfinished frame of %d bytes, as a crash leaves it", run.state.torn)
         one = _Run(prepared, run, stop, console or progress_console(), on_ready, telemetry)
         await one.execute()
-        artifact_rows = 0
+        artifact_rows, not_exported = 0, None
         if stop.signal is None and settings.final_merge and run.state.rows:
             try:
-                artifact_rows = await one.finish()
+                artifact_rows = await one.merge()
+                not_exported = await one.export()
             except StoppedEarly:
                 logger.info("stopped while merging; the same command merges again")
         state = run.state
         uploaded = None
         if settings.upload_artifact and stop.signal is None and state.rows:
             uploaded = await one.upload()
+        if not_exported is not None:  # only now: what hinders an export is no reason not to upload
+            raise not_exported
         done, failed = state.keys.count(prepared.dataset.order)
         logger.info("ended: %d of %d done, %d failed", done, prepared.total, failed)
         succeeded = True
@@ -290,8 +291,8 @@ class _Run:
             if executor.counters.dropped:
                 logger.info("dropped %d rollouts in flight; they are owed again", executor.counters.dropped)
 
-    async def finish(self) -> int:
-        """Merges and exports; returns the artifact's rows. Raises `DamageError`, `StorageError`."""
+    async def merge(self) -> int:
+        """Returns the artifact's rows. Raises `DamageError`, `StorageError`, `StoppedEarly`."""
         run = self._directory
         try:
             rows = await self._interruptible(
@@ -308,17 +309,16 @@ class _Run:
                 f"{run.paths.root} has {run.state.rows} trajectories, but its batches {rows}: not everything "
                 "could be sealed. What was counted as done is safe; run the same command again."
             )
-        for name in self._settings.export:
-            export = exporter(name, pad_id=self._prepared.tokenizer.pad_id)
-            target = run.paths.root / FILE_NAMES[name]
-            try:
-                await self._interruptible(partial(export, run.paths.artifact, target))
-            except ConfigError as error:
-                raise ConfigError(
-                    f"{run.paths.artifact} is there with {rows} rows, but generation.export={name} of it "
-                    f"failed: {error}. Options: rollstream export --format {name} (docs/export.md)"
-                ) from error
         return rows
+
+    async def export(self) -> ConfigError | StorageError | None:
+        """Writes the artifact in further formats; see `export_artifact`. Raises `StoppedEarly`."""
+        return await export_artifact(
+            self._directory.paths,
+            self._settings,
+            pad_id=self._prepared.tokenizer.pad_id,
+            work=self._interruptible,
+        )
 
     async def upload(self) -> str | None:
         """Makes `trajectories.zip` and uploads it; returns where it is, or None when that failed."""

@@ -47,6 +47,7 @@ def test_overrides_in_hydras_grammar() -> None:
         ("generation.resume=maybe", r"resume: must be one of auto, never, extend \(it is 'maybe'\)$"),
         ("data.truncation=middel", "error, left, right, middle .*did you mean 'middle'"),
         ("generation.export=[jsn]", r"export\[0\]: must be one of jsonl, .*did you mean 'jsonl'"),
+        ("generation.export_unscored=keeep", r"export_unscored: must be one of error, keep, drop"),
         ("generation.bogus=1", r"unknown key 'generation\.bogus'\. All keys"),
         ("generatoin.seed=1", "did you mean 'generation.seed'"),
         ("trainer.default_local_dir=''", r"trainer\.default_local_dir must not be empty$"),
@@ -83,6 +84,13 @@ def test_texts_beyond_hydras_grammar_are_taken_as_they_are(text: str) -> None:
     settings = to_settings(compose([f"data.train_files={text}", f"+trainer.default_local_dir={text}"]))
     assert settings.data.files == [text]
     assert settings.trainer.default_local_dir == text
+
+
+def test_an_export_of_what_is_not_merged_is_refused() -> None:
+    words = ["generation.final_merge=false", "generation.export=[jsonl]"]
+    with pytest.raises(ConfigError, match=r"generation\.export=\[jsonl\] .*generation\.final_merge=false"):
+        to_settings(compose(words))
+    assert to_settings(compose(words[:1])).generation.export == []
 
 
 def test_quotes_still_mean_quotes() -> None:
