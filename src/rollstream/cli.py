@@ -182,7 +182,8 @@ def build_parser() -> argparse.ArgumentParser:
         const=True,
         default=False,
         metavar="NAME",
-        help="upload it to W&B as an artifact of type trajectories (default: trajectories-EXPERIMENT)",
+        help="upload it to W&B as an artifact of type trajectories (default: trajectories-EXPERIMENT, "
+        "of a shard with -I-of-K)",
     )
 
     merge = add("merge", _merge, "make one run directory of all shards of a run (generation.shard)")

@@ -242,6 +242,44 @@ def test_the_trajectories_are_uploaded(
         assert orjson.loads(archive.read("checkpoint.json"))["completed"] == 24
 
 
+def test_nothing_is_uploaded_twice(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads = Uploads()
+    monkeypatch.setattr(telemetry, "load_uploader", lambda: uploads)
+    monkeypatch.setattr("rollstream.generation.setup.check_trackers", lambda names, *, upload: None)
+    run["generation"]["upload_artifact"] = True
+    uploads.error = ConnectionError("no network")
+    assert run_generation(run).uploaded is None
+    uploads.error = None
+    said = [run_generation(run).uploaded for _ in range(3)]
+    assert (said, len(uploads.taken)) == (["there/trajectories-generation"] * 3, 1)
+
+    run["generation"]["upload_artifact"] = "mine"
+    assert run_generation(run).uploaded == "there/mine"
+    run["trainer"]["project_name"] = "another"
+    run_generation(run)
+    run["generation"]["final_merge"] = False  # the batches go up instead
+    result = run_generation(run)
+    assert len(uploads.taken) == 4
+    note = result.run_dir / "logs" / "uploaded.json"
+    for torn in (b"", b"[]", b'{"place": 5}'):
+        note.write_bytes(torn)
+        run_generation(run)
+    assert len(uploads.taken) == 7
+
+    next((result.run_dir / "batches").glob("*.parquet")).unlink()  # owed again
+    assert run_generation(run).generated > 0
+    run_generation(run)
+    assert len(uploads.taken) == 8
+
+
+def test_each_shard_has_an_artifact_of_its_own(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads = Uploads()
+    monkeypatch.setattr(telemetry, "load_uploader", lambda: uploads)
+    monkeypatch.setattr("rollstream.generation.setup.check_trackers", lambda names, *, upload: None)
+    run["generation"] |= {"upload_artifact": True, "shard": "1/3"}
+    assert run_generation(run).uploaded == "there/trajectories-generation-1-of-3"
+
+
 def test_an_export_that_fails_is_in_nobodys_way(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensordict")
     uploads = Uploads()

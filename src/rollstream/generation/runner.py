@@ -321,13 +321,14 @@ class _Run:
         )
 
     async def upload(self) -> str | None:
-        """Makes `trajectories.zip` and uploads it; returns where it is, or None when that failed."""
+        """Sees to it that the trajectories are uploaded; returns where, or None when that failed."""
         settings = self._prepared.settings
         run = tracked_run(settings, self._directory.manifest, self._directory.paths.root)
         given = settings.generation.upload_artifact
         name = given if isinstance(given, str) else artifact_name(run)
         return await upload_trajectories(
             run,
+            name,
             lambda file: self._telemetry.upload(run, file, name),
             merged=settings.generation.final_merge,
             stop=self._stop,

@@ -5,8 +5,11 @@ import logging
 import re
 import shlex
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 from rollstream.config.load import check_artifact_name
 from rollstream.errors import RollstreamError, StorageError
@@ -15,6 +18,8 @@ from rollstream.generation.trackers import check_trackers, load_uploader, tracke
 from rollstream.generation.tracking import TrackedRun
 from rollstream.store.export.run import FILE_NAMES
 from rollstream.store.export.zip import export_zip, zip_batches
+from rollstream.store.journal import write_file_durably
+from rollstream.store.merge import source_digest
 from rollstream.store.paths import RunPaths
 
 logger = logging.getLogger(__name__)
@@ -24,8 +29,13 @@ _LIMIT_S = 2 * 3600.0
 
 
 def artifact_name(run: TrackedRun) -> str:
-    """The artifact's name where the user gives none: each upload is a new version of it."""
-    return f"trajectories-{re.sub(r'[^A-Za-z0-9_.-]+', '-', run.name)[:100]}"
+    """The artifact's name where the user gives none: each upload is a new version of it.
+
+    Shards of a run have the name of the experiment in common, and each an artifact of its own.
+    """
+    shard = run.config.get("generation", {}).get("shard")
+    suffix = "" if shard is None else "-" + str(shard).replace("/", "-of-")
+    return f"trajectories-{re.sub(r'[^A-Za-z0-9_.-]+', '-', run.name)[: 100 - len(suffix)]}{suffix}"
 
 
 def upload_command(run: TrackedRun) -> str:
@@ -35,15 +45,17 @@ def upload_command(run: TrackedRun) -> str:
 
 async def upload_trajectories(
     run: TrackedRun,
+    name: str,
     send: Callable[[Path], Awaitable[str]],
     *,
     merged: bool,
     stop: StopSignals,
 ) -> str | None:
-    """Makes `trajectories.zip` in the run directory and uploads it.
+    """Makes `trajectories.zip` in the run directory and uploads it, unless it has these trajectories already.
 
     Args:
-        run: whose; its lock is held.
+        run: whose; its lock is held, and everything is sealed.
+        name: of the artifact.
         send: uploads a file, and returns where it is. Left behind when it takes too long.
         merged: whether the merged artifact is there and goes up; else the batches do.
         stop: ends it early.
@@ -52,6 +64,15 @@ async def upload_trajectories(
         where it is; None when that failed or was stopped, which is said with the command that does it later.
     """
     paths = RunPaths(run.run_dir)
+    # By the batches and not by the zip: that has the time of `checkpoint.json` in it, new at each command.
+    what = {
+        **{"project": run.project, "name": name, "merged": merged},
+        "batches": source_digest(paths, paths.batch_numbers()),
+    }
+    note = paths.logs / "uploaded.json"
+    if (place := _place_of(note, what)) is not None:
+        logger.info("these trajectories are uploaded already: %s", place)
+        return place
     target = run.run_dir / FILE_NAMES["zip"]
     cancelled = threading.Event()
 
@@ -70,17 +91,36 @@ async def upload_trajectories(
     later = f"the trajectories are in {run.run_dir}; to upload them: {upload_command(run)}"
     try:
         async with asyncio.timeout(_LIMIT_S):
-            return await stop.unless_stopped(work())
+            place = await stop.unless_stopped(work())
+        _write_note(note, {**what, "place": place})
+        return place
     except StoppedEarly:
         logger.warning("the upload was stopped; %s", later)
     except TimeoutError:
         logger.warning("the upload took longer than %g s; %s", _LIMIT_S, later)
     except Exception as error:  # a library's, over a network: it may be anything
-        what = str(error) if isinstance(error, RollstreamError) else f"{type(error).__name__}: {error}"
-        logger.warning("could not upload the trajectories: %s; %s", what, later)
+        why = str(error) if isinstance(error, RollstreamError) else f"{type(error).__name__}: {error}"
+        logger.warning("could not upload the trajectories: %s; %s", why, later)
     finally:
         cancelled.set()
     return None
+
+
+def _place_of(note: Path, what: Mapping[str, Any]) -> str | None:
+    """Where an earlier process has put the same; None where it has not, or nothing readable says so."""
+    try:
+        said = orjson.loads(note.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    same = isinstance(said, dict) and {**said, **what} == said and isinstance(said.get("place"), str)
+    return said["place"] if same else None
+
+
+def _write_note(note: Path, said: Mapping[str, Any]) -> None:
+    try:
+        write_file_durably(note, orjson.dumps(said, option=orjson.OPT_INDENT_2) + b"\n")
+    except OSError as error:
+        logger.warning("cannot write %s, so the next command uploads again: %s", note, error.strerror)
 
 
 def check_upload(name: str | bool) -> None:
