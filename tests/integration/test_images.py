@@ -112,3 +112,13 @@ async def test_a_model_or_a_server_without_eyes_is_an_error_at_start(tmp_path: P
         (model / "preprocessor_config.json").unlink()
         with pytest.raises(ConfigError, match="no image processor"):
             await generate(as_config(overrides(tmp_path, server)))
+
+
+async def test_no_dataproto_of_images_is_an_error_at_start(tmp_path: Path) -> None:
+    pytest.importorskip("tensordict")
+    tokenizer, _ = load_model(write_model(tmp_path / "model"))
+    write_rows(tmp_path)
+    async with StubServer(answer_by_text(tokenizer, lambda prompt: "and that"), images=True) as server:
+        with pytest.raises(ConfigError, match=r"generation\.export=dataproto: the prompt rows have images"):
+            await generate(as_config(overrides(tmp_path, server, "generation.export=[dataproto]")))
+    assert not (tmp_path / "run").exists()

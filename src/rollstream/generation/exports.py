@@ -8,7 +8,12 @@ from pathlib import Path
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.config.settings import GenerationSettings
 from rollstream.errors import ConfigError, RunDirectoryError, StorageError
-from rollstream.store.export.dataproto import DataProtoOptions, check_packages, export_dataproto
+from rollstream.store.export.dataproto import (
+    NO_IMAGES,
+    DataProtoOptions,
+    check_packages,
+    export_dataproto,
+)
 from rollstream.store.export.jsonl import artifact_rows, export_jsonl
 from rollstream.store.export.run import FILE_NAMES
 from rollstream.store.manifest import read_manifest
@@ -20,10 +25,17 @@ Exporter = Callable[[Path, Path, Callable[[], bool]], int]
 """Of the artifact, to a file, asking whether it was cancelled; returns rows."""
 
 
-def check_exports(names: Iterable[str]) -> None:
-    """Raises `ConfigError` when an export of `generation.export` could not be written at the end."""
+def check_exports(names: Iterable[str], *, shows_images: bool = False) -> None:
+    """Raises `ConfigError` when an export of `generation.export` could not be written at the end.
+
+    Args:
+        names: the formats.
+        shows_images: whether prompt rows have images, as far as that is known.
+    """
     if "dataproto" in names:
         check_packages()
+        if shows_images:
+            raise ConfigError(f"generation.export=dataproto: the prompt rows have images, and {NO_IMAGES}")
 
 
 async def export_artifact(

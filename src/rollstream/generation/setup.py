@@ -150,6 +150,7 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
             facts["has_images"],
         )
     dataset = load_prompts(data, known=known)
+    check_exports(settings.generation.export, shows_images=dataset.has_images())
     equipment = equip(resolved, settings, agents, shows_images=dataset.has_images())
     tokenizer, prompts, images = equipment.tokenizer, equipment.prompts, equipment.images
 

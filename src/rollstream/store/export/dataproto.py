@@ -15,6 +15,9 @@ prompts and responses.
 
 The artifact is read twice: for lengths and names, then for its rows. A file's tensors are allocated once, and
 filled and written in place.
+
+Trajectories with images are refused: verl trains on them with their pixels (`multi_modal_inputs`), which are
+never stored, and with the model's own positions (`get_rope_index`), which follow from the pixels.
 """
 
 import logging
@@ -51,6 +54,13 @@ from rollstream.store.merge import MergeCancelledError
 logger = logging.getLogger(__name__)
 
 Unscored = Literal["error", "keep", "drop"]
+
+NO_IMAGES = (
+    "a DataProto written here has tokens alone: a model would be trained on the places of images without "
+    "their pixels, and at positions of text. Formats jsonl, parquet and hf say in `messages` which images "
+    "they were (docs/images.md)"
+)
+"""Why rows with images are refused."""
 
 _READ_ROWS = 1024
 """Rows handled at once. Their indices and masks take about 30 bytes a padded token, besides the tensors."""
@@ -105,8 +115,8 @@ def export_dataproto(
         options: see there.
 
     Raises:
-        ConfigError: packages are missing, a width is too small, rows without reward are in the way, or a file
-            would not fit into memory.
+        ConfigError: packages are missing, a width is too small, rows without reward are in the way, rows have
+            images, or a file would not fit into memory.
         DamageError: the artifact is damaged.
         StorageError: the disk is full, or `target` cannot be written.
         MergeCancelledError: `cancelled` said so. Older files stay.
@@ -177,7 +187,7 @@ def _check_options(options: DataProtoOptions) -> None:
 
 
 def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], bool]) -> _Plan:
-    """Reads the artifact once for its lengths and names."""
+    """Reads the artifact once for its lengths and names, and for what cannot be written."""
     rows = tokens = text_bytes = without_logprobs = unscored = 0
     longest_prompt = longest_response = 0
     extra: dict[str, None] = {}
@@ -193,6 +203,7 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
             table = table.filter(kept)
         if not len(table):
             continue
+        _refuse_images(artifact, table)
         rows += len(table)
         prompts, responses = (pc.list_value_length(table[name]) for name in ("prompt_ids", "response_ids"))
         longest_prompt = max(longest_prompt, pc.max(prompts).as_py())
@@ -224,6 +235,17 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
         reward_extra=of_reward,
     )
     return _Plan(rows=rows, tokens=tokens, text_bytes=text_bytes, layout=layout)
+
+
+def _refuse_images(artifact: Path, table: pa.RecordBatch) -> None:
+    # As the store writes JSON; the same in somebody's text has its quotes escaped, in a tool's arguments not.
+    for text in table["messages"].filter(pc.match_substring(table["messages"], '"type":"image')).to_pylist():
+        for message in orjson.loads(text):
+            parts = message.get("content")
+            if isinstance(parts, list) and any(
+                isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts
+            ):
+                raise ConfigError(f"{artifact} has conversations with images, and {NO_IMAGES}")
 
 
 def _say_unscored(artifact: Path, rows: int, unscored: int, rule: Unscored) -> None:

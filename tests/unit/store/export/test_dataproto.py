@@ -172,6 +172,24 @@ def test_rows_without_reward_are_never_a_silent_zero(tmp_path: Path, missing: fl
         export(tmp_path, nobody, unscored="drop")
 
 
+def test_images_are_refused_and_never_left_out(tmp_path: Path) -> None:
+    shown = trajectory()
+    shown.messages = [
+        {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]},
+        *conversation(0)[1:],
+    ]
+    with pytest.raises(ConfigError, match=r"conversations with images.*jsonl, parquet and hf"):
+        export(tmp_path, rollouts(trajectory(), shown))
+    assert not dataproto_files(tmp_path / "out.pkl")
+    spoken_of = trajectory()
+    call = {"function": {"name": "draw", "arguments": {"type": "image"}}}
+    spoken_of.messages = [
+        {"role": "user", "content": '{"type":"image"}'},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    assert len(export(tmp_path, rollouts(trajectory(), spoken_of))[0]) == 2
+
+
 def test_log_probs_only_where_every_row_has_them(tmp_path: Path) -> None:
     (file,) = export(tmp_path, rollouts(trajectory(), trajectory(logprobs=False)))
     assert "rollout_log_probs" not in file.batch
