@@ -1,6 +1,7 @@
 """A run on Ray is the run that it is locally: the same artifact, stopped and resumed by the same command."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -15,9 +16,13 @@ import pytest
 
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, RollstreamError
-from rollstream.generation.runner import run_generation
-from rollstream.store.summary import read_status
+from rollstream.generation.runner import as_config, generate, run_generation
+from rollstream.store.summary import read_failures, read_status
+from rollstream.testing.stub_server import StubServer
+from rollstream.testing.text_rules import answer_by_text
 from tests.faults.runs import overrides, stub_server, write_prompts
+from tests.integration.test_images import overrides as image_overrides
+from tests.unit.chat.vision import IMAGE_PAD, load_model, png, write_model
 
 ray = pytest.importorskip("ray")
 
@@ -71,6 +76,46 @@ def test_the_artifact_is_that_of_a_local_run(tmp_path: Path) -> None:
     assert engine_logs and set(engine_logs) <= {"worker-0", "worker-1"}  # one may have come too late
     assert orjson.loads(timeline.read_bytes())
     assert not ray.is_initialized()
+
+
+async def test_images_need_not_be_where_the_workers_are(tmp_path: Path) -> None:
+    """A path that only the driver's process can open; what is stored is as of a local run."""
+    tokenizer, _ = load_model(write_model(tmp_path / "model"))
+    (tmp_path / "shown.png").write_bytes(png(112, 56, "blue"))
+    with (tmp_path / "shown.png").open("rb") as file:
+        fd = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 800)  # a number that is free in a worker
+    rows = [
+        {"prompt": "look at this <image>", "images": [f"/proc/self/fd/{fd}"]},
+        {"prompt": "look at <image> and <image>", "images": [(tmp_path / "shown.png").as_uri(), "shown.png"]},
+        {"prompt": "no <image> here", "images": ["missing.png"]},
+        {"prompt": "look at that"},
+    ]
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    try:
+        async with StubServer(
+            answer_by_text(tokenizer, lambda prompt: "and that"),
+            vocab_size=tokenizer.vocab_size,
+            images=True,
+            image_token_id=IMAGE_PAD,
+        ) as server:
+            words = [*image_overrides(tmp_path, server), "generation.seed=5", "actor_rollout_ref.rollout.n=3"]
+            for name in ("local", "ray"):
+                more = [f"trainer.default_local_dir={tmp_path / name}", f"generation.executor={name}"]
+                if name == "ray":
+                    more += ["ray_kwargs.ray_init.num_cpus=1"]
+                result = await generate(as_config([*words, *more]))
+                assert (result.completed, result.failed) == (9, 3)
+    finally:
+        os.close(fd)
+    local, on_ray = (pq.read_table(tmp_path / name / "trajectories.parquet") for name in ("local", "ray"))
+    assert on_ray.drop_columns(list(TIMES)).equals(local.drop_columns(list(TIMES)))
+    assert f"/proc/self/fd/{fd}" in on_ray["messages"][0].as_py()
+    failures = [
+        sorted((one.index, one.repeat, one.stage, one.error) for one in read_failures(tmp_path / name))
+        for name in ("local", "ray")
+    ]
+    assert failures[0] == failures[1]
+    assert "missing.png: no such file" in failures[1][0][3]
 
 
 def test_what_cannot_be_joined_is_said(tmp_path: Path) -> None:

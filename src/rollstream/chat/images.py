@@ -110,6 +110,27 @@ def decode_data_url(url: str) -> bytes:
         raise DataError(f"{describe(url)}: not base64 ({error})") from error
 
 
+def is_file(source: ImageSource) -> bool:
+    """Whether an image is named by a path or a `file:` URL: what that names depends on the machine."""
+    return isinstance(source, str) and not source.startswith(("data:", "http://", "https://"))
+
+
+def as_bytes(source: ImageSource) -> ImageSource:
+    """An image that is a file here as the file's bytes, for a machine that may not have it.
+
+    Anything else stays as it is; so does a file that cannot be read here, for whoever wants it says why.
+    Blocks: call it in a thread.
+    """
+    if not is_file(source):
+        return source
+    assert isinstance(source, str)
+    try:
+        data = _read(source, describe(source), allow_http=False)
+    except DataError:
+        return source
+    return data if len(data) <= MAX_FILE_BYTES else source
+
+
 def describe(source: ImageSource) -> str:
     """An image source for messages, never its data."""
     if isinstance(source, bytes):

@@ -15,9 +15,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rollstream.chat.images import as_bytes, is_file
 from rollstream.engine.ray_package import import_ray, is_of_the_node, one_line
 from rollstream.errors import DataError, EngineLostError, RollstreamError
 from rollstream.rollout.adaptation import Adaptation
@@ -285,13 +287,16 @@ class RayExecutor:
             self._ended.set()
 
     def _give(self, dispatch: Dispatch, member: Member, keys: Sequence[RolloutKey]) -> None:
-        items = []
+        items, shown = [], []
         for key in keys:
             prompt_key = ""
             try:
                 row = self._load_row(key.index)
                 prompt_key = row.prompt_key
-                items.append(WorkItem.of(row, key.repeat))
+                if any(map(is_file, row.images)):
+                    shown.append((key, row))
+                else:
+                    items.append(WorkItem.of(row, key.repeat))
             except Exception as error:
                 if not prompt_key and not isinstance(error, DataError):
                     raise
@@ -300,6 +305,32 @@ class RayExecutor:
                 self._commit(dispatch, make_failure(key.index, key.repeat, prompt_key, 1, "prompt", error))
         if items:
             self._running.give(member, items)
+        if shown:
+            self._running.own(self._give_with_images(dispatch, member, shown))
+
+    async def _give_with_images(
+        self, dispatch: Dispatch, member: Member, rows: Sequence[tuple[RolloutKey, PromptRow]]
+    ) -> None:
+        """Gives rows whose images are files, which travel as bytes: a node need not have the files.
+
+        One that has not would fail them all at once, and so be given nearly all there are. What the row's
+        messages say of the images stays as it is.
+        """
+        for key, row in rows:
+            item: WorkItem | Exception
+            try:
+                item = await asyncio.to_thread(_item_with_images, row, key.repeat)
+            except Exception as error:  # as in `_give`
+                item = error
+            # Meanwhile the worker may have died, which gave the key to another, or all may be over.
+            if self._dispatch is not dispatch or self._dropped:
+                return
+            if key not in dispatch.held_by(member.id):
+                continue
+            if isinstance(item, WorkItem):
+                self._running.give(member, [item])
+            elif dispatch.arrive(member.id, key):
+                self._commit(dispatch, make_failure(key.index, key.repeat, row.prompt_key, 1, "prompt", item))
 
     def _commit(self, dispatch: Dispatch, result: EncodedRollout | Failure) -> None:
         future = self._writer.submit(result)
@@ -338,6 +369,10 @@ class RayExecutor:
         with suppress(DataError):
             prompt_key = self._load_row(key.index).prompt_key
         return make_failure(key.index, key.repeat, prompt_key, charges, "agent", died)
+
+
+def _item_with_images(row: PromptRow, repeat: int) -> WorkItem:
+    return WorkItem.of(replace(row, images=[as_bytes(image) for image in row.images]), repeat)
 
 
 def default_workers(claimed: float = 0.0) -> int:
