@@ -9,9 +9,11 @@ log-probs, text), all of them different, each in a process of its own:
 - `commit`: encoded rollouts through the store's writer, 1,024 in flight, all durable: a driver's part on Ray.
 - `seal`: from the journal into Parquet batches. It runs in a thread of the driver.
 - `merge`: the batches into the artifact, at the end, by whoever has the time.
+- `merge shards`: `rollstream merge` of the rollouts in four shards, with batches as large as a run's are.
 
 The second table is arithmetic: how long so many rollouts take on so many GPUs, what that is a second, and
-what it makes of the measured figures for one driver and for several (`generation.shard`).
+what it makes of the measured figures for one driver and for several (`generation.shard`). A journal becomes a
+file when it has `save_batch_size` rows or the writer's limit of bytes, whichever comes first.
 """
 
 import asyncio
@@ -26,17 +28,23 @@ import numpy as np
 import orjson
 
 from bench.report import cpu_seconds, parse_options, peak_rss_mb, print_table, write_json
-from rollstream.store.manifest import new_manifest
+from rollstream.store.manifest import SHARD_IDENTITY, new_manifest
 from rollstream.store.merge import merge_batches
+from rollstream.store.merge_shards import merge_shards
 from rollstream.store.records import EncodedRollout, RecordCodec
 from rollstream.store.run_dir import lock_run, open_run
-from rollstream.store.writer import StoreWriter
+from rollstream.store.summary import write_checkpoint
+from rollstream.store.writer import _SEGMENT_BYTES, StoreWriter
 from rollstream.trajectory import Rollout, Trajectory
 
 PROMPT, RESPONSE = 512, 1_500
 VOCABULARY = 150_000
 IN_FLIGHT = 1_024
-BATCH_ROWS = 1_000
+BATCH_ROWS = 10_000
+"""`generation.save_batch_size` of the arithmetic."""
+SHARDS = 4
+MERGE_BYTES_A_ROW = 82
+"""Memory of a merge at its peak: 25 for a row's keys, 57 to sort them (`tracemalloc`, `merge._order`)."""
 ROLLOUTS, GPUS, TOKENS_PER_GPU = 100_000_000, 1_000, 2_500
 """The run of the arithmetic, and what a GPU samples a second with a model of some 8 B parameters."""
 
@@ -61,10 +69,12 @@ def measure_encode(rollouts: int) -> dict[str, float]:
     """In this process."""
     codec = RecordCodec()
     made = [make_rollout(number) for number in range(rollouts)]
-    cpu, started, size = cpu_seconds(), time.perf_counter(), 0
+    cpu, started, size, raw = cpu_seconds(), time.perf_counter(), 0, 0
     for rollout in made:
-        size += len(codec.encode(rollout).body)
-    return _figures(rollouts, started, cpu, size)
+        encoded = codec.encode(rollout)
+        size += len(encoded.body)
+        raw += encoded.raw_bytes
+    return {**_figures(rollouts, started, cpu, size), "raw_bytes": raw}
 
 
 async def measure_store(rollouts: int) -> dict[str, dict[str, float]]:
@@ -97,6 +107,27 @@ async def measure_store(rollouts: int) -> dict[str, dict[str, float]]:
     return {"commit": commit, "seal": seal, "merge": merge}
 
 
+async def measure_shards(rollouts: int) -> dict[str, dict[str, float]]:
+    """In this process: the same rollouts in shards, merged into one run directory."""
+    codec = RecordCodec()
+    with tempfile.TemporaryDirectory() as folder:
+        roots = [Path(folder) / f"shard{number}" for number in range(SHARDS)]
+        for number, root in enumerate(roots):
+            identity = {SHARD_IDENTITY: f"{number}/{SHARDS}"}
+            manifest = new_manifest(n=1, identity=identity, dataset={}, versions={}, config={})
+            with open_run(lock_run(root), root, manifest, config_yaml="{}\n", fresh=True) as run:
+                made = [codec.encode(make_rollout(index)) for index in range(number, rollouts, SHARDS)]
+                writer = StoreWriter(run, save_batch_size=BATCH_ROWS, pull_timeout=1e6)
+                writer.start()
+                await _commit(writer, made)
+                await writer.close(seal=True)
+                write_checkpoint(run.paths, run.manifest, run.state, total=len(made))
+        cpu, started = cpu_seconds(), time.perf_counter()
+        merged = await asyncio.to_thread(merge_shards, roots, Path(folder) / "merged", to_yaml=str)
+        size = sum(map(_size, merged.output.rglob("*.parquet")))
+        return {"merge shards": _figures(rollouts, started, cpu, size)}
+
+
 async def _commit(writer: StoreWriter, made: list[EncodedRollout]) -> None:
     left = iter(made)
 
@@ -126,6 +157,8 @@ def projection(measured: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     rate = GPUS * TOKENS_PER_GPU / RESPONSE
     each = {name: figures["cpu_s"] / figures["rollouts"] for name, figures in measured.items()}
     size = {name: figures["bytes"] / figures["rollouts"] for name, figures in measured.items()}
+    raw_bytes = measured["encode"]["raw_bytes"] / measured["encode"]["rollouts"]
+    rows_a_file = min(BATCH_ROWS, _SEGMENT_BYTES / raw_bytes)
     rows = []
     for drivers in (1, 4, 16):
         share, part = rate / drivers, ROLLOUTS / drivers
@@ -138,9 +171,11 @@ def projection(measured: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
                 "cores, encoding": share * each["encode"],
                 "journal MB/s": share * size["commit"] / 1e6,
                 "batches GB": part * size["seal"] / 1e9,
-                "files of 10,000 rows": part / 10_000,
+                "files": part / rows_a_file,
                 "key states MB": part / 1e6,
                 "merge hours": part * each["merge"] / 3600,
+                "merge GB": part * MERGE_BYTES_A_ROW / 1e9,
+                "merge shards hours": ROLLOUTS * each["merge shards"] / 3600 if drivers > 1 else 0,
             }
         )
     return rows
@@ -154,14 +189,21 @@ def _apart(what: str, rollouts: int) -> Any:
 def main() -> None:
     """Runs the benchmark."""
     if len(sys.argv) > 1 and sys.argv[1] == "--measure":
-        rollouts = int(sys.argv[3])
-        encode = sys.argv[2] == "encode"
-        figures = measure_encode(rollouts) if encode else asyncio.run(measure_store(rollouts))
+        what, rollouts = sys.argv[2], int(sys.argv[3])
+        figures: Any
+        if what == "encode":
+            figures = measure_encode(rollouts)
+        else:
+            figures = asyncio.run((measure_store if what == "store" else measure_shards)(rollouts))
         print(orjson.dumps(figures).decode())
         return
     options = parse_options(__doc__.split("\n")[0])
     rollouts = 2_000 if options.quick else 10_000
-    measured = {"encode": _apart("encode", rollouts // 5), **_apart("store", rollouts)}
+    measured = {
+        "encode": _apart("encode", rollouts // 5),
+        **_apart("store", rollouts),
+        **_apart("shards", rollouts),
+    }
     rows = [
         {
             "what": name,
