@@ -83,6 +83,8 @@ class Group(msgspec.Struct, gc=False):
     lease: str | None = None
     """The lease it is in, or was in before that expired."""
     quarantined: bool = False
+    watched: bool = False
+    """A timer of it is pending; it has one at most."""
     waiting: bool = False
     """It is in line to be judged."""
     records: bytearray = msgspec.field(default_factory=bytearray)

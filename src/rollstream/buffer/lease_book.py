@@ -216,13 +216,16 @@ class LeaseBook(Lines):
         while self._timers and self._timers[0][0] <= now:
             deadline, number = heapq.heappop(self._timers)
             group = self.groups.get(number)
-            if group is None or group.quarantined or (group.closed and group.kept < 0):
+            if group is None:
+                continue
+            group.watched = False
+            if group.quarantined or (group.closed and group.kept < 0):
                 continue
             lease = None if group.lease is None else self.leases.get(group.lease)
             if lease is not None and not lease.expired:
                 continue
             if group.touched + self._timeout > deadline and not group.closed:  # an item came since
-                self._watch(group)
+                self._watch(group, group.touched)
                 continue
             group.timed_out = True
             group.kept = -1

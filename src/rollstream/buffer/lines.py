@@ -141,7 +141,7 @@ class Lines(Cycle):
         """It was looked at and is left alone until it changes, or has timed out (again)."""
         self._withdraw(group)
         group.kept = len(group)
-        heapq.heappush(self._timers, (now + self._timeout, group.number))
+        self._watch(group, now)
 
     def waiting_groups(self) -> int:
         """Groups in line."""
@@ -193,12 +193,16 @@ class Lines(Cycle):
         if self.open.get(group.key) is group:
             del self.open[group.key]
 
-    def _watch(self, group: Group) -> None:
+    def _watch(self, group: Group, since: float) -> None:
+        """It times out when nothing has come for so long; a pending timer is earlier, and is set anew then."""
+        if group.watched:
+            return
+        group.watched = True
         if len(self._timers) > 2 * len(self.groups) + _SPARE_TIMERS:  # of groups that are gone
             waiting = [timer for timer in self._timers if timer[1] in self.groups]
             heapq.heapify(waiting)
             self._timers = waiting
-        heapq.heappush(self._timers, (group.touched + self._timeout, group.number))
+        heapq.heappush(self._timers, (since + self._timeout, group.number))
 
     def _ticket(self, number: int) -> int:
         group = self.groups.get(number)

@@ -96,12 +96,12 @@ class BufferState(LeaseBook, RolloutFacts):
                     Group(new.group, key, new.group_size, new.ticket, now, written_at), totals
                 )
                 self.open[key] = group
-                self._watch(group)
+                self._watch(group, now)
             else:
                 if group.timed_out:
                     group.timed_out = False
                     self.overdue.pop(new.group, None)
-                    self._watch(group)
+                    self._watch(group, now)
                 group.touched = now
                 group.ticket = new.ticket
                 if written_at > group.written_at:
@@ -373,7 +373,7 @@ class BufferState(LeaseBook, RolloutFacts):
                 group.closed = len(group) >= group.size
             if not group.closed:
                 self.open[group.key] = group
-            self._watch(group)
+            self._watch(group, now)
             self._offer(group)
         for lease in list(self.leases.values()):
             lease.deadline = now + lease.seconds

@@ -72,6 +72,28 @@ async def test_what_timed_out_is_told_once(tmp_path: Path) -> None:
     await ledger.close()
 
 
+async def test_a_group_that_is_looked_at_often_has_one_timer(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger = open_ledger(tmp_path, clock, group_size=32, timeout=30.0)
+    await ledger.set_task("own", 32, judge_from=1)
+    for turn in range(10):
+        clock.now += 1
+        await ledger.write([item(f"u{turn}-{at}", at) for at in range(50)])
+        await ledger.decide(keep=ledger.candidates())
+    assert ledger.ready_groups == 0
+    assert len(ledger._state._timers) == 50
+    clock.now += 29
+    ledger.tick()  # what came since the timer was set counts
+    assert ledger.ready_groups == 0 and len(ledger._state._timers) == 50
+    for _ in range(3):  # kept by its reader, each times out again
+        clock.now += 31
+        ledger.tick()
+        assert [view.timed_out for view in ledger.candidates()] == [True] * 50
+        await ledger.decide(keep=ledger.candidates())
+        assert ledger.ready_groups == 0 and len(ledger._state._timers) == 50
+    await ledger.close()
+
+
 @pytest.mark.parametrize("seed", range(8))
 async def test_no_instance_twice_among_those_that_a_cycle_delivers(tmp_path: Path, seed: int) -> None:
     """Reads of several groups at once, some given back, some taken out: what is acked counts."""
