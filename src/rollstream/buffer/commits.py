@@ -15,11 +15,11 @@ more by itself: it may use the room that is reserved for it.
 """
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from rollstream.buffer.drop_file import encode_drops
 from rollstream.buffer.flight import Control, Flight, OpenGroup, Plan, Write
@@ -31,6 +31,7 @@ from rollstream.buffer.log_records import (
     Event,
     encode_item,
     encode_record,
+    hashes,
     seal_frame,
 )
 from rollstream.buffer.oplog import Batch, Oplog
@@ -43,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 _BATCH_ITEMS = 256
 """Planned and applied in one go: some milliseconds, the longest that others wait for the event loop."""
+
+_BURIED_AT_ONCE = 4096
+"""Uids of groups that are gone: about a millisecond."""
 
 _BATCH_BYTES = 4 << 20
 """Of items in a batch, as far as they come in several; bounds a sync."""
@@ -349,16 +353,25 @@ class CommitQueue:
         assert self._loop is not None
         try:
             step()
-            some = list(itertools.islice(flight.gone, _BATCH_ITEMS))
+            more = next(flight.rest, None)
         except Exception as defect:
             self._flight = None
             self._break(flight, defect)
             return
-        if some:
-            self._loop.call_soon(self._take_over, flight, lambda: self._remove(some))
+        if more is not None:
+            self._loop.call_soon(self._take_over, flight, more)
         else:
             self._flight = None
             self._finish(flight)
+
+    def _in_parts(self, event: Event) -> Iterator[Callable[[], None]]:
+        for at in range(0, len(event.gone), _BATCH_ITEMS):
+            yield partial(self._remove, event.gone[at : at + _BATCH_ITEMS])
+        if event.buried is not None:
+            first, packed = event.buried
+            uids = hashes(packed)
+            for at in range(0, len(uids), _BURIED_AT_ONCE):
+                yield partial(self._state.uids.bury, first + at, uids[at : at + _BURIED_AT_ONCE])
 
     def _remove(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -393,7 +406,7 @@ class CommitQueue:
         if flight.event is not None:
             later = len(flight.event.gone) > _BATCH_ITEMS
             if later:
-                flight.gone = iter(flight.event.gone)
+                flight.rest = self._in_parts(flight.event)
             state.apply(
                 flight.event, ticket=flight.event_ticket, segment=flight.segment, now=now, later=later
             )

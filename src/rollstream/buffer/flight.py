@@ -70,8 +70,8 @@ class Flight:
         "event",
         "event_ticket",
         "frames",
-        "gone",
         "items",
+        "rest",
         "segment",
         "size",
         "writes",
@@ -79,8 +79,8 @@ class Flight:
     )
 
     def __init__(self, segment: int) -> None:
-        self.gone: Iterator[int] = iter(())
-        """Groups that are still to be removed from memory."""
+        self.rest: Iterator[Callable[[], None]] = iter(())
+        """What of a large event is still to be applied, some milliseconds each."""
         self.segment = segment
         self.frames: list[bytes] = []
         self.size = 0

@@ -41,34 +41,50 @@ class LedgerLeases(LedgerCore):
             NotFoundError: there is no such lease.
             StorageError: see `write`.
         """
+        (result,) = await self.ack_all([lease_id])
+        return result
+
+    async def ack_all(self, lease_ids: Sequence[str]) -> list[AckResult]:
+        """Acks leases together: all are acked, or none is, also when the process is killed meanwhile.
+
+        Raises what `ack` does, of any of them; then none was acked.
+        """
         self._check_open()
         state = self._state
-        result = AckResult(lease_id, 0, 0, repeated=True)
-        held = state.leases.get(lease_id)
-        numbers = [] if held is None else list(held.groups)
+        held = [lease for name in lease_ids if (lease := state.leases.get(name)) is not None]
+        numbers = [number for lease in held for number in lease.groups]
         uids = await self._gather_uids(numbers)
+        results: list[AckResult] = []
 
         def plan() -> Event | None:
-            nonlocal result, uids
-            lease = self._find_lease(lease_id, "acked")
-            if lease is None:
-                return None
-            gone = list(lease.groups)
+            nonlocal uids
+            found = [self._find_lease(name, "acked") for name in lease_ids]
+            leases = [lease for lease in found if lease is not None]
+            results[:] = [
+                AckResult(name, 0, 0, repeated=True) if lease is None else self._acked(lease)
+                for name, lease in zip(lease_ids, found, strict=True)
+            ]
+            gone = [number for lease in leases for number in lease.groups]
             if gone != numbers:
                 uids = self._burial(gone)[1]
-            items = len(uids) // 8
-            left_out = sum(len(left.uids) for left in lease.left_out)
-            result = AckResult(lease_id, len(gone), items)
+            left_out = [left for lease in leases for left in lease.left_out]
+            items = len(uids) // 8 - sum(len(left.uids) for left in left_out)
+            if not leases:
+                return None
             return Event(
-                ends=[(lease_id, "acked")],
+                ends=[(lease.id, "acked") for lease in leases],
                 gone=gone,
                 buried=(state.uids.burials, uids),
-                dropped=[self._describe_left_out(left) for left in lease.left_out],
-                delivered=(len(gone), items - left_out),
+                dropped=[self._describe_left_out(left) for left in left_out],
+                delivered=(len(gone), items),
             )
 
         await self._commits.control(plan)
-        return result
+        return results
+
+    def _acked(self, lease: LeaseState) -> AckResult:
+        groups = self._state.groups
+        return AckResult(lease.id, len(lease.groups), sum(len(groups[number]) for number in lease.groups))
 
     async def nack(self, lease_id: str) -> None:
         """The groups of the lease are candidates again, first in line. Again is success again.

@@ -309,9 +309,9 @@ class SlimeRoutes:
                 for lease in held if success else ():
                     # Raises if the reader was so slow that somebody else has them.
                     await self._ledger.extend(lease, self._lease_seconds)
-            while success and held:
-                await self._ledger.ack(held[0])
-                leases.remove(held.pop(0))
+            if success:
+                await self._ledger.ack_all(held)  # together: the answer is one, and ends behind them all
+                leases.clear()
         except BaseException:
             await asyncio.shield(self._give_back(leases))
             raise

@@ -213,7 +213,7 @@ class BufferState(LeaseBook, RolloutFacts):
         return group is not None and group.find(where, hint) is not None
 
     def apply(self, event: Event, *, ticket: int, segment: int, now: float, later: bool = False) -> None:
-        """An event of the log; `later`: the caller removes the groups that are gone, when this is done."""
+        """An event of the log; `later`: the caller removes and buries what is gone, when this is done."""
         self.next_ticket = max(self.next_ticket, ticket + 1)
         for lease_id, outcome in event.ends:
             self._end_lease(lease_id, outcome, segment)
@@ -241,7 +241,7 @@ class BufferState(LeaseBook, RolloutFacts):
             self._save_rollout(rollout, segment)
         for rollout_id in event.forgotten:
             self._forget_rollout(rollout_id)
-        if event.buried is not None:
+        if event.buried is not None and not later:
             self.uids.bury(event.buried[0], hashes(event.buried[1]))
         for task_type, group_size, judge_from in event.tasks:
             self._set_task(task_type, Task(group_size, judge_from))

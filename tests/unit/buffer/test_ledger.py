@@ -14,7 +14,14 @@ import pytest
 from rollstream.buffer import oplog
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.rollout_record import RolloutRecord
-from rollstream.errors import BufferFullError, ConflictError, DamageError, RunDirectoryError, StorageFullError
+from rollstream.errors import (
+    BufferFullError,
+    ConflictError,
+    DamageError,
+    NotFoundError,
+    RunDirectoryError,
+    StorageFullError,
+)
 from rollstream.store import journal
 from tests.unit.buffer.ledger_worlds import Clock, durable_state, item, open_ledger, settings
 
@@ -141,6 +148,30 @@ async def test_expired_lease_can_be_acked_and_extended_while_it_is_whole(tmp_pat
     ledger.tick()
     assert (await ledger.ack(lease)).items == 2
     assert ledger.stats().items == 0
+    await ledger.close()
+
+
+async def test_leases_are_acked_together_or_not_at_all(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger = open_ledger(tmp_path, clock, group_size=1)
+    await ledger.write([item(f"u{n}", n) for n in range(6)])
+    first, second = [await take(ledger, 2, lease_seconds=seconds) for seconds in (20, 10)]
+    clock.now += 15
+    ledger.tick()
+    other = await take(ledger, 1)  # of the second one
+    with pytest.raises(ConflictError):
+        await ledger.ack_all([first, second])
+    with pytest.raises(NotFoundError):
+        await ledger.ack_all([first, "nothing"])
+    assert ledger.stats().groups_delivered == 0 and ledger.has_lease(first)
+    before = ledger._state.next_ticket
+    results = await ledger.ack_all([first, other])
+    assert [(one.lease_id, one.groups, one.items) for one in results] == [(first, 2, 2), (other, 1, 1)]
+    assert ledger._state.next_ticket == before + 1  # one record: a kill leaves all of it or nothing
+    (again,) = await ledger.ack_all([first])
+    assert again.repeated and await ledger.ack_all([]) == []
+    ledger = await reopened(ledger, tmp_path, clock=clock, group_size=1)
+    assert (ledger.stats().groups_delivered, ledger.stats().items) == (3, 3)
     await ledger.close()
 
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import random
+from array import array
 from pathlib import Path
 
 import pytest
 
 from rollstream.buffer import commits
 from rollstream.buffer.state import BufferState
+from rollstream.buffer.uid_memory import UidMemory
 from rollstream.errors import ConflictError
 from tests.unit.buffer.ledger_worlds import Clock, item, open_ledger
 from tests.unit.buffer.test_ledger import reopened, take
@@ -156,6 +158,7 @@ async def test_what_was_given_back_takes_no_place_in_a_cycle(tmp_path: Path) -> 
 async def test_an_ack_of_many_groups_gives_way_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(commits, "_BURIED_AT_ONCE", 500)
     ledger = open_ledger(tmp_path, group_size=1)
     count = 5000
     await ledger.write([item(f"u{at}", at) for at in range(count)])
@@ -168,7 +171,16 @@ async def test_an_ack_of_many_groups_gives_way_to_others(
         turns[-1] += 1
         real(self, number)
 
+    buried: list[int] = []
+    bury = UidMemory.bury
+
+    def burying(self: UidMemory, first: int, uids: "array[int]") -> None:
+        buried.append(len(uids))
+        turns[-1] += 1
+        bury(self, first, uids)
+
     monkeypatch.setattr(BufferState, "remove", remove)
+    monkeypatch.setattr(UidMemory, "bury", burying)
 
     async def others() -> None:
         while True:
@@ -182,8 +194,11 @@ async def test_an_ack_of_many_groups_gives_way_to_others(
     beside.cancel()
     assert (result.groups, result.items) == (count, count)
     assert 0 < largest[0] <= commits._BATCH_ITEMS
+    assert buried == [500] * 10
+    assert all(ledger.knows(f"u{at}" for at in range(count))) and ledger._state.uids.burials == count
     assert (await ledger.ack(lease)).repeated
     ledger = await reopened(ledger, tmp_path, group_size=1)
+    assert all(ledger.knows(f"u{at}" for at in range(count))) and ledger._state.uids.burials == count
     assert ledger.stats().items_delivered == count
     await ledger.close()
 

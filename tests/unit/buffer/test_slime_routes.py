@@ -6,14 +6,17 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
+from rollstream.buffer.commits import CommitQueue
 from rollstream.buffer.delivery import Delivery
 from rollstream.buffer.generators import Rollouts
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.ledger import LedgerSettings
+from rollstream.buffer.log_records import Event
 from rollstream.buffer.reads import Taken, Wanted
-from rollstream.errors import StorageFullError
+from rollstream.errors import StorageError, StorageFullError
 
 from .served import Served, item, served
 
@@ -381,3 +384,36 @@ async def test_a_read_in_parts_has_no_instance_twice(tmp_path: Path) -> None:
         async with asyncio.timeout(10):
             while buffer.service.ledger.stats().items_delivered < 1400:
                 await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+async def test_a_read_in_parts_is_acked_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int
+) -> None:
+    async with served(tmp_path, LedgerSettings(groups=GroupSettings(group_size=1))) as buffer:
+        await buffer.post("/v1/items", {"items": [item(n, 1.0, f"u{n}") for n in range(600)]})
+        control, acks = CommitQueue.control, 0
+
+        def refusing(self: CommitQueue, plan: Any, **kwargs: Any) -> Any:
+            def planned() -> Any:
+                nonlocal acks
+                event = plan()
+                if isinstance(event, Event) and any(outcome == "acked" for _, outcome in event.ends):
+                    acks += 1
+                    if acks == fails:
+                        raise StorageError("the disk is gone")
+                return event
+
+            return control(self, planned, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CommitQueue, "control", refusing)
+            if fails == 1:
+                with pytest.raises(aiohttp.ClientError):
+                    await buffer.post("/get_rollout_data", {})
+            else:
+                status, answer = await buffer.post("/get_rollout_data", {})
+                assert status == 200 and len(answer["data"]["data"]) == 600
+        stats = buffer.service.ledger.stats()
+        assert (stats.groups_delivered, stats.groups["ready"]) == ((0, 600) if fails == 1 else (600, 0))
+        assert acks == 1 and stats.leases == 0
