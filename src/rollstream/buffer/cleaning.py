@@ -120,6 +120,8 @@ class Cleaning:
             yield partial(_quarantine_facts, state, numbers)
         for numbers in _split([number for number, at in state.sealed.items() if at == segment]):
             yield partial(_sealed_facts, state, numbers)
+        for numbers in _split([number for number, at in state.sized.items() if at == segment]):
+            yield partial(_size_facts, state, numbers)
         for rollout_id in list(state.counts):
             counts = state.counts.get(rollout_id, {})
             for keys in _split([key for key, packed in counts.items() if packed & 0xFFFFFFFF == segment]):
@@ -143,6 +145,10 @@ def _quarantine_facts(state: BufferState, numbers: list[int]) -> Event:
 
 def _sealed_facts(state: BufferState, numbers: list[int]) -> Event:
     return Event(sealed=[number for number in numbers if number in state.sealed])
+
+
+def _size_facts(state: BufferState, numbers: list[int]) -> Event:
+    return Event(sizes=[(number, state.groups[number].size) for number in numbers if number in state.sized])
 
 
 def _count_facts(state: BufferState, rollout_id: str, keys: list[InstanceId]) -> Event:

@@ -274,12 +274,14 @@ class Ledger(LedgerLeases, LedgerRollouts, LedgerAccounts):
             gone = [drop for drop in drops if self._is_as_seen(views[drop.group])]
             aside = [(view.number, tail_of(cause)) for view, cause in quarantined if self._is_as_seen(view)]
             taken = granted + [drop.group for drop in gone] + [number for number, _ in aside]
+            undelivered = {drop.group for drop in gone}
             short = [group for number in taken if not (group := state.groups[number]).closed]
             event = Event(
                 gone=[drop.group for drop in gone],
                 quarantined=aside,
                 counts=finished(state, short),
                 dropped=gone,
+                sizes=[(group.number, group.size) for group in short if group.number not in undelivered],
             )
             if granted:
                 event.leases = [LeaseFact(lease_id, consumer, seconds, list(granted))]

@@ -16,7 +16,7 @@ class LedgerRollouts(LedgerCore):
     """A ledger's calls about tasks and rollouts."""
 
     async def set_task(self, task_type: str, group_size: int, judge_from: int | None = None) -> None:
-        """From here on, items that name no task are of this one. Its open groups follow the group size.
+        """From here on, items that name no task are of this one. Its open groups get the group size.
 
         Args:
             task_type: name.
@@ -37,17 +37,20 @@ class LedgerRollouts(LedgerCore):
         state = self._state
 
         def plan() -> Event | None:
-            if state.active == task_type and state.tasks.get(task_type) == Task(*task[1:]):
-                return None
-            whole = [
+            following = [
                 group
                 for key, group in state.open.items()
-                if key[0] == task_type and state.follows_task(key) and len(group) >= group_size
+                if key[0] == task_type and state.follows_task(key) and group.size != group_size
             ]
+            same = state.active == task_type and state.tasks.get(task_type) == Task(*task[1:])
+            if same and not following:
+                return None
+            whole = [group for group in following if len(group) >= group_size]
             return Event(
                 tasks=[task],
                 active=task_type,
                 sealed=[group.number for group in whole],
+                sizes=[(group.number, group_size) for group in following],
                 counts=finished(state, whole),
             )
 

@@ -32,6 +32,8 @@ class Lines(Cycle):
         self.open: dict[Key, Group] = {}
         self.sealed: dict[int, int] = {}
         """Groups that were closed before they were whole -> segment of the newest record."""
+        self.sized: dict[int, int] = {}
+        """Groups whose size a record says, not their items -> segment of the newest such record."""
         self.tasks: dict[str, Task] = {}
         self.version = 0
         """Grows whenever there may be another candidate than before."""
@@ -194,7 +196,7 @@ class Lines(Cycle):
             del self.open[group.key]
 
     def _watch(self, group: Group, since: float) -> None:
-        """It times out when nothing has come for so long; a pending timer is earlier, and is set anew then."""
+        """It times out when nothing comes for long enough; a timer that is pending is earlier: it will do."""
         if group.watched:
             return
         group.watched = True

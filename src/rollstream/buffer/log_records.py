@@ -220,6 +220,8 @@ class Event(msgspec.Struct, omit_defaults=True):
     """Task type, group size, items from which on a group is judged."""
     sealed: list[int] = []
     """Groups that take no more items though they are not whole."""
+    sizes: list[tuple[int, int]] = []
+    """Groups, and how many items make each whole, where its items may say another number."""
     active: str | None = None
     """The task of items that name none."""
     active_rollout: str | None = None

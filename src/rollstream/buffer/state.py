@@ -73,6 +73,8 @@ class BufferState(LeaseBook, RolloutFacts):
         self.next_group = 1
         self._positions: dict[int, list[int]] = {}
         """While the log is read: which items of a group are known."""
+        self._sizes: dict[int, tuple[int, int]] = {}
+        """While the log is read: what a record says of a group's size, with the record's ticket."""
 
     # -- what a record of the log changes
 
@@ -162,7 +164,9 @@ class BufferState(LeaseBook, RolloutFacts):
                 Group(record.group, key, record.group_size, ticket, now, record.written_at), totals
             )
             self._meet(group)
-        group.size = record.group_size
+        if ticket >= group.ticket:  # not a copy that stands behind newer items
+            said_at, said = self._sizes.get(record.group, (0, 0))
+            group.size = said if said_at > ticket else record.group_size
         reward = record.reward
         positions = self._positions.setdefault(record.group, [])
         at = bisect.bisect(positions, position)
@@ -243,6 +247,8 @@ class BufferState(LeaseBook, RolloutFacts):
             self._forget_rollout(rollout_id)
         if event.buried is not None and not later:
             self.uids.bury(event.buried[0], hashes(event.buried[1]))
+        for number, size in event.sizes:
+            self._set_size(number, size, ticket, segment)
         for task_type, group_size, judge_from in event.tasks:
             self._set_task(task_type, Task(group_size, judge_from))
         for number in event.sealed:
@@ -273,7 +279,7 @@ class BufferState(LeaseBook, RolloutFacts):
 
     def fact_bytes(self) -> int:
         """About what everything but items would take in the log, written anew."""
-        size = 9 * self.uids.buried + 10 * len(self.sealed) + 64 * len(self.ended) + 512
+        size = 9 * self.uids.buried + 10 * len(self.sealed) + 12 * len(self.sized) + 64 * len(self.ended) + 512
         size += self._count_bytes
         for lease in self.leases.values():
             size += 10 * len(lease.groups) + 128 + sum(40 * len(left.uids) for left in lease.left_out)
@@ -283,16 +289,19 @@ class BufferState(LeaseBook, RolloutFacts):
     def remove(self, number: int) -> None:
         """A group that left, delivered or not."""
         self._positions.pop(number, None)
+        self._sizes.pop(number, None)
         group = self.groups.pop(number, None)
         if group is None:
             self._lose_expected(number)
             self.sealed.pop(number, None)
+            self.sized.pop(number, None)
             return
         if self.open.get(group.key) is group:
             del self.open[group.key]
         self._withdraw(group)
         self.quarantine.pop(number, None)
         self.sealed.pop(number, None)
+        self.sized.pop(number, None)
         self._take_from_lease(group)
         totals = self.totals[group.key[0]]
         for where, _, length, reward, _ in RECORD.iter_unpack(bytes(group.records)):
@@ -314,14 +323,20 @@ class BufferState(LeaseBook, RolloutFacts):
             self.live_bytes[segment] -= length
 
     def _set_task(self, task_type: str, task: Task) -> None:
-        if self.tasks.get(task_type) == task:
-            return
         self.tasks[task_type] = task
-        if not self._replaying:
-            for key, group in self.open.items():
-                if key[0] == task_type and self.follows_task(key):
-                    group.size = task.group_size
-                    self._offer(group)
+        for key, group in self.open.items():  # there are none while the log is read
+            if key[0] == task_type and self.follows_task(key):
+                self._offer(group)
+
+    def _set_size(self, number: int, size: int, ticket: int, segment: int) -> None:
+        """What its older items say of its size counts no more. Whether it is in line is for the caller."""
+        group = self.groups.get(number)
+        if group is not None:
+            group.size = size
+        if self._replaying:  # items, copied by a cleaning, may come later
+            self._sizes[number] = ticket, size
+        if group is not None or self._replaying:
+            self.sized[number] = segment
 
     def _count_drop(self, ticket: int, drop: Dropped) -> None:
         groups, items = self.counters.dropped.get(drop.reason, (0, 0))
@@ -356,6 +371,7 @@ class BufferState(LeaseBook, RolloutFacts):
         """After the last record: leases get their full time again, groups stand in their order."""
         self._replaying = False
         self._positions.clear()
+        self._sizes.clear()
         for number in list(self._expected):  # their items were damaged
             lease_id = self._expected.pop(number)
             if lease_id is None:
@@ -363,6 +379,7 @@ class BufferState(LeaseBook, RolloutFacts):
             elif lease_id in self.leases:
                 self.leases[lease_id].groups.pop(number, None)
         self.sealed = {number: at for number, at in self.sealed.items() if number in self.groups}
+        self.sized = {number: at for number, at in self.sized.items() if number in self.groups}
         for group in sorted(self.groups.values(), key=lambda group: group.ticket):
             group.touched = now
             if group.lease is not None or group.quarantined:

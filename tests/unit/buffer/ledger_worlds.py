@@ -50,7 +50,7 @@ def durable_state(ledger: Ledger) -> dict[str, Any]:
     lost_or_whole = {lease.id for lease in state.leases.values()}
     return {
         "groups": {
-            group.number: (group.key, len(group), group.quarantined, _records(group.records))
+            group.number: (group.key, len(group), group.size, group.quarantined, _records(group.records))
             for group in state.groups.values()
         },
         "closed": {group.number for group in state.groups.values() if group.closed},

@@ -27,6 +27,7 @@ class RefGroup:
     last_item: float = 0.0
     timed_out: bool = False
     lease: int | None = None  # the newest that it was handed out with, over or not
+    size: int = 0  # items of a whole one, where groups of several sizes are
 
 
 @dataclass(eq=False)
@@ -68,7 +69,7 @@ class ReferenceBuffer:
         group.uids.append(uid)
         group.rewards.append(reward)
         group.last_item = now
-        if len(group.uids) >= self.settings.min_group_size:
+        if len(group.uids) >= self.enough(group):
             self.line.append(self.open.pop(key))
         return True
 
@@ -156,6 +157,10 @@ class ReferenceBuffer:
             group.last_item = now
         for lease in self.leases.values():
             lease.deadline = now + self.lease_seconds
+
+    def enough(self, group: RefGroup) -> int:
+        """Items from which on it goes."""
+        return self.settings.min_group_size
 
     def live_uids(self) -> set[str]:
         """Everything that was written and neither acked nor dropped."""

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ class Reference(ReferenceBuffer):
     """As the ledger has it: what timed out takes items until it is decided on; expiry is not remembered."""
 
     quarantine: list[RefGroup]
+    group_size = GROUPS.group_size
     rollout = "none"  # it has it for the task: a rollout's groups are its own, too; reads are of one
 
     def write(self, uid: str, task_type: str, instance_id: Id, reward: float | None, now: float) -> bool:
@@ -47,6 +49,24 @@ class Reference(ReferenceBuffer):
         if self.line and self.line[-1] is group:  # whole now: it keeps its place
             self.line.insert(place, self.line.pop())
         return True
+
+    def enough(self, group: RefGroup) -> int:
+        group.size = group.size or self.group_size
+        return group.size
+
+    def resize(self, size: int) -> None:
+        """Groups of the rollout that runs, and of none, have another size from now on, the open ones too."""
+        self.group_size = size
+        for key, group in list(self.open.items()):
+            if key[0] in (self.rollout, "none"):
+                group.size = size
+                if len(group.uids) >= size:
+                    del self.open[key]
+                    self.line += [] if group.timed_out else [group]
+
+    def is_valid(self, group: RefGroup) -> bool:
+        settings = replace(self.settings, group_size=group.size)
+        return judge_rewards(group.rewards, settings, timed_out=group.timed_out).valid
 
     def choose(self, max_groups: int | None) -> tuple[list[RefGroup], list[RefGroup]]:
         """What a read would hand out, and drop."""
@@ -62,8 +82,7 @@ class Reference(ReferenceBuffer):
             if len(good) == max_groups:
                 break
             seen.add(key)
-            valid = judge_rewards(group.rewards, self.settings, timed_out=group.timed_out).valid
-            (good if valid else bad).append(group)
+            (good if self.is_valid(group) else bad).append(group)
         return good, bad
 
     def groups_in_nobodys_hands(self) -> list[RefGroup]:
@@ -111,6 +130,9 @@ class Reference(ReferenceBuffer):
             if group.timed_out:
                 group.timed_out = False
                 self.line.remove(group)
+        for group in self.line:
+            if len(group.uids) >= group.size:  # closed by a smaller size, after it had timed out
+                group.timed_out = False
         for number, lease in self.leases.items():
             if lease.state == "expired" and self.is_whole(number):
                 lease.state = "live"
@@ -212,7 +234,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for view in self.ledger.candidates(rollouts=self.of_rollout()):
             if len(good) == max_groups:
                 break
-            valid = judge_rewards(view.rewards, GROUPS, timed_out=view.timed_out).valid
+            settings = replace(GROUPS, group_size=view.group_size)
+            valid = judge_rewards(view.rewards, settings, timed_out=view.timed_out).valid
             (good if valid else bad).append(view)
         return good, bad
 
@@ -220,6 +243,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert [self.uids_of(view) for view in views] == [group.uids for group in groups]
         assert [view.instance_id for view in views] == [group.instance_id for group in groups]
         assert [list(view.rewards) for view in views] == [group.rewards for group in groups]
+        assert [view.group_size for view in views] == [group.size for group in groups]
 
     def uids_of(self, view: GroupView) -> list[str]:
         return [orjson.loads(payload)["uid"] for payload, _ in self.ledger.load(view)]
@@ -248,10 +272,17 @@ class LedgerMachine(RuleBasedStateMachine):
             answer = "conflict"
         assert answer == expected, (what, number, lease_id)
 
-    @rule(name=st.sampled_from(["r1", "r2", "r3"]))
-    def start_rollout(self, name: str) -> None:
+    @rule(name=st.sampled_from(["r1", "r2", "r3"]), size=st.sampled_from([2, 3, 4]))
+    def start_rollout(self, name: str, size: int) -> None:
         self.run(self.ledger.save_rollout(RolloutRecord(name, "default", {}, "running", 0.0)))
         self.model.rollout = name
+        self.resize(size)
+
+    @rule(size=st.sampled_from([2, 3, 5]))
+    def resize(self, size: int) -> None:
+        self.run(self.ledger.set_task("default", size))
+        self.model.resize(size)
+        self.order_line()
 
     @rule(name=st.sampled_from(["r1", "r2", "r3"]))
     def drop_rollout(self, name: str) -> None:
@@ -365,6 +396,9 @@ class LedgerMachine(RuleBasedStateMachine):
             for uid, one, reward in perhaps[: sum(known)]:
                 assert self.model.write(uid, self.model.rollout, one, reward, self.clock.now)
         self.model.restart(self.clock.now)
+        self.order_line()
+
+    def order_line(self) -> None:
         # In which order they stand after a restart is up to the ledger: by their newest item.
         order = {group.number: None for group in self.waiting()}
         assert len(order) == len(self.model.line)

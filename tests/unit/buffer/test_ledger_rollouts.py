@@ -54,6 +54,58 @@ async def test_another_group_size_is_not_for_a_replaced_rollout(tmp_path: Path) 
     await ledger.close()
 
 
+@pytest.mark.parametrize("churned", [False, True])
+@pytest.mark.parametrize("how", ["sealed", "leased", "quarantined", "filled", "replaced"])
+async def test_a_group_that_was_resized_has_its_size_after_restarts(
+    tmp_path: Path, how: str, churned: bool
+) -> None:
+    """Its items were written when groups had another size; a cleaning puts them behind what resized it."""
+    small = {"group_size": 16, "segment_bytes": 2000, "remember_uids": 10}
+    ledger = open_ledger(tmp_path, **small)
+    await ledger.save_rollout(rollout("A"))
+    written = 12 if how == "sealed" else 5
+    await ledger.write([item(f"u{n}", 5, task_type="math", rollout_id="A") for n in range(written)])
+    await ledger.set_task("math", 8, judge_from=4)
+    (view,) = ledger.candidates()
+    if how == "leased":
+        await take(ledger)
+    elif how == "quarantined":
+        await ledger.decide(quarantine=[(view, "no")])
+    elif how == "filled":
+        await ledger.write([item(f"v{n}", 5) for n in range(3)])
+    elif how == "replaced":
+        await begin(ledger, "B", 3)
+    for turn in range(4):
+        for part in range(4 if churned else 0):
+            name = f"{turn}-{part}"
+            await ledger.write([item(f"{name}-{n}", name, padding=99, task_type="x") for n in range(16)])
+            lease = await ledger.decide(lease=ledger.candidates(task_type="x"))
+            assert lease is not None
+            await ledger.ack(lease.lease_id)
+            await settle(ledger)
+        ledger = await reopened(ledger, tmp_path, **small)
+        group = ledger._state.view(ledger._state.groups[view.number])
+        assert (group.size, group.group_size) == (8 if how == "filled" else written, 8)
+    assert not churned or min(ledger._log.sizes) > 3
+    await ledger.close()
+
+
+async def test_a_group_that_is_short_keeps_its_size_when_the_servers_is_another(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger = open_ledger(tmp_path, clock, group_size=8)
+    await ledger.write([item(f"u{n}") for n in range(3)])
+    await ledger.close()
+    ledger = open_ledger(tmp_path, clock, group_size=4)  # an open one follows the server's
+    clock.now += 301
+    ledger.tick()
+    await take(ledger)
+    ledger = await reopened(ledger, tmp_path, clock=clock, group_size=4)
+    (lease,) = ledger.leases()
+    assert [(view.size, view.group_size) for view in lease.groups] == [(3, 4)]
+    ledger = await reopened(ledger, tmp_path, clock=clock, group_size=4)
+    await ledger.close()
+
+
 async def test_drop_rollout(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, segment_bytes=4000)
     await begin(ledger, "A", 2)
