@@ -76,9 +76,10 @@ class LeaseBook(Lines):
             if not self._grow(lease, fact.groups, segment):  # a cleaning wrote it again
                 lease.segment = segment
             return
-        lease.segment = segment
-        lease.lost = fact.lost
-        lease.left_out = fact.left_out
+        if not lease.groups or not lease.groups.keys().isdisjoint(fact.groups):  # else it grows
+            lease.segment = segment
+            lease.lost = fact.lost
+            lease.left_out = fact.left_out
         for number in fact.groups:
             group = self.groups.get(number)
             if group is None:

@@ -18,8 +18,11 @@ async def churn(ledger: Ledger, name: str, groups: int = 12) -> None:
     await settle(ledger)
 
 
+@pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("growth", [1, 3])
-async def test_a_lease_that_grew_outlives_restarts_and_cleaning(tmp_path: Path, growth: int) -> None:
+async def test_a_lease_that_grew_outlives_restarts_and_cleaning(
+    tmp_path: Path, growth: int, restarted: bool
+) -> None:
     ledger = open_ledger(tmp_path, group_size=1, **SMALL)
     await ledger.write([item(f"u{at}", at) for at in range(10)])
     lease_id: str | None = None
@@ -32,6 +35,8 @@ async def test_a_lease_that_grew_outlives_restarts_and_cleaning(tmp_path: Path, 
         await ledger.write([item(f"w{step}-{n}", f"w{step}-{n}", padding=300) for n in range(8)])
     assert lease_id is not None
     numbers = sorted(view.number for view in held)
+    if restarted:  # before its first record is cleaned away
+        ledger = await reopened(ledger, tmp_path, group_size=1, **SMALL)
     for turn in range(12):
         await churn(ledger, f"x{turn}-", 3)
         before = durable_state(ledger)
