@@ -185,6 +185,7 @@ class CommitQueue:
                 continue
             flight.control = control
             if isinstance(planned, Event):
+                self._state.complete(planned)
                 flight.event = planned
                 flight.event_ticket = self._state.next_ticket
                 self._add(flight, seal_frame(flight.event_ticket, EVENT, 0, encode_record(planned)))

@@ -18,7 +18,7 @@ class Cycle:
         self._recent: dict[Instance, int] = {}
         """When an instance was handed out last, counted by `handed`."""
         self._earlier: dict[Instance, int] = {}
-        """When it was handed out before that; not in the log."""
+        """When it was handed out before that."""
 
     @property
     def left_in_cycle(self) -> int | None:
@@ -29,7 +29,7 @@ class Cycle:
 
     def is_held(self, instance: Instance, ahead: int = 0) -> bool:
         """Whether it must not be handed out yet, once `ahead` others are: it would come twice in a cycle."""
-        if self._cycle is None:
+        if self._cycle is None or self._cycle == 1:
             return False
         at = self._recent.get(instance)
         return at is not None and self.handed + 1 + ahead - at < self._cycle

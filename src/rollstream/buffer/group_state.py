@@ -174,13 +174,26 @@ class LeaseState(msgspec.Struct):
     groups: dict[int, None]
     order: int
     """Of the leases, as they were taken."""
+    granted: float
+    """Seconds it was given last."""
     expired: bool = False
+    counted: bool = True
+    """Its groups count as handed out in the trainer's cycle."""
     lost: bool = False
     left_out: list[LeftOut] = []
 
     def fact(self) -> LeaseFact:
         """For the log."""
-        return LeaseFact(self.id, self.consumer, self.seconds, list(self.groups), self.lost, self.left_out)
+        return LeaseFact(
+            self.id,
+            self.consumer,
+            self.seconds,
+            list(self.groups),
+            self.lost,
+            self.left_out,
+            self.granted,
+            self.counted,
+        )
 
 
 class Task(NamedTuple):

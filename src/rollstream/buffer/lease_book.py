@@ -4,9 +4,9 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from rollstream.buffer.group_state import Group, GroupView, LeaseState, Task
+from rollstream.buffer.group_state import Group, GroupView, Instance, LeaseState, Task
 from rollstream.buffer.lines import Lines
-from rollstream.buffer.log_records import LeaseFact
+from rollstream.buffer.log_records import Event, Lapse, LeaseFact
 
 ENDED_LEASES = 10_000
 """Leases whose end is remembered, so that an ack that is tried again succeeds again."""
@@ -29,6 +29,10 @@ class LeaseBook(Lines):
         self._deadlines: list[tuple[float, str]] = []
         """Of leases; one that was extended, or is gone, has entries that no longer hold."""
         self._leased = 0
+        self._lapses = 0
+        """Number of the next one."""
+        self._untold: list[Lapse] = []
+        """Those that no record of the log tells yet."""
         self._expected: dict[int, str | None] = {}
         """While the log is read: groups a record spoke of whose items (copied by a cleaning) come later ->
         their lease, or None for quarantine."""
@@ -47,7 +51,7 @@ class LeaseBook(Lines):
             lease.expired = False
             for number in lease.groups:
                 self._withdraw(self.groups[number])
-                self._note_handed(self.groups[number].instance)
+            self._count(lease, counted=True)
         if not watched:
             self._watch_lease(lease)
 
@@ -61,6 +65,90 @@ class LeaseBook(Lines):
         group = self.groups.get(view.number)
         return group is not None and len(group) == view.size and self.is_idle(group)
 
+    def complete(self, event: Event) -> None:
+        """Adds what a record has to say of the trainer's cycle: a log that is read anew must not guess it.
+
+        Whose groups a lease holds is not known there while their items, copied by a cleaning, come later; and
+        what time has brought is in no record of its own.
+        """
+        if self._cycle is None:
+            return
+        returned: list[Instance] = []
+        for lease_id, outcome in event.ends:
+            lease = self.leases.get(lease_id)
+            if lease is None:
+                continue
+            if outcome == "acked":
+                self._count(lease, counted=True)  # late, but its reader has them
+            elif lease.counted:
+                returned += self._instances(lease)
+        for lease_id, number in event.released:
+            lease = self.leases.get(lease_id)
+            if lease is not None and lease.counted:
+                returned.append(self.groups[number].instance)
+        event.returned = returned if event.ends or event.released else None
+        event.lapses = list(self._untold)
+
+    # -- the trainer's cycle
+
+    def _instances(self, lease: LeaseState) -> list[Instance]:
+        return [group.instance for number in lease.groups if (group := self.groups.get(number)) is not None]
+
+    def _count(self, lease: LeaseState, *, counted: bool) -> None:
+        """Its groups count as handed out from here on, or no more."""
+        if self._cycle is None or lease.counted == counted:
+            return
+        lease.counted = counted
+        instances = self._instances(lease)
+        if not self._replaying:
+            self._untold.append(Lapse(self._lapses, lease.id, counted, instances))
+            self._lapses += 1
+        self._note(instances, handed=counted)
+
+    def _note(self, instances: Iterable[Instance], *, handed: bool) -> None:
+        for instance in instances:
+            if handed:
+                self._note_handed(instance)
+            else:
+                self._note_returned(instance)
+
+    def _returned_by(self, event: Event) -> list[Instance]:
+        """What a record of an earlier version does not say."""
+        returned: list[Instance] = []
+        for lease_id, outcome in event.ends:
+            lease = self.leases.get(lease_id)
+            if lease is not None and lease.counted and outcome != "acked":
+                returned += self._instances(lease)
+        groups = [self.groups[number] for _, number in event.released if number in self.groups]
+        return returned + [group.instance for group in groups]
+
+    def _apply_lapses(self, event: Event) -> None:
+        """Those of the event; undoes what happened to the leases that it ends while it was being written."""
+        if self._replaying:
+            for lapse in event.lapses:
+                lease = self.leases.get(lapse.lease)
+                if lease is not None:
+                    lease.counted = lapse.counted
+                if lapse.number >= self._lapses:
+                    self._lapses = lapse.number + 1
+                    self._note(lapse.instances, handed=lapse.counted)
+            return
+        told = {lapse.number for lapse in event.lapses}
+        ended = {lease_id for lease_id, _ in event.ends}
+        released = {(name, self.groups[at].instance) for name, at in event.released if at in self.groups}
+        kept: list[Lapse] = []
+        for lapse in self._untold:
+            if lapse.number in told:
+                continue
+            undone = [
+                one for one in lapse.instances if lapse.lease in ended or (lapse.lease, one) in released
+            ]
+            self._note(undone, handed=not lapse.counted)
+            if lapse.lease not in ended:
+                rest = [one for one in lapse.instances if one not in undone]
+                kept.append(Lapse(lapse.number, lapse.lease, lapse.counted, rest))
+        self._untold = kept
+
     # -- what a record of the log changes
 
     def _lease(self, fact: LeaseFact, segment: int, now: float) -> None:
@@ -68,7 +156,14 @@ class LeaseBook(Lines):
         if lease is None:
             self._leased += 1
             lease = LeaseState(
-                fact.id, fact.consumer, fact.seconds, now + fact.seconds, segment, {}, self._leased
+                fact.id,
+                fact.consumer,
+                fact.seconds,
+                now + fact.seconds,
+                segment,
+                {},
+                self._leased,
+                fact.granted or fact.seconds,
             )
             self.leases[fact.id] = lease
             self._watch_lease(lease)
@@ -80,6 +175,8 @@ class LeaseBook(Lines):
             lease.segment = segment
             lease.lost = fact.lost
             lease.left_out = fact.left_out
+            lease.granted = fact.granted or fact.seconds
+            lease.counted = fact.counted
         for number in fact.groups:
             group = self.groups.get(number)
             if group is None:
@@ -111,6 +208,13 @@ class LeaseBook(Lines):
             lease.groups[number] = None
         return bool(fresh)
 
+    def _extend(self, lease_id: str, seconds: float, now: float) -> None:
+        lease = self.leases.get(lease_id)
+        if lease is not None:  # else, while the log is read, a record that comes later says it
+            lease.granted = seconds
+            if not self._replaying:
+                self.revive(lease, now + seconds)
+
     def _end_lease(self, lease_id: str, outcome: str, segment: int) -> None:
         lease = self.leases.get(lease_id)
         if lease is not None:
@@ -131,7 +235,6 @@ class LeaseBook(Lines):
         group = self.groups.get(number)
         if group is not None:
             group.lease = None
-            self._note_returned(group.instance)
         self._expected.pop(number, None)
         if lease is not None:
             lease.groups.pop(number, None)
@@ -157,6 +260,7 @@ class LeaseBook(Lines):
     def _lose(self, lease_id: str, number: int) -> None:
         lease = self.leases.get(lease_id)
         if lease is not None:
+            self._count(lease, counted=False)  # a log of an earlier version does not tell it
             lease.groups.pop(number, None)
             lease.lost = True
             if not lease.groups:
@@ -243,6 +347,7 @@ class LeaseBook(Lines):
     def _expire(self, lease: LeaseState) -> None:
         """Its groups are candidates again; the lease can still be acked while they are."""
         lease.expired = True
+        self._count(lease, counted=False)
         self._give_back(lease)
 
     def _give_back(self, lease: LeaseState) -> None:
@@ -250,7 +355,6 @@ class LeaseBook(Lines):
             group = self.groups.get(number)
             if group is None:
                 continue
-            self._note_returned(group.instance)
             group.kept = -1
             if not self._replaying and not group.waiting:
                 group.waiting = True

@@ -11,8 +11,9 @@ A reader's way through it:
 Its calls stand on `ledger_core.py`: writing and reading here, leases in `ledger_leases.py`, rollouts in
 `ledger_rollouts.py`, what was not delivered, and the counts, in `ledger_accounts.py`.
 
-What is durable when a call returns: items written, leases, acks, nacks, drops, quarantines, tasks, rollouts.
-What is not, and starts anew after a restart: the time of leases and of open groups, `keep`.
+What is durable when a call returns: items written, leases and how much time they were given last, acks,
+nacks, drops, quarantines, tasks, rollouts. What is not, and starts anew after a restart: how much of their
+time leases and open groups have had, `keep`.
 """
 
 import asyncio

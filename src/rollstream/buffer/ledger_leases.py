@@ -108,9 +108,24 @@ class LedgerLeases(LedgerCore):
     async def extend(self, lease_id: str, seconds: float | None = None) -> float:
         """Gives the lease so much time from now on (default: its own), also when it has just expired.
 
-        Returns the seconds. Raises as `ack` does.
+        After a restart it has as much again. Returns the seconds. Raises as `ack` does.
         """
         self._check_open()
+        lease = self._find_extendable(lease_id)
+        granted = lease.seconds if seconds is None else seconds
+        if granted == lease.granted:  # as the log has it
+            self._state.revive(lease, self._clock() + granted)
+            self._arm()
+            return granted
+
+        def plan() -> Event:
+            self._find_extendable(lease_id)
+            return Event(extended=[(lease_id, granted)])
+
+        await self._commits.control(plan)
+        return granted
+
+    def _find_extendable(self, lease_id: str) -> LeaseState:
         lease = self._state.leases.get(lease_id)
         if lease is None:
             self._find_lease(lease_id, "extended")
@@ -118,10 +133,7 @@ class LedgerLeases(LedgerCore):
         groups = self._state.groups
         if lease.lost or (lease.expired and any(groups[number].claimed for number in lease.groups)):
             raise ConflictError(_lost(lease_id))
-        seconds = lease.seconds if seconds is None else seconds
-        self._state.revive(lease, self._clock() + seconds)
-        self._arm()
-        return seconds
+        return lease
 
     async def release(self, consumer: str) -> int:
         """Gives back all that a consumer holds, as one that begins anew does. Returns how many groups."""

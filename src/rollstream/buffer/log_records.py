@@ -167,6 +167,10 @@ class LeaseFact(msgspec.Struct, array_like=True):
     lost: bool = False
     """Some of its groups went elsewhere after it had expired: it can't be acked any more."""
     left_out: list["LeftOut"] = []
+    granted: float | None = None
+    """Seconds it was given last; None: its own."""
+    counted: bool = True
+    """Its groups count as handed out in the trainer's cycle: it had not expired."""
 
 
 class LeftOut(msgspec.Struct, array_like=True):
@@ -193,16 +197,35 @@ class Dropped(msgspec.Struct, frozen=True):
     """False: items that were left out of a group that was delivered."""
 
 
+class Lapse(msgspec.Struct, array_like=True, frozen=True):
+    """A lease expired, or came to life again, in memory; told by the next record, whatever that is of."""
+
+    number: int
+    """In the order in which that happened."""
+    lease: str
+    counted: bool
+    """Its groups count in the trainer's cycle from here on, or no more."""
+    instances: list[tuple[str, InstanceId]]
+    """Of its groups."""
+
+
 class Event(msgspec.Struct, omit_defaults=True):
     """Facts that become true together, applied in the order of the fields."""
 
+    lapses: list[Lapse] = []
+    """What happened to leases since the last record."""
     ends: list[tuple[str, str]] = []
     """Lease ids, and what became of them: "acked" or "returned"."""
     released: list[tuple[str, int]] = []
     """Lease ids and groups that the lease's reader gave away."""
+    returned: list[tuple[str, InstanceId]] | None = None
+    """Instances that do not count in the trainer's cycle any more, by the two above. None, in logs of earlier
+    versions: those of the groups."""
     gone: list[int] = []
     """Groups that leave, delivered or not."""
     leases: list[LeaseFact] = []
+    extended: list[tuple[str, float]] = []
+    """Lease ids, and the seconds that they have from here on."""
     quarantined: list[tuple[int, str]] = []
     """Groups, and the traceback of what went wrong."""
     retried: list[int] = []
@@ -259,6 +282,10 @@ class Start(msgspec.Struct):
     """Instances that were handed out last, each with its number in that order."""
     cycle_began: int = 0
     """Instances that were handed out before the first cycle of the trainer that is there."""
+    earlier: list[tuple[str, InstanceId, int]] = []
+    """When some of `recent` were handed out before that."""
+    lapses: int = 0
+    """Number of the next one; earlier ones are in these counts, also where a later record tells them."""
 
 
 encode_record = msgspec.msgpack.Encoder().encode

@@ -22,9 +22,9 @@ from rollstream.buffer.native_routes import NativeRoutes
 from rollstream.buffer.openapi import document, page
 from rollstream.buffer.routing import Router
 from rollstream.buffer.server import Server
-from rollstream.buffer.slime_routes import SlimeRoutes
+from rollstream.buffer.slime_routes import CONSUMER, SlimeRoutes
 from rollstream.buffer.waiting_reads import WaitingReads
-from rollstream.errors import RollstreamError
+from rollstream.errors import RollstreamError, StorageError
 
 _LOG = logging.getLogger(__name__)
 
@@ -143,6 +143,12 @@ class BufferService:
             hot_route=HotWrite(ledger, self.metrics, options.token, options.max_body),
             open_metrics=options.open_metrics,
         )
+        try:
+            # What a server that was killed was answering on slime's wire: those answers were never whole. On
+            # their leases still, the groups would count as had by a trainer that has to get them.
+            await ledger.release(CONSUMER)
+        except StorageError as error:
+            _LOG.warning("what was being read on slime's wire comes back when its time is over: %s", error)
         await self._server.start(bound)
         self._sweeper = asyncio.create_task(self._sweep(), name="buffer-sweep")
         await rollouts.resume()

@@ -219,15 +219,21 @@ class BufferState(LeaseBook, RolloutFacts):
     def apply(self, event: Event, *, ticket: int, segment: int, now: float, later: bool = False) -> None:
         """An event of the log; `later`: the caller removes and buries what is gone, when this is done."""
         self.next_ticket = max(self.next_ticket, ticket + 1)
+        self._apply_lapses(event)
+        if event.returned is None:
+            self._note(self._returned_by(event), handed=False)
         for lease_id, outcome in event.ends:
             self._end_lease(lease_id, outcome, segment)
         for lease_id, number in event.released:
             self._release(lease_id, number)
+        self._note(event.returned or (), handed=False)
         if not later:
             for number in event.gone:
                 self.remove(number)
         for fact in event.leases:
             self._lease(fact, segment, now)
+        for lease_id, seconds in event.extended:
+            self._extend(lease_id, seconds, now)
         for number, cause in event.quarantined:
             self._quarantine(number, cause, segment)
         for number in event.retried:
@@ -279,7 +285,9 @@ class BufferState(LeaseBook, RolloutFacts):
 
     def fact_bytes(self) -> int:
         """About what everything but items would take in the log, written anew."""
-        size = 9 * self.uids.buried + 10 * len(self.sealed) + 12 * len(self.sized) + 64 * len(self.ended) + 512
+        size = (
+            9 * self.uids.buried + 10 * len(self.sealed) + 12 * len(self.sized) + 64 * len(self.ended) + 512
+        )
         size += self._count_bytes
         for lease in self.leases.values():
             size += 10 * len(lease.groups) + 128 + sum(40 * len(left.uids) for left in lease.left_out)
@@ -366,6 +374,8 @@ class BufferState(LeaseBook, RolloutFacts):
         self.handed = start.handed
         self.cycle_began = start.cycle_began
         self._recent = {(task_type, instance_id): at for task_type, instance_id, at in start.recent}
+        self._earlier = {(task_type, instance_id): at for task_type, instance_id, at in start.earlier}
+        self._lapses = start.lapses
 
     def end_replay(self, now: float) -> None:
         """After the last record: leases get their full time again, groups stand in their order."""
@@ -393,12 +403,14 @@ class BufferState(LeaseBook, RolloutFacts):
             self._watch(group, now)
             self._offer(group)
         for lease in list(self.leases.values()):
-            lease.deadline = now + lease.seconds
+            lease.deadline = now + lease.granted
             self._watch_lease(lease)
             if not lease.groups:
                 self._forget_lease(lease, "lost" if lease.lost else "acked", lease.segment)
             elif lease.lost:
                 self._expire(lease)
+            else:
+                self._count(lease, counted=True)  # it had expired
 
     def start_record(self) -> Start:
         """For the head of a new segment."""
@@ -417,6 +429,8 @@ class BufferState(LeaseBook, RolloutFacts):
             handed=self.handed,
             recent=[(*key, at) for key, at in self._recent.items()],
             cycle_began=self.cycle_began,
+            earlier=[(*key, at) for key, at in self._earlier.items()],
+            lapses=self._lapses,
         )
 
 

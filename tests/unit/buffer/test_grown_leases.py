@@ -44,8 +44,8 @@ async def test_a_lease_that_grew_outlives_restarts_and_cleaning(
         ledger = open_ledger(tmp_path, group_size=1, **SMALL)
         after = durable_state(ledger)
         for state in (before, after):  # a set of groups: their order may be another one
-            assert sorted(state["leases"][lease_id][2]) == numbers
-            state["leases"][lease_id][2].sort()
+            assert sorted(state["leases"][lease_id][3]) == numbers
+            state["leases"][lease_id][3].sort()
         assert after == before
     assert min(ledger._log.sizes) > growth + 2
     assert (await ledger.ack(lease_id)).groups == len(held)

@@ -156,7 +156,11 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(segment=st.sampled_from([1024, 2000, 1 << 20]), remembered=st.sampled_from([100_000]))
     def begin(self, segment: int, remembered: int) -> None:
         self.settings = LedgerSettings(
-            groups=GROUPS, lease_seconds=LEASE, segment_bytes=segment, remember_uids=remembered
+            groups=GROUPS,
+            lease_seconds=LEASE,
+            segment_bytes=segment,
+            remember_uids=remembered,
+            groups_per_cycle=1,  # counts what is handed out, and holds nothing back
         )
         self.root = self.folder / "0"
         self.ledger = Ledger.open(self.root, self.settings, clock=self.clock)
