@@ -126,6 +126,20 @@ class Ledger(LedgerLeases, LedgerRollouts, LedgerAccounts):
                 )
         return self._commits.write(items)
 
+    async def try_writing(self) -> None:
+        """Finds out whether writes are taken. Costs nothing where the last one was.
+
+        After a full disk it writes an empty record, as writes are written: with room left for reading it all.
+        Nobody may be writing by now, because of what this says.
+
+        Raises:
+            StorageError: the disk is full still.
+            RollstreamError: the buffer has stopped.
+        """
+        self._check_open()
+        if self._commits.full or self._commits.broken_by is not None:
+            await self._commits.control(Event, needs_room=True)
+
     def has_room(self, items: int) -> bool:
         """Whether so many more may be written now."""
         stored = self._state.items + self._commits.waiting_items

@@ -236,6 +236,10 @@ class BufferService:
     async def _is_ready(self, exchange: Exchange) -> None:
         if not self._ready:
             raise RefusalError("the server starts or ends", status=503, code="not_ready")
+        try:
+            await self.ledger.try_writing()
+        except RollstreamError as error:
+            raise RefusalError(str(error), status=503, code="not_ready") from error
         await exchange.reply_json({"status": "ready"})
 
     async def _metrics_page(self, exchange: Exchange) -> None:
