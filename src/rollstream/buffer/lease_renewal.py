@@ -56,6 +56,6 @@ async def _renew(ledger: Ledger, leases: Sequence[str], seconds: float, exchange
             if lost or not ledger.has_lease(lease):  # nothing was left of it
                 continue
             try:
-                await ledger.extend(lease, seconds)
+                ledger.renew(lease)  # not `extend`: its client may have been given more by now
             except (ConflictError, NotFoundError):  # who acks it is told
                 lost = True

@@ -134,6 +134,23 @@ async def test_lease_lost_to_another_reader(tmp_path: Path) -> None:
     await ledger.close()
 
 
+async def test_a_lease_is_renewed_by_what_it_was_given_last(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger = open_ledger(tmp_path, clock, group_size=1)
+    await ledger.write([item("a", 1)])
+    lease = await take(ledger, lease_seconds=10)
+    await ledger.extend(lease, 100)
+    clock.now += 50
+    ledger.renew(lease)
+    clock.now += 99
+    ledger.tick()
+    assert not ledger.candidates()
+    clock.now += 2
+    ledger.tick()
+    assert len(ledger.candidates()) == 1
+    await ledger.close()
+
+
 async def test_expired_lease_can_be_acked_and_extended_while_it_is_whole(tmp_path: Path) -> None:
     clock = Clock()
     ledger = open_ledger(tmp_path, clock)
