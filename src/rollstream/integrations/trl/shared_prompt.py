@@ -18,7 +18,7 @@ from rollstream.errors import TrainingError
 
 
 class PromptsNotShared(TrainingError):
-    """The model keeps of a prompt what cannot be dealt to its completions."""
+    """What the model makes of a prompt is not for its completions to go on from."""
 
 
 _SPREAD = 1.5
@@ -50,10 +50,12 @@ def completion_logprobs(
         entropies without. With a head that was made without entropies, these mean nothing.
 
     Raises:
-        PromptsNotShared: the model returns no cache, or one that is not of keys and values alone.
+        PromptsNotShared: the model returns no cache, or one that is not of keys and values alone; or what it
+            keeps of a prompt depends on the length of the completion.
     """
     import torch
 
+    _check_positions(model, int(attention_mask.sum(1).max()))
     if silent is None or not torch.is_grad_enabled() or not bool(silent.any()):
         return _of_rows(model, input_ids, attention_mask, logits_to_keep, temperature)
     if bool(silent.all()):
@@ -149,10 +151,7 @@ def _bucket(
     cache = getattr(asked, "past_key_values", None)
     if cache is None:
         raise PromptsNotShared(f"{type(model).__name__} returns no cache")
-    # Hybrid models keep states of convolutions or linear attention, which have no such method.
-    other = {type(layer).__name__ for layer in cache.layers if not hasattr(layer, "batch_select_indices")}
-    if other:
-        raise PromptsNotShared(f"{type(model).__name__} keeps a {', '.join(sorted(other))} of a prompt")
+    _check_cache(model, cache)
     first = (asked.logits[:, -1].float() / temperature).log_softmax(-1)
     counted = completion_mask.float()
     logps = first[which, completions[:, 0]][:, None]
@@ -182,3 +181,43 @@ def _bucket(
         more = torch.zeros_like(answered.log_probs) if more is None else more
         entropies = torch.cat([entropies, more.detach().float()], dim=1)
     return logps * counted, entropies * counted
+
+
+def _check_cache(model: Any, cache: Any) -> None:
+    """Refuses what is not of keys and values alone.
+
+    Hybrid models keep states of convolutions or linear attention, some in a layer that also is one of keys
+    and values, or beside the layers: what deals these to the completions leaves those as they are. So what is
+    known is taken, and no subclass of it.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    kept = [cache] if type(cache) is not DynamicCache else cache.layers
+    known = (DynamicLayer, DynamicSlidingWindowLayer)
+    other = {type(one).__name__ for one in kept if type(one) not in known}
+    if other:
+        raise PromptsNotShared(f"{type(model).__name__} keeps a {', '.join(sorted(other))} of a prompt")
+
+
+def _check_positions(model: Any, longest: int) -> None:
+    """Refuses rows in which a prompt's keys are turned by other angles than they would be on their own.
+
+    Some rotary embeddings change all their frequencies once a sequence, the completion included, is longer
+    than those that the model was first trained on.
+    """
+    config = getattr(model, "config", None)
+    told = getattr(config, "rope_parameters", None) or {}
+    # Models with several kinds of layers have the parameters of each.
+    for each in (told, *told.values()) if isinstance(told, dict) else ():
+        kind = str(each.get("rope_type")) if isinstance(each, dict) else ""
+        if "dynamic" in kind:
+            original = getattr(config, "max_position_embeddings", None)
+        elif kind == "longrope":
+            original = each.get("original_max_position_embeddings")
+        else:
+            continue
+        if original is None or longest > original:
+            raise PromptsNotShared(
+                f"a row has {longest} tokens, and beyond {original} the {kind} positions of "
+                f"{type(model).__name__} depend on the length of the whole row"
+            )
