@@ -20,8 +20,10 @@ from transformers import IntervalStrategy, TrainerCallback
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler
 
+from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.errors import ConfigError, GenerationFailedError
 from rollstream.integrations.trl import GRPOEnvTrainer, scoring
+from rollstream.integrations.trl import trainer as home
 from rollstream.integrations.trl.checkpoints import STATE_FILE
 from rollstream.integrations.trl.environment import EnvironmentGroups
 from rollstream.integrations.trl.plan import SamplerReplay
@@ -116,8 +118,6 @@ def test_another_dataset_is_refused_on_resume(run: Any, tmp_path: Path) -> None:
 
 def first_step(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shift: float) -> float:
     """The norm of the first step's gradient."""
-    from rollstream.integrations.trl import trainer as home
-
     plain = home.to_fields
 
     def shifted(*arguments: Any, **keywords: Any) -> Any:
@@ -345,6 +345,30 @@ def test_a_failure_while_nobody_waits_for_a_batch_has_its_cause(
     with pytest.raises(GenerationFailedError, match="the tool shop is closed") as failure:
         made.train()
     assert isinstance(failure.value.__cause__, ValueError)
+
+
+def test_a_rollout_that_hangs_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one that waits for its turn: only rollouts that have begun have a limit, not their groups."""
+    plain, hung = SingleTurnAgent.run, []
+
+    async def run(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not hung:
+            hung.append(1)
+            await asyncio.Event().wait()
+        return await plain(self, *arguments, **keywords)
+
+    monkeypatch.setattr(SingleTurnAgent, "run", run)
+    monkeypatch.setattr(home, "_ROLLOUT_SHARE", 5 / 300)
+    made = trainer(tmp_path, rows(ROWS))
+    made.train()
+    assert made.state.global_step == 3 and hung
+    assert sum(entry.get("rollstream/failed", 0) for entry in made.state.log_history) >= 1
+    assert made._batches._thread._group_timeout is None
+    assert made._groups._rollout_timeout == 5
+    own = trainer(tmp_path, rows(ROWS), env=environment(tmp_path, "hf", "generation.attempt_timeout=50"))
+    assert own._make_groups(None, version=0)._rollout_timeout is None
 
 
 def test_a_rollout_that_failed_is_not_trained_on(tmp_path: Path) -> None:

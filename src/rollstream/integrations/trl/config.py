@@ -27,7 +27,11 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
         },
     )
     async_generation_timeout: float = field(
-        default=300.0, metadata={"help": "Seconds to wait for a batch before the training fails."}
+        default=300.0,
+        metadata={
+            "help": "Seconds to wait for a batch before the training fails. A rollout of it has failed after "
+            "0.8 of them, unless the environment sets generation.attempt_timeout."
+        },
     )
     async_max_queue_size: int | None = field(
         default=None,

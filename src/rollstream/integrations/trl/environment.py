@@ -26,7 +26,7 @@ from rollstream.generation.agents import load_agents
 from rollstream.generation.equipment import Equipment, equip
 from rollstream.generation.stopping import in_daemon_thread
 from rollstream.integrations.configured_groups import check_scores
-from rollstream.integrations.trl.failures import FailedGroups, ForgivingWorker, failure_of
+from rollstream.integrations.trl.failures import FailedGroups, ForgivingWorker, TimedWorker, failure_of
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.training.plan import PlannedGroup
@@ -100,6 +100,10 @@ class RolloutEnvironment:
             )
         self.engine_name: str = OmegaConf.select(given, f"{_ROLLOUT}.name")
         """Of the engine that generates."""
+        other = {"generation": {"attempt_timeout": defaults.generation.attempt_timeout + 1}}
+        said = compose(self._overrides, layers=[other, *self._layers])
+        self.limits_attempts: bool = said.generation.attempt_timeout == given.generation.attempt_timeout
+        """Whether `generation.attempt_timeout` is set, if to its default."""
 
     def resolve(self, trainer: TrainerSays) -> DictConfig:
         """The whole configuration. Builds the tasks' files, if there are any."""
@@ -192,9 +196,14 @@ class EnvironmentGroups:
         agent_names: of the loops that rows name, besides the default one: checked at start.
         max_failed_groups: groups in a row of which no rollout is left that are let pass, with stand-ins for
             all rollouts that failed for good (see `failures`); None: a failed rollout is an error.
+        rollout_timeout: seconds for a rollout of a group with all its attempts, unless the environment sets
+            `generation.attempt_timeout`; None: none.
         to_score: gives the prompt rows; an environment that can score none of them does not start. None:
             somebody else scores.
     """
+
+    bounds_groups = True
+    """See `RolloutGroups`."""
 
     def __init__(
         self,
@@ -207,6 +216,7 @@ class EnvironmentGroups:
         first_version: int = 0,
         agent_names: Iterable[str] = (),
         max_failed_groups: int | None = None,
+        rollout_timeout: float | None = None,
         to_score: Callable[[], Iterable[PromptRow]] | None = None,
     ) -> None:
         self._environment = environment
@@ -218,6 +228,7 @@ class EnvironmentGroups:
         self.first_version = first_version
         self._agent_names = set(agent_names)
         self._failed_groups = None if max_failed_groups is None else FailedGroups(max_failed_groups)
+        self._rollout_timeout = None if environment.limits_attempts else rollout_timeout
         self._to_score = to_score
         self._groups: RolloutGroups | None = None
         self._worker: RolloutWorker | ForgivingWorker | None = None
@@ -329,9 +340,12 @@ class EnvironmentGroups:
         names = {rollout.agent.default_agent_loop, *self._agent_names}
         show_tools = rollout.multi_turn.show_tools
         equipment.agents.check(names, equipment.tokenizer, show_tools=show_tools, images=False)
-        worker, _, _ = equipment.make_worker(engine, sorted(names))
-        self._worker = worker if self._failed_groups is None else ForgivingWorker(worker)
-        return cast(RolloutWorker, self._worker)  # all that is asked of it is `run`
+        worker, _, gate = equipment.make_worker(engine, sorted(names))
+        seconds, forgives = self._rollout_timeout, self._failed_groups is not None
+        timed = worker if seconds is None else TimedWorker(worker, gate, seconds)
+        self._worker = ForgivingWorker(worker) if forgives else worker
+        of_groups = ForgivingWorker(timed) if forgives else timed
+        return cast(RolloutWorker, of_groups)  # all that is asked of it is `run`
 
     def _check_engine(self, equipment: Equipment, engine: Engine) -> None:
         can = engine.capabilities

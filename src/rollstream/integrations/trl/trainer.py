@@ -36,6 +36,10 @@ from rollstream.stop_signals import ending_on_sigterm
 from rollstream.training.ahead import BatchesAhead
 from rollstream.training.timing import StepTimes
 
+_ROLLOUT_SHARE = 0.8
+"""Of the time for which a batch is waited for, what one rollout of it may take. One that hangs has failed
+then, while the batch can still come; most are begun before it is asked for, so little has to be left."""
+
 _EVALUATION_S = 3600.0
 """For the rollouts of one evaluation batch; the attempts in it have limits of their own."""
 
@@ -300,7 +304,6 @@ class GRPOEnvTrainer(ScoringTrainer):
                 max_staleness=args.steps_ahead,
                 ahead=args.batches_ahead,
                 order=args.order,
-                group_timeout=args.async_generation_timeout,
                 weights="in_flight" if self._shares_weights else args.weight_sync,
                 weight_timeout=args.weight_sync_timeout,
             )
@@ -332,6 +335,7 @@ class GRPOEnvTrainer(ScoringTrainer):
             first_version=version,
             agent_names={name for name in named if name},
             max_failed_groups=args.max_failed_groups,
+            rollout_timeout=_ROLLOUT_SHARE * args.async_generation_timeout,
             to_score=None
             if len(self.reward_funcs) > 1
             else lambda: (read_row(dataset[index], index) for index in range(len(dataset))),

@@ -40,6 +40,13 @@ def test_the_trainers_values_reach_the_configuration() -> None:
     assert rollout.prompt_length == 77
 
 
+def test_a_limit_of_attempts_that_is_set_is_known_as_such() -> None:
+    said = "generation.attempt_timeout=600.0"  # the default, and the user's all the same
+    assert not RolloutEnvironment().limits_attempts
+    assert RolloutEnvironment([said]).limits_attempts
+    assert RolloutEnvironment(config=[{"generation": {"attempt_timeout": 7}}]).limits_attempts
+
+
 def test_rows_are_read_as_from_a_data_file() -> None:
     example = {"prompt": [{"role": "user", "content": "1 + 1"}], "answer": "2", "agent_name": "tool_agent"}
     row = read_row(example, 4)
