@@ -98,6 +98,23 @@ def test_a_resumed_run_trains_the_prompts_that_are_owed(run: Any, checkpoint: in
     assert run.trained_rows[:checkpoint] + resumed.trained_rows == run.trained_rows
 
 
+def test_a_resume_that_did_not_start_leaves_nothing_behind(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next training without a checkpoint begins with the first prompts."""
+    made = trainer(tmp_path, rows(ROWS), max_steps=3)
+
+    async def away(self: EnvironmentGroups) -> None:
+        raise ConnectionError("the server is not up yet")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EnvironmentGroups, "start", away)
+        with pytest.raises(ConnectionError, match="not up yet"):
+            made.train(resume_from_checkpoint=str(Path(run.args.output_dir) / "checkpoint-2"))
+    made.train()
+    assert made.trained_rows == run.trained_rows[:3]
+
+
 def test_a_checkpoint_that_says_nothing_of_prompts_is_refused(run: Any, tmp_path: Path) -> None:
     made = trainer(tmp_path, rows(ROWS), max_steps=6)
     folder = Path(run.args.output_dir) / "checkpoint-6"

@@ -134,8 +134,9 @@ class GRPOEnvTrainer(ScoringTrainer):
         Raises:
             TrainingError: generation failed (the cause is attached), or another process did.
         """
-        # A training that ended in the middle of a batch leaves the rest of it.
-        self._step, self._buffered_inputs, self._batches = 0, None, None
+        # A training that ended in the middle of a batch leaves the rest of it; one that was resumed and did
+        # not start, what it was to go on from.
+        self._step, self._buffered_inputs, self._batches, self._resumed = 0, None, None, None
         self._saving_waits = self._evaluation_waits = False
         with ending_on_sigterm(), failing_together(self.accelerator):
             try:
