@@ -16,7 +16,7 @@ from rollstream.integrations.trl.fields import env_reward
 from rollstream.integrations.trl.session import EnvironmentThread
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.training import weight_updates
-from tests.compat.trl.parts import environment, load, numbers_of, rows, settings
+from tests.compat.trl.parts import at_once, environment, load, numbers_of, rows, settings
 
 
 @pytest.mark.parametrize("engine", ["hf", "openvino"])
@@ -72,6 +72,26 @@ def test_rollouts_of_the_weights_of_each_step(
     assert all(set(fields["env_reward"]) <= {0.0, 1.0} for fields in seen)
     first = [tuple(ids) for ids in seen[0]["completion_ids"]]
     assert len(first) == 8
+
+
+def test_its_rollouts_have_the_environments_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    seen = at_once(monkeypatch)
+    model, tokenizer = load()
+    function = EnvRolloutFunction(environment(tmp_path, "hf", "generation.max_in_flight=3"), rows=rows(10))
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=env_reward,
+        args=settings(tmp_path, max_steps=1),
+        train_dataset=rows(10),
+        processing_class=tokenizer,
+        rollout_func=function,
+    )
+    try:
+        trainer.train()
+    finally:
+        function.close()
+    assert max(seen) == 3
 
 
 def test_an_engine_that_is_away_at_an_update_is_waited_for(

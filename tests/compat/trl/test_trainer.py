@@ -28,7 +28,17 @@ from rollstream.integrations.trl.checkpoints import STATE_FILE
 from rollstream.integrations.trl.environment import EnvironmentGroups
 from rollstream.integrations.trl.plan import SamplerReplay
 from rollstream.integrations.trl.shared_prompt import PromptsNotShared, completion_logprobs
-from tests.compat.trl.parts import TOOLS, Recording, environment, load, numbers_of, rows, settings, trainer
+from tests.compat.trl.parts import (
+    TOOLS,
+    Recording,
+    at_once,
+    environment,
+    load,
+    numbers_of,
+    rows,
+    settings,
+    trainer,
+)
 
 ROWS = 10
 
@@ -465,6 +475,25 @@ def test_evaluation_inside_and_outside_of_training(tmp_path: Path) -> None:
     inside = next(entry for entry in made.state.log_history if "eval_reward" in entry)
     assert 0 <= inside["eval_reward"] <= 1
     assert 0 <= made.evaluate()["eval_reward"] <= 1
+
+
+def test_an_evaluation_has_the_environments_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And shares them with what is generated ahead meanwhile."""
+    seen = at_once(monkeypatch)
+    model, tokenizer = load()
+    made = GRPOEnvTrainer(
+        model,
+        environment(tmp_path, "hf", "generation.max_in_flight=3"),
+        settings(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8),
+        train_dataset=rows(ROWS),
+        eval_dataset=rows(8),
+        processing_class=tokenizer,
+    )
+    made.train()
+    assert max(seen) == 3
+    seen.clear()
+    made.evaluate()
+    assert max(seen) == 3
 
 
 def test_weights_reach_an_engine_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

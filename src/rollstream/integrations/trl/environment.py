@@ -26,7 +26,8 @@ from rollstream.generation.agents import load_agents
 from rollstream.generation.equipment import Equipment, equip
 from rollstream.generation.stopping import in_daemon_thread
 from rollstream.integrations.configured_groups import check_scores
-from rollstream.integrations.trl.failures import FailedGroups, ForgivingWorker, TimedWorker, failure_of
+from rollstream.integrations.trl.bounds import PlacedWorker, TimedWorker
+from rollstream.integrations.trl.failures import FailedGroups, ForgivingWorker, failure_of
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.training.plan import PlannedGroup
@@ -231,7 +232,7 @@ class EnvironmentGroups:
         self._rollout_timeout = None if environment.limits_attempts else rollout_timeout
         self._to_score = to_score
         self._groups: RolloutGroups | None = None
-        self._worker: RolloutWorker | ForgivingWorker | None = None
+        self._worker: PlacedWorker | None = None  # of rows beside the plan
         self._logs: ScratchFolder | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         """In which all coroutines run; None before `start`."""
@@ -343,8 +344,10 @@ class EnvironmentGroups:
         worker, _, gate = equipment.make_worker(engine, sorted(names))
         seconds, forgives = self._rollout_timeout, self._failed_groups is not None
         timed = worker if seconds is None else TimedWorker(worker, gate, seconds)
-        self._worker = ForgivingWorker(worker) if forgives else worker
-        of_groups = ForgivingWorker(timed) if forgives else timed
+        # One number of places for both: an evaluation comes while groups are generated ahead.
+        places = asyncio.Semaphore(equipment.settings.generation.max_in_flight)
+        self._worker = PlacedWorker(ForgivingWorker(worker) if forgives else worker, places)
+        of_groups = PlacedWorker(ForgivingWorker(timed) if forgives else timed, places)
         return cast(RolloutWorker, of_groups)  # all that is asked of it is `run`
 
     def _check_engine(self, equipment: Equipment, engine: Engine) -> None:

@@ -1,12 +1,10 @@
 """A rollout that failed for good, as a trainer of whole groups takes it: no token, and no reward."""
 
-import asyncio
 import logging
 from collections.abc import Sequence
 
-from rollstream.errors import GroupFailedError, TrainingError
-from rollstream.rollout.gate import EngineGate
-from rollstream.rollout.worker import RolloutWorker, make_failure
+from rollstream.errors import GroupFailedError
+from rollstream.integrations.trl.bounds import Runs
 from rollstream.training.plan import PlannedGroup
 from rollstream.trajectory import Failure, PromptRow, Rollout, Trajectory
 
@@ -16,46 +14,10 @@ _FAILED = "rollstream_failed"
 """In the `extra` of the stand-in's trajectory: the error."""
 
 
-class TimedWorker:
-    """A rollout worker for which a rollout that takes too long has failed, whatever is left of its attempts.
-
-    Args:
-        worker: runs the rollouts.
-        gate: of that worker. A rollout that saw the engine go away has its time again.
-        seconds: for a rollout with all its attempts.
-    """
-
-    def __init__(self, worker: RolloutWorker, gate: EngineGate, seconds: float) -> None:
-        self._worker = worker
-        self._gate = gate
-        self._seconds = seconds
-
-    async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
-        """See `RolloutWorker.run`."""
-        running = asyncio.create_task(self._worker.run(row, repeat))
-        try:
-            while True:
-                openings = self._gate.generation
-                await asyncio.wait([running], timeout=self._seconds)
-                if running.done():
-                    return running.result()
-                if self._gate.is_open and self._gate.generation == openings:
-                    break
-        finally:
-            if not running.done():
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
-        late = TrainingError(
-            f"it took longer than {self._seconds:g} s, its share of async_generation_timeout (for limits of "
-            "each attempt alone set generation.attempt_timeout)"
-        )
-        return make_failure(row.index, repeat, row.prompt_key, 1, "agent", late)
-
-
 class ForgivingWorker:
     """A rollout worker that gives a stand-in where the other one gives a failure."""
 
-    def __init__(self, worker: RolloutWorker | TimedWorker) -> None:
+    def __init__(self, worker: Runs) -> None:
         self._worker = worker
 
     async def run(self, row: PromptRow, repeat: int) -> Rollout:

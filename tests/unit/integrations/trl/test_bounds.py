@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollstream.errors import EngineUnavailableError
-from rollstream.integrations.trl.failures import TimedWorker
+from rollstream.integrations.trl.bounds import TimedWorker
 from rollstream.rollout.gate import EngineGate
 from rollstream.trajectory import Failure, PromptRow
 
