@@ -202,6 +202,16 @@ class ChatTokenizer:
         digest.update(repr(self._tokenizer.chat_template).encode())
         return digest.hexdigest()
 
+    def differences(self, tokenizer: Any) -> list[str]:
+        """In what a transformers tokenizer is another one: `vocabulary`, `end token`, `chat template`."""
+        own = self._tokenizer
+        same = {
+            "vocabulary": own.get_vocab() == tokenizer.get_vocab(),
+            "end token": own.eos_token_id == tokenizer.eos_token_id,
+            "chat template": own.chat_template == tokenizer.chat_template,
+        }
+        return [what for what, is_same in same.items() if not is_same]
+
 
 def load_tokenizer(
     path: str,

@@ -9,7 +9,7 @@ pytest.importorskip("trl")
 
 from trl import GRPOTrainer
 
-from rollstream.errors import EngineUnavailableError, GenerationStoppedError
+from rollstream.errors import ConfigError, EngineUnavailableError, GenerationStoppedError
 from rollstream.integrations.trl import EnvRolloutFunction
 from rollstream.integrations.trl.environment import EnvironmentGroups
 from rollstream.integrations.trl.fields import env_reward
@@ -72,6 +72,31 @@ def test_rollouts_of_the_weights_of_each_step(
     assert all(set(fields["env_reward"]) <= {0.0, 1.0} for fields in seen)
     first = [tuple(ids) for ids in seen[0]["completion_ids"]]
     assert len(first) == 8
+
+
+def test_settings_that_change_what_is_sampled_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    model, tokenizer = load()
+    args = settings(tmp_path, max_steps=1)
+    args.generation_kwargs = {"suppress_tokens": [5]}  # as a `GRPOConfig` has them
+    function = EnvRolloutFunction(environment(tmp_path), rows=rows(10))
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=env_reward,
+        args=args,
+        train_dataset=rows(10),
+        processing_class=tokenizer,
+        rollout_func=function,
+    )
+    with pytest.raises(ConfigError, match="generation_kwargs"):
+        trainer.train()
+    trainer.args.generation_kwargs = None
+    tokenizer.chat_template = "{{ messages[0].content }} A:"
+    with pytest.raises(ConfigError, match="another chat template"):
+        trainer.train()
+    function.close()
 
 
 def test_its_rollouts_have_the_environments_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

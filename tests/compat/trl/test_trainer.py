@@ -29,6 +29,7 @@ from rollstream.integrations.trl.environment import EnvironmentGroups
 from rollstream.integrations.trl.plan import SamplerReplay
 from rollstream.integrations.trl.shared_prompt import PromptsNotShared, completion_logprobs
 from tests.compat.trl.parts import (
+    MODEL,
     TOOLS,
     Recording,
     at_once,
@@ -553,6 +554,7 @@ def load_again() -> Any:
         ({"num_steps_async": -1}, "num_steps_async"),
         ({"sampler_correction": "tis"}, "one of ratio, truncate"),
         ({"top_p": 0.9}, "change the sampled distribution"),
+        ({"generation_kwargs": {"top_k": 1}}, "the environment's engine generates"),
         ({"async_generation_timeout": -1.0}, "more than 0 seconds"),
         ({"sampler_ratio_min": 3.0}, "below sampler_ratio_max"),
         ({"weights_dir": "/no/such/folder"}, "no such folder"),
@@ -563,6 +565,38 @@ def load_again() -> Any:
 def test_settings_that_cannot_work_are_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         settings(tmp_path, **changed)
+
+
+def test_arguments_of_the_chat_template_reach_the_prompts(tmp_path: Path) -> None:
+    seen = []
+    for given in ({}, {"chat_template": "{{ messages[0].content }} A:"}):
+        made = trainer(tmp_path, rows(8), max_steps=1, num_steps_async=0, chat_template_kwargs=given)
+        made.train()
+        ids, mask = made.outputs[0]["prompt_ids"][0], made.outputs[0]["prompt_mask"][0]
+        seen.append(made._tokenizer.decode(ids[mask == 1]))
+    assert seen[1].endswith(" A:") and not seen[0].endswith(" A:")
+
+
+@pytest.mark.parametrize("what", ["chat template", "end token", "vocabulary"])
+def test_another_tokenizer_than_the_environments_is_refused(what: str, tmp_path: Path) -> None:
+    def made(*words: str) -> Recording:
+        it = trainer(tmp_path, rows(8), max_steps=1, env=environment(tmp_path, "hf", *words))
+        if what == "chat template":
+            it._tokenizer.chat_template = "{% for m in messages %}Q: {{ m.content }} A:{% endfor %}"
+        elif what == "end token":
+            it._tokenizer.eos_token = it._tokenizer.convert_ids_to_tokens(5)
+        else:
+            it._tokenizer.add_tokens(["<thought>"])
+        return it
+
+    with pytest.raises(ConfigError, match=f"another {what} than the trainer's processing_class"):
+        made().train()
+    named = f"actor_rollout_ref.model.tokenizer_path={MODEL}"
+    if what == "chat template":
+        made(named).train()  # is said, so it is meant
+    else:
+        with pytest.raises(ConfigError, match=f"another {what} than"):
+            made(named).train()
 
 
 def test_a_checkpoint_waits_for_the_end_of_its_batch(tmp_path: Path) -> None:

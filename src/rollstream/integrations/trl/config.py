@@ -11,6 +11,25 @@ from rollstream.errors import ConfigError
 Correction = Literal["ratio", "truncate", "mask", "none"]
 
 
+def check_distribution(args: GRPOConfig) -> None:
+    """Refuses TRL's settings by which something else than the model's own distribution would be sampled.
+
+    Raises:
+        ConfigError: one of them is set.
+    """
+    # Log-probs of a truncated distribution are of another policy than the one that is trained.
+    if args.top_p != 1.0 or args.top_k or args.min_p or args.repetition_penalty != 1.0:
+        raise ConfigError(
+            "top_p, top_k, min_p and repetition_penalty change the sampled distribution, and the loss "
+            "knows the model's own: leave them off"
+        )
+    if args.generation_kwargs:
+        raise ConfigError(
+            f"generation_kwargs={args.generation_kwargs!r} are for TRL's own ways to generate: the "
+            "environment's engine generates here, by actor_rollout_ref.rollout.* (stop, engine_kwargs, …)"
+        )
+
+
 @dataclass
 class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by the type checker
     """`GRPOConfig`, and what rollstream adds.
@@ -138,12 +157,7 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
                 f"steps_per_generation * num_iterations = {self.generate_every} must be a multiple of "
                 f"gradient_accumulation_steps = {self.gradient_accumulation_steps}: batches end with a step"
             )
-        # Log-probs of a truncated distribution are of another policy than the one that is trained.
-        if self.top_p != 1.0 or self.top_k or self.min_p or self.repetition_penalty != 1.0:
-            raise ConfigError(
-                "top_p, top_k, min_p and repetition_penalty change the sampled distribution, and the loss "
-                "knows the model's own: leave them off"
-            )
+        check_distribution(self)
 
     @property
     def steps_ahead(self) -> int:

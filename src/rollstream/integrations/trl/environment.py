@@ -7,7 +7,7 @@ decides (sampling, lengths, seed, repeats) comes from its own arguments.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -64,6 +64,10 @@ class TrainerSays:
     n: int
     """Rollouts of a group."""
     seed: int
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """For every rendering of the chat template: `data.apply_chat_template_kwargs`."""
+    tokenizer: Any = None
+    """The trainer's, of transformers: the environment's must be the same. None: nobody knows."""
 
 
 class RolloutEnvironment:
@@ -107,7 +111,11 @@ class RolloutEnvironment:
         """Whether `generation.attempt_timeout` is set, if to its default."""
 
     def resolve(self, trainer: TrainerSays) -> DictConfig:
-        """The whole configuration. Builds the tasks' files, if there are any."""
+        """The whole configuration. Builds the tasks' files, if there are any.
+
+        Raises:
+            ConfigError: trainer and environment give the chat template different arguments.
+        """
         values = [
             f"{_ROLLOUT}.temperature={trainer.temperature}",
             f"{_ROLLOUT}.n={trainer.n}",
@@ -119,6 +127,14 @@ class RolloutEnvironment:
         config = compose([*values, *self._overrides], layers=self._layers)
         if config.actor_rollout_ref.model.path is None:
             config.actor_rollout_ref.model.path = trainer.model_path
+        if trainer.template_kwargs:
+            given, own = dict(trainer.template_kwargs), config.data.apply_chat_template_kwargs
+            if own and own != given:
+                raise ConfigError(
+                    f"data.apply_chat_template_kwargs={own} in the environment, and chat_template_kwargs="
+                    f"{given} in the trainer's arguments: give one of them"
+                )
+            config.data.apply_chat_template_kwargs = given
         resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
         assert isinstance(resolved, DictConfig)
         resolve_tasks_into_config(resolved)
@@ -246,6 +262,7 @@ class EnvironmentGroups:
         agents = await in_daemon_thread(load_agents, config)
         await agents.tools.describe()
         equipment = await in_daemon_thread(partial(equip, config, settings, agents, shows_images=False))
+        _check_tokenizer(self._trainer.tokenizer, equipment)
         if self._to_score is not None:
             await in_daemon_thread(check_scores, equipment, self._to_score())
         self._logs = ScratchFolder("trl")
@@ -365,6 +382,29 @@ class EnvironmentGroups:
             )
         if equipment.settings.actor_rollout_ref.rollout.top_k != -1:
             raise ConfigError(f"{_ROLLOUT}.top_k changes the sampled distribution: leave it at -1")
+
+
+def _check_tokenizer(trainers: Any, equipment: Equipment) -> None:
+    """Refuses a tokenizer of the environment that is not the trainer's.
+
+    A chat template that the environment names, alone or with a tokenizer, is meant to be another one.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if trainers is None:
+        return
+    model = equipment.settings.actor_rollout_ref.model
+    different = equipment.tokenizer.differences(trainers)
+    if model.custom_chat_template is not None or model.tokenizer_path is not None:
+        different = [what for what in different if what != "chat template"]
+    if different:
+        raise ConfigError(
+            f"the environment's tokenizer ({model.tokenizer_path or model.path}) has another "
+            f"{' and another '.join(different)} than the trainer's processing_class, which makes no prompts "
+            "here: save what you changed in it with the model, or name it by "
+            "actor_rollout_ref.model.tokenizer_path or custom_chat_template"
+        )
 
 
 def unwrap_engine(engine: Engine | None) -> Any:

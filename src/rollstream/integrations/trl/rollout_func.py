@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rollstream.errors import ConfigError, TrainingError
+from rollstream.errors import TrainingError
+from rollstream.integrations.trl.config import check_distribution
 from rollstream.integrations.trl.environment import (
     EnvironmentGroups,
     RolloutEnvironment,
@@ -82,8 +83,7 @@ class EnvRolloutFunction:
 
     def _begin(self, trainer: Any, folder: str | None, *, shares: bool) -> None:
         args = trainer.args
-        if args.top_p != 1.0 or args.top_k:
-            raise ConfigError("top_p and top_k change the sampled distribution: leave them off")
+        check_distribution(args)
         self._groups = EnvironmentGroups(
             self._environment,
             TrainerSays(
@@ -92,6 +92,8 @@ class EnvRolloutFunction:
                 response_length=args.max_completion_length,
                 n=args.num_generations,
                 seed=args.seed,
+                template_kwargs=args.chat_template_kwargs or {},
+                tokenizer=getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
             ),
             _no_plan,
             lent_model=lend(trainer.accelerator.unwrap_model(trainer.model)) if shares else None,

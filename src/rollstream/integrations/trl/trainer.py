@@ -329,6 +329,8 @@ class GRPOEnvTrainer(ScoringTrainer):
                 response_length=args.max_completion_length,
                 n=args.num_generations,
                 seed=args.seed,
+                template_kwargs=args.chat_template_kwargs or {},
+                tokenizer=self._tokenizer,
             ),
             lambda index: read_row(dataset[index], index),
             lent_model=lent,

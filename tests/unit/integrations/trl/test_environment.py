@@ -40,6 +40,16 @@ def test_the_trainers_values_reach_the_configuration() -> None:
     assert rollout.prompt_length == 77
 
 
+def test_arguments_of_the_chat_template_come_from_one_side() -> None:
+    said = TrainerSays("/models/a", 1.0, 8, 2, 0, template_kwargs={"enable_thinking": False})
+    word = "data.apply_chat_template_kwargs.enable_thinking"
+    for words in ([], [f"+{word}=false"]):
+        resolved = RolloutEnvironment(words).resolve(said)
+        assert resolved.data.apply_chat_template_kwargs == {"enable_thinking": False}
+    with pytest.raises(ConfigError, match="give one of them"):
+        RolloutEnvironment([f"+{word}=true"]).resolve(said)
+
+
 def test_a_limit_of_attempts_that_is_set_is_known_as_such() -> None:
     said = "generation.attempt_timeout=600.0"  # the default, and the user's all the same
     assert not RolloutEnvironment().limits_attempts
