@@ -66,11 +66,17 @@ class _Push:
     """The generator's `update_weights`, in the generation thread; None until it is begun there."""
     ended: "concurrent.futures.Future[None] | None" = None
     """Done only when `task` is, so that a cancelled one is seen to end, and not only asked to."""
+    refused: Exception | None = None
+    """Why the last try was in vain, while there is no other under way."""
 
     async def run(self, generator: GroupGenerator, until: float) -> None:
         async def update() -> None:
+            self.refused = None
             self.task = asyncio.ensure_future(generator.update_weights(self.source, self.version))
             await asyncio.wait({self.task})
+            if not self.task.cancelled():
+                error = self.task.exception()
+                self.refused = error if isinstance(error, Exception) else None
             self.task.result()
 
         await until_taken(update, self.version, until)
@@ -122,6 +128,8 @@ class WeightUpdates:
         ended = push.ended = self._thread.submit(push.run(self._generator, until))
         self._last = push
         if not _done(ended, until):
+            if push.refused is not None:  # between two tries
+                raise _not_taken(version, whole, push.refused) from push.refused
             raise WeightUpdateError(
                 f"the engine has not taken version {version} within {whole:g} s (weight_timeout); what it "
                 f"was sent may still come, and the next update waits for its end; {self._thread.describe()}"
@@ -133,10 +141,7 @@ class WeightUpdates:
             self._raise_if_broken()
             raise WeightUpdateError(f"the update to version {version} was cut off") from None
         except Exception as error:
-            waited = f" within {whole:g} s (weight_timeout)" if find_unavailable(error) is not None else ""
-            raise WeightUpdateError(
-                f"the engine did not take version {version}{waited}: {type(error).__name__}: {error}"
-            ) from error
+            raise _not_taken(version, whole, error) from error
 
     def _wait_for(self, late: _Push, version: int, until: float) -> None:
         assert late.ended is not None
@@ -150,6 +155,13 @@ class WeightUpdates:
             "now, try again (and give weight_timeout more than the engine's own time limits); "
             f"{self._thread.describe()}"
         )
+
+
+def _not_taken(version: int, whole: float, error: Exception) -> WeightUpdateError:
+    waited = f" within {whole:g} s (weight_timeout)" if find_unavailable(error) is not None else ""
+    return WeightUpdateError(
+        f"the engine did not take version {version}{waited}: {type(error).__name__}: {error}"
+    )
 
 
 def _done(ended: "concurrent.futures.Future[None]", until: float) -> bool:

@@ -259,9 +259,10 @@ def test_nor_does_it_wait_for_what_is_slow_to_end() -> None:
             await asyncio.sleep(1.0)
         return []
 
-    closed: list[bool] = []
+    closing, closed = threading.Event(), list[bool]()
 
     async def close() -> None:
+        closing.set()
         await asyncio.sleep(3.0)
         closed.append(True)
 
@@ -271,7 +272,9 @@ def test_nor_does_it_wait_for_what_is_slow_to_end() -> None:
         batches.next_batch(20)
     assert not closed  # nobody waits for the end of the others
     assert batches.stop(timeout=0.1) is False
+    assert closing.wait(20)
     assert batches.stop(timeout=20)
+    assert closed  # `stop` does not cut off how it cleans up
 
 
 def test_a_cancellation_of_the_generators_own_is_a_failure_not_a_hang() -> None:
