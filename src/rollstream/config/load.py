@@ -40,6 +40,11 @@ FREE_FORM = frozenset(
 )
 """Keys whose content is not ours to know."""
 
+_OF_EVERY_RENDERING = frozenset(
+    {"conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
+)
+"""Arguments of transformers' `apply_chat_template` that are not the template's, but say how it is used."""
+
 _SIMPLE_WORD = re.compile(r"(?:\+\+?)?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 _ARTIFACT_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_.-]{1,128}")
@@ -337,6 +342,11 @@ def _check_values(settings: Settings) -> None:
     if rollout.top_k < -1 or rollout.top_k == 0:
         raise ConfigError(
             f"actor_rollout_ref.rollout.top_k must be -1 (off) or at least 1 (it is {rollout.top_k})"
+        )
+    if own := _OF_EVERY_RENDERING.intersection(data.apply_chat_template_kwargs):
+        raise ConfigError(
+            f"data.apply_chat_template_kwargs: {', '.join(sorted(own))} is set by rollstream at every "
+            "rendering: only what the template itself asks for can be given"
         )
     if generation.verl_overrides and generation.executor != "verl":
         raise ConfigError(

@@ -68,6 +68,7 @@ def test_overrides_in_hydras_grammar() -> None:
         ("generation.grace_period=x[", r"""like this: 'generation\.grace_period="x\["'"""),
         ("generation.bogus=x[", "unknown key"),
         ("generation.metrics_port=99999", "metrics_port must be at most 65535"),
+        ("data.apply_chat_template_kwargs.tokenize=true", "tokenize is set by rollstream at every rendering"),
         ("generation.upload_artifact=5", "with a letter among them"),
         ("trainer.logger=wand", "did you mean 'wandb'"),
     ],
