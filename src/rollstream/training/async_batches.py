@@ -92,7 +92,8 @@ class AsyncBatchGenerator:
         num_steps_async: batches that `should_submit_more` asks for, >= 0; 0 is synchronous: a batch is
             generated when it is asked for.
         async_generation_timeout: seconds for one batch, retries included; also what `get_batch` waits.
-        async_max_queue_size: batches that may be pending; None: twice `num_steps_async`, at least 1.
+        async_max_queue_size: batches that may be there, from their submission until they are fetched, whether
+            pending, completed or failed; None: twice `num_steps_async`, at least 1.
         use_async_generation: False: as `num_steps_async=0`.
         max_concurrent_batches: batches being generated at once; None: `num_steps_async`, at least 1.
         retry: for errors that may pass.
@@ -182,7 +183,8 @@ class AsyncBatchGenerator:
         """Asks for a batch.
 
         Returns:
-            True: it is pending (or was already, or is completed). False: `async_max_queue_size` are pending.
+            True: it is pending (or was already, or is completed). False: `async_max_queue_size` others are
+                there already; there is room when one of them has been fetched.
 
         Raises:
             GenerationFailedError: the generator has ended, the cause is attached.
@@ -193,7 +195,8 @@ class AsyncBatchGenerator:
             known = self._entries.get(request.batch_id)
             if known is not None and known.error is None:
                 return True
-            if self.get_pending_count() >= self.async_max_queue_size:
+            # Whoever submits until it is refused must not fill the memory with batches that nobody fetches.
+            if known is None and len(self._entries) >= self.async_max_queue_size:
                 return False
             self._entries[request.batch_id] = _Entry(request, time.monotonic())
             if self.num_steps_async > 0:

@@ -91,6 +91,32 @@ def test_the_queue_is_bounded_and_counted() -> None:
             batches.get_batch(77)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_batches_that_nobody_fetches_count(ahead: int) -> None:
+    with generator(num_steps_async=ahead, async_max_queue_size=2) as batches:
+        for batch_id in range(2):
+            assert batches.submit_batch(BatchRequest(batch_id, inputs=batch_id))
+        wait_for(lambda: not ahead or batches.get_completed_count() == 2)
+        assert batches.submit_batch(BatchRequest(2)) is False
+        assert batches.submit_batch(BatchRequest(1)) is True  # is there
+        assert batches.get_batch(0).results == 0
+        assert batches.submit_batch(BatchRequest(2, inputs=2))
+        assert [batches.get_batch(batch_id).results for batch_id in (1, 2)] == [2, 4]
+
+
+def test_a_batch_that_failed_keeps_its_place_until_it_is_fetched_or_submitted_again() -> None:
+    with generator(broken, num_steps_async=1, async_max_queue_size=2) as batches:
+        for batch_id in range(2):
+            assert batches.submit_batch(BatchRequest(batch_id))
+        wait_for(lambda: batches.get_pending_count() == 0)
+        assert batches.submit_batch(BatchRequest(2)) is False
+        assert batches.submit_batch(BatchRequest(1))  # takes its own place
+        with pytest.raises(GenerationFailedError):
+            batches.get_batch(1)
+        assert batches.submit_batch(BatchRequest(2))
+        assert [batches.get_batch(batch_id).results for batch_id in (0, 2)] == [0, 2]
+
+
 def test_priority_among_those_that_wait() -> None:
     gate = threading.Event()
     order = []
