@@ -73,7 +73,8 @@ class BatchesAhead:
         filters: each may throw finished groups away; they are replaced.
         max_drops: groups that filters may throw away one after the other; None: 16 batches, at least 100.
         rank: what goes first with `order="first"`; None: what finished first.
-        batch_size: batches of a dynamic size, in place of `groups_per_step` (which must be its `smallest`).
+        batch_size: batches of a dynamic size, in place of `groups_per_step` (which must be its `smallest`);
+            with a `max_staleness` of 1 or more.
         token_versions: `ignore` what an engine stamps on tokens that does not know versions.
         weights: whether weight updates wait for an idle engine.
         weight_timeout: seconds for a weight update, that wait included.

@@ -169,7 +169,6 @@ class GroupBuffer:
             StalenessError: no batch can come until the trainer moves: it says how.
         """
         began = time.monotonic()
-        asked = False
         with self._changed:
             while True:
                 self.raise_if_broken()
@@ -178,9 +177,7 @@ class GroupBuffer:
                     break
                 if self._schedule.ended:
                     raise PlanEndedError(f"the plan has ended: batch {self._schedule.next_step} is not in it")
-                if not asked:
-                    asked = True
-                    self.on_room()  # asking may make room
+                self.on_room()  # asking may make room, and so does what a batch takes while it fills up
                 reason = self._schedule.blocked(self._ledger.engine_version)
                 if reason is not None and self._ledger.updating is None:
                     raise StalenessError(reason)

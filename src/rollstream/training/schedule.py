@@ -75,7 +75,8 @@ class GroupSchedule:
         window: with order `first`: groups within which delivery may differ from the plan's order, >= 1; None:
             no limit but the deadlines.
         token_budget: a batch of a dynamic size takes groups until the next one would go over it, between
-            `rule.groups_per_step` and `rule.largest_step` of them; None: exactly `groups_per_step`.
+            `rule.groups_per_step` and `rule.largest_step` of them; None: exactly `groups_per_step`. It keeps
+            what it has taken while it waits for more, which makes room for others to be begun.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class GroupSchedule:
         self._token_budget = token_budget
         self._groups: dict[int, ScheduledGroup] = {}  # undelivered, ascending: begun in the plan's order
         self._generating = 0
-        self._starts: Counter[int] = Counter()  # of the undelivered
+        self._starts: Counter[int] = Counter()  # of these
+        self._taken: list[ScheduledGroup] = []  # by the next batch, which is not full yet
         self._delivered: dict[int, list[ScheduledGroup]] = {}  # by step, untrained
         self._settled: dict[int, bool] = {}  # positions from the watermark on: True trained, False dropped
         self._next_position = 0
@@ -128,7 +130,7 @@ class GroupSchedule:
     @property
     def outstanding(self) -> int:
         """Groups that were begun and not delivered."""
-        return len(self._groups)
+        return len(self._groups) + len(self._taken)
 
     @property
     def untrained(self) -> int:
@@ -138,7 +140,7 @@ class GroupSchedule:
     @property
     def ended(self) -> bool:
         """Whether the plan's last group has been delivered."""
-        return self._exhausted() and not self._groups
+        return self._exhausted() and not self.outstanding
 
     def room(self, version: int) -> int:
         """Groups that may be begun now, the engine being at `version`."""
@@ -149,7 +151,13 @@ class GroupSchedule:
             # A batch may be trained already and its weights still be on their way: what is begun now would be
             # older than it need be. When the trainer asks for the next batch, there is nothing to wait for.
             untrained = max(untrained, self.next_step - version)
-        return self.rule.room(self._starts, next_step=self.next_step, untrained=untrained, version=version)
+        return self.rule.room(
+            self._starts,
+            next_step=self.next_step,
+            untrained=untrained,
+            version=version,
+            taken=len(self._taken),
+        )
 
     def admit(self, version: int) -> ScheduledGroup | None:
         """Begins the next group of the plan, if there is room. `version` never falls."""
@@ -187,25 +195,17 @@ class GroupSchedule:
 
         Having asked in vain, there may be room for more: see `room`.
         """
+        self._awaited = True
         delivery = self._deliver(version)
         self._awaited = delivery is None
         return delivery
 
     def _deliver(self, version: int) -> Delivery | None:
-        size = self.rule.groups_per_step
-        if self._exhausted():
-            size = min(size, len(self._groups))
-        if size == 0 or len(self._groups) - self._generating < size:
+        if not self._taken and not self._take_smallest():
             return None
-        if self._window == 1 and not self._lowest_finished(size):
-            return None  # what choosing would find out, the long way
-        must = self.rule.must_take(self._starts, next_step=self.next_step)
-        chosen = self._choose(must, size, skip=())
-        if len(chosen) < size:
+        if self._token_budget is not None and not self._fill(version):
             return None
-        if self._token_budget is not None and not self._fill(chosen, version):
-            return None
-        groups = [self._remove(position) for position in sorted(chosen)]
+        groups, self._taken = sorted(self._taken, key=lambda group: group.position), []
         for group in groups:
             group.state = GroupState.DELIVERED
         delivery = Delivery(self.next_step, groups)
@@ -295,31 +295,45 @@ class GroupSchedule:
         lowest = itertools.islice(self._groups.values(), size)
         return all(group.state is GroupState.FINISHED for group in lowest)
 
-    def _choose(self, must: Sequence[tuple[int, int]], size: int, skip: Sequence[int]) -> list[int]:
-        finished = [
-            Candidate(group.position, group.start, group.rank)
-            for group in self._groups.values()
-            if group.state is GroupState.FINISHED and group.position not in skip
-        ]
-        behind = [position for position in self._groups if position not in skip]
-        chosen = choose(finished, behind, must, size=size, window=self._window)
-        return [one.position for one in chosen]
+    def _take_smallest(self) -> bool:
+        """Takes what the next batch must hold, and as many groups as it has at least; or nothing."""
+        size = self.rule.groups_per_step
+        if self._exhausted():
+            size = min(size, len(self._groups))
+        if size == 0 or len(self._groups) - self._generating < size:
+            return False
+        if self._window == 1 and not self._lowest_finished(size):
+            return False  # what choosing would find out, the long way
+        chosen = self._choose(self.rule.must_take(self._starts, next_step=self.next_step), size)
+        if len(chosen) < size:
+            return False
+        self._taken = [self._remove(position) for position in chosen]
+        return True
 
-    def _fill(self, chosen: list[int], version: int) -> bool:
-        """Adds what else the budget has room for; whether the batch is full, or no more can come."""
+    def _fill(self, version: int) -> bool:
+        """Takes what else the budget has room for; whether the batch is full, or no more can come."""
         assert self._token_budget is not None
         largest = self.rule.largest_step or self.rule.groups_per_step
-        tokens = sum(self._groups[position].tokens for position in chosen)
-        for position in self._choose((), largest - len(chosen), skip=tuple(chosen)):
+        tokens = sum(group.tokens for group in self._taken)
+        for position in self._choose((), largest - len(self._taken)):
             tokens += self._groups[position].tokens
             if tokens > self._token_budget:
                 return True
-            chosen.append(position)
+            self._taken.append(self._remove(position))
         return (
-            len(chosen) == largest
+            len(self._taken) == largest
             or tokens >= self._token_budget
             or not (self._generating or self.room(version))
         )
+
+    def _choose(self, must: Sequence[tuple[int, int]], size: int) -> list[int]:
+        finished = [
+            Candidate(group.position, group.start, group.rank)
+            for group in self._groups.values()
+            if group.state is GroupState.FINISHED
+        ]
+        chosen = choose(finished, list(self._groups), must, size=size, window=self._window)
+        return [one.position for one in chosen]
 
     def _remove(self, position: int) -> ScheduledGroup:
         group = self._groups.pop(position)

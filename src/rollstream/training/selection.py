@@ -144,7 +144,8 @@ class Priority:
 class TokenBudget:
     """A batch of a dynamic size: groups until the next one would go over a number of tokens.
 
-    The staleness rule counts on `smallest` groups a batch, so these are taken whatever their tokens are.
+    The staleness rule counts on `smallest` groups a batch, so these are taken whatever their tokens are, and
+    `max_staleness * smallest` groups are generated ahead of a batch, and at once while it fills up.
     """
 
     tokens: int

@@ -35,8 +35,16 @@ class StalenessRule:
             raise ConfigError(f"ahead={self.ahead}: at least 0 (0 generates only while nothing is trained)")
         if self.largest_step is not None and self.largest_step < self.groups_per_step:
             raise ConfigError("the largest step must not be smaller than the smallest")
+        if self.max_staleness == 0 and self.largest_step not in (None, self.groups_per_step):
+            raise ConfigError(
+                f"batches of {self.groups_per_step} to {self.largest_step} groups with max_staleness=0: what "
+                "does not fit into a batch any more waits for the next one, and is a step older then; set "
+                "max_staleness to 1 or more"
+            )
 
-    def room(self, starts: Mapping[int, int], *, next_step: int, untrained: int, version: int) -> int:
+    def room(
+        self, starts: Mapping[int, int], *, next_step: int, untrained: int, version: int, taken: int = 0
+    ) -> int:
         """Groups that may be begun now at engine version `version`.
 
         Args:
@@ -44,11 +52,15 @@ class StalenessRule:
             next_step: the batch that is delivered next.
             untrained: batches that were delivered and are not trained yet.
             version: the engine's.
+            taken: groups, not in `starts`, that the next batch has taken while it waits for more; it has what
+                it must hold then, and need not take any other.
         """
         outstanding = sum(starts.values())
-        room = (self.ahead + 1 - untrained) * (self.largest_step or self.groups_per_step) - outstanding
+        room = (self.ahead + 1 - untrained) * (self.largest_step or self.groups_per_step)
+        room -= outstanding + taken
         if self.max_staleness is not None:
-            batches = version + self.max_staleness - next_step + 1  # next_step … version + max_staleness
+            first = next_step + (taken > 0)  # of the batches that places can be counted on in
+            batches = version + self.max_staleness - first + 1  # first … version + max_staleness
             room = min(room, batches * self.groups_per_step - outstanding)
         return max(0, room)
 
