@@ -12,26 +12,35 @@ import torch
 
 pytest.importorskip("trl")
 
+from datasets import Dataset
 from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from rollstream.errors import ConfigError, GenerationFailedError
 from rollstream.integrations.trl import EngineWeights, EnvRolloutWorker
 from rollstream.integrations.trl.environment import EnvironmentGroups
+from rollstream.rollout.worker import RolloutWorker
+from rollstream.training.plan import ShuffledPlan
+from rollstream.trajectory import Failure
 from tests.compat.trl.parts import MODEL, environment, load, rows
 
 N = 4
 
 
-def make(folder: Path, weights: EngineWeights, *, engine: str = "openvino") -> EnvRolloutWorker:
+AHEAD = 3
+
+
+def make(
+    folder: Path, weights: EngineWeights, *, engine: str = "openvino", dataset: Any = None, **changed: Any
+) -> EnvRolloutWorker:
     return EnvRolloutWorker(
         environment(folder, engine),
-        rows(20),
+        rows(20) if dataset is None else dataset,
         model_path=str(MODEL),
         num_generations=N,
         max_completion_length=8,
         weights=weights,
-        groups_ahead=3,
+        **{"groups_ahead": AHEAD, **changed},
     )
 
 
@@ -102,6 +111,78 @@ def test_the_trainers_own_dataset_takes_them(worker: tuple[EnvRolloutWorker, Eng
     assert metrics["sample/staleness_max"] == [0.0] * len(metrics["sample/staleness_max"])
 
 
+def test_groups_on_their_way_or_in_the_queue_are_bounded(
+    worker: tuple[EnvRolloutWorker, EngineWeights],
+) -> None:
+    made, _ = worker
+    made.start()
+    counters = made._batches.counters
+    for taken in range(4):
+        until = time.monotonic() + 60
+        while counters.begun - taken < AHEAD:  # it does generate as far ahead
+            assert time.monotonic() < until
+            made.check_health(1e9)
+            time.sleep(0.01)
+        for _ in range(25):
+            assert counters.begun - taken == AHEAD
+            time.sleep(0.02)
+        take(made, N)
+
+
+def test_a_rollout_that_failed_brings_no_sample_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = rows(8).to_list()
+    listed[3]["prompt"][0]["content"] = "1 + " * 400  # too long
+    single = RolloutWorker.run
+
+    async def run(self: RolloutWorker, row: Any, repeat: int) -> Any:
+        result = await single(self, row, repeat)
+        if row.index != 5 or repeat % N:
+            return result
+        return Failure(row.index, repeat, row.prompt_key, 1, "agent", "the tool shop is closed", "", 0.0)
+
+    monkeypatch.setattr(RolloutWorker, "run", run)
+    weights = EngineWeights()
+    made = make(tmp_path, weights, dataset=Dataset.from_list(listed))
+    try:
+        made.start()
+        samples = take(made, 2 * (6 * N + N - 1))  # two epochs
+    finally:
+        made.stop()
+        weights.destroy()
+    plan = ShuffledPlan(8, seed=0)
+    of_row: dict[int, list[float]] = {}
+    for sample in samples:
+        of_row.setdefault(plan.at(sample.group_id).index, []).append(sample.advantage)
+    assert 3 not in of_row
+    assert {row: len(given) for row, given in of_row.items() if row != 3} == {
+        row: 2 * (N - 1 if row == 5 else N) for row in range(8) if row != 3
+    }
+    assert abs(sum(of_row[5])) < 1e-6
+    assert made._groups.stamps.keys() <= set(range(16, 16 + 2 * AHEAD))  # of failed groups none is kept
+
+
+def test_too_many_groups_that_failed_in_a_row_end_it(tmp_path: Path) -> None:
+    listed = rows(8).to_list()
+    for row in listed:
+        row["prompt"][0]["content"] = "1 + " * 400
+    weights = EngineWeights()
+    made = make(tmp_path, weights, dataset=Dataset.from_list(listed), max_failed_groups=2)
+    until = time.monotonic() + 60
+    try:
+        made.start()
+        with pytest.raises(
+            GenerationFailedError, match=r"(?s)3 groups failed.*all 4 rollouts of row.*tokens"
+        ):
+            while time.monotonic() < until:
+                made.check_health(1e9)
+                time.sleep(0.02)
+    finally:
+        made.stop()
+        weights.destroy()
+
+
 def test_a_failure_reaches_the_trainers_health_check(
     worker: tuple[EnvRolloutWorker, EngineWeights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +192,7 @@ def test_a_failure_reaches_the_trainers_health_check(
     monkeypatch.setattr(EnvironmentGroups, "generate", generate)
     made, _ = worker
     made.start()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     with pytest.raises(GenerationFailedError, match="the tool shop is closed"):
         while time.monotonic() < until:
             made.check_health(60.0)
@@ -121,3 +202,5 @@ def test_a_failure_reaches_the_trainers_health_check(
 def test_shared_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="shares the trainer's weights"):
         make(tmp_path, EngineWeights(), engine="hf")
+    with pytest.raises(ConfigError, match="groups_ahead=1"):
+        make(tmp_path, EngineWeights(), groups_ahead=1)

@@ -11,6 +11,7 @@ the version at its dispatch. Source: TRL 1.16, `RolloutWorkerProtocol` and `Weig
 
 import functools
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from rollstream.errors import (
     ConfigError,
     GenerationFailedError,
     GenerationStoppedError,
+    GroupFailedError,
     WeightUpdateError,
 )
 from rollstream.integrations.trl.environment import (
@@ -31,6 +33,7 @@ from rollstream.integrations.trl.environment import (
     TrainerSays,
     read_row,
 )
+from rollstream.integrations.trl.failures import failure_of
 from rollstream.integrations.trl.fields import to_fields
 from rollstream.integrations.trl.session import OfBatches, cause_first
 from rollstream.scratch import ScratchFolder
@@ -42,6 +45,9 @@ from rollstream.trajectory import Rollout
 
 _POLL_S = 0.2
 """Between looks at whether to stop, while the queue is full or no group has come."""
+
+_HANDED_OVER = 2
+"""Groups that are neither being generated nor waiting at most: one in the queue, one about to go there."""
 
 _EPSILON = 1e-4
 """Added to a group's standard deviation, as TRL does."""
@@ -60,9 +66,11 @@ class EnvRolloutWorker:
         weights: how the trainer's weights reach the engine; give the same object to the trainer.
         temperature: as the trainer's.
         seed: of the order of the prompts and of the sampling.
-        groups_ahead: groups on their way or in the queue at most; with fewer samples of each step in the
+        groups_ahead: groups on their way or in the queue at most, > 1; with fewer samples of each step in the
             trainer, older ones come out.
         timeout: seconds for one group, and for a weight update.
+        max_failed_groups: groups in a row that may fail, because all their rollouts did or they took longer
+            than `timeout`; one more ends the generation. A single rollout that failed brings no sample.
 
     Raises:
         ConfigError: these do not go together.
@@ -81,13 +89,16 @@ class EnvRolloutWorker:
         seed: int = 0,
         groups_ahead: int = 32,
         timeout: float = 300.0,
+        max_failed_groups: int = 8,
     ) -> None:
         if environment.engine_name == "hf":
             raise ConfigError("engine 'hf' shares the trainer's weights: use openvino, or servers")
         if num_generations < 2:
             raise ConfigError(f"num_generations={num_generations}: a group needs 2 rollouts or more")
-        self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=groups_ahead * num_generations)
-        """Scored samples, which the trainer takes."""
+        if groups_ahead < _HANDED_OVER:
+            raise ConfigError(f"groups_ahead={groups_ahead}: at least {_HANDED_OVER}")
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=num_generations)
+        """Scored samples, which the trainer takes. Of one group: the others wait where they are counted."""
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
         """Of dicts, which the trainer logs."""
         self._dataset = dataset
@@ -99,6 +110,7 @@ class EnvRolloutWorker:
             trainer,
             lambda index: read_row(dataset[index], index),
             first_weights=None,
+            max_failed_groups=sys.maxsize,  # in a row they are counted below, with those that took too long
             to_score=lambda: (read_row(dataset[index], index) for index in range(len(dataset))),
         )
         self._batches = BatchesAhead(
@@ -106,11 +118,14 @@ class EnvRolloutWorker:
             self._groups,
             groups_per_step=1,
             max_staleness=None,
-            ahead=groups_ahead,
+            ahead=groups_ahead - _HANDED_OVER,
             order="first",
             window=groups_ahead,
             max_groups_in_flight=groups_ahead,
             group_timeout=timeout,
+            on_group_failure="drop_and_refill",
+            max_failures=max_failed_groups,
+            token_versions="ignore",  # a group counts by the trainer's version, see `_StampedGroups`
             weights="in_flight",
             weight_timeout=timeout,
         )
@@ -179,11 +194,12 @@ class EnvRolloutWorker:
         try:
             while not self._stopping.is_set():
                 batch = self._batches.next_batch(None)
-                self._batches.trained(batch.step)
                 for group in batch.groups:
                     self._alive_at = time.monotonic()
                     for sample in self._samples(group):
                         self._put(sample)
+                self._batches.trained(batch.step)  # not before: until it is in the queue it counts
+                self._batches.update_weights()  # the next one may be begun; its weights come by `_push`
                 self.metrics_queue.put(
                     {
                         "rollstream/generation_s": batch.groups[0].generation_s,
@@ -205,7 +221,10 @@ class EnvRolloutWorker:
                 return
 
     def _samples(self, group: Group) -> list[Any]:
-        """A group as TRL's samples: advantages are normalised over those that have a reward."""
+        """A group as TRL's samples: advantages are normalised over those that have a reward.
+
+        Rollouts that failed are none.
+        """
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
         fields = to_fields(group.rollouts, end_id=0)
@@ -217,7 +236,10 @@ class EnvRolloutWorker:
         std = float(scored.std(ddof=1)) if scored.size > 1 else 0.0
         advantages = np.nan_to_num((rewards - mean) / (std + _EPSILON), nan=0.0)
         samples = []
-        for place in range(len(group.rollouts)):
+        enqueued_at = time.time() - (time.monotonic() - group.finished_at)
+        for place, failed in enumerate(fields["env_failed"]):
+            if failed:
+                continue
             prompt, completion = fields["prompt_ids"][place], fields["completion_ids"][place]
             messages = fields["env_messages"][place]
             asked = list(self._dataset[group.index]["prompt"])
@@ -232,7 +254,7 @@ class EnvRolloutWorker:
                     model_version=version,
                     group_id=group.position,
                     metrics={"reward": mean, "reward_std": std},
-                    enqueued_at=time.time(),
+                    enqueued_at=enqueued_at,
                 )
             )
         return samples
@@ -250,7 +272,20 @@ class _StampedGroups(EnvironmentGroups):
 
     async def generate(self, group: PlannedGroup) -> Sequence[Rollout]:
         self.stamps[group.position] = self.version
-        return await super().generate(group)
+        try:
+            rollouts = await super().generate(group)
+            errors = [error for error in map(failure_of, rollouts) if error is not None]
+            if len(errors) == len(rollouts):
+                raise GroupFailedError(f"all {len(errors)} rollouts of row {group.index}: {errors[-1]}")
+        except BaseException:
+            del self.stamps[group.position]
+            raise
+        return rollouts
+
+    async def update_weights(self, source: str, version: int) -> None:
+        """Loads the folder `source`; "" is for a group that was handed over, and brings no weights."""
+        if source:
+            await super().update_weights(source, version)
 
 
 class EngineWeights:
