@@ -1,5 +1,6 @@
 """One process of a training on several: `torchrun … ranks_main.py FOLDER MODE`. Writes what it saw."""
 
+import asyncio
 import json
 import os
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from rollstream.integrations.trl.environment import EnvironmentGroups
 from tests.compat.trl.parts import environment, rows, trainer
@@ -18,13 +20,21 @@ def main(folder: Path, mode: str) -> None:
     own = folder / f"rank{rank}"
     own.mkdir(parents=True, exist_ok=True)
     said: dict[str, Any] = {"error": None}
-    made = trainer(own, rows(10), env=environment(own), max_steps=3, per_device_train_batch_size=8 // ranks)
+    # Of the logs TRL gathers numbers: without, a process may be a batch ahead of another.
+    options = {"num_steps_async": 0, "logging_steps": 100} if mode == "waiting" else {}
+    made = trainer(
+        own, rows(10), env=environment(own), max_steps=3, per_device_train_batch_size=8 // ranks, **options
+    )
     if mode == "generation":
 
         async def generate(self: EnvironmentGroups, group: Any) -> Any:
             raise ValueError("no more prompts in the cupboard")
 
         EnvironmentGroups.generate = generate  # type: ignore[method-assign]
+    if mode == "waiting":
+        EnvironmentGroups.generate = never_again(EnvironmentGroups.generate)  # type: ignore[method-assign]
+        if rank == ranks - 1:
+            made.add_callback(FailsAfterAStep())
     if mode == "reward" and rank == ranks - 1:
         made.reward_funcs[0] = broken_reward
     began = time.monotonic()
@@ -39,8 +49,34 @@ def main(folder: Path, mode: str) -> None:
     said["weights"] = float(sum(parameter.double().abs().sum() for parameter in made.model.parameters()))
     said["threads"] = torch.get_num_threads()
     (folder / f"{rank}.json").write_text(json.dumps(said))
+    if mode == "waiting":  # one that failed may take long to end, and the launcher tells nobody until then
+        until = time.monotonic() + 150
+        while not (folder / "0.json").exists() and time.monotonic() < until:
+            time.sleep(0.1)
     if said["error"] is not None:
         sys.exit(1)
+
+
+def never_again(generate: Any) -> Any:
+    """The first batch comes, the second one never."""
+    begun = 0
+
+    async def first_batch(self: EnvironmentGroups, group: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        if begun > 4:
+            await asyncio.Event().wait()
+        return await generate(self, group)
+
+    return first_batch
+
+
+class FailsAfterAStep(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+    """While the main process waits for the next batch."""
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        time.sleep(1.0)
+        raise OSError("the disk is full")
 
 
 def broken_reward(**_: Any) -> Any:

@@ -19,7 +19,8 @@ FAILED_WITHIN_S = 60.0
 
 def run_ranks(folder: Path, ranks: int, mode: str) -> list[dict[str, Any]]:
     """What each process wrote."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
     command += ["--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0"]
     command += [str(Path(__file__).with_name("ranks_main.py")), str(folder), mode]
@@ -48,7 +49,11 @@ def test_each_process_trains_its_slice(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "first", "cause"),
-    [("reward", 1, "a reward broke"), ("generation", 0, "no more prompts in the cupboard")],
+    [
+        ("reward", 1, "a reward broke"),
+        ("generation", 0, "no more prompts in the cupboard"),
+        ("waiting", 1, "the disk is full"),
+    ],
 )
 def test_a_failure_of_one_is_everyones(mode: str, first: int, cause: str, tmp_path: Path) -> None:
     said = run_ranks(tmp_path, 2, mode)

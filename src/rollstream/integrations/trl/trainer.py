@@ -346,6 +346,8 @@ class GRPOEnvTrainer(ScoringTrainer):
 
     def _end_generation(self) -> None:
         if not self._generating:
+            if self._batches is not None:
+                self._batches.stop()  # another process failed while they were being started
             return
         self._generating = False
         if self._shared is not None:
