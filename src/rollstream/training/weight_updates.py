@@ -13,8 +13,9 @@ import concurrent.futures
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollstream.errors import WeightUpdateError
 from rollstream.rollout.retry import RetryPolicy, find_unavailable
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 _AGAIN = RetryPolicy(max_attempts=1, delay=0.5, delay_max=5.0)
 """Waits for an engine that is away; its attempts do not count. Asking costs little, and an engine that is
 back is kept waiting for no longer than this."""
+
+_SAID_S = 1.0
+"""For the cause of the last try, at the time limit, to be heard of before the limit itself is told."""
 
 
 async def until_taken(update: Callable[[], Awaitable[None]], version: int, until: float) -> None:
@@ -55,6 +59,34 @@ async def until_taken(update: Callable[[], Awaitable[None]], version: int, until
             await asyncio.sleep(wait)
             if time.monotonic() >= until:  # the loop was busy: the caller has given up
                 raise
+
+
+def load_within(
+    submit: Callable[[Coroutine[Any, Any, None]], "concurrent.futures.Future[None]"],
+    update: Callable[[], Awaitable[None]],
+    version: int,
+    timeout: float,
+) -> None:
+    """Sends weights from another thread than the engine's, and waits until it has them.
+
+    Args:
+        submit: runs a coroutine in the engine's event loop.
+        update: sends the weights; again and again while no engine is there.
+        version: of the weights.
+        timeout: seconds.
+
+    Raises:
+        WeightUpdateError: they were refused, or no engine came (the cause is attached), or it took too long.
+        Exception: what `submit` raises.
+    """
+    loading = submit(until_taken(update, version, time.monotonic() + timeout))
+    try:
+        loading.result(timeout + _SAID_S)
+    except Exception as error:
+        if loading.done():
+            raise _not_taken(version, f"{timeout:g} s", error) from error
+        loading.cancel()
+        raise WeightUpdateError(f"the engine has not taken version {version} within {timeout:g} s") from None
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +153,7 @@ class WeightUpdates:
                 or an earlier one did.
             GenerationFailedError, GenerationStoppedError: generation has ended.
         """
-        until = time.monotonic() + timeout
+        until, limit = time.monotonic() + timeout, f"{whole:g} s (weight_timeout)"
         if self._last is not None:
             self._wait_for(self._last, version, until)
         push = _Push(source, version)
@@ -129,9 +161,9 @@ class WeightUpdates:
         self._last = push
         if not _done(ended, until):
             if push.refused is not None:  # between two tries
-                raise _not_taken(version, whole, push.refused) from push.refused
+                raise _not_taken(version, limit, push.refused) from push.refused
             raise WeightUpdateError(
-                f"the engine has not taken version {version} within {whole:g} s (weight_timeout); what it "
+                f"the engine has not taken version {version} within {limit}; what it "
                 f"was sent may still come, and the next update waits for its end; {self._thread.describe()}"
             )
         self._last = None
@@ -141,7 +173,7 @@ class WeightUpdates:
             self._raise_if_broken()
             raise WeightUpdateError(f"the update to version {version} was cut off") from None
         except Exception as error:
-            raise _not_taken(version, whole, error) from error
+            raise _not_taken(version, limit, error) from error
 
     def _wait_for(self, late: _Push, version: int, until: float) -> None:
         assert late.ended is not None
@@ -157,8 +189,8 @@ class WeightUpdates:
         )
 
 
-def _not_taken(version: int, whole: float, error: Exception) -> WeightUpdateError:
-    waited = f" within {whole:g} s (weight_timeout)" if find_unavailable(error) is not None else ""
+def _not_taken(version: int, limit: str, error: Exception) -> WeightUpdateError:
+    waited = f" within {limit}" if find_unavailable(error) is not None else ""
     return WeightUpdateError(
         f"the engine did not take version {version}{waited}: {type(error).__name__}: {error}"
     )

@@ -40,7 +40,7 @@ from rollstream.scratch import ScratchFolder
 from rollstream.training.ahead import BatchesAhead
 from rollstream.training.group import Group
 from rollstream.training.plan import PlannedGroup, ShuffledPlan
-from rollstream.training.weight_updates import until_taken
+from rollstream.training.weight_updates import load_within
 from rollstream.trajectory import Rollout
 
 _POLL_S = 0.2
@@ -177,18 +177,7 @@ class EnvRolloutWorker:
         version, running = self._groups.version + 1, OfBatches(self._batches)
         with cause_first(running):
             update = functools.partial(self._groups.update_weights, folder, version)
-            loading = running.submit(until_taken(update, version, time.monotonic() + self._timeout))
-            try:
-                loading.result(self._timeout)
-            except TimeoutError:
-                loading.cancel()
-                raise WeightUpdateError(
-                    f"the engine has not taken version {version} within {self._timeout:g} s"
-                ) from None
-            except Exception as error:
-                raise WeightUpdateError(
-                    f"the engine did not take version {version}: {type(error).__name__}: {error}"
-                ) from error
+            load_within(running.submit, update, version, self._timeout)
 
     def _fill(self) -> None:
         try:

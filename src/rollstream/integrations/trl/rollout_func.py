@@ -1,7 +1,6 @@
 """A plain `rollout_func` for TRL's own `GRPOTrainer`: rollouts of an environment, without any ahead."""
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from rollstream.integrations.trl.ranks import from_main
 from rollstream.integrations.trl.row_numbers import RowNumbers
 from rollstream.integrations.trl.session import EnvironmentThread, cause_first, run_rows
 from rollstream.integrations.trl.weights import FolderWeights, lend
-from rollstream.training.weight_updates import until_taken
+from rollstream.training.weight_updates import load_within
 from rollstream.trajectory import PromptRow
 
 
@@ -108,8 +107,7 @@ class EnvRolloutFunction:
             return  # shared, and nothing is generated while the optimizer steps
         update = functools.partial(self._groups.update_weights, folder, step)
         with cause_first(self._thread):
-            loading = until_taken(update, step, time.monotonic() + self._timeout)
-            self._thread.submit(loading).result(self._timeout)
+            load_within(self._thread.submit, update, step, self._timeout)
         self._folder.forget_older()
 
     def _row(self, prompt: Any) -> PromptRow:
