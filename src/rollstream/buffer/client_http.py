@@ -2,7 +2,7 @@
 
 import http.client
 import random
-import selectors
+import select
 import ssl
 import threading
 import time
@@ -146,6 +146,11 @@ def _is_over(connection: http.client.HTTPConnection) -> bool:
     """Whether the server has closed an idle connection: there is something to read, and nothing was asked."""
     if connection.sock is None:
         return False
-    with selectors.DefaultSelector() as selector:
-        selector.register(connection.sock, selectors.EVENT_READ)
-        return bool(selector.select(0))
+    try:
+        if hasattr(select, "poll"):  # unlike the others it takes no descriptor, and any number of one
+            looks = select.poll()
+            looks.register(connection.sock, select.POLLIN)
+            return bool(looks.poll(0))
+        return bool(select.select([connection.sock], [], [], 0)[0])
+    except (OSError, ValueError):
+        return True

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import orjson
 
-from rollstream.buffer.finishing import Finishing, Layout, text_of
+from rollstream.buffer.finishing import Finishing, Layout, lacks_means, text_of
 from rollstream.buffer.groups import GroupSettings, ItemDict, judge_rewards, summarize_rewards
 from rollstream.buffer.hooks import Hooks
 from rollstream.buffer.items import InstanceId, load_item
@@ -301,6 +301,8 @@ class Delivery:
                 lambda: hooks.judge((view.instance_id, self._load(view)), settings, timed_out=view.timed_out),
             )
             if isinstance(said, Exception):
+                if lacks_means(said):
+                    raise said
                 _LOG.warning(
                     "group %d (instance %r of task %r) is quarantined, is_valid_group: %s",
                     view.number,

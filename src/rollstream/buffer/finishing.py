@@ -6,6 +6,7 @@ finished go to quarantine, those of which nothing is left are dropped; the other
 
 import asyncio
 import contextlib
+import errno
 import logging
 import traceback
 from collections import deque
@@ -23,6 +24,8 @@ from rollstream.buffer.reads import Part, Taken
 from rollstream.buffer.unread_drops import Drop
 
 _LOG = logging.getLogger(__name__)
+
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 
 _AHEAD_BYTES = 2**20
 """Finished in one go of the thread: some hundred items, a few milliseconds."""
@@ -150,6 +153,8 @@ class Finishing:
                     continue
                 bodies.append(layout.group(view, group.body))
             except Exception as error:  # the hook's, damage, or that of looking at what a hook gave back
+                if lacks_means(error):
+                    raise
                 failed.append(_Failed(view, text_of(error)))
                 continue
             size += len(bodies[-1])
@@ -171,6 +176,11 @@ class Finishing:
         kept = {item.get("uid") for item in items}
         left_out = [uid for uid in uids if uid not in kept] if len(kept) < len(uids) else []
         return RawGroup(len(items), dump_items(items, encoding), left_out)
+
+
+def lacks_means(error: Exception) -> bool:
+    """Whether the server has no memory or no file descriptor left for now: no group is to blame for that."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _PASSING)
 
 
 def text_of(error: Exception) -> str:

@@ -21,7 +21,7 @@ async def renewed(
 ) -> AsyncIterator[None]:
     """Extends leases inside the block, as long as their reader takes more of the answer.
 
-    A reader that takes nothing for the time of a lease is cut off: its groups are for others by then, and
+    A reader that takes nothing until its leases have ended is cut off: its groups are for others by then, and
     what it holds of the server is freed. One that has all it was given keeps them: it waits for the server,
     where a hook takes long or groups are large.
 
@@ -46,7 +46,8 @@ async def _renew(ledger: Ledger, leases: Sequence[str], seconds: float, exchange
         now = exchange.confirmed
         if now == seen and exchange.unconfirmed:
             stalled += 1
-            if stalled >= _LOOKS:
+            # Not before its time is over: the client may have been given more of it, to train in between.
+            if stalled >= _LOOKS and not any(ledger.expires_in(lease) for lease in leases):
                 _LOG.warning("%s: its reader took nothing for %g s and is cut off", exchange.path, seconds)
                 exchange.cut_off()
                 return

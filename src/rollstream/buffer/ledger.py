@@ -137,8 +137,13 @@ class Ledger(LedgerLeases, LedgerRollouts, LedgerAccounts):
             RollstreamError: the buffer has stopped.
         """
         self._check_open()
-        if self._commits.full or self._commits.broken_by is not None:
-            await self._commits.control(Event, needs_room=True)
+        if not self._commits.full and self._commits.broken_by is None:
+            return
+        trying = self._trying
+        if trying is None or trying.done():  # one for all who ask: acks wait in the same line
+            trying = self._trying = asyncio.ensure_future(self._commits.control(Event, needs_room=True))
+            trying.add_done_callback(lambda tried: tried.cancelled() or tried.exception())
+        await asyncio.shield(trying)
 
     def has_room(self, items: int) -> bool:
         """Whether so many more may be written now."""

@@ -48,6 +48,8 @@ class LedgerCore:
         self._log = log
         self._lock = lock
         self._clock = clock
+        self._trying: asyncio.Future[None] | None = None
+        """A look whether a disk that was full still is."""
         self._commits = CommitQueue(
             state, log, segment_bytes=settings.segment_bytes, clock=clock, changed=self._on_change
         )

@@ -29,6 +29,11 @@ class LedgerLeases(LedgerCore):
         lease = self._state.leases.get(lease_id)
         return None if lease is None else self._view_lease(lease)
 
+    def expires_in(self, lease_id: str) -> float:
+        """Seconds that are left of a lease; 0 when it has expired, or there is none."""
+        lease = self._state.leases.get(lease_id)
+        return 0.0 if lease is None or lease.expired else max(0.0, lease.deadline - self._clock())
+
     def has_lease(self, lease_id: str) -> bool:
         """Whether there is one, however large, that is not acked, given back, or lost as a whole."""
         return lease_id in self._state.leases

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.buffer.async_client import AsyncBufferClient
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.ledger import LedgerSettings
 
@@ -488,6 +489,24 @@ async def test_a_reader_that_takes_no_more_is_cut_off(tmp_path: Path, path: str)
         assert not buffer.service.ledger.leases()
         assert not (await asyncio.to_thread(_rest, asking)).endswith(b"0\r\n\r\n")
         asking.close()
+
+
+async def test_a_reader_that_was_given_more_time_is_not_cut_off_before(tmp_path: Path) -> None:
+    settings = LedgerSettings(groups=GroupSettings(group_size=1), lease_seconds=0.6)
+    async with served(tmp_path, settings) as buffer:
+        for number in range(16):
+            big = item(number, 1, f"u{number}", pad="x" * 2_000_000)
+            assert (await buffer.post("/v1/items", {"items": [big]}))[0] == 200
+        async with AsyncBufferClient(buffer.url) as client, await client.read() as lease:
+            groups = 0
+            async for _ in lease:
+                if groups == 0:
+                    await lease.extend(600)
+                    await asyncio.sleep(2.5)  # trains, and reads nothing meanwhile
+                groups += 1
+            assert groups == 16
+            await lease.ack()
+        assert buffer.service.ledger.stats().items_delivered == 16
 
 
 async def test_a_reader_that_waits_for_a_slow_hook_keeps_its_groups(tmp_path: Path) -> None:
