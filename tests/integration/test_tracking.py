@@ -21,6 +21,7 @@ from rollstream.cli import main as cli
 from rollstream.errors import ConfigError, RunDirectoryError
 from rollstream.generation import runner, telemetry
 from rollstream.generation.runner import as_config, generate, run_generation
+from rollstream.generation.trackers import Staged
 from rollstream.generation.tracking import TrackedRun
 from rollstream.store.run_dir import lock_run
 from rollstream.store.validate import validate_run
@@ -214,6 +215,7 @@ class Uploads(Recorder):
         self.taken: list[tuple[str, str, list[str]]] = []
         self.release = threading.Event()
         self.hang = hang
+        self.staged = False
 
     def upload(self, run: TrackedRun, file: Path, name: str) -> str:
         if self.error is not None:
@@ -222,7 +224,7 @@ class Uploads(Recorder):
             self.release.wait(60)
         with zipfile.ZipFile(file) as archive:
             self.taken.append((run.run_id, name, archive.namelist()))
-        return f"there/{name}"
+        return Staged(f"there/{name}") if self.staged else f"there/{name}"
 
 
 @pytest.mark.parametrize("merged", [True, False])
@@ -254,22 +256,26 @@ def test_nothing_is_uploaded_twice(run: dict[str, Any], monkeypatch: pytest.Monk
     assert (said, len(uploads.taken)) == (["there/trajectories-generation"] * 3, 1)
 
     run["generation"]["upload_artifact"] = "mine"
+    uploads.staged = True  # nobody knows whether that will be sent
+    assert [run_generation(run).uploaded for _ in range(2)] == ["there/mine"] * 2
+    assert len(uploads.taken) == 3
+    uploads.staged = False
     assert run_generation(run).uploaded == "there/mine"
     run["trainer"]["project_name"] = "another"
     run_generation(run)
     run["generation"]["final_merge"] = False  # the batches go up instead
     result = run_generation(run)
-    assert len(uploads.taken) == 4
+    assert len(uploads.taken) == 6
     note = result.run_dir / "logs" / "uploaded.json"
     for torn in (b"", b"[]", b'{"place": 5}'):
         note.write_bytes(torn)
         run_generation(run)
-    assert len(uploads.taken) == 7
+    assert len(uploads.taken) == 9
 
     next((result.run_dir / "batches").glob("*.parquet")).unlink()  # owed again
     assert run_generation(run).generated > 0
     run_generation(run)
-    assert len(uploads.taken) == 8
+    assert len(uploads.taken) == 10
 
 
 def test_each_shard_has_an_artifact_of_its_own(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

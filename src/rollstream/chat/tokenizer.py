@@ -203,10 +203,16 @@ class ChatTokenizer:
         return digest.hexdigest()
 
     def differences(self, tokenizer: Any) -> list[str]:
-        """In what a transformers tokenizer is another one: `vocabulary`, `end token`, `chat template`."""
+        """In what a transformers tokenizer is another one: `vocabulary`, `end token`, `chat template`.
+
+        A padding token that was added to it is none: it is in no prompt and no answer.
+        """
         own = self._tokenizer
+        words, others = own.get_vocab(), tokenizer.get_vocab()
+        if tokenizer.pad_token not in words:
+            others = {word: number for word, number in others.items() if word != tokenizer.pad_token}
         same = {
-            "vocabulary": own.get_vocab() == tokenizer.get_vocab(),
+            "vocabulary": words == others,
             "end token": own.eos_token_id == tokenizer.eos_token_id,
             "chat template": own.chat_template == tokenizer.chat_template,
         }

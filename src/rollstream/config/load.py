@@ -11,6 +11,7 @@ cannot read it (`~/x.jsonl`, letters beyond ASCII, brackets) or reads a number o
 import difflib
 import re
 import shlex
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
@@ -45,6 +46,9 @@ _OF_EVERY_RENDERING = frozenset(
 )
 """Arguments of transformers' `apply_chat_template` that are not the template's, but say how it is used."""
 
+_COMPOSING = threading.Lock()
+"""Hydra's state is the process's, and threads of several runs may begin at once."""
+
 _SIMPLE_WORD = re.compile(r"(?:\+\+?)?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 _ARTIFACT_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_.-]{1,128}")
@@ -69,7 +73,7 @@ def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any]
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
 
-    with initialize_config_module("rollstream.config", version_base="1.3", job_name="rollstream"):
+    with _COMPOSING, initialize_config_module("rollstream.config", version_base="1.3", job_name="rollstream"):
         config = hydra_compose("generation")
     OmegaConf.set_struct(config, False)
     known = set(_paths(config))

@@ -37,11 +37,15 @@ class CheckedTracker(Tracker, Protocol):
         ...
 
 
+class Staged(str):
+    """What an `Uploader` says of a file that waits on this machine until a person sends it."""
+
+
 class Uploader(Protocol):
     """Takes a run's trajectories elsewhere."""
 
     def upload(self, run: TrackedRun, file: Path, name: str) -> str:
-        """Uploads a file; returns where it is. Raises whatever its library raises."""
+        """Uploads a file; returns where it is, or what to do (`Staged`). Raises what its library raises."""
         ...
 
     def abandon(self) -> None:

@@ -14,7 +14,7 @@ import orjson
 from rollstream.config.load import check_artifact_name
 from rollstream.errors import RollstreamError, StorageError
 from rollstream.generation.stopping import StoppedEarly, StopSignals, in_daemon_thread
-from rollstream.generation.trackers import check_trackers, load_uploader, tracked_run_of
+from rollstream.generation.trackers import Staged, check_trackers, load_uploader, tracked_run_of
 from rollstream.generation.tracking import TrackedRun
 from rollstream.store.export.run import FILE_NAMES
 from rollstream.store.export.zip import export_zip, zip_batches
@@ -92,7 +92,8 @@ async def upload_trajectories(
     try:
         async with asyncio.timeout(_LIMIT_S):
             place = await stop.unless_stopped(work())
-        _write_note(note, {**what, "place": place})
+        if not isinstance(place, Staged):  # else nobody knows whether it will ever be there
+            _write_note(note, {**what, "place": place})
         return place
     except StoppedEarly:
         logger.warning("the upload was stopped; %s", later)

@@ -13,7 +13,6 @@ import random
 import time
 from collections.abc import Callable, Coroutine, Sequence, Sized
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from rollstream.errors import (
@@ -158,17 +157,10 @@ class GenerationThread:
             raise first from first.__cause__
 
     async def _close(self) -> None:
-        # Of its own, to its end or its bound: `stop` cancels this task, maybe in the middle of it.
-        closing = asyncio.ensure_future(self._generator.close())
-        until = time.monotonic() + _CLOSE_S
-        while not closing.done() and (left := until - time.monotonic()) > 0:
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({closing}, timeout=left)
-        if not closing.done():
-            closing.cancel()
-            await asyncio.wait({closing})
-            raise TimeoutError(f"it took longer than {_CLOSE_S:g} s")
-        closing.result()
+        # In the task that started it: what it opened may be bound to that.
+        self._thread.leave_alone()
+        async with asyncio.timeout(_CLOSE_S):
+            await self._generator.close()
 
     async def _pump(self, groups: asyncio.TaskGroup) -> None:
         while True:

@@ -42,7 +42,9 @@ class LoopThread:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
+        self._beginning = threading.Lock()
         self._stopping = False
+        self._cleans_up = False
         self._beat = 0.0
 
     @property
@@ -52,14 +54,19 @@ class LoopThread:
 
     def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Begins `main`. It is cancelled by `stop`, and has to clean up then. Once only."""
-        if self._thread is not None:
-            raise TrainingError(f"{self._name} was started before")
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
-        begun: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._beat = time.monotonic()
-        self._thread = threading.Thread(target=self._run, args=(main, begun), name=self._name, daemon=True)
-        self._thread.start()
-        begun.result()  # a few instructions away
+        with self._beginning:
+            if self._thread is not None:
+                raise TrainingError(f"{self._name} was started before")
+            if self._stopping:
+                raise GenerationStoppedError(f"{self._name} was stopped before it began")
+            begun: concurrent.futures.Future[None] = concurrent.futures.Future()
+            self._beat = time.monotonic()
+            self._thread = threading.Thread(
+                target=self._run, args=(main, begun), name=self._name, daemon=True
+            )
+            self._thread.start()
+            begun.result()  # a few instructions away
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Calls `function` in the loop; nothing happens when it has ended."""
@@ -87,7 +94,8 @@ class LoopThread:
 
         One that did not is left behind: it is a daemon, and keeps nobody from exiting.
         """
-        self._stopping = True
+        with self._beginning:  # in the middle of it there is nothing to cancel yet
+            self._stopping = True
         if self._thread is None:
             return True
         self.call_soon(self._cancel)
@@ -98,6 +106,10 @@ class LoopThread:
                 "%s did not end within %g s and is left behind; %s", self._name, timeout, self.describe()
             )
         return not self.alive
+
+    def leave_alone(self) -> None:
+        """Called by the coroutine when it cleans up, in a bounded time: `stop` cancels it no more."""
+        self._cleans_up = True
 
     def describe(self) -> str:
         """What the thread does, for an error message: whether it is dead, blocked (and where), or well."""
@@ -145,7 +157,8 @@ class LoopThread:
             beating.cancel()
 
     def _cancel(self) -> None:
-        if self._task is not None:
+        # Once: a second time would cut off how it cleans up.
+        if self._task is not None and not self._cleans_up and not self._task.cancelling():
             self._task.cancel()
 
     async def _keep_beating(self) -> None:

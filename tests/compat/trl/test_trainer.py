@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import math
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,7 +22,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler
 
 from rollstream.agent.single_turn import SingleTurnAgent
-from rollstream.errors import ConfigError, GenerationFailedError
+from rollstream.errors import ConfigError, GenerationFailedError, TrainingError
 from rollstream.integrations.trl import GRPOEnvTrainer, scoring
 from rollstream.integrations.trl import trainer as home
 from rollstream.integrations.trl.checkpoints import STATE_FILE
@@ -495,6 +496,55 @@ def test_an_evaluation_has_the_environments_places(tmp_path: Path, monkeypatch: 
     seen.clear()
     made.evaluate()
     assert max(seen) == 3
+
+
+def engine_threads() -> list[threading.Thread]:
+    names = ("the rollout thread", "the generation thread")
+    return [one for one in threading.enumerate() if one.name in names]
+
+
+@pytest.mark.parametrize("what", ["evaluation", "training"])
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_engine_that_is_made_for_nobody_ends(
+    what: str, begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a signal, or another process's failure, comes while the main process waits for it."""
+    makes, left = list[threading.Thread](), threading.Event()
+    groups_of = GRPOEnvTrainer._make_groups
+
+    def slow(self: GRPOEnvTrainer, *given: Any, **more: Any) -> Any:
+        assert begun or left.wait(60)
+        return groups_of(self, *given, **more)
+
+    def leave(accelerator: Any, make: Any) -> Any:
+        def run() -> None:
+            with contextlib.suppress(TrainingError):
+                make()
+
+        makes.append(threading.Thread(target=run))
+        makes[0].start()
+        deadline = time.monotonic() + 60
+        while begun and not engine_threads() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        raise SystemExit(143)
+
+    monkeypatch.setattr(GRPOEnvTrainer, "_make_groups", slow)
+    monkeypatch.setattr(home, "from_main", leave)
+    model, tokenizer = load()
+    made = GRPOEnvTrainer(
+        model,
+        environment(tmp_path, "hf"),
+        settings(tmp_path, max_steps=1, per_device_eval_batch_size=8),
+        train_dataset=rows(ROWS),
+        eval_dataset=rows(4),
+        processing_class=tokenizer,
+    )
+    with pytest.raises(SystemExit):
+        made.evaluate() if what == "evaluation" else made.train()
+    left.set()
+    makes[0].join(60)
+    assert not makes[0].is_alive()
+    assert not engine_threads()
 
 
 def test_weights_reach_an_engine_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,18 @@ def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
     assert thinking.decode(thinking.render(message)) == "thinkhi"
 
 
+def test_what_makes_another_tokenizer(tokenizer: ChatTokenizer) -> None:
+    from transformers import AutoTokenizer
+
+    other = AutoTokenizer.from_pretrained(MODEL_PATH)
+    assert tokenizer.differences(other) == []
+    other.add_special_tokens({"pad_token": "[PAD]"})  # as for a model that has none
+    assert tokenizer.differences(other) == []
+    other.add_tokens(["<thought>"])
+    other.chat_template = "{{ messages }}"
+    assert tokenizer.differences(other) == ["vocabulary", "chat template"]
+
+
 def test_missing_tokenizer_or_template_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no tokenizer found"):
         load_tokenizer(str(tmp_path))

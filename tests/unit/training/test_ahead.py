@@ -277,6 +277,20 @@ def test_nor_does_it_wait_for_what_is_slow_to_end() -> None:
     assert closed  # `stop` does not cut off how it cleans up
 
 
+def test_a_generator_is_closed_where_it_was_started() -> None:
+    """What it opens may be bound to a task, as a cancel scope is."""
+    tasks: list[asyncio.Task[Any] | None] = []
+
+    async def note() -> None:
+        tasks.append(asyncio.current_task())
+
+    with BatchesAhead(
+        ShuffledPlan(9), CallableGenerator(echo, start=note, close=note), groups_per_step=4
+    ) as batches:
+        train(batches, 1)
+    assert len(tasks) == 2 and tasks[0] is tasks[1]
+
+
 def test_a_cancellation_of_the_generators_own_is_a_failure_not_a_hang() -> None:
     async def generate(group: PlannedGroup) -> list[int]:
         raise asyncio.CancelledError

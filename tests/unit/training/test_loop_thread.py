@@ -39,6 +39,38 @@ def test_a_stop_is_no_error() -> None:
         one.start(forever)
 
 
+def test_a_stop_that_comes_first_keeps_it_from_beginning() -> None:
+    one, ends, _ = thread()
+    assert one.stop(1.0)
+    with pytest.raises(GenerationStoppedError, match="before it began"):
+        one.start(forever)
+    assert not one.alive and ends == []
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_stops_do_not_cut_off_how_it_cleans_up(fails: bool) -> None:
+    one, _, _ = thread()
+    cleaning, cleaned = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        try:
+            if fails:
+                raise KeyError("x")
+            await forever()
+        finally:
+            one.leave_alone()
+            cleaning.set()
+            await asyncio.sleep(0.5)
+            cleaned.set()
+
+    one.start(main)
+    if not fails:
+        one.stop(0.0)
+    assert cleaning.wait(20)
+    one.stop(0.0)
+    assert one.stop(20) and cleaned.is_set()
+
+
 def test_every_other_end_is_heard_of() -> None:
     async def raises() -> None:
         raise KeyError("x")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.errors import ConfigError
+from rollstream.generation.trackers import Staged
 from rollstream.generation.tracking import TrackedRun
 from rollstream.integrations.tracking.installed import check_installed
 
@@ -102,7 +103,7 @@ class WandbTracker:
             artifact.add_file(str(file), name=file.name, policy=policy, skip_cache=True)
             logged = target.log_artifact(artifact, aliases=["latest", run.run_id[:8]])
             if target.offline:
-                return f"staged offline; to upload it: wandb sync {Path(target.dir).parent}"
+                return Staged(f"staged offline; to upload it: wandb sync {Path(target.dir).parent}")
             logged.wait(timeout=_WAIT_S)
             return str(logged.qualified_name)
         finally:

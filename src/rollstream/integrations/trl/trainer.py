@@ -9,6 +9,7 @@ A *batch* here is what TRL calls a generation batch: `steps_per_generation * num
 """
 
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_utils import SaveStrategy
 
-from rollstream.errors import ConfigError, TrainingError
+from rollstream.errors import ConfigError, GenerationStoppedError, TrainingError
 from rollstream.integrations.trl.checkpoints import last_whole, read_state, write_state
 from rollstream.integrations.trl.config import GRPOEnvConfig
 from rollstream.integrations.trl.environment import (
@@ -217,10 +218,19 @@ class GRPOEnvTrainer(ScoringTrainer):
                 running = OfBatches(self._batches)
                 return to_fields(run_rows(self._groups, running, numbered, _EVALUATION_S), end_id=end_id)
             groups = self._make_groups(folder, version=0)
-            with EnvironmentThread(groups) as thread:
+            own.append(EnvironmentThread(groups))
+            if left.is_set():
+                raise GenerationStoppedError("nobody waits for this evaluation any more")
+            with own[0] as thread:
                 return to_fields(run_rows(groups, thread, numbered, _EVALUATION_S), end_id=end_id)
 
-        fields = from_main(self.accelerator, run)
+        own, left = list[EnvironmentThread](), threading.Event()
+        try:
+            fields = from_main(self.accelerator, run)
+        finally:
+            left.set()
+            for thread in own:  # `run` may be in another thread, which nobody waits for any more
+                thread.stop()
         self._metrics["eval"]["rollstream/failed"].append(float(sum(fields["env_failed"])))
         return take_slice(fields, self.accelerator.process_index, self.accelerator.num_processes)
 
@@ -312,9 +322,15 @@ class GRPOEnvTrainer(ScoringTrainer):
                 self._batches.load_state_dict(self._resumed["batches"])
             if self._shares_weights:
                 self._shared = SharedWeights(self._groups, OfBatches(self._batches), args.weight_sync_timeout)
-            self._batches.start()
+            if not given_up.is_set():
+                self._batches.start()
 
-        from_main(self.accelerator, lambda: begin() if self.accelerator.is_main_process else None)
+        given_up = threading.Event()
+        try:
+            from_main(self.accelerator, lambda: begin() if self.accelerator.is_main_process else None)
+        except BaseException:
+            given_up.set()  # `begin` may be in another thread; what it starts from now on, nobody would end
+            raise
         self._generating, self._resumed = True, None
 
     def _make_groups(self, folder: str | None, *, version: int) -> EnvironmentGroups:

@@ -125,14 +125,18 @@ def own_servers(settings: Settings) -> bool:
     return f"{_ROLLOUT}.name" in _touched(settings.generation.verl_overrides)
 
 
+_NUMBERS = {"dtype": "bfloat16", "load_format": "auto"}
+"""Keys that decide the numbers of verl's own servers, and what they are where an identity has none of it."""
+
+
 def servers_identity(settings: Settings) -> dict[str, Any]:
     """What rollstream's keys say of the numbers of verl's own servers; overrides speak for themselves."""
     touched = _touched(settings.generation.verl_overrides)
     if f"{_ROLLOUT}.name" not in touched:
         return {}
     rollout = settings.actor_rollout_ref.rollout
-    names = [name for name in ("dtype", "load_format") if f"{_ROLLOUT}.{name}" not in touched]
-    return {f"verl.{name}": getattr(rollout, name) for name in names}
+    values = {name: getattr(rollout, name) for name in _NUMBERS if f"{_ROLLOUT}.{name}" not in touched}
+    return {f"verl.{name}": value for name, value in values.items() if value != _NUMBERS[name]}
 
 
 _WHERE = {

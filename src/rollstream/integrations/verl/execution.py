@@ -11,6 +11,7 @@ Which sample runs where, what a dead worker costs, what is tried again and what 
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.base import Engine
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.registry import data_deciding_kwargs
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, DataError
 from rollstream.generation.agents import Agents
 from rollstream.generation.equipment import Equipment
 from rollstream.generation.execution import Execution, OnDurable
@@ -39,7 +40,7 @@ from rollstream.generation.stopping import StopSignals, in_daemon_thread
 from rollstream.integrations.verl.composed import compose_verl, own_servers
 from rollstream.integrations.verl.identity import loop_entries, verl_identity
 from rollstream.integrations.verl.loop import VerlLoops, check_loop_names
-from rollstream.integrations.verl.rows import VerlDataset, VerlRows, create_dataset
+from rollstream.integrations.verl.rows import VerlDataset, VerlRows, create_dataset, shows_media
 from rollstream.integrations.verl.servers import end_verl, start_verl, tell_urls
 from rollstream.integrations.verl.worker_recipe import (
     VerlRecipe,
@@ -127,6 +128,10 @@ def _prepare(config: DictConfig) -> VerlPrepared:
         VerlRows(create_dataset(verl_config), settings.data.prompt_key),
         shuffle_seed=settings.data.seed if settings.data.shuffle else None,
     )
+    with contextlib.suppress(DataError):  # a row that cannot be read fails by itself, later
+        check_exports(
+            settings.generation.export, shows_images=len(dataset) > 0 and shows_media(dataset.row(0))
+        )
     if (shard := settings.generation.shard_of) is not None:
         take_shard(dataset, *shard)
     rollout = settings.actor_rollout_ref.rollout

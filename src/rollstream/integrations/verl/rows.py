@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from rollstream.data.prompts import PromptDataset
 from rollstream.data.values import BadRow, Row, described, to_jsonable
 from rollstream.errors import DataError
+from rollstream.store.export.dataproto import MEDIA
 from rollstream.trajectory import PromptRow
 
 PROMPT_COLUMN = "raw_prompt"
@@ -112,6 +113,17 @@ class VerlRows:
         return None  # verl's dataset has opened what a row names
 
 
+def shows_media(row: PromptRow) -> bool:
+    """Whether images, videos or sounds are in its messages."""
+    contents = [message.get("content") for message in row.messages]
+    return any(
+        isinstance(part, Mapping) and MEDIA in part
+        for content in contents
+        if isinstance(content, list | tuple)
+        for part in content
+    )
+
+
 def _message(message: Any) -> Any:
     """A message whose images, videos and sounds are replaced by what tells them apart."""
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), list | tuple):
@@ -119,7 +131,7 @@ def _message(message: Any) -> Any:
     parts = [
         part
         if not isinstance(part, Mapping) or part.get("type") == "text"
-        else {"type": "text", "text": f"<{part.get('type')} {_digest(part)}>"}
+        else {"type": "text", "text": f"<{part.get('type')} {_digest(part)}>", MEDIA: part.get("type")}
         for part in message["content"]
     ]
     return {**message, "content": parts}

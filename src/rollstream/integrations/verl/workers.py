@@ -95,7 +95,8 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
             return str(output.stop_reason)
         rollout = self.config.actor_rollout_ref.rollout
         limit = token_limit(
-            request["sampling_params"],
+            # TensorRT-LLM's takes no limit of a request: its own holds.
+            {} if output.stop_reason is None else request["sampling_params"],
             prompt_tokens=len(request["prompt_ids"]),
             prompt_length=rollout.prompt_length,
             response_length=rollout.response_length,

@@ -55,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 Unscored = Literal["error", "keep", "drop"]
 
+MEDIA = "media"
+"""Key of a text part that stands for an image, a video or a sound which is not kept: its type."""
+
 NO_IMAGES = (
     "a DataProto written here has tokens alone: a model would be trained on the places of images without "
     "their pixels, and at positions of text. Formats jsonl, parquet and hf say in `messages` which images "
@@ -239,11 +242,13 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
 
 def _refuse_images(artifact: Path, table: pa.RecordBatch) -> None:
     # As the store writes JSON; the same in somebody's text has its quotes escaped, in a tool's arguments not.
-    for text in table["messages"].filter(pc.match_substring(table["messages"], '"type":"image')).to_pylist():
+    likely = pc.match_substring_regex(table["messages"], f'"type":"image|"{MEDIA}":')
+    for text in table["messages"].filter(likely).to_pylist():
         for message in orjson.loads(text):
             parts = message.get("content")
             if isinstance(parts, list) and any(
-                isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts
+                isinstance(part, dict) and (part.get("type") in ("image", "image_url") or MEDIA in part)
+                for part in parts
             ):
                 raise ConfigError(f"{artifact} has conversations with images, and {NO_IMAGES}")
 

@@ -92,6 +92,9 @@ def test_the_numbers_of_verls_own_servers_are_in_it_and_their_layout_is_not() ->
     overridden = identity_of(overrides=(name, f"{ROLLOUT}.dtype=float32"))
     assert overridden[f"verl.overrides.{ROLLOUT}.dtype"] == "float32" and "verl.dtype" not in overridden
     assert "verl.dtype" not in identity_of()
+    # As runs whose identity says nothing of it were made.
+    assert "verl.load_format" not in plain
+    assert "verl.dtype" not in identity_of(f"{ROLLOUT}.dtype=bfloat16", overrides=(name,))
 
 
 def test_what_the_servers_of_an_embedded_engine_get_is_in_it() -> None:

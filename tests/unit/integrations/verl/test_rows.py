@@ -10,7 +10,7 @@ import pytest
 from rollstream.config.load import compose, to_settings
 from rollstream.data.prompts import load_prompts
 from rollstream.errors import DataError
-from rollstream.integrations.verl.rows import VerlDataset, VerlRows, sample_row
+from rollstream.integrations.verl.rows import VerlDataset, VerlRows, sample_row, shows_media
 
 
 class Rows(list[Any]):
@@ -87,6 +87,7 @@ def test_pictures_are_told_apart_and_not_stored() -> None:
     assert found.sample["raw_prompt"][0]["content"][0]["image"].pixels == b"cat"
     assert found.messages[0]["content"][1] == {"type": "text", "text": "what is it?"}
     assert not found.images
+    assert shows_media(found) and not shows_media(dataset(row(0)).row(0))
 
 
 def test_what_cannot_be_used() -> None:

@@ -15,6 +15,7 @@ from rollstream.integrations.verl.dataproto import DataProtoFile, read_dataproto
 from rollstream.store.batch import open_parquet
 from rollstream.store.export import dataproto
 from rollstream.store.export.dataproto import (
+    MEDIA,
     DataProtoOptions,
     dataproto_files,
     export_dataproto,
@@ -181,6 +182,9 @@ def test_images_are_refused_and_never_left_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"conversations with images.*jsonl, parquet and hf"):
         export(tmp_path, rollouts(trajectory(), shown))
     assert not dataproto_files(tmp_path / "out.pkl")
+    shown.messages[0]["content"] = [{"type": "text", "text": "<image 7>", MEDIA: "image"}]  # not kept
+    with pytest.raises(ConfigError, match="conversations with images"):
+        export(tmp_path, rollouts(trajectory(), shown))
     spoken_of = trajectory()
     call = {"function": {"name": "draw", "arguments": {"type": "image"}}}
     spoken_of.messages = [
