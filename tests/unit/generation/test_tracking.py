@@ -193,9 +193,9 @@ async def test_reporting_to_one_that_hangs_costs_nothing_and_is_counted(
     finally:
         stuck.release.set()
     await tracking.close(succeeded=True, timeout=20)
-    # The end made room for itself.
     assert stuck.ended is True
-    assert len(stuck.steps) == QUEUE_REPORTS
+    # The end made room for itself, unless one was taken from the queue before it came.
+    assert len(stuck.steps) in (QUEUE_REPORTS, QUEUE_REPORTS + 1)
 
 
 async def test_work_is_done_between_reports_in_its_thread() -> None:
