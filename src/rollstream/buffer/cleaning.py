@@ -131,7 +131,9 @@ class Cleaning:
 
 
 def _lease_facts(state: BufferState, lease_ids: list[str]) -> Event:
-    return Event(leases=[state.leases[name].fact() for name in lease_ids if name in state.leases])
+    event = _ended_facts(state, lease_ids)  # of those that ended since they were listed
+    event.leases = [state.leases[name].fact() for name in lease_ids if name in state.leases]
+    return event
 
 
 def _ended_facts(state: BufferState, lease_ids: list[str]) -> Event:
