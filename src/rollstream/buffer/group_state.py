@@ -178,7 +178,7 @@ class LeaseState(msgspec.Struct):
     """Seconds it was given last."""
     expired: bool = False
     counted: bool = True
-    """Its groups count as handed out in the trainer's cycle."""
+    """Its groups have places in the trainer's cycle."""
     lost: bool = False
     left_out: list[LeftOut] = []
 

@@ -4,9 +4,9 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from rollstream.buffer.group_state import Group, GroupView, Instance, LeaseState, Task
+from rollstream.buffer.group_state import Group, GroupView, LeaseState, Task
 from rollstream.buffer.lines import Lines
-from rollstream.buffer.log_records import Event, Lapse, LeaseFact
+from rollstream.buffer.log_records import Event, LeaseFact
 
 ENDED_LEASES = 10_000
 """Leases whose end is remembered, so that an ack that is tried again succeeds again."""
@@ -30,9 +30,7 @@ class LeaseBook(Lines):
         """Of leases; one that was extended, or is gone, has entries that no longer hold."""
         self._leased = 0
         self._lapses = 0
-        """Number of the next one."""
-        self._untold: list[Lapse] = []
-        """Those that no record of the log tells yet."""
+        """While a log of an earlier version is read: number of the next one."""
         self._expected: dict[int, str | None] = {}
         """While the log is read: groups a record spoke of whose items (copied by a cleaning) come later ->
         their lease, or None for quarantine."""
@@ -51,7 +49,8 @@ class LeaseBook(Lines):
             lease.expired = False
             for number in lease.groups:
                 self._withdraw(self.groups[number])
-            self._count(lease, counted=True)
+            if lease.counted:
+                self._resume(lease.groups)
         if not watched:
             self._watch_lease(lease)
 
@@ -68,86 +67,54 @@ class LeaseBook(Lines):
     def complete(self, event: Event) -> None:
         """Adds what a record has to say of the trainer's cycle: a log that is read anew must not guess it.
 
-        Whose groups a lease holds is not known there while their items, copied by a cleaning, come later; and
-        what time has brought is in no record of its own.
+        Whose groups a lease holds is not known there while the lease's own record, written again by a
+        cleaning, comes later.
         """
-        if self._cycle is None:
-            return
-        returned: list[Instance] = []
-        for lease_id, outcome in event.ends:
-            lease = self.leases.get(lease_id)
-            if lease is None:
-                continue
-            if outcome == "acked":
-                self._count(lease, counted=True)  # late, but its reader has them
-            elif lease.counted:
-                returned += self._instances(lease)
-        for lease_id, number in event.released:
-            lease = self.leases.get(lease_id)
-            if lease is not None and lease.counted:
-                returned.append(self.groups[number].instance)
-        event.returned = returned if event.ends or event.released else None
-        event.lapses = list(self._untold)
+        if event.ends or event.released or event.gone or event.leases or event.quarantined:
+            event.freed = self._freed_by(event)
 
     # -- the trainer's cycle
 
-    def _instances(self, lease: LeaseState) -> list[Instance]:
-        return [group.instance for number in lease.groups if (group := self.groups.get(number)) is not None]
-
-    def _count(self, lease: LeaseState, *, counted: bool) -> None:
-        """Its groups count as handed out from here on, or no more."""
-        if self._cycle is None or lease.counted == counted:
-            return
-        lease.counted = counted
-        instances = self._instances(lease)
-        if not self._replaying:
-            self._untold.append(Lapse(self._lapses, lease.id, counted, instances))
-            self._lapses += 1
-        self._note(instances, handed=counted)
-
-    def _note(self, instances: Iterable[Instance], *, handed: bool) -> None:
-        for instance in instances:
-            if handed:
-                self._note_handed(instance)
-            else:
-                self._note_returned(instance)
-
-    def _returned_by(self, event: Event) -> list[Instance]:
-        """What a record of an earlier version does not say."""
-        returned: list[Instance] = []
+    def _freed_by(self, event: Event) -> list[int]:
+        """Groups that give up their places in the trainer's cycle: their readers can't ack them any more."""
+        freed: list[int] = []
+        ended = {lease_id for lease_id, _ in event.ends}
         for lease_id, outcome in event.ends:
             lease = self.leases.get(lease_id)
             if lease is not None and lease.counted and outcome != "acked":
-                returned += self._instances(lease)
-        groups = [self.groups[number] for _, number in event.released if number in self.groups]
-        return returned + [group.instance for group in groups]
+                freed += lease.groups
+        for lease_id, number in event.released:
+            lease = self.leases.get(lease_id)
+            if lease is not None and lease.counted:
+                freed.append(number)
+        released = {number for _, number in event.released}
+        taken: list[tuple[str | None, int]] = [(None, number) for number in event.gone]
+        taken += [(None, number) for number, _ in event.quarantined]
+        taken += [(fact.id, number) for fact in event.leases for number in fact.groups]
+        for taker, number in taken:
+            group = self.groups.get(number)
+            holder = self._expected.get(number) if group is None else group.lease
+            if holder is None or holder == taker or holder in ended or number in released:
+                continue
+            lease = self.leases.get(holder)
+            if lease is not None and lease.counted:
+                ended.add(holder)  # lost as a whole
+                freed += lease.groups
+        return freed
 
     def _apply_lapses(self, event: Event) -> None:
-        """Those of the event; undoes what happened to the leases that it ends while it was being written."""
-        if self._replaying:
-            for lapse in event.lapses:
-                lease = self.leases.get(lapse.lease)
-                if lease is not None:
-                    lease.counted = lapse.counted
-                if lapse.number >= self._lapses:
-                    self._lapses = lapse.number + 1
-                    self._note(lapse.instances, handed=lapse.counted)
-            return
-        told = {lapse.number for lapse in event.lapses}
-        ended = {lease_id for lease_id, _ in event.ends}
-        released = {(name, self.groups[at].instance) for name, at in event.released if at in self.groups}
-        kept: list[Lapse] = []
-        for lapse in self._untold:
-            if lapse.number in told:
+        """Of a log of an earlier version, in which expiry was recorded."""
+        for lapse in event.lapses:
+            lease = self.leases.get(lapse.lease)
+            if lease is not None:
+                lease.counted = lapse.counted
+            if lapse.number < self._lapses:
                 continue
-            undone = [
-                one for one in lapse.instances if lapse.lease in ended or (lapse.lease, one) in released
-            ]
-            self._note(undone, handed=not lapse.counted)
-            if lapse.lease not in ended:
-                rest = [one for one in lapse.instances if one not in undone]
-                kept.append(Lapse(lapse.number, lapse.lease, lapse.counted, rest))
-        self._untold = kept
+            self._lapses = lapse.number + 1
+            if lapse.counted:
+                self._hand_out([0] * len(lapse.instances), lapse.instances)
+            else:
+                self._take_back_newest(lapse.instances)
 
     # -- what a record of the log changes
 
@@ -220,6 +187,8 @@ class LeaseBook(Lines):
         if lease is not None:
             if outcome != "acked":
                 self._give_back(lease)
+            elif lease.expired and lease.counted:  # late, but its reader has them
+                self._resume(lease.groups)
             for number in lease.groups:
                 group = self.groups.get(number)
                 if group is not None:
@@ -260,7 +229,7 @@ class LeaseBook(Lines):
     def _lose(self, lease_id: str, number: int) -> None:
         lease = self.leases.get(lease_id)
         if lease is not None:
-            self._count(lease, counted=False)  # a log of an earlier version does not tell it
+            lease.counted = False
             lease.groups.pop(number, None)
             lease.lost = True
             if not lease.groups:
@@ -347,7 +316,8 @@ class LeaseBook(Lines):
     def _expire(self, lease: LeaseState) -> None:
         """Its groups are candidates again; the lease can still be acked while they are."""
         lease.expired = True
-        self._count(lease, counted=False)
+        if lease.counted:
+            self._pause(lease.groups)
         self._give_back(lease)
 
     def _give_back(self, lease: LeaseState) -> None:

@@ -221,7 +221,7 @@ class Ledger(LedgerLeases, LedgerRollouts, LedgerAccounts):
     async def begin_cycle(self) -> None:
         """A trainer begins: what an earlier one had of its last cycle is not counted into its first one."""
         self._check_open()
-        if self.settings.groups_per_cycle not in (None, self._state.left_in_cycle):
+        if self.settings.groups_per_cycle is not None and self._state.handed != self._state.cycle_began:
             await self._commits.control(lambda: Event(cycle=True))
 
     async def wait_for_candidates(self, timeout: float, seen: int | None = None) -> bool:
@@ -305,7 +305,8 @@ class Ledger(LedgerLeases, LedgerRollouts, LedgerAccounts):
             )
             if granted:
                 event.leases = [LeaseFact(lease_id, consumer, seconds, list(granted))]
-                if self.settings.groups_per_cycle is not None:
+                event.leases[0].counted = self.settings.groups_per_cycle is not None
+                if event.leases[0].counted:
                     event.handed = [state.groups[number].instance for number in granted]
             if gone:
                 event.buried = self._burial(event.gone)

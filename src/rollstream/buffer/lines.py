@@ -78,7 +78,7 @@ class Lines(Cycle):
                     continue
                 seen.add(group.instance)
                 if self.is_held(group.instance, ahead):
-                    heapq.heappush(held, (self._recent[group.instance], number, group))
+                    heapq.heappush(held, (self._newest_place(group.instance), number, group))
                     continue
                 yield group
                 ahead += 1

@@ -170,7 +170,7 @@ class LeaseFact(msgspec.Struct, array_like=True):
     granted: float | None = None
     """Seconds it was given last; None: its own."""
     counted: bool = True
-    """Its groups count as handed out in the trainer's cycle: it had not expired."""
+    """Its groups have places in the trainer's cycle: there are cycles, and it is not lost."""
 
 
 class LeftOut(msgspec.Struct, array_like=True):
@@ -198,7 +198,7 @@ class Dropped(msgspec.Struct, frozen=True):
 
 
 class Lapse(msgspec.Struct, array_like=True, frozen=True):
-    """A lease expired, or came to life again, in memory; told by the next record, whatever that is of."""
+    """A lease expired, or came to life again. In logs of an earlier version."""
 
     number: int
     """In the order in which that happened."""
@@ -213,14 +213,17 @@ class Event(msgspec.Struct, omit_defaults=True):
     """Facts that become true together, applied in the order of the fields."""
 
     lapses: list[Lapse] = []
-    """What happened to leases since the last record."""
+    """What happened to leases since the last record. In logs of an earlier version."""
     ends: list[tuple[str, str]] = []
     """Lease ids, and what became of them: "acked" or "returned"."""
     released: list[tuple[str, int]] = []
     """Lease ids and groups that the lease's reader gave away."""
     returned: list[tuple[str, InstanceId]] | None = None
-    """Instances that do not count in the trainer's cycle any more, by the two above. None, in logs of earlier
-    versions: those of the groups."""
+    """Instances that do not count in the trainer's cycle any more, by the two above. In logs of an earlier
+    version."""
+    freed: list[int] | None = None
+    """Groups that give up their places in the trainer's cycle by this record. None, in logs of earlier
+    versions: those of leases that end, or are lost, by it."""
     gone: list[int] = []
     """Groups that leave, delivered or not."""
     leases: list[LeaseFact] = []
@@ -278,14 +281,17 @@ class Start(msgspec.Struct):
     active: str | None
     active_rollout: str | None
     handed: int
-    recent: list[tuple[str, InstanceId, int]]
-    """Instances that were handed out last, each with its number in that order."""
+    """Groups that were handed out and did not come back."""
     cycle_began: int = 0
-    """Instances that were handed out before the first cycle of the trainer that is there."""
+    """Those of them that were handed out before the first cycle of the trainer that is there."""
+    places: list[tuple[int, str, InstanceId]] = []
+    """The last of them in order: number of the group, task type and instance."""
+    recent: list[tuple[str, InstanceId, int]] = []
+    """In logs of earlier versions: instances that were handed out last, each with its number in order."""
     earlier: list[tuple[str, InstanceId, int]] = []
-    """When some of `recent` were handed out before that."""
+    """In logs of an earlier version: when some of `recent` were handed out before that."""
     lapses: int = 0
-    """Number of the next one; earlier ones are in these counts, also where a later record tells them."""
+    """In logs of an earlier version: number of the next one; earlier ones are in these counts."""
 
 
 encode_record = msgspec.msgpack.Encoder().encode

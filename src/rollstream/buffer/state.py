@@ -221,12 +221,13 @@ class BufferState(LeaseBook, RolloutFacts):
         self.next_ticket = max(self.next_ticket, ticket + 1)
         self._apply_lapses(event)
         if event.returned is None:
-            self._note(self._returned_by(event), handed=False)
+            self._take_back(self._freed_by(event) if event.freed is None else event.freed)
+        else:
+            self._take_back_newest(event.returned)
         for lease_id, outcome in event.ends:
             self._end_lease(lease_id, outcome, segment)
         for lease_id, number in event.released:
             self._release(lease_id, number)
-        self._note(event.returned or (), handed=False)
         if not later:
             for number in event.gone:
                 self.remove(number)
@@ -266,10 +267,10 @@ class BufferState(LeaseBook, RolloutFacts):
             self.active = event.active
         for lease_id, outcome in event.ended:
             self._remember_end(lease_id, outcome, segment)
-        for instance in event.handed:
-            self._note_handed(instance)
+        if event.handed:
+            self._hand_out([number for fact in event.leases for number in fact.groups], event.handed)
         if event.cycle:
-            self.cycle_began = self.handed
+            self._begin_cycle()
         for drop in event.dropped:
             self._count_drop(ticket, drop)
         self.counters.groups_delivered += event.delivered[0]
@@ -371,10 +372,10 @@ class BufferState(LeaseBook, RolloutFacts):
         self.active_rollout = start.active_rollout
         for task_type, group_size, judge_from in start.tasks:
             self.tasks[task_type] = Task(group_size, judge_from)
-        self.handed = start.handed
-        self.cycle_began = start.cycle_began
-        self._recent = {(task_type, instance_id): at for task_type, instance_id, at in start.recent}
-        self._earlier = {(task_type, instance_id): at for task_type, instance_id, at in start.earlier}
+        places = [(number, (task_type, instance_id)) for number, task_type, instance_id in start.places]
+        for task_type, instance_id, _ in sorted((*start.recent, *start.earlier), key=lambda known: known[2]):
+            places.append((0, (task_type, instance_id)))
+        self._set_places(start.handed, start.cycle_began, places)
         self._lapses = start.lapses
 
     def end_replay(self, now: float) -> None:
@@ -409,8 +410,6 @@ class BufferState(LeaseBook, RolloutFacts):
                 self._forget_lease(lease, "lost" if lease.lost else "acked", lease.segment)
             elif lease.lost:
                 self._expire(lease)
-            else:
-                self._count(lease, counted=True)  # it had expired
 
     def start_record(self) -> Start:
         """For the head of a new segment."""
@@ -427,10 +426,8 @@ class BufferState(LeaseBook, RolloutFacts):
             active=self.active,
             active_rollout=self.active_rollout,
             handed=self.handed,
-            recent=[(*key, at) for key, at in self._recent.items()],
             cycle_began=self.cycle_began,
-            earlier=[(*key, at) for key, at in self._earlier.items()],
-            lapses=self._lapses,
+            places=[(number, *instance) for number, instance in self._places_in_order()],
         )
 
 

@@ -48,9 +48,6 @@ def durable_state(ledger: Ledger) -> dict[str, Any]:
     """All of a state that is the same after a restart."""
     state: BufferState = ledger._state
     lost_or_whole = {lease.id for lease in state.leases.values()}
-    # A lease that expired lives again after a restart, and counts again: its instances in another order.
-    expired = [lease for lease in state.leases.values() if lease.expired and not lease.lost]
-    leased = {state.groups[number].instance for lease in state.leases.values() for number in lease.groups}
     return {
         "groups": {
             group.number: (group.key, len(group), group.size, group.quarantined, _records(group.records))
@@ -64,14 +61,12 @@ def durable_state(ledger: Ledger) -> dict[str, Any]:
                 lease.granted,
                 list(lease.groups),
                 lease.lost,
+                lease.counted,
                 lease.left_out,
             )
             for lease in state.leases.values()
         },
-        "handed": state.handed + sum(len(lease.groups) for lease in expired if not lease.counted),
-        "cycle began": state.cycle_began,
-        "recent": {one: at for one, at in state._recent.items() if one not in leased},
-        "earlier": {one: at for one, at in state._earlier.items() if one not in leased},
+        "handed": (state.handed, state.cycle_began, state._places_in_order()),
         "lease of": {
             group.number: group.lease for group in state.groups.values() if group.lease in lost_or_whole
         },

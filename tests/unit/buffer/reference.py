@@ -53,7 +53,8 @@ class ReferenceBuffer:
         self.known: set[str] = set()
         self.acked: list[str] = []  # uids, in order
         self.dropped: list[tuple[str, str]] = []  # (uid, reason)
-        self.handed: list[RefGroup] = []  # every group handed out and not given back, in order
+        self.handed: list[tuple[RefGroup, int]] = []  # every group and the lease it went out with, in order
+        self.cycle_began = 0  # so many of them, when the trainer that is there began
         self.groups = 0
 
     def write(self, uid: str, task_type: str, instance_id: Id, reward: float | None, now: float) -> bool:
@@ -96,7 +97,7 @@ class ReferenceBuffer:
         self.leases[number] = RefLease(chosen, consumer, now + self.lease_seconds)
         for group in chosen:
             group.lease = number
-        self.handed += chosen
+        self.handed += [(group, number) for group in chosen]
         return number
 
     def ack(self, number: int, now: float) -> Answer:
@@ -109,7 +110,6 @@ class ReferenceBuffer:
             return "conflict"
         if lease.state == "expired":  # late, but nobody else has them
             self.line = [group for group in self.line if group not in lease.groups]
-            self.handed += lease.groups
         lease.state = "acked"
         self.acked += [uid for group in lease.groups for uid in group.uids]
         return "done"
@@ -169,17 +169,34 @@ class ReferenceBuffer:
     def _give_back(self, lease: RefLease, state: Literal["nacked", "expired"]) -> None:
         lease.state = state
         self.line = lease.groups + self.line  # first in line, as they were
-        self.handed = [group for group in self.handed if group not in lease.groups]
+
+    def counted(self, since: int = 0) -> list[RefGroup]:
+        """Groups in the hands of a trainer that may keep them, in the order in which it got them."""
+        return [
+            group
+            for group, number in self.handed[since:]
+            if self.leases[number].state in ("live", "acked") and group in self.leases[number].groups
+        ]
+
+    def left_in_cycle(self) -> int | None:
+        if self.cycle in (None, 1):
+            return None
+        return self.cycle - len(self.counted(self.cycle_began)) % self.cycle
+
+    def same_instance(self, group: RefGroup, other: RefGroup) -> bool:
+        return group.task_type == other.task_type and (
+            (type(group.instance_id), group.instance_id) == (type(other.instance_id), other.instance_id)
+        )
+
+    def newest_place(self, group: RefGroup) -> int:
+        """Of its instance among what counts; -1: it has none."""
+        counted = self.counted()
+        return max((at for at, one in enumerate(counted) if self.same_instance(group, one)), default=-1)
+
+    def is_held(self, group: RefGroup, ahead: int) -> bool:
+        """Whether its instance is among the last of a cycle's groups but one, with so many handed out now."""
+        place = self.newest_place(group)
+        return bool(self.cycle) and place >= 0 and len(self.counted()) - place + ahead < self.cycle
 
     def _too_soon(self, group: RefGroup, chosen: list[RefGroup]) -> bool:
-        def same(other: RefGroup) -> bool:
-            return (other.task_type, type(other.instance_id), other.instance_id) == (
-                group.task_type,
-                type(group.instance_id),
-                group.instance_id,
-            )
-
-        if any(same(other) for other in chosen):
-            return True
-        before = [position for position, other in enumerate(self.handed) if same(other)]
-        return bool(self.cycle and before and len(self.handed) - 1 - before[-1] < self.cycle)
+        return any(self.same_instance(group, one) for one in chosen) or self.is_held(group, len(chosen))

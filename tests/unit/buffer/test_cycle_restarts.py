@@ -1,17 +1,21 @@
 """What a trainer had of its cycle, and its leases' time, after restarts, kills, and a cleaned log."""
 
 import asyncio
+import contextlib
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 
 from rollstream.buffer.groups import GroupSettings
+from rollstream.buffer.items import InstanceId
 from rollstream.buffer.ledger import Ledger, LedgerSettings
-from rollstream.buffer.log_records import Event
+from rollstream.buffer.log_records import Event, Lapse, Start
 from rollstream.buffer.reads import Wanted
 from rollstream.buffer.slime_routes import CONSUMER
 from rollstream.buffer.state import BufferState
+from rollstream.errors import ConflictError
 
 from .ledger_worlds import Clock, durable_state, item, open_ledger
 from .served import item as posted
@@ -133,9 +137,10 @@ async def test_a_lease_that_expires_while_its_end_is_being_written(
     ledger.tick()
     await asked
     await ledger.write([item("more", "more")])
-    await ledger.begin_cycle()
     left = {"ack": 5, "nack": 8, "extend": 5, "removed": 8}[end]
-    assert (ledger._state.handed, ledger.stats().groups["leased"]) == (8 - left, 3 if end == "extend" else 0)
+    assert (ledger.left_in_cycle, ledger.stats().groups["leased"]) == (left, 3 if end == "extend" else 0)
+    await ledger.begin_cycle()
+    assert ledger.left_in_cycle == 8
     ledger = await reopened(ledger, tmp_path, clock=clock, **CYCLE)
     await ledger.close()
 
@@ -144,7 +149,7 @@ async def test_a_log_that_does_not_say_what_came_back_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def says_nothing(self: BufferState, event: Event) -> None:
-        self._untold.clear()
+        pass
 
     clock = Clock()
     with monkeypatch.context() as patch:
@@ -162,6 +167,55 @@ async def test_a_log_that_does_not_say_what_came_back_can_be_read(
         ledger = open_ledger(tmp_path, clock, **CYCLE)
         assert durable_state(ledger) == before and ledger.left_in_cycle == 6
         await ledger.close()
+
+
+async def test_a_log_that_counts_instances_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_record = BufferState.start_record
+
+    def names_instances(self: BufferState) -> Start:
+        start = start_record(self)
+        first = start.handed - len(start.places) + 1
+        start.recent = [(*one[1:], at) for at, one in enumerate(start.places, first)]
+        start.places, start.lapses = [], self._lapses
+        return start
+
+    def says_instances(self: BufferState, event: Event) -> None:
+        numbers = [
+            number for name, end in event.ends if end != "acked" for number in self.leases[name].groups
+        ]
+        event.returned = [self.groups[number].instance for number in numbers]
+
+    clock = Clock()
+    small = {**CYCLE, "segment_bytes": 1200, "groups_per_cycle": 6}
+    with monkeypatch.context() as patch:
+        patch.setattr(BufferState, "complete", says_instances)
+        patch.setattr(BufferState, "start_record", names_instances)
+        ledger = open_ledger(tmp_path, clock, **small)
+        await ledger.write([item(f"u{n}", n) for n in range(9)])
+        await ledger.ack(await take(ledger, 3))
+        expired = await take(ledger, 2)
+        two: list[tuple[str, InstanceId]] = [("default", 3), ("default", 4)]
+        lapse = Lapse(0, expired, False, two)
+        await ledger._commits.control(lambda: Event(lapses=[lapse], returned=[]))
+        kept = await take(ledger, 1)
+        await ledger.nack(await take(ledger, 2))
+        await ledger.write([item(f"x{n}", 0, padding=600) for n in range(6)])
+        await settle(ledger)
+        await ledger.close()
+    for _ in range(2):
+        ledger = open_ledger(tmp_path, clock, **small)
+        assert ledger.left_in_cycle == 2
+        assert [view.instance_id for view in ledger.candidates(limit=2)] == [6, 7]
+        await ledger.close()
+    ledger = open_ledger(tmp_path, clock, **small)
+    await ledger.nack(kept)
+    assert ledger.left_in_cycle == 3
+    await ledger.nack(expired)
+    assert ledger.left_in_cycle == 3
+    ledger = await reopened(ledger, tmp_path, clock=clock, **small)
+    await ledger.close()
 
 
 async def test_an_extended_lease_has_its_time_again_after_a_restart(tmp_path: Path) -> None:
@@ -191,3 +245,124 @@ def _expires_in(ledger: Ledger, lease_id: str) -> float:
     lease = ledger.lease(lease_id)
     assert lease is not None
     return lease.expires_in
+
+
+async def _came_back(ledger: Ledger, clock: Clock, how: str) -> None:
+    """Groups that were handed out before others come back, and the others are acked."""
+    first = await ledger.decide(lease=ledger.candidates(limit=2), consumer="first")
+    assert first is not None
+    clock.now += 6
+    second = await take(ledger, 2)
+    if how == "nack":
+        await ledger.nack(first.lease_id)
+    elif how == "release":
+        await ledger.release("first")
+    elif how == "expire":
+        clock.now += 6
+        ledger.tick()
+    else:
+        await ledger.remove_from_lease(first.lease_id, first.groups[0], traceback="no")
+        await ledger.ack(first.lease_id)
+    await ledger.ack(second)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("how", ["nack", "release", "expire", "removed"])
+async def test_of_as_many_instances_as_a_cycle_has_groups_one_is_always_free(
+    tmp_path: Path, how: str, restarted: bool
+) -> None:
+    clock = Clock()
+    four = {**CYCLE, "groups_per_cycle": 4}
+    ledger = open_ledger(tmp_path, clock, **four)
+    await ledger.write([item(f"{name}{epoch}", name) for epoch in range(8) for name in "abcd"])
+    await _came_back(ledger, clock, how)
+    for _ in range(3):
+        if restarted and how != "expire":  # where its lease would live again
+            ledger = await reopened(ledger, tmp_path, clock=clock, **four)
+        lease = await ledger.decide(lease=ledger.candidates(limit=4))
+        assert lease is not None and sorted(str(view.instance_id) for view in lease.groups) == [*"abcd"]
+        await ledger.ack(lease.lease_id)
+    await ledger.close()
+
+
+async def test_what_was_out_many_times_gives_back_all_of_its_places(tmp_path: Path) -> None:
+    four = {**CYCLE, "groups_per_cycle": 4}
+    ledger = open_ledger(tmp_path, **four)
+    await ledger.write([item(f"{name}{epoch}", name) for epoch in range(6) for name in "abcd"])
+    leases = [await take(ledger, 2) for _ in range(5)]
+    assert ledger.left_in_cycle == 2
+    for lease in leases:
+        await ledger.nack(lease)
+    assert ledger.left_in_cycle == 4
+    ledger = await reopened(ledger, tmp_path, **four)
+    assert ledger.left_in_cycle == 4
+    await ledger.close()
+
+
+async def test_a_lease_gives_back_its_own_place_not_that_of_a_newer_one(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, **{**CYCLE, "groups_per_cycle": 3})
+    await ledger.write([item(f"{name}{epoch}", name) for epoch in range(3) for name in "abc"])
+    older = await take(ledger, 1)
+    await ledger.ack(await take(ledger, 2))
+    await ledger.ack(await take(ledger, 1))  # a again
+    await ledger.nack(older)
+    assert [view.instance_id for view in ledger.candidates(limit=1)] == ["b"]
+    await ledger.close()
+
+
+async def test_what_an_earlier_trainer_gives_back_leaves_the_cycle_as_it_is(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, **CYCLE)
+    await ledger.write([item(f"u{n}", n) for n in range(12)])
+    earlier = await take(ledger, 3)
+    await ledger.begin_cycle()
+    await ledger.ack(await take(ledger, 2))
+    for _ in range(2):
+        assert ledger.left_in_cycle == 6
+        ledger = await reopened(ledger, tmp_path, **CYCLE)
+    await ledger.nack(earlier)
+    for _ in range(2):
+        assert ledger.left_in_cycle == 6
+        ledger = await reopened(ledger, tmp_path, **CYCLE)
+    await ledger.close()
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("seed", range(4))
+async def test_reads_never_starve(tmp_path: Path, seed: int, count: int) -> None:
+    """As many instances as a cycle has groups, each with some in line: a read of a cycle gives a cycle."""
+    chance = random.Random(seed)
+    clock = Clock()
+    world = {**CYCLE, "groups_per_cycle": count, "segment_bytes": 4000, "remember_uids": 100}
+    ledger = open_ledger(tmp_path, clock, **world)
+    ways = ["ack", "ack", "nack", "wait", "removed", "quarantine", "retry", "begin", "again"]
+    leases: list[str] = []
+    written = 0
+    for _ in range(120):
+        in_line = {group.instance[1] for group in ledger._state.groups.values() if group.waiting}
+        missing = [name for name in range(count) if name not in in_line]
+        await ledger.write([item(f"u{written + at}", name) for at, name in enumerate(missing)])
+        written += len(missing)
+        most = chance.randint(1, count)
+        lease = await ledger.decide(lease=ledger.candidates(limit=most))
+        assert lease is not None and len(lease.groups) == most
+        assert len({view.instance_id for view in lease.groups}) == most
+        leases.append(lease.lease_id)
+        clock.now += chance.choice([0, 0, 1, 4])
+        ledger.tick()
+        what = chance.choice(ways)
+        if what in ("ack", "nack"):
+            name = leases.pop(chance.randrange(len(leases)))
+            with contextlib.suppress(ConflictError):
+                await (ledger.ack(name) if what == "ack" else ledger.nack(name))
+        elif what == "removed":
+            with contextlib.suppress(ConflictError):
+                await ledger.remove_from_lease(lease.lease_id, lease.groups[-1], traceback="no")
+        elif what == "quarantine":
+            await ledger.decide(quarantine=[(view, "no") for view in ledger.candidates(limit=1)])
+        elif what == "retry":
+            await ledger.retry_quarantined()
+        elif what == "begin":
+            await ledger.begin_cycle()
+        elif what == "again":
+            ledger = await reopened(ledger, tmp_path, clock=clock, **world)
+    await ledger.close()

@@ -72,18 +72,34 @@ class Reference(ReferenceBuffer):
         """What a read would hand out, and drop."""
         good: list[RefGroup] = []
         bad: list[RefGroup] = []
-        seen = set()
-        for group in self.line:
-            if group.task_type != self.rollout:
-                continue
-            key = (type(group.instance_id), group.instance_id)  # whichever rollout it is of
-            if key in seen:
-                continue
+        for group in self.walk():
             if len(good) == max_groups:
                 break
-            seen.add(key)
             (good if self.is_valid(group) else bad).append(group)
         return good, bad
+
+    def walk(self) -> list[RefGroup]:
+        """The line, where an instance that is held waits until enough others are ahead of it."""
+        first: list[RefGroup] = []
+        for group in self.line:
+            if group.task_type == self.rollout and not any(self.same_instance(group, one) for one in first):
+                first.append(group)
+        walked: list[RefGroup] = []
+        held: list[RefGroup] = []
+        for group in first:
+            held.append(group)
+            if self.is_held(group, len(walked)):
+                continue
+            held.pop()
+            walked.append(group)
+            held.sort(key=self.newest_place)
+            while held and not self.is_held(held[0], len(walked)):
+                walked.append(held.pop(0))
+        return walked
+
+    def same_instance(self, group: RefGroup, other: RefGroup) -> bool:
+        """Whichever rollouts they are of."""
+        return (type(group.instance_id), group.instance_id) == (type(other.instance_id), other.instance_id)
 
     def groups_in_nobodys_hands(self) -> list[RefGroup]:
         return self.line + [group for group in self.open.values() if group not in self.line]
@@ -116,7 +132,7 @@ class Reference(ReferenceBuffer):
     def extend(self, number: int, seconds: float, now: float) -> Answer:
         lease = self.leases.get(number)
         if lease is not None and lease.state == "expired" and self.is_whole(number):
-            lease.state = "live"
+            lease.state, lease.deadline = "live", now + seconds
             for group in lease.groups:
                 self.line.remove(group)
         return super().extend(number, seconds, now)
@@ -153,14 +169,19 @@ class LedgerMachine(RuleBasedStateMachine):
         self.roots = 0
         self.whole = True
 
-    @initialize(segment=st.sampled_from([1024, 2000, 1 << 20]), remembered=st.sampled_from([100_000]))
-    def begin(self, segment: int, remembered: int) -> None:
+    @initialize(
+        segment=st.sampled_from([1024, 2000, 1 << 20]),
+        remembered=st.sampled_from([100_000]),
+        cycle=st.sampled_from([None, 1, 2, 3, 4]),
+    )
+    def begin(self, segment: int, remembered: int, cycle: int | None) -> None:
+        self.model.cycle = cycle
         self.settings = LedgerSettings(
             groups=GROUPS,
             lease_seconds=LEASE,
             segment_bytes=segment,
             remember_uids=remembered,
-            groups_per_cycle=1,  # counts what is handed out, and holds nothing back
+            groups_per_cycle=cycle,
         )
         self.root = self.folder / "0"
         self.ledger = Ledger.open(self.root, self.settings, clock=self.clock)
@@ -214,18 +235,22 @@ class LedgerMachine(RuleBasedStateMachine):
                 drop=[(view, "not_valid") for view in drop],
             )
         )
-        assert (
-            [view.number for view in lease] == [view.number for view in taken.groups if taken]
-            if lease
-            else (taken is None)
-        )
+        granted: list[RefGroup] = []
+        for group in good:
+            if not self.model.is_held(group, len(granted)):  # of those ahead of it some were dropped
+                granted.append(group)
+        good = granted
+        self.same_groups([] if taken is None else list(taken.groups), good)
         for group in [*good, *bad]:
             self.model.take_out(group)
+        for group in bad:
+            group.lease = None
         self.model.dropped += [(uid, "not_valid") for group in bad for uid in group.uids]
         if taken is not None:
             number = len(self.lease_ids)
             self.lease_ids.append(taken.lease_id)
             self.model.leases[number] = RefLease(good, consumer, self.clock.now + LEASE)
+            self.model.handed += [(group, number) for group in good]
             for group in good:
                 group.lease = number
 
@@ -275,6 +300,28 @@ class LedgerMachine(RuleBasedStateMachine):
         except ConflictError:
             answer = "conflict"
         assert answer == expected, (what, number, lease_id)
+
+    @precondition(lambda self: self.lease_ids)
+    @rule(data=st.data())
+    def quarantine_leased(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.lease_ids) - 1))
+        lease = self.model.leases[number]
+        held = self.ledger.lease(self.lease_ids[number])
+        if held is None or lease.state not in ("live", "expired") or not self.model.is_whole(number):
+            return
+        group = lease.groups.pop(0)
+        work = self.ledger.remove_from_lease(held.lease_id, held.groups[0], traceback="Traceback: no")
+        self.run(work)
+        if lease.state == "expired":
+            self.model.line.remove(group)
+        lease.state = lease.state if lease.groups else "acked"
+        group.lease = None
+        self.model.quarantine.append(group)
+
+    @rule()
+    def begin_cycle(self) -> None:
+        self.run(self.ledger.begin_cycle())
+        self.model.cycle_began = len(self.model.handed)
 
     @rule(name=st.sampled_from(["r1", "r2", "r3"]), size=st.sampled_from([2, 3, 4]))
     def start_rollout(self, name: str, size: int) -> None:
@@ -431,6 +478,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert stats.items_written == len(self.model.known)
         assert stats.groups["ready"] == len(self.model.line)
         assert stats.groups["quarantined"] == len(self.model.quarantine)
+        assert self.ledger.left_in_cycle == self.model.left_in_cycle()
         state = self.ledger._state
         in_line = {view.number for view in self.waiting()}
         assert in_line == {group.number for group in state.groups.values() if group.waiting}
