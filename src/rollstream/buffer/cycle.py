@@ -1,8 +1,8 @@
 """A trainer that reads in cycles: which instances it had in this one, and must not get again.
 
 The groups that were handed out stand in one list, in that order; a group that comes back leaves it. Held is
-an instance that is among the last of them, as many as a cycle has groups but one: so of as many instances as a
-cycle has groups, one is always free.
+an instance that is among the last of them, as many as a cycle has groups but one: so of as many instances
+as a cycle has groups, one is always free.
 
 The list changes by records of the log only. A group of a lease that has expired keeps its place and does not
 count: it may be acked still. Then, and after a restart, it counts again, where it stood.

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import random
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from rollstream.buffer.log_records import Event, Lapse, Start
 from rollstream.buffer.reads import Wanted
 from rollstream.buffer.slime_routes import CONSUMER
 from rollstream.buffer.state import BufferState
-from rollstream.errors import ConflictError
+from rollstream.errors import ConflictError, StorageError
 
 from .ledger_worlds import Clock, durable_state, item, open_ledger
 from .served import item as posted
@@ -365,4 +366,59 @@ async def test_reads_never_starve(tmp_path: Path, seed: int, count: int) -> None
             await ledger.begin_cycle()
         elif what == "again":
             ledger = await reopened(ledger, tmp_path, clock=clock, **world)
+    await ledger.close()
+
+
+@pytest.mark.parametrize("other", [False, True])
+async def test_what_a_kill_leaves_untold_is_not_believed_later(tmp_path: Path, other: bool) -> None:
+    """Expiry is in memory; a segment that begins then must not tell it once it has become the oldest."""
+    clock = Clock()
+    small = {**CYCLE, "segment_bytes": 2000, "remember_uids": 10, "groups_per_cycle": 100}
+    ledger = open_ledger(tmp_path / "live", clock, **small)
+    await ledger.write([item(f"u{n}", n) for n in range(4)])
+    lease = await take(ledger, 3)
+    clock.now += 11
+    ledger.tick()
+    while ledger._log.head == 0:
+        name = f"p{ledger._state.next_ticket}"
+        await ledger.write([item(name, name, padding=300)])
+    shutil.copytree(tmp_path / "live", tmp_path / "dead")
+    await ledger.close()
+    ledger = open_ledger(tmp_path / "dead", clock, **small)
+    counted = 3
+    if other:
+        ours = [view for view in ledger.candidates() if view.instance_id == 3]
+        assert await ledger.decide(lease=ours) is not None
+        counted = 4
+    await ledger.ack(lease)
+    for turn in range(6):
+        await ledger.write([item(f"x{turn}-{n}", f"x{n}", padding=300) for n in range(3)])
+        padding = [view for view in ledger.candidates() if isinstance(view.instance_id, str)]
+        await ledger.decide(drop=[(view, "no") for view in padding])
+        ledger = await reopened(ledger, tmp_path / "dead", clock=clock, **small)
+        assert ledger.left_in_cycle == 100 - counted
+    assert min(ledger._log.sizes) > 1
+    await ledger.close()
+
+
+async def test_a_late_ack_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    ledger = open_ledger(tmp_path, clock, **{**CYCLE, "groups_per_cycle": 3})
+    await ledger.write([item(f"u{n}", n) for n in range(3)])
+    lease = await take(ledger, 2)
+    clock.now += 11
+    ledger.tick()
+
+    def fails(batch: object) -> None:
+        raise OSError(errno.EIO, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger._log, "_write", fails)
+        with pytest.raises(StorageError):
+            await ledger.ack(lease)
+    assert ledger.left_in_cycle == 3
+    assert [view.instance_id for view in ledger.candidates()] == [0, 1, 2]
+    await ledger.ack(lease)
+    assert ledger.left_in_cycle == 1
+    ledger = await reopened(ledger, tmp_path, clock=clock, **{**CYCLE, "groups_per_cycle": 3})
     await ledger.close()
