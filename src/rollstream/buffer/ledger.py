@@ -295,7 +295,11 @@ class Ledger(LedgerLeases, LedgerRollouts, LedgerAccounts):
             aside = [(view.number, tail_of(cause)) for view, cause in quarantined if self._is_as_seen(view)]
             taken = granted + [drop.group for drop in gone] + [number for number, _ in aside]
             undelivered = {drop.group for drop in gone}
-            short = [group for number in taken if not (group := state.groups[number]).closed]
+            short = [
+                group
+                for number in taken
+                if not (group := state.groups[number]).closed or number in state.resized
+            ]
             event = Event(
                 gone=[drop.group for drop in gone],
                 quarantined=aside,

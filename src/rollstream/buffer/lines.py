@@ -34,6 +34,8 @@ class Lines(Cycle):
         """Groups that were closed before they were whole -> segment of the newest record."""
         self.sized: dict[int, int] = {}
         """Groups whose size a record says, not their items -> segment of the newest such record."""
+        self.resized: set[int] = set()
+        """Groups that another size than their items say closed at the start: no record has said so yet."""
         self.tasks: dict[str, Task] = {}
         self.version = 0
         """Grows whenever there may be another candidate than before."""

@@ -297,6 +297,7 @@ class BufferState(LeaseBook, RolloutFacts):
 
     def remove(self, number: int) -> None:
         """A group that left, delivered or not."""
+        self.resized.discard(number)
         self._positions.pop(number, None)
         self._sizes.pop(number, None)
         group = self.groups.pop(number, None)
@@ -342,6 +343,7 @@ class BufferState(LeaseBook, RolloutFacts):
         group = self.groups.get(number)
         if group is not None:
             group.size = size
+        self.resized.discard(number)
         if self._replaying:  # items, copied by a cleaning, may come later
             self._sizes[number] = ticket, size
         if group is not None or self._replaying:
@@ -396,9 +398,12 @@ class BufferState(LeaseBook, RolloutFacts):
             if group.lease is not None or group.quarantined:
                 continue
             if not group.closed:
+                size = group.size
                 if self.follows_task(group.key):
                     group.size = self.task(group.key[0]).group_size
                 group.closed = len(group) >= group.size
+                if group.closed and group.size != size:
+                    self.resized.add(group.number)
             if not group.closed:
                 self.open[group.key] = group
             self._watch(group, now)

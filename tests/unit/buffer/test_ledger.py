@@ -516,3 +516,26 @@ async def test_full_disk_refuses_writes_and_lets_reads_go_on(
     ledger = await reopened(ledger, root, **kwargs)
     assert ledger.stats().items == 1 + written % 2
     await ledger.close()
+
+
+@pytest.mark.parametrize("how", ["leased", "quarantined"])
+async def test_the_size_that_closed_a_group_at_a_start_is_its_size_for_good(tmp_path: Path, how: str) -> None:
+    ledger = open_ledger(tmp_path, group_size=16)
+    await ledger.write([item(f"u{n}") for n in range(12)])
+    await ledger.close()
+    ledger = open_ledger(tmp_path, group_size=8)
+    (view,) = ledger.candidates()
+    assert (view.size, view.group_size, view.closed) == (12, 8, True)
+    if how == "leased":
+        lease = await take(ledger)
+    else:
+        await ledger.decide(quarantine=[(view, "no")])
+    ledger = await reopened(ledger, tmp_path, group_size=8)
+    if how == "leased":
+        await ledger.nack(lease)
+    else:
+        await ledger.retry_quarantined()
+    (view,) = ledger.candidates()
+    assert (view.size, view.group_size, view.closed) == (12, 8, True)
+    ledger = await reopened(ledger, tmp_path, group_size=8)
+    await ledger.close()
