@@ -218,7 +218,10 @@ class Delivery:
         seen: set[int] = set()
         most = None if overdue else wanted.max_groups
         in_line = self._ledger.ready_groups  # before the look: one that joins during it was not passed over
-        for at, view in enumerate(self._candidates(wanted, overdue=overdue)):
+        candidates = self._candidates(wanted, overdue=overdue)
+        if not overdue:
+            candidates = self._ledger.free_ones(candidates, lambda: len(made.lease))
+        for at, view in enumerate(candidates):
             if most is not None and len(made.lease) >= most:
                 break
             if at % _AT_ONCE == _AT_ONCE - 1:
@@ -238,6 +241,11 @@ class Delivery:
         try:
             for some in made.slices():
                 await self._decide(wanted, some, taken)
+            if wanted.all_or_nothing and len(taken.groups) < len(made.lease):  # some changed meanwhile
+                taken.available = len(taken.groups)
+                if taken.lease is not None:
+                    await self._ledger.nack(taken.lease.lease_id)
+                taken.lease, taken.groups = None, []
         except BaseException:
             if taken.lease is not None:
                 with contextlib.suppress(RollstreamError):  # else its time passes

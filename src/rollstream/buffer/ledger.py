@@ -21,6 +21,7 @@ import itertools
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -207,6 +208,27 @@ class Ledger(LedgerLeases, LedgerRollouts, LedgerAccounts):
         What leaves the line meanwhile is passed over; what joins it may not come.
         """
         return map(self._state.view, self._state.candidates(task_type, rollouts, lasting=True))
+
+    def free_ones(self, views: Iterable[GroupView], ahead: Callable[[], int]) -> Iterator[GroupView]:
+        """Those of candidates that no cycle holds back, each as soon as `ahead()` others are to be leased.
+
+        A candidate counts on it that all before it are handed out: the reader may pass some of them over.
+        """
+        held: deque[GroupView] = deque()  # no more than a cycle has groups
+        given = 0
+
+        def is_held(view: GroupView) -> bool:
+            return self._state.is_held((view.task_type, view.instance_id), ahead())
+
+        for view in views:
+            if given > ahead() and is_held(view):
+                held.append(view)
+            else:
+                yield view
+                given += 1
+            while held and not is_held(held[0]):
+                yield held.popleft()
+                given += 1
 
     @property
     def ready_groups(self) -> int:

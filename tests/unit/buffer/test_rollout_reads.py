@@ -10,7 +10,7 @@ import pytest
 
 from rollstream.buffer.async_client import AsyncBufferClient
 from rollstream.buffer.groups import GroupSettings
-from rollstream.buffer.ledger import LedgerSettings
+from rollstream.buffer.ledger import Lease, Ledger, LedgerSettings
 
 from .served import Served, item, served
 
@@ -542,3 +542,49 @@ async def test_a_body_that_stops_coming_ends_with_408(
             assert answer.startswith(b"HTTP/1.1 408 "), (path, answer)
             assert b"the body is not complete" in answer
             writer.close()
+
+
+async def test_a_batch_size_is_exact_where_a_cycle_holds_groups_back(tmp_path: Path) -> None:
+    """What is passed over, or dropped, is not handed out: it frees no instance that is held."""
+    settings = LedgerSettings(groups=GroupSettings(group_size=1), groups_per_cycle=3)
+    async with served(tmp_path, settings) as buffer:
+        await buffer.post("/buffer/write", item("x", 1.0, "x0"))
+        _, answer = await buffer.post("/v1/read", {"max_groups": 1})
+        await buffer.post(f"/v1/leases/{answer['head']['lease']}/ack")
+        await buffer.post("/buffer/write", item("z", 1.0, "z0"))
+        await buffer.service.ledger.set_task("default", 2)
+        for n in range(2):
+            await buffer.post("/buffer/write", item("y", float(n), f"y{n}"))
+        await buffer.service.ledger.set_task("default", 1)
+        await buffer.post("/buffer/write", item("x", 1.0, "x1"))
+        _, answer = await buffer.post("/v1/read", {"batch_size": 2})
+        assert (answer["head"]["groups"], answer["end"]["items"]) == (0, 0)
+        assert buffer.service.ledger.stats().groups["leased"] == 0
+        await buffer.post("/buffer/write", item("w", 1.0, "w0"))
+        _, answer = await buffer.post("/v1/read", {"batch_size": 3})
+        assert [group["instance_id"] for group in answer["groups"]] == ["z", "w", "x"]
+        assert answer["end"]["items"] == 3
+
+
+async def test_a_batch_size_is_exact_where_a_group_changes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = GroupSettings(group_size=2, min_valid_group_size_ratio=0.5)
+    async with served(tmp_path, LedgerSettings(groups=groups)) as buffer:
+        ledger = buffer.service.ledger
+        await buffer.post("/buffer/write", item("a", 1.0, "a0"))
+        for n in range(2):
+            await buffer.post("/buffer/write", item("b", float(n), f"b{n}"))
+        decide, late = Ledger.decide, [item("a", 0.0, "a1")]
+
+        async def too_late(self: Ledger, **decisions: Any) -> Lease | None:
+            while late:
+                await buffer.post("/buffer/write", late.pop())
+            return await decide(self, **decisions)
+
+        monkeypatch.setattr(Ledger, "decide", too_late)
+        _, answer = await buffer.post("/v1/read", {"batch_size": 4})
+        assert answer["head"]["groups"] == 0 and answer["head"]["lease"] is None
+        assert ledger.stats().groups["leased"] == 0
+        _, answer = await buffer.post("/v1/read", {"batch_size": 4})
+        assert (answer["head"]["groups"], answer["end"]["items"]) == (2, 4)
