@@ -181,8 +181,6 @@ def train(plan: Plan, *, seed: int, ahead: int, out: Path) -> Run:
         num_generations=plan.repeats,
         max_completion_length=96,
         max_steps=plan.steps,
-        warmup_steps=plan.warm_up,
-        lr_scheduler_type="linear",
         loss_type="grpo",  # a rollout with a call has ten times the tokens, and no more to say
         scale_rewards="none",
         beta=0.0,
@@ -201,6 +199,9 @@ def train(plan: Plan, *, seed: int, ahead: int, out: Path) -> Run:
     optimizer = MuonWithAdamW(
         model.named_parameters(), muon_rate=plan.muon_rate, rate=plan.rate, betas=(0.9, plan.beta2)
     )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(plan, step, (time.monotonic() - began) / (60 * plan.minutes))
+    )
     trainer = GRPOEnvTrainer(
         model,
         _environment(plan),
@@ -208,7 +209,7 @@ def train(plan: Plan, *, seed: int, ahead: int, out: Path) -> Run:
         train_dataset=_rows(seed),
         processing_class=tokenizer,
         callbacks=[Curve()],
-        optimizers=(optimizer, None),
+        optimizers=(optimizer, schedule),
     )
     trainer.pop_callback(_printer())
     trainer.train()
@@ -219,6 +220,23 @@ def train(plan: Plan, *, seed: int, ahead: int, out: Path) -> Run:
     run.end = measure(model, tokenizer)
     model.save_pretrained(out / f"model-{seed}-{ahead}")
     return run
+
+
+def learning_rate(plan: Plan, step: int, time_share: float) -> float:
+    """Share of the full learning rate at a step, counted from 0: up for `warm_up` steps, then down to 0.
+
+    Down to whichever end is nearer, that of the steps or, at the pace so far, that of the time: on a busy
+    machine the last steps are small ones, too.
+
+    Args:
+        plan: how many steps, and how many of them on the way up.
+        step: how many have been taken.
+        time_share: of the training's minutes that have passed.
+    """
+    if step < plan.warm_up:
+        return step / plan.warm_up
+    end = min(plan.stop_after or plan.steps, step / time_share if time_share > 0 else math.inf)
+    return max(0.0, (end - step) / max(1.0, end - plan.warm_up))
 
 
 def measure(model: Any, tokenizer: Any) -> dict[str, float]:
