@@ -60,7 +60,7 @@ class Plan:
     does."""
     every: int = 50
     """Steps between two points of the curve."""
-    minutes: float = 9.0
+    minutes: float = 8.8
     """After which training ends early; loading and evaluation take most of another one."""
     stop_after: int | None = None
     """Steps after which it ends early: those of the run that it is compared with."""
