@@ -99,15 +99,13 @@ def test_settings_that_change_what_is_sampled_are_refused(
     function.close()
 
 
-def test_its_rollouts_have_the_environments_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    seen = at_once(monkeypatch)
+def trained(function: EnvRolloutFunction, folder: Path, **changed: Any) -> GRPOTrainer:
+    """A trainer that has trained with it; it is closed."""
     model, tokenizer = load()
-    function = EnvRolloutFunction(environment(tmp_path, "hf", "generation.max_in_flight=3"), rows=rows(10))
     trainer = GRPOTrainer(
         model,
         reward_funcs=env_reward,
-        args=settings(tmp_path, max_steps=1),
+        args=settings(folder, **changed),
         train_dataset=rows(10),
         processing_class=tokenizer,
         rollout_func=function,
@@ -116,6 +114,14 @@ def test_its_rollouts_have_the_environments_places(tmp_path: Path, monkeypatch: 
         trainer.train()
     finally:
         function.close()
+    return trainer
+
+
+def test_its_rollouts_have_the_environments_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    seen = at_once(monkeypatch)
+    function = EnvRolloutFunction(environment(tmp_path, "hf", "generation.max_in_flight=3"), rows=rows(10))
+    trained(function, tmp_path, max_steps=1)
     assert max(seen) == 3
 
 
@@ -124,7 +130,6 @@ def test_an_engine_that_is_away_at_an_update_is_waited_for(
 ) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.setattr(weight_updates, "_AGAIN", RetryPolicy(max_attempts=1, delay=0.01, delay_max=0.01))
-    model, tokenizer = load()
     function = EnvRolloutFunction(environment(tmp_path, "openvino"), rows=rows(10))
     plain, asked = EnvironmentGroups.update_weights, []
 
@@ -135,18 +140,7 @@ def test_an_engine_that_is_away_at_an_update_is_waited_for(
         await plain(self, source, version)
 
     monkeypatch.setattr(EnvironmentGroups, "update_weights", away)
-    trainer = GRPOTrainer(
-        model,
-        reward_funcs=env_reward,
-        args=settings(tmp_path, max_steps=3),
-        train_dataset=rows(10),
-        processing_class=tokenizer,
-        rollout_func=function,
-    )
-    try:
-        trainer.train()
-    finally:
-        function.close()
+    trainer = trained(function, tmp_path, max_steps=3)
     assert trainer.state.global_step == 3 and asked == [1, 1, 1, 2]
 
 
