@@ -1,6 +1,7 @@
 # make demo   a real model answers real prompts, every finished rollout on disk (light environment)
 # make demo EXECUTOR=ray   the same with workers on a Ray cluster, which it starts
 # make demo-buffer   servers, a generator and a reading loop: the rollout buffer end to end (light environment)
+# make demo-buffer STORE=postgres   the same on a PostgreSQL server, which it starts (Debian's postgresql)
 # make demo-train   TRL trains the demo model with batches generated ahead: held-out accuracy and its curve (2 GB)
 # make test   everything the tests need, then the tests
 # make test-quick   unit tests that are quick, in a few minutes
@@ -16,6 +17,7 @@ PYTHON ?= python3
 PIP = -m pip --disable-pip-version-check install -q -c constraints.txt
 DEMO_ARGS ?=
 EXECUTOR ?= local
+STORE ?= sqlite
 
 .PHONY: env demo demo-buffer demo-train test test-quick test-vllm test-verl test-verifiers check bench-quick demo-model clean
 
@@ -23,7 +25,7 @@ env: .venv/.done
 demo: .venv-demo/.done $(if $(filter ray,$(EXECUTOR)),.venv-demo/.ray)
 	.venv-demo/bin/rollstream demo generation.executor=$(EXECUTOR) $(DEMO_ARGS)
 demo-buffer: .venv-demo/.buffer
-	.venv-demo/bin/python examples/buffer/demo.py $(DEMO_ARGS)
+	.venv-demo/bin/python examples/buffer/demo.py --store $(STORE) $(DEMO_ARGS)
 demo-train: .venv-train/.done
 	.venv-train/bin/python -m demo_model.grpo $(DEMO_ARGS)
 test: .venv/.done
@@ -49,7 +51,7 @@ demo-model: .venv/.done
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP) torch
-	.venv/bin/python $(PIP) -e '.[openvino,hf,tasks,mcp,images,dataproto,ray,buffer,wandb,tensorboard,trl,dev]'
+	.venv/bin/python $(PIP) -e '.[openvino,hf,tasks,mcp,images,dataproto,ray,buffer,postgres,wandb,tensorboard,trl,dev]'
 	touch $@
 
 .venv-demo/.ray: .venv-demo/.done
@@ -57,7 +59,7 @@ demo-model: .venv/.done
 	touch $@
 
 .venv-demo/.buffer: .venv-demo/.done
-	.venv-demo/bin/python $(PIP) -e '.[openvino,tasks,buffer]'
+	.venv-demo/bin/python $(PIP) -e '.[openvino,tasks,buffer,postgres]'
 	touch $@
 
 .venv-demo/.done: pyproject.toml constraints.txt

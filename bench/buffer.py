@@ -1,15 +1,15 @@
-"""The buffer over HTTP: durable writes, batches, a read of everything, and what they do to each other.
+"""The buffer over HTTP: durable writes, batches, large items, a read of everything, and opening what is there.
 
     python -m bench.buffer [--quick] [--json FILE]
 
-The server (`rollstream buffer serve`), the load and the bare servers are processes of their own; see
-`buffer_load` for the latter two. Items are about 2 KB of JSON. Every write is answered when it is on disk;
-the bare servers keep nothing, they only answer: what a Python server costs at least. They run before and
-after, and the mean of both counts.
+The server (`rollstream buffer serve`), the load and the bare server are processes of their own; see `buffer_load`
+for the latter two. Items are about 2 KB of JSON. Every write is answered when it is on disk. The bare server is
+aiohttp.web on the same event loop: it reads the body, keeps nothing, and answers. It runs before and after,
+and the mean of both counts. The second table is PostgreSQL's, where its programs are found.
 
-Aims: single durable writes >= 40 % of the bare asyncio server's rate; CPU per write the same from 1 k to 1 M
-items; batches >= 25,000 items/s; 100 k items read in under 2 s with under 300 MB; p99 of writes under 50 ms
-while that read runs, and while a body of 400 MB is sent and refused.
+Aims: single durable writes >= 8,000/s and >= 0.55 of the bare server; CPU a write the same at 1 k and 1 M items
+stored; batches >= 25,000 items/s; 100 k items read in 2.5 s; 1 M items opened in 1 s; items of 200 KB at 60 % of a
+plain sequential write; memory under 300 MB.
 """
 
 import contextlib
@@ -18,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from bench.buffer_load import big_batch
 from bench.report import parse_options, print_table, write_json
 
 CONNECTIONS = 32
@@ -35,12 +36,14 @@ class Process:
     """A server that says its URL on its first line."""
 
     def __init__(self, command: list[str], log: Path) -> None:
+        began = time.perf_counter()
         with log.open("ab") as errors:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{command}: {log.read_text()}")
+        self.seconds = time.perf_counter() - began
         self.port = int(orjson.loads(line)["url"].rpartition(":")[2])
 
     def cpu(self) -> float:
@@ -60,39 +63,39 @@ class Process:
 
 
 @contextlib.contextmanager
-def buffer_server(folder: Path) -> Iterator[Process]:
-    """A buffer with a fresh folder."""
+def buffer_server(folder: Path, *words: str) -> Iterator[Process]:
+    """A buffer on a folder."""
     command = [sys.executable, "-m", "rollstream.cli", "buffer", "serve", "--json", "--port", "0"]
-    server = Process([*command, "--dir", str(folder)], folder.with_suffix(".log"))
+    server = Process([*command, "--dir", str(folder), *words], folder.with_suffix(".log"))
     try:
         yield server
     finally:
         server.end()
 
 
+def load(role: str, port: int, **options: object) -> dict[str, Any]:
+    """Runs a role of `buffer_load`."""
+    return finish(start_load(role, port, **options))
+
+
 def start_load(role: str, port: int, **options: object) -> "subprocess.Popen[bytes]":
-    """A role of `buffer_load`."""
+    """Starts a role."""
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "bench.buffer_load", role, "--port", str(port), *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 
-def finish(load: "subprocess.Popen[bytes]") -> dict[str, Any]:
+def finish(running: "subprocess.Popen[bytes]") -> dict[str, Any]:
     """What it measured."""
-    out, _ = load.communicate(timeout=900)
+    out, _ = running.communicate(timeout=900)
     measured: dict[str, Any] = orjson.loads(out)
     assert not measured.get("bad"), measured
     return measured
 
 
-def load(role: str, port: int, **options: object) -> dict[str, Any]:
-    """Runs a role to its end."""
-    return finish(start_load(role, port, **options))
-
-
-def bare_rate(total: int, folder: Path, *words: str) -> float:
-    """Requests/s of a server that only answers."""
-    server = Process([sys.executable, "-m", "bench.buffer_load", "bare", *words], folder / "bare.log")
+def bare_rate(total: int, folder: Path) -> float:
+    """Requests/s of a server that only reads and answers."""
+    server = Process([sys.executable, "-m", "bench.buffer_load", "bare"], folder / "bare.log")
     try:
         load("client", server.port, connections=CONNECTIONS, total=total // 4)
         measured = load("client", server.port, connections=CONNECTIONS, total=total)
@@ -101,20 +104,20 @@ def bare_rate(total: int, folder: Path, *words: str) -> float:
     return float(measured["requests"] / measured["seconds"])
 
 
-def measure_writes(sizes: list[int], singles: int, folder: Path) -> tuple[list[dict[str, Any]], float]:
-    """Single writes with so many items stored, the rest of them filled in by batches; their rate."""
+def measure_writes(
+    sizes: Sequence[int], singles: int, folder: Path, *words: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Single writes with so many items stored, filled up by batches; then what the batches took, and opening it."""
     rows = []
-    stored, filled, fill_seconds = 0, 0, 0.0
-    with buffer_server(folder / "writes") as server:
+    stored, filled, seconds, filling = 0, 0, 0.0, 0.0
+    with buffer_server(folder / "writes", *words) as server:
         for size in sizes:
             missing = (size - stored) // BATCH * BATCH
             if missing > 0:
+                cpu = server.cpu()
                 done = load("client", server.port, connections=4, start=stored, total=missing, batch=BATCH)
-                stored, filled, fill_seconds = (
-                    stored + missing,
-                    filled + missing,
-                    fill_seconds + done["seconds"],
-                )
+                filling += server.cpu() - cpu
+                stored, filled, seconds = stored + missing, filled + missing, seconds + done["seconds"]
             before = server.cpu()
             done = load("client", server.port, connections=CONNECTIONS, start=10**9 + stored, total=singles)
             cpu = server.cpu() - before
@@ -129,16 +132,25 @@ def measure_writes(sizes: list[int], singles: int, folder: Path) -> tuple[list[d
                 }
             )
             stored += singles
-    return rows, filled / fill_seconds
+    with buffer_server(folder / "empty", *words[:0]) as server:
+        empty = server.seconds
+    with buffer_server(folder / "writes", *words) as server:
+        opened = server.seconds
+    batches = {
+        "items/s": filled / seconds,
+        "server CPU us/item": filling / filled * 1e6,
+        "then open s": opened,
+        "an empty one s": empty,
+    }
+    return rows, batches
 
 
-def measure_read(items: int, folder: Path) -> list[dict[str, Any]]:
+def measure_read(items: int, folder: Path, *words: str) -> list[dict[str, Any]]:
     """A read of everything: by itself, and beside writes."""
     rows = []
     for beside in (False, True):
-        with buffer_server(folder / f"read{beside:d}") as server:
-            load("client", server.port, connections=4, total=items, batch=BATCH)
-            before = server.peak_mb()
+        with buffer_server(folder / f"read{beside:d}", *words) as server:
+            load("client", server.port, connections=4, total=items, batch=BATCH, start=beside * 10**8)
             writers = None
             if beside:
                 writers = start_load(
@@ -157,12 +169,35 @@ def measure_read(items: int, folder: Path) -> list[dict[str, Any]]:
                     "server CPU s": cpu,
                     "MB": done["bytes"] / 1e6,
                     "server peak MB": server.peak_mb(),
-                    "of it before": before,
                     "write p99 ms": None if written is None else written["p99"] * 1e3,
                     "writes/s": None if written is None else written["requests"] / written["seconds"],
                 }
             )
     return rows
+
+
+def measure_big(items: int, folder: Path, *words: str) -> dict[str, Any]:
+    """Items of 200 KB with tokens, beside a plain sequential write of as many bytes, synced as often."""
+    body = big_batch(0, 20, 22_000)
+    began = time.perf_counter()
+    with (folder / "plain").open("wb") as file:
+        for _ in range(items // 20):
+            file.write(body)
+            file.flush()
+            os.fdatasync(file.fileno())
+    plain = items // 20 * len(body) / (time.perf_counter() - began) / 1e6
+    (folder / "plain").unlink()
+    with buffer_server(folder / "big", *words) as server:
+        done = load("big", server.port, total=items)
+        rate = done["bytes"] / done["seconds"] / 1e6
+        return {
+            "items": items,
+            "MB": done["bytes"] / 1e6,
+            "MB/s": rate,
+            "plain MB/s": plain,
+            "of it %": 100 * rate / plain,
+            "server peak MB": server.peak_mb(),
+        }
 
 
 def measure_refusal(size: int, folder: Path) -> dict[str, Any]:
@@ -176,7 +211,6 @@ def measure_refusal(size: int, folder: Path) -> dict[str, Any]:
             "body MB": size / 1e6,
             "status": refused["status"],
             "sent MB": refused["sent"] / 1e6,
-            "seconds": refused["seconds"],
             "write p99 ms": written["p99"] * 1e3,
             "server peak MB": server.peak_mb(),
         }
@@ -185,27 +219,45 @@ def measure_refusal(size: int, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Runs everything."""
     options = parse_options(__doc__ or "")
-    sizes = [1_000, 10_000] if options.quick else [1_000, 10_000, 100_000, 1_000_000]
+    sizes = [1_000, 10_000] if options.quick else [1_000, 100_000, 1_000_000]
     singles = 4_000 if options.quick else 40_000
+    items = 10_000 if options.quick else 100_000
     with tempfile.TemporaryDirectory(prefix="bench-buffer-") as name:
         folder = Path(name)
-        bare = [bare_rate(singles, folder), bare_rate(singles, folder, "--uvloop")]
+        bare = bare_rate(singles, folder)
         writes, batches = measure_writes(sizes, singles, folder)
-        bare = [
-            (bare[0] + bare_rate(singles, folder)) / 2,
-            (bare[1] + bare_rate(singles, folder, "--uvloop")) / 2,
-        ]
-        reads = measure_read(10_000 if options.quick else 100_000, folder)
+        bare = (bare + bare_rate(singles, folder)) / 2
+        for row in writes:
+            row["of bare %"] = 100 * row["writes/s"] / bare
+        reads = measure_read(items, folder)
+        big = measure_big(400 if options.quick else 2_000, folder)
         refusal = measure_refusal(400 * 10**6, folder)
-    for row in writes:
-        row["of bare asyncio %"] = 100 * row["writes/s"] / bare[0]
-    print_table("Bare servers that only answer", [{"asyncio /s": bare[0], "uvloop /s": bare[1]}])
-    print_table("Single durable writes, 32 connections", writes)
-    print_table(f"Batches of {BATCH}, 4 connections", [{"items/s": batches}])
-    print_table("One read of everything", reads)
-    print_table("A body that is refused, beside writes", [refusal])
-    rows = [{"bare asyncio/s": bare[0], "bare uvloop/s": bare[1], "batch items/s": batches}, *writes, *reads]
-    write_json(options.json, "buffer", [*rows, refusal])
+        print_table("A bare aiohttp.web server that reads and answers", [{"requests/s": bare}])
+        print_table("SQLite: single durable writes, 32 connections", writes)
+        print_table(f"SQLite: batches of {BATCH}, 4 connections, and opening what is there", [batches])
+        print_table("SQLite: one read of everything", reads)
+        print_table("SQLite: items of 200 KB with tokens, batches of 20", [big])
+        print_table("A body that is refused, beside writes", [refusal])
+        rows = [{"bare/s": bare}, *writes, batches, *reads, big, refusal]
+        rows += _measure_postgres(sizes[:2], singles, items, folder)
+    write_json(options.json, "buffer", rows)
+
+
+def _measure_postgres(sizes: Sequence[int], singles: int, items: int, folder: Path) -> list[dict[str, Any]]:
+    from tests.support.postgres import postgres_server  # the one of the tests
+
+    place = folder / "postgres"
+    place.mkdir()
+    with postgres_server(place) as database:
+        stores = [("--store", database.url_of(name)) for name in ("writes", "reads", "big")]
+        writes, batches = measure_writes(sizes, singles, place, *stores[0])
+        read = measure_read(items, place, *stores[1])[:1]
+        big = measure_big(400, place, *stores[2])
+    print_table("PostgreSQL: single durable writes, 32 connections", writes)
+    print_table(f"PostgreSQL: batches of {BATCH}, 4 connections", [batches])
+    print_table("PostgreSQL: one read of everything", read)
+    print_table("PostgreSQL: items of 200 KB with tokens, batches of 20", [big])
+    return [{"store": "postgres", **row} for row in (*writes, batches, *read, big)]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The other side of `bench.buffer`: a load generator, and a bare server to compare with, each a process.
 
 The client is asyncio protocols on uvloop that hold ready-made bytes: it costs about as little as Python can.
-The bare server parses as much of HTTP as it needs to find the end of a request, and answers.
+The bare server is aiohttp.web's: it reads a body and answers.
 """
 
 import argparse
@@ -13,8 +13,10 @@ from array import array
 from collections.abc import Iterator
 from typing import cast
 
+import msgspec
 import orjson
 import uvloop
+from aiohttp import web
 
 GROUP_SIZE = 16
 _TEXT = "".join(chr(97 + n * 7 % 26) if n % 6 else " " for n in range(1650))
@@ -48,7 +50,7 @@ def item_bodies(start: int) -> Iterator[bytes]:
 
 def request(path: str, body: bytes) -> bytes:
     """One POST."""
-    head = f"POST {path} HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -91,7 +93,7 @@ class _Client(asyncio.Protocol):
         received = self._received + data if self._received else data
         end = received.find(b"\r\n\r\n")
         if end >= 0:
-            at = received.find(b"content-length: ", 0, end)
+            at = received.lower().find(b"content-length: ", 0, end)
             length = int(received[at + 16 : received.find(b"\r\n", at)])
             if len(received) >= end + 4 + length:
                 self._load.latencies.append(time.perf_counter() - self._sent_at)
@@ -139,37 +141,53 @@ async def _run_client(options: argparse.Namespace) -> None:
     )
 
 
-class _Bare(asyncio.Protocol):
-    """Finds the end of each request and answers it."""
-
-    _ANSWER = (
-        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 16\r\n\r\n"
-        + b'{"success":true}'
-    )
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._received = b""
-
-    def data_received(self, data: bytes) -> None:
-        received = self._received + data if self._received else data
-        end = received.find(b"\r\n\r\n")
-        if end >= 0:
-            at = received.find(b"Content-Length: ", 0, end)
-            length = int(received[at + 16 : received.find(b"\r\n", at)])
-            if len(received) >= end + 4 + length:
-                self._received = b""
-                self._transport.write(self._ANSWER)
-                return
-        self._received = received
+async def _answer(request: web.Request) -> web.Response:
+    await request.read()
+    return web.Response(body=b'{"success":true}', content_type="application/json")
 
 
 async def _run_bare() -> None:
-    server = await asyncio.get_running_loop().create_server(_Bare, "127.0.0.1", 0)
-    print(
-        orjson.dumps({"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"}).decode(), flush=True
-    )
-    await server.serve_forever()
+    app = web.Application()
+    app.router.add_post("/buffer/write", _answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    print(orjson.dumps({"url": f"http://127.0.0.1:{runner.addresses[0][1]}"}).decode(), flush=True)
+    await asyncio.Event().wait()
+
+
+def big_batch(number: int, items: int, tokens: int) -> bytes:
+    """Items of 9 bytes a token and a little more, as msgpack."""
+    ids = array("i", range(tokens)).tobytes()
+    rows = [
+        {
+            "uid": f"big-{number}-{n}",
+            "instance_id": (number * items + n) // GROUP_SIZE,
+            "messages": [{"role": "user", "content": _TEXT}, {"role": "assistant", "content": _TEXT}],
+            "reward": n % 2,
+            "prompt_ids": b"",
+            "response_ids": ids,
+            "response_mask": b"\x01" * tokens,
+            "response_logprobs": array("f", [-0.25]).tobytes() * tokens,
+        }
+        for n in range(items)
+    ]
+    return msgspec.msgpack.encode({"items": rows})
+
+
+def _write_big(port: int, total: int) -> None:
+    """Batches of 20 items of about 200 KB, one after the other over one connection."""
+    bodies = [big_batch(number, 20, 22_000) for number in range(total // 20)]
+    began = time.perf_counter()
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        for body in bodies:
+            head = "POST /v1/items HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/msgpack\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
+            connection.sendall(body)
+            answer = connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+    seconds, size = time.perf_counter() - began, sum(map(len, bodies))
+    print(orjson.dumps({"seconds": seconds, "bytes": size, "items": total}).decode())
 
 
 def _send_huge(port: int, size: int) -> None:
@@ -177,7 +195,9 @@ def _send_huge(port: int, size: int) -> None:
     part = b"x" * 2**18
     began, sent = time.perf_counter(), 0
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(b"POST /v1/items HTTP/1.1\r\nHost: b\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(
+            b"POST /v1/items HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         try:
             while sent < size:
                 connection.sendall(b"%x\r\n" % len(part) + part + b"\r\n")
@@ -219,7 +239,7 @@ def _read_all(port: int) -> None:
 def main() -> None:
     """One role."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=["client", "bare", "huge", "read"])
+    parser.add_argument("role", choices=["client", "bare", "big", "huge", "read"])
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--start", type=int, default=0)
@@ -227,12 +247,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--size", type=int, default=400 * 10**6)
-    parser.add_argument("--uvloop", action="store_true")
     options = parser.parse_args()
     if options.role == "client":
         uvloop.run(_run_client(options))
     elif options.role == "bare":
-        (uvloop.run if options.uvloop else asyncio.run)(_run_bare())
+        uvloop.run(_run_bare())
+    elif options.role == "big":
+        _write_big(options.port, options.total)
     elif options.role == "huge":
         _send_huge(options.port, options.size)
     else:

@@ -9,14 +9,15 @@ What a trainer has to do with a buffer is in `read_all`: take groups on a lease,
 What is not acknowledged comes again, after a crash of the reader, too.
 
 It writes prompts of reasoning-gym's chain_sum into a file, as the generator wants them, starts both servers,
-asks the buffer for a rollout, reads until it is finished, and says what came of it. Exit code 0: every item
-that was generated was read, or is accounted for by a reason.
+starts a job, reads until it is finished, and prints what came of it. Exit code 0: every item that was generated
+was read, or is accounted for by a reason. With `--store postgres` (`make demo-buffer STORE=postgres`) the items
+are in a PostgreSQL server that the demo makes and ends; Debian's package postgresql has its programs.
 
 To do the same by hand:
 
     rollstream serve
     rollstream buffer serve --dir outputs/buffer --generators builtin
-    curl http://127.0.0.1:8889/start_rollout -d '{"task_type": "math", "num_repeat_per_sample": 8, …}'
+    curl http://127.0.0.1:8889/v1/jobs -d '{"task_type": "math", "num_repeat_per_sample": 8, …}'
 """
 
 import argparse
@@ -24,8 +25,10 @@ import asyncio
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,9 +37,8 @@ from typing import Any
 
 import orjson
 
-from rollstream.buffer.async_client import AsyncBufferClient
+from rollstream.buffer.client import AsyncBufferClient
 from rollstream.data.task_cache import make_task
-from rollstream.engine import launch_guard
 
 GROUPS_A_STEP = 8
 """What the reading loop asks for at once, as a trainer would for one step."""
@@ -70,17 +72,29 @@ def main() -> int:
     parser.add_argument(
         "--repeats", type=count, default=8, help="answers to each, a group (default: %(default)s)"
     )
+    parser.add_argument("--store", choices=["sqlite", "postgres"], default="sqlite")
     options = parser.parse_args()
     make_folder(options.dir)
     prompts = write_prompts(options.dir / "prompts.jsonl", options.prompts)
-    with (
-        server("serve", "--log-dir", str(options.dir), log=options.dir / "serve.log") as engine_url,
-        server(
-            *("buffer", "serve", "--dir", str(options.dir / "buffer"), "--generators", "builtin"),
-            log=options.dir / "buffer.log",
-        ) as buffer_url,
-    ):
-        print(f"engine at {engine_url}, buffer at {buffer_url}, folder {options.dir}", flush=True)
+    with contextlib.ExitStack() as stack:
+        words = [
+            "--dir",
+            str(options.dir / "buffer"),
+            "--generators",
+            "builtin",
+            "--inputs",
+            str(options.dir),
+        ]
+        if options.store == "postgres":
+            words += ["--store", stack.enter_context(postgres())]
+        engine_url = stack.enter_context(
+            server("serve", "--log-dir", str(options.dir), log=options.dir / "serve.log")
+        )
+        buffer_url = stack.enter_context(server("buffer", "serve", *words, log=options.dir / "buffer.log"))
+        print(
+            f"engine at {engine_url}, buffer at {buffer_url} on {options.store}, folder {options.dir}",
+            flush=True,
+        )
         payload = {
             "task_type": "math",
             "input_file": str(prompts.absolute()),
@@ -130,39 +144,65 @@ def write_prompts(path: Path, rows: int) -> Path:
 
 @contextlib.contextmanager
 def server(*command: str, log: Path) -> Iterator[str]:
-    """A rollstream server in a process of its own, which ends with this one, however that ends; its URL."""
+    """A rollstream server in a process of its own; its URL."""
     full = [sys.executable, "-m", "rollstream.cli", *command, "--port", "0", "--json"]
     with log.open("wb") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", launch_guard.__file__, str(os.getpid()), *full],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-        )
-    assert process.stdin is not None and process.stdout is not None
+        process = subprocess.Popen(full, stdout=subprocess.PIPE, stderr=errors)
     try:
+        assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
             sys.exit(f"{' '.join(command)} did not start:\n{log.read_text()}")
         yield orjson.loads(line)["url"]
     finally:
-        process.stdin.close()
+        process.terminate()
         process.wait()
 
 
+@contextlib.contextmanager
+def postgres() -> Iterator[str]:
+    """A PostgreSQL server in a temporary folder; the URL of its database."""
+    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin")) or [
+        Path(shutil.which("initdb") or "").parent
+    ]
+    if not (programs[-1] / "initdb").exists():
+        sys.exit("no PostgreSQL is installed: on Debian, apt-get install postgresql")
+    owner: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="demo-postgres-") as name, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        if os.getuid() == 0:  # PostgreSQL refuses to run as root
+            shutil.chown(name, "postgres", "postgres")
+            owner = {"user": "postgres", "group": "postgres", "extra_groups": [], "cwd": name}
+        data = f"{name}/data"
+        subprocess.run(
+            [programs[-1] / "initdb", "-D", data, "-U", "demo", "-A", "trust"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            **owner,
+        )
+        free.close()
+        settings = f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories=''"
+        control = [programs[-1] / "pg_ctl", "-D", data, "-l", f"{name}/log", "-w"]
+        subprocess.run([*control, "-o", settings, "start"], check=True, stdout=subprocess.DEVNULL, **owner)
+        try:
+            yield f"postgresql://demo@127.0.0.1:{port}/postgres"
+        finally:
+            subprocess.run([*control, "-m", "fast", "stop"], check=True, stdout=subprocess.DEVNULL, **owner)
+
+
 async def read_all(buffer_url: str, payload: dict[str, Any]) -> tuple[Summary, dict[str, Any]]:
-    """Starts the rollout and reads until all is read; what that was, and the buffer's counts."""
+    """Starts the job and reads until all is read; what that was, and the buffer's counts."""
     summary = Summary()
     began = time.monotonic()
     async with AsyncBufferClient(buffer_url) as client:
-        await client.start_rollout(payload)
+        await client.start_job(payload)
         while True:
             left = PATIENCE_S - (time.monotonic() - began)
-            finished = (await client.stats())["rollout"] is None
+            finished = (await client.stats())["job"]["state"] != "running"
             async with await client.read(max_groups=GROUPS_A_STEP, timeout=2.0, consumer="demo") as lease:
                 if lease.failures:
-                    sys.exit("\n".join(f"{one['error']}\n{one['traceback']}" for one in lease.failures))
+                    sys.exit("\n".join(one["message"] for one in lease.failures))
                 if lease.id is None and (finished or left < 0):
                     break
                 async for group in lease:
@@ -175,12 +215,13 @@ async def read_all(buffer_url: str, payload: dict[str, Any]) -> tuple[Summary, d
                 if lease.id is not None:
                     summary.leases += 1
                     summary.seconds = time.monotonic() - began - summary.waited
-        return summary, await client.stats()
+        counts: dict[str, Any] = (await client.stats())["store"]
+        return summary, counts
 
 
 def report(summary: Summary, stats: dict[str, Any], *, wanted: int) -> int:
     """Prints what came of it; the exit code."""
-    dropped = {reason: items for reason, items in stats["dropped"].items() if items}
+    dropped = {reason: items for reason, items in stats["items_dropped"].items() if items}
     mean = sum(summary.raw_rewards) / max(1, len(summary.raw_rewards))
     print(f"groups read        {summary.groups} in {summary.leases} leases, {summary.items} items")
     print(f"mean raw reward    {mean:.3f} (of the groups that were read)")
@@ -196,7 +237,7 @@ def report(summary: Summary, stats: dict[str, Any], *, wanted: int) -> int:
 
 
 WHY = {
-    "not_valid": "in groups that teach nothing: all answers right, or all wrong",
+    "equal_rewards": "in groups that teach nothing: all answers right, or all wrong",
     "timed_out": "in groups that stayed incomplete",
     "filtered": "without a valid reward",
 }

@@ -11,7 +11,7 @@ import orjson
 
 import rollstream
 from rollstream import simulate as simulation
-from rollstream.buffer import main as buffer
+from rollstream.buffer2 import command as buffer
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.generation import main as generation  # light, as everything here must be
 from rollstream.generation.main import guarded, parse
@@ -93,15 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
     doors = commands.add_parser("buffer", help=text, description=text).add_subparsers(
         required=True, metavar="COMMAND"
     )
-    buffer_serve = doors.add_parser(
-        "serve",
-        help="serve a buffer, by slime's routes and its own",
-        description="Serve a buffer, by slime's routes and its own.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=buffer.EPILOG,
-    )
-    buffer_serve.set_defaults(command=buffer.run, parser=buffer_serve)
-    buffer.add_arguments(buffer_serve)
+    buffer.add_commands(doors)
 
     simulate = add(
         "simulate",

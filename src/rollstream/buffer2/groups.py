@@ -1,0 +1,387 @@
+"""What is done to a group before a trainer gets it: judging, filtering, normalising, padding. All of it pure.
+
+A group is `(instance_id, items)`; items are dicts as on the wire. Nothing that is given is changed: new items
+are made where something differs. The rules are those of slime's rollout buffer, made exact where it leaves
+room (see each function). Hooks of a generator file may call them.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from rollstream.buffer2.items import Encoding, InstanceId, dump_item, load_item
+from rollstream.errors import ConfigError
+
+ItemDict = dict[str, Any]
+Group = tuple[InstanceId, list[ItemDict]]
+
+EPSILON: Final = 1e-8
+"""Added to a standard deviation; one below it is taken for zero. slime's value."""
+
+MAX_GROUP_SIZE: Final = 4096
+"""A group is read in one go, and its rewards are kept in one row."""
+
+_RATIO_SLACK: Final = 1e-9
+"""0.7 * 10 is 7.000000000000001 in floating point; that group needs 7 items, not 8."""
+
+
+class Verdict(NamedTuple):
+    """Whether to hand a group out, and whether anything more is expected of it."""
+
+    valid: bool
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """When a group is complete and good enough. Ratios are shares of `group_size`, above 0 and up to 1."""
+
+    group_size: int = 16
+    min_valid_group_size_ratio: float = 1.0
+    """Items from which on a group is judged. Below 1 it goes before it is whole; later items open a new group."""
+    min_valid_item_size_ratio: float = 0.7
+    """Items that must pass the filter; those that are left are padded to the whole size."""
+    group_timeout_seconds: float = 300.0
+    """Since a group's last item; then it is judged as it is."""
+    min_timeout_group_size_ratio: float = 0.7
+    """Items that a timed out group must have."""
+    raw: bool = False
+    """Every group that has enough items is handed out as it was written: any reward, nothing changed."""
+
+    def __post_init__(self) -> None:
+        if type(self.group_size) is not int or not 1 <= self.group_size <= MAX_GROUP_SIZE:
+            raise ConfigError(
+                f"group_size must be a whole number from 1 to {MAX_GROUP_SIZE}, is {self.group_size!r:.100}"
+            )
+        for name in _RATIOS:
+            ratio = getattr(self, name)
+            if not _is_number(ratio) or not 0 < ratio <= 1:
+                raise ConfigError(f"{name} must be above 0 and at most 1, is {ratio!r:.100}")
+        seconds = self.group_timeout_seconds
+        if not _is_number(seconds) or not 0 < seconds < math.inf:
+            raise ConfigError(f"group_timeout_seconds must be above 0, is {seconds!r:.100}")
+        if type(self.raw) is not bool:
+            raise ConfigError(f"raw must be true or false, is {self.raw!r:.100}")
+
+    @property
+    def min_group_size(self) -> int:
+        """Items from which on a group is judged."""
+        return _share(self.min_valid_group_size_ratio, self.group_size)
+
+    @property
+    def min_valid_items(self) -> int:
+        """Items of a group that must be valid."""
+        return _share(self.min_valid_item_size_ratio, self.group_size)
+
+    @property
+    def min_timeout_group_size(self) -> int:
+        """Items that a timed out group must have."""
+        return _share(self.min_timeout_group_size_ratio, self.group_size)
+
+    def for_job(self, payload: Mapping[str, Any]) -> "GroupSettings":
+        """The settings of a job: what its payload says counts. Numbers may be texts, as slime sends them.
+
+        Raises:
+            ConfigError: A value is wrong; names its key.
+        """
+        given: dict[str, Any] = {}
+        for field in fields(self):
+            if (value := payload.get(field.name)) is not None:
+                given[field.name] = _number(value, whole=field.name == "group_size")
+        if (value := payload.get("num_repeat_per_sample")) is not None:
+            repeats = _number(value, whole=True)
+            if type(repeats) is not int or not 1 <= repeats <= MAX_GROUP_SIZE:
+                raise ConfigError(
+                    f"num_repeat_per_sample: {value!r:.100}, want a whole number from 1 to {MAX_GROUP_SIZE}"
+                )
+            if given.get("group_size", repeats) != repeats:
+                raise ConfigError(
+                    f"group_size: {given['group_size']!r:.100}, but num_repeat_per_sample is {repeats}: both "
+                    "are the size of a group, give one of them"
+                )
+            given["group_size"] = repeats
+        return replace(self, **given)
+
+
+_RATIOS: Final = ("min_valid_group_size_ratio", "min_valid_item_size_ratio", "min_timeout_group_size_ratio")
+
+
+def is_valid_reward(reward: float | None) -> bool:
+    """Whether an item with this reward can be trained on: a number from 0 to 1."""
+    return reward is not None and 0 <= reward <= 1
+
+
+def judge_rewards(
+    rewards: Sequence[float | None], settings: GroupSettings, *, timed_out: bool = False
+) -> Verdict:
+    """The default verdict, which needs a group's rewards only, in any order.
+
+    A group is finished once it has enough items, or has timed out. A finished group is valid if enough of
+    its rewards are valid and not all of those are equal: equal ones teach nothing. Where `group_size` is 1
+    there is nothing to compare: its reward just has to be valid. With `raw`, having enough items is enough.
+    """
+    size = len(rewards)
+    if size >= settings.min_group_size:
+        enough = True
+    elif timed_out:
+        enough = size >= settings.min_timeout_group_size
+    else:
+        return Verdict(valid=False, finished=False)
+    if settings.raw or not enough:
+        return Verdict(valid=enough, finished=True)
+    valid = [reward for reward in rewards if is_valid_reward(reward)]
+    differ = settings.group_size == 1 or len(set(valid)) > 1
+    return Verdict(valid=len(valid) >= settings.min_valid_items and differ, finished=True)
+
+
+def is_valid_group(group: Group, settings: GroupSettings, *, timed_out: bool = False) -> Verdict:
+    """The default hook: `judge_rewards` of the group's rewards."""
+    return judge_rewards([_scored(item) for item in group[1]], settings, timed_out=timed_out)
+
+
+def drop_reason(
+    rewards: Sequence[float | None], settings: GroupSettings, *, failed: int, timed_out: bool
+) -> str:
+    """Why the default rule drops a finished group: `timed_out`, `failed`, `unscored`, `out_of_range`,
+    `too_few_valid` or `equal_rewards`.
+
+    Args:
+        rewards: None for an item that is not scored, or failed.
+        settings: of the group.
+        failed: how many of the items say that their rollout failed.
+        timed_out: whether its time is over.
+    """
+    scored = [reward for reward in rewards if reward is not None]
+    if timed_out and len(rewards) < settings.min_timeout_group_size:
+        return "timed_out"
+    if not any(reward >= 0 for reward in scored) and failed:
+        return "failed"
+    if not scored:
+        return "unscored"
+    valid = sum(map(is_valid_reward, scored))
+    if valid == 0:
+        return "out_of_range"
+    return "too_few_valid" if valid < settings.min_valid_items else "equal_rewards"
+
+
+def summarize_rewards(groups: Iterable[Sequence[float | None]], *, raw: bool = False) -> dict[str, Any]:
+    """What `get_group_data_meta_info` says, from the groups' rewards alone.
+
+    Rewards that are None, or below 0 (which slime's generators give to a failed rollout; not with `raw`), are in no figure but
+    `total_samples` and `unscored`.
+    """
+    num_groups = total = 0
+    scored: list[float] = []
+    for rewards in groups:
+        num_groups += 1
+        total += len(rewards)
+        scored += [reward for reward in rewards if reward is not None and (raw or reward >= 0)]
+    mean = math.fsum(reward / len(scored) for reward in scored)  # divided first: 1e308 has a mean, too
+    variance = math.fsum((reward - mean) ** 2 / len(scored) for reward in scored if abs(reward) < 1e150)
+    return {
+        "total_samples": total,
+        "num_groups": num_groups,
+        "avg_group_size": total / num_groups if num_groups else 0,
+        "avg_reward": mean,
+        "reward_std": math.sqrt(variance),
+        "reward_min": min(scored, default=0),
+        "reward_max": max(scored, default=0),
+        "unscored": total - len(scored),
+    }
+
+
+def get_group_data_meta_info(groups: Mapping[InstanceId, list[ItemDict]]) -> dict[str, Any]:
+    """The default hook: `summarize_rewards`."""
+    return summarize_rewards([_scored(item) for item in items] for items in groups.values())
+
+
+def filter_item(item: ItemDict) -> bool:
+    """The default hook: an item stays if its reward is valid and its rollout has not failed."""
+    return is_valid_reward(_scored(item))
+
+
+def keep_raw_reward(item: ItemDict, reward: float | None) -> ItemDict:
+    """A new item with this reward; the one it had is its `raw_reward`, at top level and in `extra_info`."""
+    raw = item["reward"]
+    return {
+        **item,
+        "reward": reward,
+        "raw_reward": raw,
+        "extra_info": {**(item.get("extra_info") or {}), "raw_reward": raw},
+    }
+
+
+def normalize_rewards(rewards: Sequence[float | None]) -> list[float | None]:
+    """`(reward - mean) / (std + 1e-8)` over the valid rewards, with the population's std.
+
+    Below a deviation of 1e-8 the valid rewards become 0; zeros stay as they are, as do rewards that are not
+    valid.
+    """
+    valid = [reward for reward in rewards if reward is not None and 0 <= reward <= 1]
+    if not any(valid):
+        return list(rewards)
+    mean = math.fsum(valid) / len(valid)
+    std = math.sqrt(math.fsum([(reward - mean) ** 2 for reward in valid]) / len(valid))
+    scale = 0.0 if std < EPSILON else 1 / (std + EPSILON)
+    return [
+        (reward - mean) * scale if reward is not None and 0 <= reward <= 1 else reward for reward in rewards
+    ]
+
+
+def normalize_group_data(group: Group) -> Group:
+    """The default hook: every reward is that of `normalize_rewards`."""
+    instance_id, items = group
+    rewards = normalize_rewards([item["reward"] for item in items])
+    return instance_id, [keep_raw_reward(item, reward) for item, reward in zip(items, rewards, strict=True)]
+
+
+def pad_rewards(
+    rewards: Sequence[float | None], uids: Sequence[str], group_size: int
+) -> list[tuple[int, float | None]]:
+    """Exactly `group_size` items, whatever the group has (but for none, which stay none).
+
+    Rewards are scaled by `group_size / n`, then an item and its copies share its reward evenly (halves, if
+    there is one copy). So the sum of rewards is that of the scaled ones: the group's mean is kept, and each
+    original keeps its weight. Which items get a copy more than others follows from their uids, not from the
+    order of their arrival. A larger group is cut to size, not scaled.
+
+    Returns:
+        Positions, each with its reward: the items in their order, then the copies.
+    """
+    size = len(rewards)
+    if size in (0, group_size):
+        return list(enumerate(rewards))
+    by_uid = sorted(range(size), key=lambda at: (uids[at], at))
+    if size > group_size:
+        return [(at, rewards[at]) for at in sorted(by_uid[:group_size])]
+    every, more = divmod(group_size, size)
+    shares = [every] * size
+    for at in by_uid[:more]:
+        shares[at] += 1
+    scale = group_size / size
+    shared = [
+        None if reward is None else reward * scale / share
+        for reward, share in zip(rewards, shares, strict=True)
+    ]
+    copies = [(at, shared[at]) for at, share in enumerate(shares) for _ in range(share - 1)]
+    return [*enumerate(shared), *copies]
+
+
+def pad_group_data(group: Group, group_size: int) -> Group:
+    """The default hook: `pad_rewards`, of items. Copies keep their original's uid."""
+    instance_id, items = group
+    uids = [str(item.get("uid")) for item in items]
+    padded = pad_rewards([item["reward"] for item in items], uids, group_size)
+    return instance_id, [{**items[at], "reward": reward} for at, reward in padded]
+
+
+class StoredItem(NamedTuple):
+    """An item as a store gives it back."""
+
+    uid: str
+    reward: float | None
+    """None: not scored, or failed."""
+    encoding: Encoding
+    body: bytes
+
+
+class Finished(NamedTuple):
+    """A group as it is handed out."""
+
+    items: list[bytes]
+    left_out: list[str]
+    """Uids of stored items that are not among them."""
+
+
+def finish_group(items: Sequence[StoredItem], settings: GroupSettings, encoding: Encoding | None) -> Finished:
+    """Filters, normalises and pads a valid group by the default hooks.
+
+    Only the outermost level of a body is taken apart, and `extra_info`: messages and tokens are not looked at.
+
+    Args:
+        items: of the group.
+        settings: of the group.
+        encoding: of what comes out; None: each item's own.
+
+    Returns:
+        `group_size` items, none where too few passed the filter. With `settings.raw` the items as they are.
+    """
+    if settings.raw:
+        return Finished([_transcoded(one.body, one.encoding, encoding) for one in items], [])
+    kept = [one for one in items if is_valid_reward(one.reward)]
+    if len(kept) < settings.min_valid_items:
+        return Finished([], [one.uid for one in items])
+    rewards: Sequence[float | None] = [one.reward for one in kept]
+    if settings.group_size > 1:  # else there is nothing to compare it with: every reward would be 0
+        rewards = normalize_rewards(rewards)
+    padded = pad_rewards(rewards, [one.uid for one in kept], settings.group_size)
+    bodies = [
+        _transcoded(_with_reward(kept[at], reward), kept[at].encoding, encoding) for at, reward in padded
+    ]
+    used = {at for at, _ in padded}
+    chosen = {kept[at].uid for at in used}
+    left_out = [one.uid for one in items if one.uid not in chosen] if len(used) < len(items) else []
+    return Finished(bodies, left_out)
+
+
+_Raws = dict[str, Any]
+"""Values are `msgspec.Raw`."""
+
+_CODECS: Final[
+    Mapping[Encoding, tuple[Callable[[Any], _Raws], Callable[[Any], Any], Callable[[Any], bytes]]]
+] = {
+    "json": (
+        msgspec.json.Decoder(dict[str, msgspec.Raw]).decode,
+        msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode,
+        msgspec.json.Encoder().encode,
+    ),
+    "msgpack": (
+        msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode,
+        msgspec.msgpack.Decoder(dict[str, msgspec.Raw] | None).decode,
+        msgspec.msgpack.Encoder().encode,
+    ),
+}
+"""How an item's top level and its `extra_info` are taken apart, and put together."""
+
+
+def _with_reward(item: StoredItem, reward: float | None) -> bytes:
+    """As `keep_raw_reward`, on a body."""
+    top, extra_of, encode = _CODECS[item.encoding]
+    values = top(item.body)
+    raw = values["reward"]
+    extra = (extra_of(values["extra_info"]) if "extra_info" in values else None) or {}
+    extra["raw_reward"] = raw
+    values["reward"], values["raw_reward"], values["extra_info"] = reward, raw, extra
+    return encode(values)
+
+
+def _transcoded(body: bytes, encoding: Encoding, wanted: Encoding | None) -> bytes:
+    if wanted is None or wanted == encoding:
+        return body
+    return dump_item(load_item(body, encoding), wanted)
+
+
+def _scored(item: ItemDict) -> float | None:
+    reward: float | None = item["reward"]
+    return None if (item.get("extra_info") or {}).get("failure") is not None else reward
+
+
+def _share(ratio: float, size: int) -> int:
+    return max(1, math.ceil(ratio * size - _RATIO_SLACK * size))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: Any, *, whole: bool) -> Any:
+    """A number that may be written as text; anything else as it is, for the check that follows."""
+    if isinstance(value, str) and len(value) < 40:
+        try:
+            return int(value) if whole else float(value)
+        except ValueError:
+            return value
+    return value

@@ -1,0 +1,282 @@
+"""The hooks of a task type: functions of a generator file, found by name; else the default ones of `groups`.
+
+Hooks of files written for slime's rollout buffer are called as there. They run in the child process of
+`hook_host`.
+"""
+
+import difflib
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final
+
+import numpy
+
+from rollstream.buffer2 import groups
+from rollstream.buffer2.groups import Group, GroupSettings, ItemDict, Verdict
+from rollstream.buffer2.items import InstanceId
+from rollstream.errors import ConfigError, RollstreamError
+
+CONVENTIONS: Final[Mapping[str, Sequence[str]]] = {
+    "get_group_data_meta_info": ("groups",),
+    "is_valid_group": ("group", "min_valid_group_size", "task_type"),
+    "filter_item": ("item", "task_type"),
+    "normalize_group_data": ("group", "epsilon", "algo"),
+    "pad_group_data": ("group", "group_size"),
+    "transform_group": ("group", "task_type"),
+}
+"""The hooks in the order of their calls, each with slime's order of arguments."""
+
+FINISHING: Final = frozenset({"filter_item", "normalize_group_data", "pad_group_data", "transform_group"})
+"""What is done to a valid group. `transform_group` stands for the other three at once."""
+
+_KNOWN: Final = ("task_type", "group_size", "min_valid_group_size", "settings", "timed_out")
+"""A parameter of such a name gets this value in every hook."""
+
+_OWN_DEFAULT: Final = ("epsilon", "algo")
+"""If the hook has a default for these, it keeps it."""
+
+_NEAR: Final = 0.85
+"""Likeness from which on a name is a misspelt hook (normalise_group_data, isValidGroup; not pad_messages)."""
+
+_REQUIRED: Final = ("uid", "instance_id", "messages", "reward", "extra_info")
+"""Keys without which a reader of slime's wire fails."""
+
+
+class HookError(RollstreamError):
+    """A hook raised, hung, ended its process, or gave back what cannot be handed out.
+
+    Attributes:
+        hook: Its name; several, joined by ", ", if it may have been any of them; "" for the file as a whole.
+        traceback: Python's, as text; the message if there is none.
+    """
+
+    def __init__(self, message: str, hook: str = "", trace: str = "") -> None:
+        super().__init__(message)
+        self.hook = hook
+        self.traceback = trace or message
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    name: str
+    where: str
+    function: Callable[..., Any]
+    by_place: Sequence[str]
+    """Values that follow the first argument."""
+    by_name: Mapping[str, str]
+    """Values by the parameter that takes them."""
+
+    def __call__(self, subject: Any, values: Mapping[str, Any]) -> Any:
+        try:
+            return self.function(
+                subject,
+                *[values[value] for value in self.by_place],
+                **{parameter: values[value] for parameter, value in self.by_name.items()},
+            )
+        except BaseException as error:  # SystemExit and KeyboardInterrupt, too: nobody else raises them here
+            raise self.error(f"raised {type(error).__name__}: {error}", error) from error
+
+    def error(self, fault: str, cause: BaseException | None = None) -> HookError:
+        trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
+        return HookError(f"{self.where}: {self.name} {fault}", self.name, trace)
+
+
+class Hooks:
+    """The hooks of one task type. They may change the items that they are given."""
+
+    def __init__(
+        self, functions: Mapping[str, Callable[..., Any]] | None = None, task_type: str = "", where: str = ""
+    ) -> None:
+        """Takes the user's hooks by name; raises `ConfigError` if one of them cannot be called."""
+        self._task_type = task_type
+        self._hooks = {
+            name: _Hook(name, where, function, *_arguments(name, function, where))
+            for name, function in (functions or {}).items()
+        }
+        self.overridden = frozenset(self._hooks)
+        """Names of the hooks that are the user's."""
+
+    @classmethod
+    def of_module(cls, module: ModuleType, task_type: str, where: str) -> "Hooks":
+        """Raises `ConfigError` if a hook cannot be called, or a function's name is nearly that of a hook."""
+        _check_names(module, where)
+        functions = {name: getattr(module, name) for name in CONVENTIONS if hasattr(module, name)}
+        return cls(functions, task_type, where)
+
+    def meta_info(self, read: Mapping[InstanceId, list[ItemDict]], settings: GroupSettings) -> dict[str, Any]:
+        """The `meta_info` of a read, from all groups that it took. Raises `HookError`."""
+        if (hook := self._hooks.get("get_group_data_meta_info")) is None:
+            return groups.get_group_data_meta_info(read)
+        meta = hook(read, self._values(settings, False))
+        if not isinstance(meta, dict):
+            raise hook.error(f"gave back {_kind(meta)} instead of a dict")
+        return meta
+
+    def judge(self, group: Group, settings: GroupSettings, *, timed_out: bool = False) -> Verdict:
+        """Whether to hand a group out, and whether more items of it are waited for. Raises `HookError`.
+
+        A group is finished, whatever the hook says, once it is valid, whole or timed out. The hook is not
+        called with `settings.raw`.
+        """
+        hook = self._hooks.get("is_valid_group")
+        if hook is None or settings.raw:
+            return groups.is_valid_group(group, settings, timed_out=timed_out)
+        answer = hook(group, self._values(settings, timed_out))
+        words = answer if isinstance(answer, tuple | list) and len(answer) == 2 else (answer, False)
+        if not all(isinstance(word, bool | numpy.bool_) for word in words):
+            raise hook.error(f"gave back {_kind(answer)} instead of True, False or (is_valid, is_finished)")
+        valid, finished = map(bool, words)
+        return Verdict(valid, finished or valid or timed_out or len(group[1]) >= settings.group_size)
+
+    def finish(self, group: Group, settings: GroupSettings, *, timed_out: bool = False) -> list[ItemDict]:
+        """Filters, normalises and pads a valid group, or transforms it if there is a `transform_group`.
+
+        Returns:
+            `group_size` items (`transform_group` may give fewer), each with `raw_reward`, at top level and in
+            `extra_info`; none if too few passed the filter. With `settings.raw` the items as they are.
+
+        Raises:
+            HookError: A hook raised, or gave back no group, another instance id, a wrong number of items, or
+                items that lack what a reader needs.
+        """
+        instance_id, items = group
+        if settings.raw:
+            return items
+        hooks, values, size = self._hooks, self._values(settings, timed_out), settings.group_size
+        if transform := hooks.get("transform_group"):
+            return _run(transform, _with_raw_rewards(group), values, range(size + 1))
+        if choose := hooks.get("filter_item"):
+            items = [item for item in items if _is_chosen(choose, item, values)]
+        else:
+            items = [item for item in items if groups.filter_item(item)]
+        if len(items) < settings.min_valid_items:
+            return []
+        if normalize := hooks.get("normalize_group_data"):
+            items = _run(normalize, _with_raw_rewards((instance_id, items)), values, None)
+        else:
+            score = groups.normalize_group_data if size > 1 else _with_raw_rewards
+            items = score((instance_id, items))[1]
+        if pad := hooks.get("pad_group_data"):
+            return _run(pad, (instance_id, items), values, (size,))
+        return groups.pad_group_data((instance_id, items), size)[1]
+
+    def _values(self, settings: GroupSettings, timed_out: bool) -> dict[str, Any]:
+        return {
+            "task_type": self._task_type,
+            "group_size": settings.group_size,
+            "min_valid_group_size": settings.min_timeout_group_size if timed_out else settings.min_group_size,
+            "settings": settings,
+            "timed_out": timed_out,
+            "epsilon": groups.EPSILON,
+            "algo": "grpo",
+        }
+
+
+def _check_names(module: ModuleType, where: str) -> None:
+    plain = {hook.replace("_", ""): hook for hook in CONVENTIONS}
+    for name, value in vars(module).items():
+        if name.startswith("_") or name in CONVENTIONS or not callable(value) or isinstance(value, type):
+            continue
+        near = difflib.get_close_matches(name.replace("_", "").lower(), plain, n=1, cutoff=_NEAR)
+        if not near or hasattr(module, hook := plain[near[0]]):
+            continue
+        if f"_{hook}" not in name and f"{hook}_" not in name:  # default_filter_item, filter_item_by_length
+            hint = f"did you mean {hook}? If not, rename it (_{name} will do)"
+            raise ConfigError(f"{where}: {name} is no hook, {hint}")
+
+
+def _arguments(name: str, function: Any, where: str) -> tuple[list[str], dict[str, str]]:
+    """Which values a hook gets after its first argument: by place, and by the name of a parameter.
+
+    A parameter gets the value of its name; one of an unknown name the value at its place in slime's call. A
+    hook with `*args` gets all values by place.
+    """
+    convention = CONVENTIONS[name]
+    wrong = f"{where}: {name} must be a function of ({', '.join(convention)})"
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{wrong}, is {'async' if callable(function) else _kind(function)}")
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # some of Python's own functions
+        raise ConfigError(f"{wrong}; {_kind(function)} has no signature: wrap it in a def") from None
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    variadic = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    if not positional and not variadic:
+        raise ConfigError(f"{wrong}; it takes no positional argument")
+    by_place = list(convention[1:]) if variadic else []
+    by_name: dict[str, str] = {}
+    candidates = [] if variadic else positional[1:]
+    candidates += [one for one in parameters if one.kind is one.KEYWORD_ONLY]
+    for place, parameter in enumerate(candidates, start=1):
+        value: str | None = None
+        if parameter.name in _KNOWN or parameter.name in convention[1:]:
+            value = parameter.name
+        elif place < len(convention) and parameter in positional:
+            value = convention[place]
+        has_default = parameter.default is not parameter.empty
+        if (value is None and not has_default) or parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(f"{wrong}; nothing can be given to its parameter {parameter.name}")
+        if value is not None and not (has_default and value in _OWN_DEFAULT):
+            by_name[parameter.name] = value
+    return by_place, by_name
+
+
+def _with_raw_rewards(group: Group) -> Group:
+    """Done before a hook is called, so that items that it copies, drops or reorders keep theirs."""
+    return group[0], [groups.keep_raw_reward(item, item["reward"]) for item in group[1]]
+
+
+def _run(hook: _Hook, group: Group, values: Mapping[str, Any], sizes: Sequence[int] | None) -> list[ItemDict]:
+    """Calls a hook that gives back a group, and checks what it gave back."""
+    instance_id = group[0]
+    given = hook(group, values)
+    if not (isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], list)):
+        raise hook.error(f"gave back {_kind(given)} instead of (instance_id, list of items)")
+    if type(given[0]) is not type(instance_id) or given[0] != instance_id:
+        raise hook.error(f"gave back instance id {given[0]!r:.100} for {instance_id!r:.100}")
+    result: list[ItemDict] = given[1]
+    if sizes is not None and len(result) not in sizes:
+        raise hook.error(f"gave back {len(result)} items; a group has {values['group_size']}")
+    for index, item in enumerate(result):
+        if fault := _fault_of(item, instance_id):
+            raise hook.error(f"gave back items[{index}] {fault}")
+        if "raw_reward" in item and item["extra_info"].get("raw_reward") != item["raw_reward"]:
+            item["extra_info"] = {**item["extra_info"], "raw_reward": item["raw_reward"]}
+    return result
+
+
+def _is_chosen(hook: _Hook, item: ItemDict, values: Mapping[str, Any]) -> bool:
+    answer = hook(item, values)
+    if answer is None:
+        raise hook.error("gave back None instead of True or False")
+    try:
+        return bool(answer)
+    except Exception as error:  # an array has no truth value
+        raise hook.error(f"gave back {_kind(answer)} instead of True or False: {error}", error) from error
+
+
+def _fault_of(item: Any, instance_id: InstanceId) -> str:
+    """What is wrong with an item that a hook gave back; "" if nothing."""
+    if type(item) is not dict:
+        return f"that is {_kind(item)}, not a dict"
+    if missing := [key for key in _REQUIRED if key not in item]:
+        return f"without {', '.join(missing)}"
+    if item["instance_id"] != instance_id:
+        return f"of instance id {item['instance_id']!r:.100}, not {instance_id!r:.100}"
+    if not isinstance(item["extra_info"], dict):
+        return f"whose extra_info is {_kind(item['extra_info'])}, not a dict"
+    reward = item["reward"]
+    is_number = isinstance(reward, int | float | numpy.number) and not isinstance(reward, bool)
+    try:
+        good = reward is None or (is_number and math.isfinite(reward))
+    except (OverflowError, TypeError):  # a whole number of hundreds of digits; a complex one
+        good = False
+    return "" if good else f"whose reward is {reward!r:.100}, not a finite number or None"
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"

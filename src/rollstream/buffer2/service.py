@@ -1,0 +1,418 @@
+"""The buffer without HTTP: store, hooks and jobs, what runs beside requests, and what readers are told."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from rollstream.buffer2.groups import GroupSettings
+from rollstream.buffer2.hook_host import HookHost
+from rollstream.buffer2.items import Encoding, Item, ItemError, parse_item, parse_items
+from rollstream.buffer2.jobs import Jobs
+from rollstream.buffer2.payload_rules import PayloadRules
+from rollstream.buffer2.reads import Reads, TaskPolicy
+from rollstream.buffer2.store.base import Change, Group, Limits, Stats, Taken
+from rollstream.buffer2.store.sql import Driver, SqlStore
+from rollstream.buffer2.store.sqlite import SqliteDriver
+from rollstream.errors import BufferFullError, ConfigError, RollstreamError, RunDirectoryError
+from rollstream.store.lock import RunLock, lock_holder
+from rollstream.web import HTTPError
+
+_LOG = logging.getLogger(__name__)
+
+_SWEEP_S: Final = 0.5
+
+_SAY_S: Final = 60.0
+
+_ROOM_S: Final = 1.0
+"""A write without room looks this often whether its client is still there."""
+
+_BIG: Final = 2**20
+"""A body from this size on is parsed in a process of its own."""
+
+_HINTS: Final = {
+    "equal_rewards": "all rewards of the group are equal, which teaches nothing",
+    "out_of_range": "no reward is from 0 to 1: scale them, start with --raw, or define hooks",
+    "unscored": "no item has a reward",
+    "failed": "its rollouts failed, see extra_info.failure of its items",
+    "too_few_valid": "too few of its rewards are from 0 to 1 (--min-valid-item-size-ratio)",
+    "timed_out": "too few items came in time (--group-timeout-seconds, --min-timeout-group-size-ratio)",
+    "filtered": "filter_item left too few items",
+    "not_valid": "is_valid_group did not want it",
+    "stale": "it is older than a reader's max_staleness",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferOptions:
+    """How a buffer is set up; see `rollstream buffer serve --help`."""
+
+    directory: Path
+    store: str | None = None
+    """URL of a PostgreSQL database; None: SQLite in the directory."""
+    generators: tuple[str, ...] = ()
+    inputs: tuple[Path, ...] = ()
+    engines: tuple[str, ...] = ()
+    tools: Path | None = None
+    settings: GroupSettings = field(default_factory=GroupSettings)
+    limits: Limits = field(default_factory=Limits)
+    max_groups_per_read: int | None = None
+    lease_seconds: float = 600.0
+    hook_seconds: float = 60.0
+
+
+class JobIdentity(NamedTuple):
+    """A generator, by the token that it got."""
+
+    job: str
+    scope: str = "job"
+
+
+class Service:
+    """One server's buffer.
+
+    Args:
+        options: Of the server.
+        token: What clients have to show, if anything.
+    """
+
+    def __init__(self, options: BufferOptions, token: str | None) -> None:
+        self.options = options
+        self.host = HookHost(options.generators, options.hook_seconds)
+        self._parser = HookHost((), options.hook_seconds)
+        self.policy = TaskPolicy(options.settings, self.host)
+        self.store = SqlStore(_driver(options), self.policy, options.limits)
+        self.reads = Reads(self.store, self.host, self.policy, lambda: self.store.known_jobs)
+        self.jobs: Jobs = None  # type: ignore[assignment]  # from `begin` on
+        self._rules = PayloadRules(
+            options.inputs, options.engines, forbidden=options.directory, tools=_tool_names(options.tools)
+        )
+        self.closing = False
+        self.held_writes = 0
+        self._token = token
+        self._job_tokens: dict[str, JobIdentity] = {}
+        self._room = asyncio.Event()
+        self._lock: RunLock | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._readied = 0
+        self._dropped: Counter[str] = Counter()
+        self._hinted: set[str] = set()
+        self.store.changed = self._on_change
+
+    async def open(self) -> None:
+        """Takes the folder, looks at the generator files, opens the store.
+
+        Raises:
+            ConfigError: An option is wrong, or a generator file cannot be used.
+            RunDirectoryError: The folder is another server's, or of another format.
+        """
+        options = self.options
+        options.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(options.directory)
+        try:
+            if options.generators:
+                await self.host.refresh()
+                if self.host.problems:
+                    raise ConfigError("\n".join(self.host.problems))
+                for task, file in sorted(self.host.files.items()):
+                    own = ", ".join(sorted(file.overridden)) or "none"
+                    _LOG.info("task %r: %s, own hooks: %s", task, file.path, own)
+            await self.store.open()
+        except BaseException:
+            await self.host.close()
+            self._lock.release()
+            raise
+
+    async def begin(self, url: str) -> None:
+        """Goes on with the job that ran. `url`: where generators reach this server."""
+        options = self.options
+        self.jobs = Jobs(
+            self.store,
+            self.host,
+            directory=options.directory,
+            buffer_url=url.replace("://0.0.0.0:", "://127.0.0.1:").replace("://[::]:", "://[::1]:"),
+            rules=self._rules,
+            server_id=_server_id(options.directory),
+            group_defaults=options.settings,
+            issue_token=self._issue_token,
+            tools_file=options.tools,
+        )
+        for work in (self._sweep_on(), self._say_on(), self.reads.judge_on()):
+            self._tasks.append(asyncio.create_task(work))
+        await self.jobs.resume()
+
+    def end_waits(self) -> None:
+        """Whoever waits is answered now: the server stops."""
+        self.closing = True
+        self._room.set()
+        self.reads.on_change(Change(elsewhere=True))
+
+    async def close(self) -> None:
+        """Ends generators, hooks and the store, whatever user code does."""
+        for task in self._tasks:
+            task.cancel()
+        await self.host.close()
+        await self._parser.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.jobs is not None:
+            with contextlib.suppress(RollstreamError):
+                await self.jobs.close()
+        await self.store.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    # -- writing
+
+    async def parse(self, body: bytes, encoding: Encoding) -> list[Item]:
+        """Checks items, large ones in another process: a parser keeps Python's lock. Raises `ItemError`."""
+        if len(body) < _BIG:
+            return parse_items(body, encoding)
+        return await self._parser.parse(body, encoding)
+
+    async def parse_one(self, body: bytes) -> Item:
+        """`parse` of one item in JSON; a batch is none."""
+        if len(body) < _BIG:
+            return parse_item(body)
+        items = await self.parse(body, "json")
+        if len(items) != 1:
+            raise ItemError("must be one item, is a batch", "items")
+        return items[0]
+
+    async def write(self, items: Sequence[Item], *, hold: Callable[[], bool] | None = None) -> list[bool]:
+        """Stores items; which of them were new.
+
+        Args:
+            items: All are stored or none.
+            hold: Waits for room in place of raising `BufferFullError`, until this says that the client is gone.
+        """
+        while True:
+            self._room.clear()
+            try:
+                return await self.store.write(items)
+            except BufferFullError:
+                if hold is None or len(items) > self.options.limits.items:
+                    raise
+            self.held_writes += 1
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_ROOM_S):
+                        await self._room.wait()
+            finally:
+                self.held_writes -= 1
+            if hold():
+                raise ConnectionResetError
+            if self.closing:
+                raise closing_error()
+
+    # -- telling
+
+    def scope(self) -> tuple[str | None, tuple[str, ...] | None]:
+        """Task and jobs whose groups a trainer on slime's wire gets.
+
+        What the job that it started made, or what came in for its task from outside: never another job's rest.
+        """
+        last = self.store.last_job
+        return (None, None) if last is None else (last.task, (last.id, ""))
+
+    def group_size(self, task: str | None, job: str | None = None) -> int:
+        """Of a job's groups; of the last job's by default."""
+        jobs = self.store.known_jobs
+        record = jobs.get(job) if job else self.store.last_job
+        if record is not None and task not in (None, record.task):
+            record = None
+        return self.policy.settings(task or "", record).group_size
+
+    def is_job_over(self) -> bool:
+        """Nothing more comes from a generator."""
+        last = self.store.last_job
+        return last is not None and last.state != "running"
+
+    async def failures(self, task: str | None, jobs: Collection[str] | None) -> list[dict[str, Any]]:
+        """What keeps groups from readers: jobs that fail, hooks that fail."""
+        found = [
+            {**_fields(one), "message": str(one)}
+            for one in self.jobs.failures()
+            if task in (None, one.task) and (jobs is None or one.job in jobs)
+        ]
+        for stopped, why in self.reads.stopped.items():
+            if task in (None, stopped):
+                found.append({"task": stopped, "error": why, "message": why, "final": False})
+        aside = await self.store.groups(state="quarantined", task=task, limit=100)
+        aside = [one for one in aside if jobs is None or one.job in jobs]
+        if aside:
+            last = aside[-1]
+            line = (last.cause or "").strip().rpartition("\n")[2]
+            count = f"{len(aside)}{' or more' if len(aside) == 100 else ''}"
+            message = (
+                f"{count} groups are quarantined, the last one by {last.reason}: {line} (GET /v1/quarantine)"
+            )
+            found.append(
+                {
+                    "task": last.task,
+                    "error": line,
+                    "message": message,
+                    "traceback": last.cause,
+                    "final": False,
+                }
+            )
+        return found
+
+    async def notices(self, taken: Taken, task: str | None, jobs: tuple[str, ...] | None) -> list[str]:
+        """Why there may be nothing for a reader although nothing fails."""
+        found = []
+        stats = await self.store.stats()
+        if ready := stats.groups["ready"]:
+            found.append(
+                f"{ready} groups are ready, {taken.available} of them fit this read; the others are of another task, "
+                "job or size, or of an instance that it has already"
+            )
+        if taken.stale:
+            found.append(f"{taken.stale} groups are older than max_staleness allows")
+        drops, _ = await self.store.unread_drops(task, jobs, 10_000)
+        if drops:
+            counts = Counter(group.reason or "" for group in drops)
+            said = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+            hint = _HINTS.get(counts.most_common(1)[0][0], "")
+            found.append(
+                f"{len(drops)} groups were dropped since the last read: {said}{f' ({hint})' if hint else ''}; "
+                "GET /v1/dropped lists them"
+            )
+        last = self.store.last_job
+        if (
+            last is not None
+            and self.is_job_over()
+            and task in (None, last.task)
+            and (jobs is None or last.id in jobs)
+        ):
+            if not await self.store.has_groups(last.id):
+                found.append(
+                    f"job {last.id} of task {last.task!r} is {last.state} and all of it has left the buffer: nothing "
+                    "more comes of it until a job is started"
+                )
+        return found
+
+    def note_read(self, groups: Sequence[Group], consumer: str | None) -> None:
+        """Logs what a reader got."""
+        if groups:
+            rewards = [reward for group in groups for reward in group.rewards if reward is not None]
+            mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
+            items = sum(group.n for group in groups)
+            _LOG.info("read by %s: %d groups, %d items, mean reward %.3f", consumer, len(groups), items, mean)
+
+    # -- in the background
+
+    def identify(self, token: str) -> JobIdentity | None:
+        """The generator that has this token."""
+        for known, identity in self._job_tokens.items():
+            if secrets.compare_digest(known.encode(), token.encode(errors="replace")):
+                return identity
+        return None
+
+    def _issue_token(self, job: str) -> str | None:
+        if self._token is None:
+            return None
+        token = secrets.token_urlsafe(32)
+        self._job_tokens = {token: JobIdentity(job)}  # one job at a time
+        return token
+
+    def _on_change(self, change: Change) -> None:
+        self.reads.on_change(change)
+        self._readied += sum(change.ready.values())
+        if change.room:
+            self._room.set()
+        for reason, count in change.dropped.items():
+            self._dropped[reason] += count
+            if reason not in self._hinted:
+                self._hinted.add(reason)
+                _LOG.info("the first group dropped as %s: %s", reason, _HINTS.get(reason, ""))
+
+    async def _sweep_on(self) -> None:
+        trouble = ""
+        while True:
+            try:
+                while await self.store.sweep():
+                    await asyncio.sleep(0)
+                trouble = ""
+            except RollstreamError as error:
+                if str(error) != trouble:
+                    _LOG.error("%s", error)
+                trouble = str(error)
+            await asyncio.sleep(_SWEEP_S)
+
+    async def _say_on(self) -> None:
+        before: Stats | None = None
+        while True:
+            with contextlib.suppress(RollstreamError):
+                now = await self.store.stats()
+                if before is not None and (now.items_written, now.items_delivered, self._dropped) != (
+                    before.items_written, before.items_delivered, Counter(),
+                ):  # fmt: skip
+                    self._say(before, now)
+                self._readied, self._dropped = 0, Counter()
+                before = now
+            await asyncio.sleep(_SAY_S)
+
+    def _say(self, before: Stats, now: Stats) -> None:
+        dropped = ", ".join(f"{count} {reason}" for reason, count in self._dropped.most_common())
+        _LOG.info(
+            "last minute: %d items written, %d groups ready, %d read; dropped: %s. Now: %d open, %d ready, %d leased, "
+            "%d quarantined",
+            *(now.items_written - before.items_written, self._readied),
+            *(now.groups_delivered - before.groups_delivered, dropped or "none"),
+            *(now.groups[state] for state in ("open", "ready", "leased", "quarantined")),
+        )
+
+
+def closing_error() -> HTTPError:
+    """For whoever waits when the server stops."""
+    return HTTPError(503, "the server stops", "closing", headers={"retry-after": "1"})
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__struct_fields__}
+
+
+def _driver(options: BufferOptions) -> Driver:
+    if options.store is None:
+        return SqliteDriver(options.directory)
+    if not options.store.startswith(("postgresql://", "postgres://")):
+        raise ConfigError(
+            f"--store: {options.store!r:.100} is no URL of a database: postgresql://host/database"
+        )
+    from rollstream.buffer2.store.postgres import PostgresDriver
+
+    return PostgresDriver(options.store)
+
+
+def _locked(directory: Path) -> RunLock:
+    lock = RunLock(directory / "buffer.lock")
+    try:
+        lock.acquire()
+    except RunDirectoryError as error:
+        if (holder := lock_holder(directory / "buffer.lock")) is None:
+            raise
+        raise RunDirectoryError(
+            f"{directory} is another server's: {holder}. Stop it, or take another --dir"
+        ) from error
+    return lock
+
+
+def _server_id(directory: Path) -> str:
+    """The same after a restart on this folder."""
+    return f"{socket.gethostname()}:{directory.resolve()}"
+
+
+def _tool_names(path: Path | None) -> frozenset[str]:
+    """Names of the tools in a tool file."""
+    if path is None:
+        return frozenset()
+    from rollstream.data.tool_schemas import load_tool_schemas
+
+    return frozenset(schema["function"]["name"] for schema in load_tool_schemas(str(path)))

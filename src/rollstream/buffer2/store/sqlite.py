@@ -1,0 +1,210 @@
+"""SQLite, the embedded default: one file in the buffer's folder, one writer thread, some reader threads."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import queue
+import re
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+from rollstream.errors import DamageError, RunDirectoryError, StorageError, StorageFullError
+
+T = TypeVar("T")
+
+FILE: Final = "buffer.sqlite"
+
+_READERS: Final = 2
+
+_PAGE: Final = 8192
+"""Bytes. Items of 2 KB fit three to a page; larger pages cost more for each uid, which fall anywhere in their index."""
+
+_CHECKPOINT_PAGES: Final = 2048
+"""Of the write-ahead log (16 MiB), before it is copied into the database."""
+
+_CACHE_KIB: Final = 64 * 1024
+"""Of the writer: holds the index of a million uids."""
+
+_IDLE_PAGES: Final = 1024
+"""Free pages that are given back to the disk at a time, when nothing else is to be done."""
+
+_SETTINGS: Final = (
+    "PRAGMA journal_mode = WAL",
+    "PRAGMA synchronous = FULL",
+    "PRAGMA temp_store = MEMORY",
+    "PRAGMA busy_timeout = 10000",
+)
+
+
+class SqliteDriver:
+    """A database file in a folder. The caller sees to it that no other server uses the folder.
+
+    With `read_only` it need not be opened, and may be another server's.
+    """
+
+    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
+        self._read_only = read_only
+        self._path = folder / FILE
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="buffer-writer")
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="buffer-reader")
+        self._connection: sqlite3.Connection | None = None
+        self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
+        self._clock = 0.0
+        """What the store's clock showed when it was opened: it stands still while no server runs."""
+        self._opened = time.monotonic()
+
+    async def open(self, schema: str) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._open, schema)
+
+    def _open(self, schema: str) -> None:
+        with _told(self._path):
+            self._connection = _connect(self._path)
+            self._connection.execute(
+                f"PRAGMA page_size = {_PAGE}"
+            )  # this and the next: before the first table
+            self._connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            for setting in _SETTINGS:
+                self._connection.execute(setting)
+            self._connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
+            self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+            self._connection.executescript(schema.format(key="INTEGER PRIMARY KEY", blob="BLOB"))
+            self._clock = self._connection.execute(
+                "SELECT max((SELECT coalesce(max(value), 0) FROM totals WHERE name = 'clock'), "
+                "(SELECT coalesce(max(deadline - seconds), 0) FROM leases), "
+                "(SELECT coalesce(max(updated), 0) FROM (SELECT updated FROM groups ORDER BY id DESC LIMIT 100)))"
+            ).fetchone()[0]
+            self._opened = time.monotonic()
+
+    def _now(self) -> float:
+        return self._clock + time.monotonic() - self._opened
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._close)
+        self._writer.shutdown()
+        self._readers.shutdown()
+
+    def _close(self) -> None:
+        while True:
+            try:
+                self._idle.get_nowait().close()
+            except queue.Empty:
+                break
+        if self._connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute(
+                    "INSERT OR REPLACE INTO totals (name, value) VALUES ('clock', ?)", (int(self._now()),)
+                )
+            self._connection.close()
+
+    async def transaction(self, work: Callable[[Any], Awaitable[T]]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._transact, work)
+
+    def _transact(self, work: Callable[[Any], Awaitable[T]]) -> T:
+        connection = self._connection
+        assert connection is not None
+        with _told(self._path):
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                result = _run(work(_Tx(connection, self._now())))
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+            return result
+
+    async def read(self, work: Callable[[Any], Awaitable[T]]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
+
+    def _read(self, work: Callable[[Any], Awaitable[T]]) -> T:
+        with _told(self._path):
+            try:
+                connection = self._idle.get_nowait()
+            except queue.Empty:
+                connection = _connect(self._path, read_only=self._read_only)
+                connection.execute("PRAGMA query_only = ON")
+                connection.execute("PRAGMA mmap_size = 268435456")
+            try:
+                connection.execute("BEGIN")
+                try:
+                    return _run(work(_Tx(connection, self._now())))
+                finally:
+                    connection.execute("ROLLBACK")
+            finally:
+                self._idle.put(connection)
+
+    async def disk_bytes(self) -> int:
+        """Of the database and its write-ahead log."""
+        files = (self._path, self._path.with_name(f"{FILE}-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    async def tidy(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._tidy)
+
+    def _tidy(self) -> None:
+        assert self._connection is not None
+        with _told(self._path):
+            if self._connection.execute("PRAGMA freelist_count").fetchone()[0] > _IDLE_PAGES:
+                self._connection.execute(f"PRAGMA incremental_vacuum({_IDLE_PAGES})").fetchall()
+
+
+class _Tx:
+    def __init__(self, connection: sqlite3.Connection, now: float) -> None:
+        self._connection = connection
+        self.now = now
+
+    async def rows(self, sql: str, *arguments: Any) -> list[Any]:
+        return self._connection.execute(_translated(sql), _plain(arguments)).fetchall()
+
+    async def run(self, sql: str, *arguments: Any) -> int:
+        return self._connection.execute(_translated(sql), _plain(arguments)).rowcount
+
+    async def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        self._connection.executemany(_translated(sql), rows)
+
+
+def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    name = f"{path.absolute().as_uri()}{'?mode=ro' if read_only else ''}"
+    return sqlite3.connect(
+        name, uri=True, isolation_level=None, check_same_thread=False, cached_statements=256
+    )
+
+
+def _run(coroutine: Awaitable[T]) -> T:
+    """Runs a coroutine that never waits: this database's calls return at once."""
+    try:
+        coroutine.__await__().send(None)
+    except StopIteration as done:
+        return cast(T, done.value)
+    raise RuntimeError("an operation of the store waited for something else than the database")
+
+
+@functools.lru_cache(512)
+def _translated(sql: str) -> str:
+    sql = re.sub(r":(?:ids|texts)\(\$(\d+)\)", r"(SELECT value FROM json_each(?\1))", sql)
+    return re.sub(r"\$(\d+)", r"?\1", sql)
+
+
+def _plain(arguments: tuple[Any, ...]) -> list[Any]:
+    return [json.dumps(one) if isinstance(one, list) else one for one in arguments]
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Any:
+    """SQLite's errors in our words."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        name = getattr(error, "sqlite_errorname", "") or ""
+        if name == "SQLITE_FULL":
+            raise StorageFullError(f"{path}: no room on the disk; nothing of this was stored") from error
+        if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+            raise DamageError(f"{path} is damaged: {error}") from error
+        if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")):
+            raise RunDirectoryError(f"{path} cannot be opened for writing: {error}") from error
+        raise StorageError(f"{path}: {error} ({name})") from error

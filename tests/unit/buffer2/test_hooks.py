@@ -1,0 +1,338 @@
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.buffer2 import groups
+from rollstream.buffer2.groups import Group, GroupSettings, Verdict
+from rollstream.buffer2.hooks import CONVENTIONS, HookError, Hooks
+from rollstream.errors import ConfigError
+from rollstream.user_code import run_file
+
+SETTINGS = GroupSettings(group_size=4)
+
+SLIME_STYLE = """
+TASK_TYPE = "math"
+
+def run_rollout(data: dict):
+    pass
+
+def normalize_group_data(group, epsilon=1e-8, algo="grpo"):
+    assert algo == "grpo"
+    instance_id, data = group
+    rewards = [item["reward"] for item in data]
+    mean = sum(rewards) / len(rewards)
+    std = (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
+    for item, reward in zip(data, rewards):
+        item["reward"] = (reward - mean) / (std + epsilon)
+        item["raw_reward"] = reward
+    return (instance_id, data)
+
+def is_valid_group(group, min_valid_group_size, task_type="math"):
+    instance_id, items = group
+    answered = [item for item in items if item["messages"][-1]["content"].strip()]
+    is_finished = len(items) >= min_valid_group_size
+    return is_finished and len(answered) >= min_valid_group_size, is_finished
+"""
+
+
+def a_group(rewards: list[Any]) -> Group:
+    return "q", [
+        {
+            "uid": f"u{index}",
+            "instance_id": "q",
+            "messages": [{"role": "user", "content": str(index)}],
+            "reward": reward,
+            "extra_info": {"round_number": index},
+        }
+        for index, reward in enumerate(rewards)
+    ]
+
+
+def hooks_of(**functions: Any) -> Hooks:
+    return Hooks(functions, "math", "/g/math_generator.py")
+
+
+def hooks_in(file: Path) -> Hooks:
+    return Hooks.of_module(run_file(file, key="hooks"), "math", str(file))
+
+
+def test_the_default_hooks() -> None:
+    instance_id, items = a_group([0, 1, 1, -1.0])
+    kept = [item for item in items if groups.filter_item(item)]
+    scored = groups.pad_group_data(groups.normalize_group_data((instance_id, kept)), 4)
+    assert Hooks().finish((instance_id, items), SETTINGS) == scored[1]
+    assert Hooks().judge((instance_id, items), SETTINGS) == Verdict(True, True)
+    assert Hooks().meta_info({"q": items}, SETTINGS) == groups.get_group_data_meta_info({"q": items})
+
+
+def test_raw_groups_are_left_as_they_are() -> None:
+    settings = GroupSettings(group_size=2, raw=True)
+    group = a_group([7.0, None])
+    hooks = hooks_of(filter_item=lambda item: 1 / 0, is_valid_group=lambda group: 1 / 0)
+    assert hooks.judge(group, settings) == Verdict(True, True)
+    assert hooks.finish(group, settings) == group[1]
+
+
+def test_a_file_written_for_slime(tmp_path: Path) -> None:
+    file = tmp_path / "math_generator.py"
+    file.write_text(SLIME_STYLE)
+    hooks = hooks_in(file)
+    assert hooks.overridden == {"normalize_group_data", "is_valid_group"}
+    assert hooks.judge(a_group([0, 1, 1]), SETTINGS) == Verdict(False, False)
+    assert hooks.judge(a_group([0, 1, 1]), SETTINGS, timed_out=True) == Verdict(True, True)
+    assert hooks.judge(a_group([0, 1]), SETTINGS, timed_out=True) == Verdict(False, True)
+    assert hooks.judge(a_group([1, 1, 1, 1]), SETTINGS) == Verdict(True, True)
+    items = hooks.finish(a_group([0, 1, 1]), SETTINGS)
+    default = Hooks().finish(a_group([0, 1, 1]), SETTINGS)
+    assert [item["reward"] for item in items] == pytest.approx([item["reward"] for item in default])
+
+
+@given(st.lists(st.sampled_from([0, 0.25, 1, -1.0, None]), max_size=6).map(a_group), st.booleans())
+def test_hooks_that_only_call_the_default_ones_change_nothing(group: Any, timed_out: bool) -> None:
+    hooks = hooks_of(
+        is_valid_group=lambda group, settings, timed_out: groups.is_valid_group(
+            group, settings, timed_out=timed_out
+        ),
+        filter_item=lambda item, task_type: groups.filter_item(item),
+        normalize_group_data=groups.normalize_group_data,
+        pad_group_data=groups.pad_group_data,
+        get_group_data_meta_info=groups.get_group_data_meta_info,
+    )
+    default = Hooks()
+    whole = timed_out or len(group[1]) >= 4
+    assert hooks.judge(group, SETTINGS, timed_out=timed_out) == default.judge(
+        group, SETTINGS, timed_out=timed_out
+    )
+    assert default.judge(group, SETTINGS, timed_out=timed_out).finished == whole
+    before = copy.deepcopy(group)
+    got, expected = hooks.finish(group, SETTINGS), default.finish(group, SETTINGS)
+    assert [item["uid"] for item in got] == [item["uid"] for item in expected]
+    for one, other in zip(got, expected, strict=True):
+        assert one["reward"] == pytest.approx(other["reward"])
+        assert one["raw_reward"] == one["extra_info"]["raw_reward"] == other["raw_reward"]
+    assert group == before
+    assert hooks.meta_info({"q": group[1]}, SETTINGS) == default.meta_info({"q": group[1]}, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        (True, (True, True)),
+        (False, (False, False)),
+        ((False, True), (False, True)),
+        ([True, False], (True, True)),
+        ((numpy.bool_(False), numpy.bool_(False)), (False, False)),
+        (numpy.bool_(True), (True, True)),
+    ],
+)
+def test_a_verdict_may_be_one_word_or_two(said: Any, verdict: tuple[bool, bool]) -> None:
+    hooks = hooks_of(is_valid_group=lambda group, n, task: said)
+    assert hooks.judge(a_group([0, 1]), SETTINGS) == Verdict(*verdict)
+    # Nothing can come any more: finished, whatever it says.
+    assert hooks.judge(a_group([0, 1]), SETTINGS, timed_out=True).finished
+    assert hooks.judge(a_group([0, 1, 0, 1]), SETTINGS).finished
+
+
+def test_hooks_are_given_what_they_ask_for() -> None:
+    seen: dict[str, Any] = {}
+
+    def filter_item(item: Any, kind: str, *, group_size: int) -> bool:
+        seen["filter"] = (kind, group_size)
+        return True
+
+    def normalize_group_data(group: Any, eps: float, *, algo: str, epsilon: float = 3, extra: int = 5) -> Any:
+        seen["normalize"] = (eps, algo, epsilon, extra)
+        return group
+
+    def pad_group_data(group: Any, *rest: Any) -> Any:
+        seen["pad"] = rest
+        return groups.pad_group_data(group, *rest)
+
+    def is_valid_group(group: Any, unused: Any = 3, *, timed_out: bool, settings: GroupSettings) -> bool:
+        seen["valid"] = (unused, timed_out, settings)
+        return True
+
+    hooks = hooks_of(
+        filter_item=filter_item,
+        normalize_group_data=normalize_group_data,
+        pad_group_data=pad_group_data,
+        is_valid_group=is_valid_group,
+    )
+    hooks.judge(a_group([0, 1]), SETTINGS, timed_out=True)
+    hooks.finish(a_group([0, 1, -1.0]), SETTINGS)
+    assert seen == {
+        "filter": ("math", 4),
+        "normalize": (1e-8, "grpo", 3, 5),
+        "pad": (4,),
+        "valid": (3, True, SETTINGS),
+    }
+
+    def own_default(group: Any, epsilon: float = 0.5, algo: str = "mine", task_type: str = "") -> Any:
+        seen["own"] = (epsilon, algo, task_type)
+        return group
+
+    hooks_of(normalize_group_data=own_default).finish(a_group([0, 1, 1]), SETTINGS)
+    assert seen["own"] == (0.5, "mine", "math")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (3, "is a value of type int"),
+        (bool, "has no signature"),
+        (lambda: True, "takes no positional argument"),
+        (lambda item, task_type, threshold: True, "its parameter threshold"),
+        (lambda item, *, threshold: True, "its parameter threshold"),
+        (lambda item, kind, /: True, "its parameter kind"),
+    ],
+)
+def test_hooks_that_cannot_be_called_are_refused(function: Any, said: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"/g/math_generator.py: filter_item must be a function of"
+    ) as caught:
+        hooks_of(filter_item=function)
+    assert said in str(caught.value)
+
+
+async def test_async_hooks_are_refused() -> None:
+    async def filter_item(item: Any, task_type: str) -> bool:
+        return True
+
+    with pytest.raises(ConfigError, match="is async"):
+        hooks_of(filter_item=filter_item)
+
+
+def test_transform_group_stands_for_all_three() -> None:
+    def transform_group(group: Any, task_type: str) -> Any:
+        assert task_type == "math"
+        instance_id, items = group
+        for item in items:
+            item["reward"] *= 2
+        return [instance_id, items[:2]]
+
+    hooks = hooks_of(transform_group=transform_group, filter_item=lambda item, task_type: 1 / 0)
+    items = hooks.finish(a_group([0, -1.0, 1]), SETTINGS)
+    assert [item["reward"] for item in items] == [0, -2.0]
+    assert [item["raw_reward"] for item in items] == [0, -1.0]
+    assert [item["extra_info"]["raw_reward"] for item in items] == [0, -1.0]
+    assert (
+        hooks_of(transform_group=lambda group, task_type: (group[0], [])).finish(a_group([1]), SETTINGS) == []
+    )
+
+
+def test_too_few_left_by_a_filter_is_none() -> None:
+    hooks = hooks_of(filter_item=lambda item, task_type: item["uid"] in ("u0", "u1"))
+    assert hooks.finish(a_group([0, 1, 0.5, 0.7]), SETTINGS) == []
+    hooks = hooks_of(filter_item=lambda item, task_type: item["uid"] != "u0")
+    assert len(hooks.finish(a_group([0, 1, 0.5, 0.7]), SETTINGS)) == 4
+
+
+def test_a_hooks_raw_reward_is_in_both_places() -> None:
+    def normalize_group_data(group: Any) -> Any:
+        return group[0], [{**item, "reward": 0.5, "raw_reward": 9.0} for item in group[1]]
+
+    items = hooks_of(normalize_group_data=normalize_group_data).finish(a_group([0, 1, 1, 1]), SETTINGS)
+    assert (
+        {item["raw_reward"] for item in items}
+        == {item["extra_info"]["raw_reward"] for item in items}
+        == {9.0}
+    )
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_a_hook_that_raises_is_named_with_its_traceback(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "bad_generator.py"
+    file.write_text(f"def {name}({', '.join(CONVENTIONS[name])}):\n    return 1 / 0\n")
+    hooks, group = hooks_in(file), a_group([0, 1, 1, 1])
+    with pytest.raises(HookError, match=f"bad_generator.py: {name} raised ZeroDivisionError") as caught:
+        hooks.meta_info({"q": group[1]}, SETTINGS)
+        hooks.judge(group, SETTINGS)
+        hooks.finish(group, SETTINGS)
+    assert caught.value.hook == name
+    assert f'{file}", line 2, in {name}' in caught.value.traceback
+
+
+@pytest.mark.parametrize(
+    ("name", "give_back", "said"),
+    [
+        ("is_valid_group", lambda group: None, "gave back None instead of True, False"),
+        ("is_valid_group", lambda group: 1, "gave back a value of type int"),
+        ("is_valid_group", lambda group: (True,), "gave back a value of type tuple"),
+        ("get_group_data_meta_info", lambda temp: None, "gave back None instead of a dict"),
+        ("filter_item", lambda item: None, "gave back None instead of True or False"),
+        ("filter_item", lambda item: numpy.zeros(2), "gave back a value of type ndarray instead of True or"),
+        ("normalize_group_data", lambda group: None, "gave back None instead of"),
+        ("normalize_group_data", lambda group: group[1], r"instead of \(instance_id, list of items\)"),
+        ("normalize_group_data", lambda group: ("other", group[1]), "instance id 'other' for 'q'"),
+        ("normalize_group_data", lambda group: (group[0], [1]), r"items\[0\] that is a value of type int"),
+        ("pad_group_data", lambda group: (group[0], group[1][:3]), "gave back 3 items; a group has 4"),
+        ("pad_group_data", lambda group: (group[0], group[1] * 2), "gave back 8 items; a group has 4"),
+        ("transform_group", lambda group: (group[0], group[1] * 2), "gave back 8 items; a group has 4"),
+    ],
+)
+def test_what_cannot_be_handed_out_is_refused(name: str, give_back: Any, said: str) -> None:
+    hooks = hooks_of(**{name: give_back})
+    group = a_group([0, 1, 1, 0.5])
+    with pytest.raises(HookError, match=said) as caught:
+        hooks.meta_info({"q": group[1]}, SETTINGS)
+        hooks.judge(group, SETTINGS)
+        hooks.finish(group, SETTINGS)
+    assert str(caught.value).startswith(f"/g/math_generator.py: {name} gave back")
+    assert caught.value.traceback
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"messages": None}, "without messages"),
+        ({"instance_id": 3}, "of instance id 3, not 'q'"),
+        ({"extra_info": 5}, "whose extra_info is a value of type int"),
+        ({"reward": math.nan}, "whose reward is nan"),
+        ({"reward": numpy.float32("inf")}, "whose reward is .*inf"),
+        ({"reward": "1"}, "whose reward is '1', not a finite number"),
+        ({"reward": True}, "whose reward is True"),
+        ({"reward": 10**400}, "whose reward is 1000.*, not a finite number"),
+    ],
+)
+def test_items_that_a_reader_cannot_use_are_refused(change: dict[str, Any], said: str) -> None:
+    def transform_group(group: Any) -> Any:
+        items = [{**item, **change} for item in group[1]]
+        return group[0], [{k: v for k, v in item.items() if k != "messages" or v} for item in items]
+
+    with pytest.raises(HookError, match=rf"transform_group gave back items\[0\] {said}"):
+        hooks_of(transform_group=transform_group).finish(a_group([0, 1, 1, 0.5]), SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("normalise_group_data", "normalize_group_data"),
+        ("normalize_group", "normalize_group_data"),
+        ("filter_items", "filter_item"),
+        ("isValidGroup", "is_valid_group"),
+        ("transfrom_group", "transform_group"),
+        ("get_group_meta_info", "get_group_data_meta_info"),
+    ],
+)
+def test_a_misspelt_hook_is_an_error(tmp_path: Path, name: str, meant: str) -> None:
+    file = tmp_path / "math_generator.py"
+    file.write_text(f"def {name}(group): return group\n")
+    with pytest.raises(ConfigError, match=f"{name} is no hook, did you mean {meant}"):
+        hooks_in(file)
+
+
+def test_other_functions_are_no_misspelt_hooks(tmp_path: Path) -> None:
+    file = tmp_path / "math_generator.py"
+    names = ["_filter_items", "filter_rows", "default_filter_item", "my_is_valid_group", "pad_messages"]
+    names += ["compute_score", "filter_item_by_length", "transform_row", "normalize_answer", "run_rollout"]
+    code = "".join(f"def {name}(*_): return True\n" for name in names)
+    code += "class FilterItems: pass\nfilter_itms = 5\n"
+    code += "def filter_item(item): return filter_items([item])\ndef filter_items(items): return True\n"
+    file.write_text(code)
+    assert hooks_in(file).overridden == {"filter_item"}
