@@ -47,6 +47,9 @@ is reset, and the client may see that in place of the answer."""
 _READ_BUFFER = 2**16
 """Bytes of a body that aiohttp keeps before anybody reads it, about; a connection may have 32 such bodies."""
 
+_GONE = 499
+"""As nginx counts requests whose client went away."""
+
 _CANCEL_S = 0.5
 """For cancelled handlers to end, when the server stops."""
 
@@ -358,7 +361,7 @@ class WebServer:
         self._on_answer = on_answer
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
-        self._handlers: set[asyncio.Task[Any]] = set()
+        self._handlers: dict[asyncio.Task[Any], web.RequestHandler] = {}
         self._watch: asyncio.Task[None] | None = None
         self._stopping = False
         self._quiet = asyncio.Event()
@@ -408,16 +411,19 @@ class WebServer:
             return
         server, self._server, self._stopping = self._server, None, True
         server.close()
-        self._manager.pre_shutdown()  # idle connections end now, others after their request
         try:
+            await asyncio.sleep(0)  # requests that have come begin
+            self._manager.pre_shutdown()  # who is busy ends after this request
+            for connection in self._connections.difference(self._handlers.values()):
+                connection.force_close()
             self._note_quiet()
             await asyncio.wait_for(self._quiet.wait(), grace_s)
         except TimeoutError:
             _LOG.warning("%d requests are cut off: the server stops", len(self._handlers))
         finally:
-            for handler in self._handlers:
+            for handler in list(self._handlers):
                 handler.cancel()
-            for connection in self._connections:
+            for connection in list(self._connections):
                 connection.socket.abort()
             self._watch.cancel()
         if self._handlers:
@@ -433,7 +439,7 @@ class WebServer:
         began = time.perf_counter()
         task = asyncio.current_task()
         assert task is not None
-        self._handlers.add(task)
+        self._handlers[task] = raw.protocol
         request = Request(raw, self)
         route = None
         try:
@@ -448,7 +454,7 @@ class WebServer:
         except Exception as error:
             response = self._refuse(request, error)
         finally:
-            self._handlers.discard(task)
+            del self._handlers[task]
             if request._held:
                 request.release()
             if self._stopping:
@@ -474,7 +480,7 @@ class WebServer:
         if isinstance(error, HTTPError):
             refusal: HTTPError | None = error
         elif isinstance(error, ConnectionError) and request.gone:
-            raise error  # aiohttp passes over it: there is nobody to be answered
+            return web.Response(status=_GONE)
         elif isinstance(error, web.RequestPayloadError):
             refusal = HTTPError(400, f"the body cannot be read: {error}")
         else:
@@ -484,8 +490,8 @@ class WebServer:
             refusal = HTTPError(500, "internal error, see the server's log", "internal")
         elif refusal.status == 500:
             _LOG.warning("%s %s: %s", request.method, request.path, refusal, exc_info=refusal.__cause__)
-        if raw.writer.output_size:  # its status is on its way: only a broken connection can tell now
-            raise ConnectionResetError(f"the answer broke off: {refusal}") from error
+        if raw.writer.output_size and raw.transport is not None:
+            raw.transport.abort()  # its status has been sent: only a broken connection can tell now
         response = self._render_error(raw, refusal)
         if not raw.content.is_eof():
             response.force_close()
@@ -714,8 +720,8 @@ class _Table:
 
     def find(self, request: Request) -> tuple[Route | None, Iterable[str]]:
         """The route, or None and the methods that the path has."""
-        message = request.raw.message
-        route = self._quick.get((message.method, message.path))
+        method = request.raw.method
+        route = self._quick.get((method, request.raw.raw_path))
         if route is not None:
             return route, ()
         path = request.raw.rel_url.raw_path
@@ -729,8 +735,8 @@ class _Table:
                     break
             else:
                 return None, ()
-        route = methods.get(message.method)
-        if route is None and message.method == "HEAD":
+        route = methods.get(method)
+        if route is None and method == "HEAD":
             route = methods.get("GET")
         return route, methods
 
