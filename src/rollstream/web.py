@@ -18,7 +18,7 @@ import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import unquote
 
@@ -238,7 +238,8 @@ class Request:
             raise _unreadable("the query", error) from error
 
     def release(self) -> None:
-        """Gives the bytes of the body back to the budget; the server calls it after the handler."""
+        """Drops the body and gives its bytes back to the budget; for handlers that go on without it."""
+        self._body = None
         self._server.body_bytes -= self._held
         self._held = 0
 
@@ -391,8 +392,8 @@ class WebServer:
         if beyond and self._access.token is None and not self._access.insecure:
             server.close()
             raise ConfigError(
-                f"{host or beyond[0]} can be reached from other machines: set a token, listen on 127.0.0.1, "
-                "or say that everybody may come in"
+                f"other machines reach {host or beyond[0]}: set a token (an API key), listen on 127.0.0.1, "
+                "or let everybody in with --insecure"
             )
         self._gate = _Gate(self._access, host, [address[0] for address in addresses])
         self._server = server
@@ -402,15 +403,20 @@ class WebServer:
         self.url = f"http://{shown}:{addresses[0][1]}"
         return self.url
 
+    def stop_listening(self) -> None:
+        """Takes no more connections; those that are open go on."""
+        if self._server is not None:
+            self._server.close()
+
     async def stop(self, grace_s: float = 10.0) -> None:
         """Stops listening, lets requests in flight finish for `grace_s`, then cancels them and cuts them off.
 
         Returns at most a second later, also where a handler does not let itself be cancelled. Idempotent.
         """
-        if self._server is None or self._watch is None:
+        if self._watch is None or self._watch.done():
             return
-        server, self._server, self._stopping = self._server, None, True
-        server.close()
+        self.stop_listening()
+        self._stopping = True
         try:
             await asyncio.sleep(0)  # requests that have come begin
             self._manager.pre_shutdown()  # who is busy ends after this request
@@ -487,7 +493,8 @@ class WebServer:
             refusal = self._translate(error) if self._translate is not None else None
         if refusal is None:
             _LOG.error("%s %s failed", request.method, request.path, exc_info=error)
-            refusal = HTTPError(500, "internal error, see the server's log", "internal")
+            text = f"internal error ({type(error).__name__}), see the server's log"
+            refusal = HTTPError(500, text, "internal")
         elif refusal.status == 500:
             _LOG.warning("%s %s: %s", request.method, request.path, refusal, exc_info=refusal.__cause__)
         if raw.writer.output_size and raw.transport is not None:
@@ -598,9 +605,8 @@ class _Gate:
         if self._bearer is None or request.shown_token or (route is not None and route.open):
             return
         if request.identity is None:
-            raise HTTPError(
-                401, "the token is missing or wrong", "unauthorized", headers={"www-authenticate": "Bearer"}
-            )
+            text = "the token or API key is missing or wrong"
+            raise HTTPError(401, text, "unauthorized", headers={"www-authenticate": "Bearer"})
         if route is not None and request.identity.scope not in route.scopes:
             raise HTTPError(403, "this token may not do that", "forbidden")
 
@@ -676,69 +682,44 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-@dataclass(slots=True)
-class _Pattern:
-    """A path with placeholders."""
-
-    segments: list[str]
-    methods: dict[str, Route] = field(default_factory=dict)
-
-    def match(self, segments: list[str]) -> dict[str, str] | None:
-        params = {}
-        own = self.segments
-        if own[-1].endswith("...}"):
-            if len(segments) < len(own):
-                return None
-            params[own[-1][1:-4]] = unquote("/".join(segments[len(own) - 1 :]))
-            own = own[:-1]
-        elif len(segments) != len(own):
-            return None
-        for wanted, given in zip(own, segments, strict=False):
-            if wanted.startswith("{"):
-                params[wanted[1:-1]] = unquote(given)
-            elif wanted != given:
-                return None
-        return params if all(params.values()) else None
-
-
 class _Table:
-    """Routes by method and path."""
+    """Routes by path and method."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
-        self._quick: dict[tuple[str, str], Route] = {}
         self._paths: dict[str, dict[str, Route]] = {}
-        self._patterns: dict[str, _Pattern] = {}
+        self._patterns: dict[str, dict[str, Route]] = {}
         for route in routes:
-            if "{" in route.path:
-                pattern = self._patterns.setdefault(route.path, _Pattern(route.path.split("/")))
-                methods = pattern.methods
-            else:
-                methods = self._paths.setdefault(route.path, {})
-                self._quick[route.method, route.path] = route
+            table = self._patterns if "{" in route.path else self._paths
+            methods = table.setdefault(route.path, {})
             assert route.method not in methods, f"two routes for {route.method} {route.path}"
             methods[route.method] = route
 
     def find(self, request: Request) -> tuple[Route | None, Iterable[str]]:
-        """The route, or None and the methods that the path has."""
-        method = request.raw.method
-        route = self._quick.get((method, request.raw.raw_path))
-        if route is not None:
-            return route, ()
-        path = request.raw.rel_url.raw_path
-        methods = self._paths.get(path)
+        """The route, or None and the methods that the path has; sets the request's `params`."""
+        methods = self._paths.get(request.raw.raw_path)
         if methods is None:
-            segments = path.split("/")
-            for pattern in self._patterns.values():
-                params = pattern.match(segments)
-                if params is not None:
-                    methods, request.params = pattern.methods, params
-                    break
-            else:
-                return None, ()
-        route = methods.get(method)
-        if route is None and method == "HEAD":
+            path = request.raw.rel_url.raw_path  # without the query, still percent-encoded
+            methods = self._paths.get(path)
+            if methods is None:
+                methods, request.params = self._match(path.split("/"))
+        route = methods.get(request.method)
+        if route is None and request.method == "HEAD":
             route = methods.get("GET")
         return route, methods
+
+    def _match(self, segments: list[str]) -> tuple[dict[str, Route], dict[str, str]]:
+        for path, methods in self._patterns.items():
+            wanted, given = path.split("/"), segments
+            if path.endswith("...}") and len(given) >= len(wanted):
+                given = [*given[: len(wanted) - 1], "/".join(given[len(wanted) - 1 :])]
+            if len(given) != len(wanted):
+                continue
+            pairs = list(zip(wanted, given, strict=True))
+            if all(value if name.startswith("{") else name == value for name, value in pairs):
+                return methods, {
+                    name.strip("{.}"): unquote(value) for name, value in pairs if name.startswith("{")
+                }
+        return {}, {}
 
 
 def _unknown(request: Request, methods: Iterable[str]) -> HTTPError:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gzip
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -433,6 +434,9 @@ async def test_too_large_bodies_are_refused() -> None:
         part = b"1f4\r\n" + b"x" * 500 + b"\r\n"
         assert await ask(server, chunked, part, part, b"0\r\n\r\n") == 200
         assert await ask(server, chunked, part, part, part) == 413
+        zeros = gzip.compress(bytes(10**6))
+        packed = head("POST", "/length", Content_Length=str(len(zeros)), Content_Encoding="gzip")
+        assert await ask(server, packed + zeros) == 413
         assert server.body_bytes == 0
 
 
