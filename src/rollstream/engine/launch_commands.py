@@ -149,6 +149,8 @@ def _rollstream(options: ServerOptions) -> dict[str, Any]:
     return {
         "model": options.model_path,
         "host": options.host,
+        # On a cluster other nodes have to reach it, as any other server; a key is the user's to set.
+        "insecure": options.host != "127.0.0.1",
         "max-model-len": options.max_model_len,
         "log-dir": options.log_dir,
         "exit-with-parent": True,

@@ -1,14 +1,10 @@
-"""The routes of the server, and what all of them share: keys, errors, counts."""
+"""The routes of the server."""
 
-import hmac
-import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from aiohttp import web
 
-from rollstream.errors import RollstreamError
 from rollstream.serving import native
 from rollstream.serving.chat import chat
 from rollstream.serving.completions import complete
@@ -16,40 +12,44 @@ from rollstream.serving.control import ControlRoutes
 from rollstream.serving.metrics import RequestCounts
 from rollstream.serving.model import ServedModel
 from rollstream.serving.openai_wire import check_model, event_stream
-from rollstream.serving.parameters import read_object
-from rollstream.serving.refusals import error_response, json_response, refuse
+from rollstream.serving.parameters import request_object
+from rollstream.serving.refusals import refusal_of, render_error
 from rollstream.serving.service import EngineService
-
-_LOG = logging.getLogger(__name__)
+from rollstream.web import Access, Limits, Request, Route, WebServer, json_response
 
 MAX_BODY = 64 * 2**20
 """Bytes. A batch of 64 prompts of 100,000 ids is 40 MB of JSON; more is a mistake."""
 
-_WITHOUT_KEY = frozenset(("/health", "/health_generate", "/metrics"))
-"""For load balancers and monitoring, which have no key; as in SGLang."""
-
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_SPARE_CONNECTIONS = 256
+"""Beside those that wait for a sample: for idle ones, monitoring, and requests that are refused."""
 
 
-def create_app(
-    model: ServedModel, service: EngineService, counts: RequestCounts, *, api_key: str | None = None
-) -> web.Application:
-    """The application.
-
-    Run it with `handler_cancellation`, so that a client that goes away aborts its request.
+def create_server(
+    model: ServedModel, service: EngineService, counts: RequestCounts, *, access: Access | None = None
+) -> WebServer:
+    """The HTTP server, not started.
 
     Args:
         model: what is served.
         service: its engine.
         counts: of the requests that it answers.
-        api_key: what clients have to show as bearer token; None asks for none.
+        access: who may send requests.
     """
-    app = web.Application(
-        client_max_size=MAX_BODY, middlewares=[_counting(counts), _errors, _key_check(api_key)]
+
+    def count(route: Route | None, status: int, seconds: float) -> None:
+        # Paths that nobody knows share a label: clients could make any number of them.
+        counts.answered[route.path if route else "unknown", status] += 1
+
+    routes = [*ControlRoutes(model, service, counts).routes(), *_GenerationRoutes(model, service).routes()]
+    return WebServer(
+        # A client that goes away aborts its request.
+        (replace(route, cancel_when_gone=True) for route in routes),
+        access=access,
+        limits=Limits(max_body=MAX_BODY, max_connections=service.max_queue + _SPARE_CONNECTIONS),
+        translate=refusal_of,
+        render_error=render_error,
+        on_answer=count,
     )
-    app.add_routes(ControlRoutes(model, service, counts).routes())
-    app.add_routes(_GenerationRoutes(model, service).routes())
-    return app
 
 
 class _GenerationRoutes:
@@ -59,18 +59,18 @@ class _GenerationRoutes:
         self._model = model
         self._service = service
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[Route]:
         return [
-            web.post("/generate", self.generate),
-            web.put("/generate", self.generate),
-            web.post("/v1/completions", self.completions),
-            web.post("/v1/chat/completions", self.chat),
-            web.get("/v1/models", self.models),
-            web.get("/v1/models/{name:.+}", self.one_model),
+            Route("POST", "/generate", self.generate),
+            Route("PUT", "/generate", self.generate),
+            Route("POST", "/v1/completions", self.completions),
+            Route("POST", "/v1/chat/completions", self.chat),
+            Route("GET", "/v1/models", self.models),
+            Route("GET", "/v1/models/{name...}", self.one_model),
         ]
 
-    async def generate(self, request: web.Request) -> web.Response:
-        given = read_object(await request.read())
+    async def generate(self, request: Request) -> web.Response:
+        given = await request_object(request)
         reply, stream = await native.generate(given, self._model, self._service)
         if not stream:
             return json_response(reply)
@@ -78,19 +78,19 @@ class _GenerationRoutes:
             return _stream([reply])
         return _stream([{**one, "index": index} for index, one in enumerate(reply)])
 
-    async def completions(self, request: web.Request) -> web.Response:
-        given = read_object(await request.read())
+    async def completions(self, request: Request) -> web.Response:
+        given = await request_object(request)
         return _one_or_stream(await complete(given, self._model, self._service))
 
-    async def chat(self, request: web.Request) -> web.Response:
-        given = read_object(await request.read())
+    async def chat(self, request: Request) -> web.Response:
+        given = await request_object(request)
         return _one_or_stream(await chat(given, self._model, self._service))
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def models(self, request: Request) -> web.Response:
         return json_response({"object": "list", "data": [self._describe()]})
 
-    async def one_model(self, request: web.Request) -> web.Response:
-        check_model(request.match_info["name"], self._model)
+    async def one_model(self, request: Request) -> web.Response:
+        check_model(request.params["name"], self._model)
         return json_response(self._describe())
 
     def _describe(self) -> dict[str, Any]:
@@ -116,54 +116,3 @@ def _stream(chunks: list[dict[str, Any]]) -> web.Response:
     return web.Response(
         body=event_stream(chunks), content_type="text/event-stream", headers={"Cache-Control": "no-cache"}
     )
-
-
-def _counting(counts: RequestCounts) -> Any:
-    @web.middleware
-    async def count(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        response = await handler(request)
-        resource = request.match_info.route.resource
-        # Paths that nobody knows share a label: clients could make any number of them.
-        counts.answered[resource.canonical if resource else "unknown", response.status] += 1
-        return response
-
-    return count
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Whatever goes wrong has a status and OpenAI's shape."""
-    try:
-        return await handler(request)
-    except RollstreamError as error:
-        response = refuse(error)
-        if response.status == 500:  # a 503 comes in crowds: a full queue, a server that ends
-            _LOG.warning("%s %s: %s", request.method, request.path, error)
-        return response
-    except web.HTTPRequestEntityTooLarge:
-        return error_response(f"the body is larger than {MAX_BODY} bytes", 413)
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        refusal = error_response(f"{request.path} takes {allowed}, not {request.method}", 405)
-        refusal.headers["Allow"] = allowed
-        return refusal
-    except web.HTTPException as error:
-        text = f"there is no {request.path}" if error.status == 404 else error.reason
-        return error_response(text, error.status)
-    except Exception as error:
-        _LOG.exception("%s %s failed", request.method, request.path)
-        return error_response(f"internal error ({type(error).__name__}), see the server's log", 500)
-
-
-def _key_check(api_key: str | None) -> Any:
-    expected = None if api_key is None else f"Bearer {api_key}".encode()
-
-    @web.middleware
-    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if expected is not None and request.path not in _WITHOUT_KEY:
-            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-            if not hmac.compare_digest(given, expected):
-                return error_response("the API key is missing or wrong", 401, code="invalid_api_key")
-        return await handler(request)
-
-    return check

@@ -93,6 +93,8 @@ async def _serve(engine: Engine, model: ServedModel, options: argparse.Namespace
         port=options.port,
         max_queue=options.max_queue,
         api_key=_api_key(options.api_key_env),
+        allowed_hosts=options.allow_host,
+        insecure=options.insecure,
     )
     try:
         if not await _unless(stop, engine.start()):

@@ -14,9 +14,10 @@ import rollstream
 from rollstream.errors import EngineError, RollstreamError
 from rollstream.serving.metrics import RequestCounts, metrics_text
 from rollstream.serving.model import ServedModel
-from rollstream.serving.parameters import read_object, read_parameters
-from rollstream.serving.refusals import RequestError, json_response
+from rollstream.serving.parameters import read_object, read_parameters, request_object
+from rollstream.serving.refusals import RequestError
 from rollstream.serving.service import EngineService
+from rollstream.web import Handler, Request, Route, json_response
 
 
 class _Abort(msgspec.Struct):
@@ -50,30 +51,32 @@ class ControlRoutes:
         self._service = service
         self._counts = counts
 
-    def routes(self) -> list[web.RouteDef]:
-        """What goes where."""
-        both = [
-            *(("/flush_cache", self.flush_cache), ("/health", self.health)),
-            *(("/health_generate", self.health_generate), ("/get_load", self.load)),
-        ]
+    def routes(self) -> list[Route]:
+        """What goes where. Load balancers and monitoring have no key; as in SGLang."""
+
+        def both(path: str, handler: Handler, *, open: bool = False) -> list[Route]:
+            return [Route(method, path, handler, open=open) for method in ("GET", "POST")]
+
         return [
-            *(web.get(path, handler) for path, handler in both),
-            *(web.post(path, handler) for path, handler in both),
-            web.get("/get_model_info", self.model_info),
-            web.get("/get_server_info", self.server_info),
-            web.get("/get_weight_version", self.weight_version),
-            web.get("/metrics", self.metrics),
-            web.post("/abort_request", self.abort),
-            web.post("/pause_generation", self.pause),
-            web.post("/continue_generation", self.resume),
-            web.post("/update_weights_from_disk", self.update_weights),
+            *both("/health", self.health, open=True),
+            *both("/health_generate", self.health_generate, open=True),
+            *both("/flush_cache", self.flush_cache),
+            *both("/get_load", self.load),
+            Route("GET", "/get_model_info", self.model_info),
+            Route("GET", "/get_server_info", self.server_info),
+            Route("GET", "/get_weight_version", self.weight_version),
+            Route("GET", "/metrics", self.metrics, open=True),
+            Route("POST", "/abort_request", self.abort),
+            Route("POST", "/pause_generation", self.pause),
+            Route("POST", "/continue_generation", self.resume),
+            Route("POST", "/update_weights_from_disk", self.update_weights),
         ]
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def health(self, request: Request) -> web.Response:
         """200 when a request sent now would be served, else 503; starts an engine that died again."""
         return web.Response(status=200 if await self._service.health() else 503)
 
-    async def health_generate(self, request: web.Request) -> web.Response:
+    async def health_generate(self, request: Request) -> web.Response:
         """The same, by sampling a token."""
         if not await self._service.health():
             return web.Response(status=503)
@@ -83,7 +86,7 @@ class ControlRoutes:
             return web.Response(status=503)
         return web.Response()
 
-    async def model_info(self, request: web.Request) -> web.Response:
+    async def model_info(self, request: Request) -> web.Response:
         """Of the weights."""
         return json_response(
             {
@@ -97,7 +100,7 @@ class ControlRoutes:
             }
         )
 
-    async def server_info(self, request: web.Request) -> web.Response:
+    async def server_info(self, request: Request) -> web.Response:
         """What SGLang's clients ask for, and what the engine can."""
         capabilities = self._service.capabilities
         return json_response(
@@ -119,38 +122,38 @@ class ControlRoutes:
             }
         )
 
-    async def weight_version(self, request: web.Request) -> web.Response:
+    async def weight_version(self, request: Request) -> web.Response:
         """Of answers that begin now."""
         return json_response({"weight_version": str(self._service.weight_version)})
 
-    async def load(self, request: web.Request) -> web.Response:
+    async def load(self, request: Request) -> web.Response:
         """How much there is to do; a list, since SGLang has one entry for each data-parallel rank."""
         load = await self._service.load()
         return json_response([self._load(queued=load.queued if load is not None else 0)])
 
-    async def metrics(self, request: web.Request) -> web.Response:
+    async def metrics(self, request: Request) -> web.Response:
         """For Prometheus."""
         return web.Response(
             text=metrics_text(self._service, self._counts, await self._service.load()),
             content_type="text/plain",
         )
 
-    async def abort(self, request: web.Request) -> web.Response:
+    async def abort(self, request: Request) -> web.Response:
         """Ends one request or all; one that is not in flight may just have ended."""
-        asked = read_parameters(read_object(await request.read()), _Abort, harmless=_ABORT_WORDS)
+        asked = read_parameters(await request_object(request), _Abort, harmless=_ABORT_WORDS)
         if asked.abort_all:
             await self._service.abort()
         elif asked.rid:
             await self._service.abort(asked.rid)
         return web.Response()
 
-    async def flush_cache(self, request: web.Request) -> web.Response:
+    async def flush_cache(self, request: Request) -> web.Response:
         """Nothing to do without a prefix cache; engines cannot empty one while they run."""
         if self._model.keeps_prefixes:
             raise RequestError("this engine has a prefix cache and cannot flush it", code="unsupported")
         return web.Response(text="There is no prefix cache to flush.\n")
 
-    async def pause(self, request: web.Request) -> web.Response:
+    async def pause(self, request: Request) -> web.Response:
         """Aborts what is in flight and holds back what comes."""
         asked = read_parameters(await _optional_object(request), _Pause)
         if asked.mode != "abort":
@@ -158,18 +161,18 @@ class ControlRoutes:
         await self._service.pause()
         return json_response({"message": "Generation paused.", "status": "ok"})
 
-    async def resume(self, request: web.Request) -> web.Response:
+    async def resume(self, request: Request) -> web.Response:
         """Ends a pause."""
         self._service.resume()
         return json_response({"message": "Generation continues.", "status": "ok"})
 
-    async def update_weights(self, request: web.Request) -> web.Response:
+    async def update_weights(self, request: Request) -> web.Response:
         """Loads weights from a folder that the server can read; 400 from an engine that cannot.
 
         What is in flight goes on with the new weights, or returns what it has with `abort_all_requests`.
         """
         asked = read_parameters(
-            read_object(await request.read()),
+            await request_object(request),
             _WeightUpdate,
             harmless=_UPDATE_WORDS,
             neutral=_UPDATE_NEUTRAL,
@@ -206,6 +209,6 @@ def _version(asked: str | int | None) -> int | None:
         ) from None
 
 
-async def _optional_object(request: web.Request) -> dict[str, Any]:
-    body = await request.read()
+async def _optional_object(request: Request) -> dict[str, Any]:
+    body = await request.body()
     return read_object(body) if body.strip() else {}

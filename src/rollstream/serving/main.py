@@ -55,6 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key-env", metavar="NAME", help="environment variable with the key that clients have to show"
     )
     parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name of this server, as clients without a key write it; may be given again",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="listen also without a key where other machines can reach it",
+    )
+    parser.add_argument(
         "--log-dir",
         type=Path,
         metavar="DIR",

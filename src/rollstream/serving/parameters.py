@@ -13,10 +13,18 @@ import msgspec
 import orjson
 
 from rollstream.serving.refusals import RequestError
+from rollstream.web import Request
 
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 
 _PLACE = re.compile(r" - at `\$\.(\w+)")
+
+
+async def request_object(request: Request) -> dict[str, Any]:
+    """The JSON object in a request's body, which is dropped: the answer may take minutes."""
+    body = await request.body()
+    request.release()
+    return read_object(body)
 
 
 def read_object(body: bytes) -> dict[str, Any]:

@@ -1,18 +1,13 @@
 """The HTTP server around an engine: opens a port, ends in good order."""
 
-import socket
-
-from aiohttp import web
+from collections.abc import Iterable
 
 from rollstream.engine.base import Engine
-from rollstream.errors import ConfigError
-from rollstream.serving.app import create_app
+from rollstream.serving.app import create_server
 from rollstream.serving.metrics import RequestCounts
 from rollstream.serving.model import ServedModel
 from rollstream.serving.service import EngineService
-
-_BACKLOG = 1024
-"""Connections that wait to be accepted: rollouts come in waves of hundreds."""
+from rollstream.web import Access
 
 _LAST_ANSWERS_S = 5.0
 """For handlers to write their last answers, which they have already, when the server ends."""
@@ -32,6 +27,8 @@ class Server:
         port: 0 takes a free one.
         max_queue: samples in flight at most.
         api_key: what clients have to show; None asks for none.
+        allowed_hosts: further names of this server, as clients write them.
+        insecure: listens beyond loopback also without a key.
     """
 
     def __init__(
@@ -43,19 +40,21 @@ class Server:
         port: int = 30000,
         max_queue: int = 8192,
         api_key: str | None = None,
+        allowed_hosts: Iterable[str] = (),
+        insecure: bool = False,
     ) -> None:
         self.service = EngineService(engine, max_queue=max_queue, model_path=model.path)
         self.counts = RequestCounts()
         """HTTP requests so far."""
-        app = create_app(model, self.service, self.counts, api_key=api_key)
+        access = Access(api_key, allowed_hosts=frozenset(allowed_hosts), insecure=insecure)
+        self._web = create_server(model, self.service, self.counts, access=access)
         self._host = host
         self._port = port
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=_LAST_ANSWERS_S
-        )
-        self._sites: list[web.BaseSite] = []
-        self.url = ""
+
+    @property
+    def url(self) -> str:
         """Known once `start` has returned."""
+        return self._web.url
 
     async def start(self) -> str:
         """Begins to listen; returns the URL.
@@ -63,25 +62,13 @@ class Server:
         Raises:
             ConfigError: the address cannot be used.
         """
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port, backlog=_BACKLOG)
-        try:
-            await site.start()
-        except (OSError, OverflowError) as error:
-            await self._runner.cleanup()
-            raise ConfigError(f"cannot listen on {self._host}:{self._port}: {error}") from error
-        self._sites.append(site)
-        family = socket.AF_INET6 if ":" in self._runner.addresses[0][0] else socket.AF_INET
-        shown = f"[{self._host}]" if family == socket.AF_INET6 and ":" in self._host else self._host
-        self.url = f"http://{shown}:{self._runner.addresses[0][1]}"
-        return self.url
+        return await self._web.start(self._host, self._port)
 
     async def stop(self) -> None:
         """Ends: no more connections, 503 to who is still waiting, then the engine and the sockets."""
-        for site in self._sites:
-            await site.stop()
+        self._web.stop_listening()
         await self.service.close()
-        await self._runner.cleanup()
+        await self._web.stop(_LAST_ANSWERS_S)
 
     async def __aenter__(self) -> "Server":
         await self.start()

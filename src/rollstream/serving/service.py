@@ -61,7 +61,7 @@ class EngineService:
 
     def __init__(self, engine: Engine, *, max_queue: int, model_path: str) -> None:
         self._engine = engine
-        self._max_queue = max_queue
+        self.max_queue = max_queue
         self.model_path = model_path
         """Where the weights came from; changed by an update."""
         self.weight_version = 0
@@ -199,9 +199,9 @@ class EngineService:
     def _admit(self, requests: Sequence[EngineRequest]) -> None:
         if self._closed:
             raise RequestError("the server is shutting down", status=503)
-        if len(requests) > self._max_queue:
+        if len(requests) > self.max_queue:
             raise RequestError(
-                f"a request for {len(requests)} samples: the server queues {self._max_queue} at most"
+                f"a request for {len(requests)} samples: the server queues {self.max_queue} at most"
             )
         seen = set()
         for request in requests:
@@ -209,9 +209,9 @@ class EngineService:
             if request.request_id in self._flights or request.request_id in seen:
                 raise RequestError(f"request id {request.request_id!r} is in use", param="rid")
             seen.add(request.request_id)
-        if len(self._flights) + len(requests) > self._max_queue:
+        if len(self._flights) + len(requests) > self.max_queue:
             raise RequestError(
-                f"the queue is full: {len(self._flights)} of {self._max_queue} samples", status=503
+                f"the queue is full: {len(self._flights)} of {self.max_queue} samples", status=503
             )
 
     async def _answer(self, request: EngineRequest, flight: _Flight) -> Completion:

@@ -56,6 +56,8 @@ def test_the_plain_commands() -> None:
         "PY -m rollstream.cli serve --model org/model --host 127.0.0.1 --log-dir /logs/replica-0 "
         "--exit-with-parent"
     )
+    # Other nodes have to reach it, without a key unless the user sets one.
+    assert " --host 10.0.0.7 --insecure " in words("rollstream", options(host="10.0.0.7"))
 
 
 def test_everything_that_can_be_asked_for() -> None:

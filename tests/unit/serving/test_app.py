@@ -36,6 +36,23 @@ async def test_a_key_is_asked_for_but_not_of_monitoring() -> None:
     assert len(engine.requests) == 1
 
 
+async def test_web_pages_of_others_are_refused() -> None:
+    engine = ScriptedEngine()
+    async with serving(engine, allowed_hosts=["lab.example"]) as client:
+        for headers, status in (
+            ({"Origin": "http://evil.example"}, 403),
+            ({"Sec-Fetch-Site": "cross-site"}, 403),
+            ({"Host": "evil.example"}, 403),
+            ({"Host": "lab.example:30000"}, 200),
+            ({"Origin": client.url}, 200),
+        ):
+            async with client.session.post(
+                f"{client.url}/generate", json=GENERATE, headers=headers
+            ) as answer:
+                assert answer.status == status
+    assert len(engine.requests) == 2
+
+
 async def test_unknown_routes_and_methods() -> None:
     async with serving(ScriptedEngine()) as client:
         assert "/v2/x" in (await client.refused("/v2/x", {}, 404))["message"]

@@ -3,19 +3,14 @@
 import asyncio
 from typing import Any
 
-from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.serving.app import create_app
 from rollstream.serving.chat import ChatRequest
 from rollstream.serving.completions import CompletionRequest
-from rollstream.serving.metrics import RequestCounts
 from rollstream.serving.native import NativeRequest
-from rollstream.serving.service import EngineService
 from rollstream.testing.scripted import ScriptedEngine
-from tests.unit.serving.served import served_model
+from tests.unit.serving.served import serving
 
 SCALARS = st.one_of(
     st.none(),
@@ -97,23 +92,15 @@ REQUESTS = st.one_of(
 )
 
 
-def app_of(engine: ScriptedEngine) -> web.Application:
-    service = EngineService(engine, max_queue=300, model_path="m")
-    return create_app(served_model(), service, RequestCounts())
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(REQUESTS, min_size=1, max_size=12))
 def test_nothing_is_a_fault_of_the_server(requests: list[tuple[str, Any]]) -> None:
     async def ask() -> None:
-        engine = ScriptedEngine()
-        await engine.start()
-        async with TestClient(TestServer(app_of(engine))) as client:
+        async with serving(ScriptedEngine(), max_queue=300) as client:
             for path, body in requests:
-                response = await client.post(path, json=body)
-                text = await response.text()
-                assert response.status in (200, 400, 404), (path, body, response.status, text)
-                if response.status != 200:
-                    assert (await response.json())["error"]["message"]
+                status, answer = await client.post(path, body)
+                assert status in (200, 400, 404), (path, body, status, answer)
+                if status != 200:
+                    assert answer["error"]["message"]
 
     asyncio.run(ask())

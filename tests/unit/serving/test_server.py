@@ -45,6 +45,15 @@ async def test_an_impossible_address_is_named(host: str, port: int) -> None:
         await Server(ScriptedEngine(), served_model(), host=host, port=port).start()
 
 
+async def test_everybody_is_let_in_only_when_asked_for() -> None:
+    with pytest.raises(ConfigError, match="API key"):
+        await Server(ScriptedEngine(), served_model(), host="0.0.0.0", port=0).start()
+    for options in ({"api_key": "secret"}, {"insecure": True}):
+        server = Server(ScriptedEngine(), served_model(), host="0.0.0.0", port=0, **options)  # type: ignore[arg-type]
+        await server.start()
+        await server.stop()
+
+
 async def test_the_url_of_other_addresses() -> None:
     server = Server(ScriptedEngine(), served_model(), host="localhost", port=0)
     url = await server.start()

@@ -1,24 +1,21 @@
 """The HTTP server that environments of this process ask for answers."""
 
-import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
 
-from rollstream.errors import RollstreamError
 from rollstream.integrations.verifiers.recorder import Recorder
-from rollstream.serving.parameters import read_object
-from rollstream.serving.refusals import RequestError, error_response, json_response, refuse
-
-logger = logging.getLogger(__name__)
+from rollstream.serving.parameters import request_object
+from rollstream.serving.refusals import RequestError, refusal_of, render_error
+from rollstream.web import Request, Route, WebServer, json_response
 
 SESSION_HEADER = "X-Session-ID"
 """Says whose request it is, by a name that only the rollout's own client knows. From 0.3 on verifiers itself
 sends it, with the id of a trace."""
 
-_MAX_BODY = 64 * 2**20
-"""Bytes: a conversation is text."""
+_LAST_ANSWERS_S = 1.0
+"""For answers that are being sent, when the server ends."""
 
 
 class Endpoint:
@@ -47,52 +44,42 @@ class Endpoint:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Serves."""
-        app = web.Application(client_max_size=_MAX_BODY)
-        app.add_routes(
+        server = WebServer(
             [
-                web.post("/v1/chat/completions", self._chat),
-                web.get("/v1/models", self._models),
-                web.post("/v1/{route:.+}", self._other),
-            ]
+                # A client that goes away ends its generation.
+                Route("POST", "/v1/chat/completions", self._chat, cancel_when_gone=True),
+                Route("GET", "/v1/models", self._models),
+                Route("POST", "/v1/{route...}", self._other),
+            ],
+            translate=refusal_of,
+            render_error=render_error,
         )
-        # A client that goes away ends its generation.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
         try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            host, port = runner.addresses[0][:2]
-            self.url = f"http://{host}:{port}/v1"
+            self.url = await server.start() + "/v1"
             yield
         finally:
-            await runner.cleanup()
+            await server.stop(_LAST_ANSWERS_S)
 
-    def _recorder(self, request: web.Request) -> Recorder:
+    def _recorder(self, request: Request) -> Recorder:
         recorder = self._sessions.get(request.headers.get(SESSION_HEADER, ""))
         if recorder is None:
             raise RequestError(f"no rollout of this {SESSION_HEADER} is under way here", status=404)
         return recorder
 
-    async def _chat(self, request: web.Request) -> web.Response:
-        try:
-            recorder = self._recorder(request)
-            asked, answer = await recorder.answer(read_object(await request.read()))
-        except RollstreamError as error:
-            return refuse(error)
-        except Exception as error:
-            logger.exception("a request of an environment failed")
-            return error_response(f"internal error ({type(error).__name__}: {error})", 500)
+    async def _chat(self, request: Request) -> web.Response:
+        recorder = self._recorder(request)
+        asked, answer = await recorder.answer(await request_object(request))
         if asked.stream:
             return web.Response(body=answer.events(asked), content_type="text/event-stream")
         return json_response(answer.body(asked))
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _models(self, request: Request) -> web.Response:
         model = {"id": self._model, "object": "model", "owned_by": "rollstream"}
         return json_response(
             {"object": "list", "data": [{**model, "created": 0, "max_model_len": self._max_model_len}]}
         )
 
-    async def _other(self, request: web.Request) -> web.Response:
+    async def _other(self, request: Request) -> web.Response:
         recorder = self._sessions.get(request.headers.get(SESSION_HEADER, ""))
         error = RequestError(
             f"there is no {request.path} here: only chat completions are recorded with exact tokens; use a "
@@ -101,4 +88,4 @@ class Endpoint:
         )
         if recorder is not None:
             recorder.refusal = error
-        return refuse(error)
+        raise error

@@ -1,0 +1,706 @@
+"""The HTTP layer, against a real server on loopback."""
+
+import asyncio
+import base64
+import gzip
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from rollstream.errors import ConfigError
+from rollstream.web import (
+    Access,
+    HTTPError,
+    Limits,
+    Request,
+    Route,
+    WebServer,
+    json_response,
+    openapi,
+    render_json_error,
+)
+
+TOKEN = {"Authorization": "Bearer secret"}
+END = 5.0
+"""Seconds within which everything here has to have ended."""
+
+
+class Point(msgspec.Struct, forbid_unknown_fields=True):
+    x: int
+    tags: list[str] = []
+
+
+class Page(msgspec.Struct):
+    after: int = 0
+    limit: int = 10
+
+
+@dataclass
+class JobToken:
+    scope: str
+
+
+async def hello(request: Request) -> web.Response:
+    return json_response({"params": request.params, "shown": request.shown_token})
+
+
+async def length(request: Request) -> web.Response:
+    return json_response(len(await request.body()))
+
+
+ROUTES = [
+    Route("GET", "/hello", hello),
+    Route("GET", "/open", hello, open=True),
+    Route("POST", "/length", length),
+]
+
+
+@asynccontextmanager
+async def serving(
+    routes: list[Route] = ROUTES, *, host: str = "127.0.0.1", grace_s: float = 1.0, **options: Any
+) -> AsyncIterator[WebServer]:
+    server = WebServer(routes, **options)
+    await server.start(host, 0)
+    try:
+        async with asyncio.timeout(30):
+            yield server
+    finally:
+        await server.stop(grace_s)
+
+
+def address(server: WebServer) -> tuple[str, int]:
+    return "127.0.0.1", int(server.url.rpartition(":")[2])
+
+
+class Connection:
+    """A socket of a client that need not behave."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def to(cls, server: WebServer) -> "Connection":
+        return cls(*await asyncio.open_connection(*address(server), limit=2**16))
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def status(self) -> int:
+        """Of the next answer; 0 when the server has closed."""
+        try:
+            async with asyncio.timeout(END):
+                line = await self.reader.readline()
+        except ConnectionError:
+            return 0
+        return int(line.split()[1]) if line else 0
+
+    async def body(self) -> Any:
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        return json.loads(await self.reader.readexactly(size))
+
+    async def closed(self) -> bool:
+        """Whether the server closes in time; what it sends before is thrown away."""
+        try:
+            async with asyncio.timeout(END):
+                while await self.reader.read(2**16):
+                    pass
+        except ConnectionError:
+            pass
+        except TimeoutError:
+            return False
+        return True
+
+
+def head(
+    method: str = "GET",
+    path: str = "/hello",
+    *,
+    host: str | None = "localhost",
+    version: str = "1.1",
+    **more: str,
+) -> bytes:
+    lines = [f"{method} {path} HTTP/{version}"]
+    if host is not None:
+        lines.append(f"Host: {host}")
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in more.items()]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def ask(server: WebServer, *parts: bytes) -> int:
+    """The status of the answer to these bytes."""
+    connection = await Connection.to(server)
+    for part in parts:
+        await connection.send(part)
+    status = await connection.status()
+    connection.writer.close()
+    return status
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(END):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# -- routes
+
+
+async def test_routes_by_path_and_method() -> None:
+    async def named(request: Request) -> web.Response:
+        return json_response(request.params)
+
+    routes = [
+        Route("GET", "/groups", named),
+        Route("POST", "/groups", named),
+        Route("GET", "/groups/{id}", named),
+        Route("POST", "/groups/{id}/drop", named),
+        Route("GET", "/models/{name...}", named),
+    ]
+    async with serving(routes) as server, aiohttp.ClientSession(server.url) as client:
+        for method, path, status, params in [
+            ("GET", "/groups", 200, {}),
+            ("GET", "/groups?after=3", 200, {}),
+            ("HEAD", "/groups", 200, None),
+            ("GET", "/groups/a%2Fb", 200, {"id": "a/b"}),
+            ("POST", "/groups/7/drop", 200, {"id": "7"}),
+            ("GET", "/models/org/model", 200, {"name": "org/model"}),
+            ("GET", "/groups/", 404, None),
+            ("GET", "/groups/7/drop/more", 404, None),
+            ("GET", "/elsewhere", 404, None),
+        ]:
+            async with client.request(method, path if "%" not in path else _as_it_is(server, path)) as answer:
+                assert answer.status == status, path
+                if params is not None:
+                    assert await answer.json() == params
+        async with client.delete("/groups") as answer:
+            assert answer.status == 405
+            assert answer.headers["Allow"] == "GET, POST"
+            assert (await answer.json())["error"]["code"] == "method_not_allowed"
+
+
+def _as_it_is(server: WebServer, path: str) -> Any:
+    from yarl import URL
+
+    return URL(server.url + path, encoded=True)
+
+
+def test_two_routes_of_one_name_are_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="two routes"):
+        WebServer([*ROUTES, Route("GET", "/hello", hello)])
+
+
+async def test_bodies_and_queries_are_typed() -> None:
+    async def point(request: Request) -> web.Response:
+        return json_response([await request.json(Point), request.arguments(Page)])
+
+    async with (
+        serving([Route("POST", "/point", point)]) as server,
+        aiohttp.ClientSession(server.url) as client,
+    ):
+        async with client.post("/point?limit=3", json={"x": 1}) as answer:
+            assert await answer.json() == [{"x": 1, "tags": []}, {"after": 0, "limit": 3}]
+        for path, body, where in [
+            ("/point", b'{"x": 1, "tags": ["a", 2]}', "tags[1]"),
+            ("/point", b'{"x": 1, "y": 2}', "y"),
+            ("/point", b"", "x"),
+            ("/point", b'{"x": 1', ""),
+            ("/point", b"[" * 100_000, ""),
+            ("/point", b'{"x": 1, "tags": ["\xff"]}', ""),
+            ("/point?limit=many", b'{"x": 1}', "limit"),
+        ]:
+            async with client.post(path, data=body) as answer:
+                assert answer.status == 400, body
+                assert (await answer.json())["error"]["where"] == where, body
+
+
+async def test_errors_of_handlers(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(request: Request) -> web.Response:
+        raise {"known": KeyError("k"), "refused": HTTPError(409, "no", "conflict"), "bug": ValueError("v")}[
+            request.params["how"]
+        ]
+
+    seen: list[tuple[str, int]] = []
+    async with (
+        serving(
+            [Route("GET", "/fail/{how}", fail)],
+            translate=lambda error: HTTPError(404, "not there") if isinstance(error, KeyError) else None,
+            render_error=lambda request, error: web.json_response([error.code], status=error.status),
+            on_answer=lambda route, status, seconds: seen.append(
+                (route.path if route else "unknown", status)
+            ),
+        ) as server,
+        aiohttp.ClientSession(server.url) as client,
+    ):
+        for how, status, code in [
+            ("known", 404, "bad_request"),
+            ("refused", 409, "conflict"),
+            ("bug", 500, "internal"),
+        ]:
+            async with client.get(f"/fail/{how}") as answer:
+                assert (answer.status, await answer.json()) == (status, [code])
+        async with client.get("/elsewhere"):
+            pass
+    assert seen == [("/fail/{how}", 404), ("/fail/{how}", 409), ("/fail/{how}", 500), ("unknown", 404)]
+    assert "ValueError: v" in caplog.text
+
+
+async def test_an_answer_that_fails_midway_breaks_off() -> None:
+    async def half(request: Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request.raw)
+        await answer.write(b"half")
+        raise ValueError
+
+    async with (
+        serving([Route("GET", "/half", half)]) as server,
+        aiohttp.ClientSession(server.url) as client,
+        client.get("/half") as answer,
+    ):
+        assert answer.status == 200
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.read()
+
+
+# -- access
+
+
+@pytest.mark.parametrize(
+    ("shown", "status"),
+    [
+        ("Bearer secret", 200),
+        ("bearer  secret", 200),
+        ("Basic " + base64.b64encode(b"any:secret").decode(), 200),
+        ("Basic " + base64.b64encode(b"secret").decode(), 401),
+        ("Basic ===", 401),
+        ("Bearer secre\xe9", 401),
+        ("secret", 401),
+        ("Bearer", 401),
+    ],
+)
+async def test_token(shown: str, status: int) -> None:
+    async with serving(access=Access(token="secret")) as server:
+        assert await ask(server, head(Authorization=shown)) == status
+
+
+async def test_open_routes_need_no_token() -> None:
+    async with serving(access=Access(token="secret")) as server:
+        assert await ask(server, head(path="/open")) == 200
+        assert await ask(server, head(path="/hello")) == 401
+        assert await ask(server, head(path="/elsewhere")) == 401
+
+
+async def test_token_is_checked_before_the_body_comes() -> None:
+    async with serving(access=Access(token="secret")) as server:
+        assert await ask(server, head("POST", "/length", Content_Length="1000000")) == 401
+
+
+async def test_limited_tokens() -> None:
+    async def who(request: Request) -> web.Response:
+        return json_response(
+            {"scope": request.identity and request.identity.scope, "shown": request.shown_token}
+        )
+
+    routes = [Route("POST", "/write", who, scopes=frozenset({"write"})), Route("POST", "/read", who)]
+    access = Access(token="secret", accepts=lambda token: JobToken("write") if token == "job" else None)
+    async with serving(routes, access=access) as server, aiohttp.ClientSession(server.url) as client:
+        job = {"Authorization": "Bearer job"}
+        async with client.post("/write", headers=job) as answer:
+            assert await answer.json() == {"scope": "write", "shown": False}
+        async with client.post("/read", headers=job) as answer:
+            assert answer.status == 403
+        async with client.post("/read", headers=TOKEN) as answer:
+            assert await answer.json() == {"scope": None, "shown": True}
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("localhost.", 200),
+        ("127.0.0.1:1", 200),
+        ("127.9.9.9", 200),
+        ("[::1]:80", 200),
+        ("lab.example", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("10.0.0.7", 403),
+        ("", 403),
+        ("[", 403),
+        (None, 400),
+    ],
+)
+async def test_foreign_host_is_refused(host: str | None, status: int) -> None:
+    async with serving(access=Access(allowed_hosts=frozenset({"Lab.example"}))) as server:
+        assert await ask(server, head(host=host)) == status
+        assert await ask(server, head(host=host)) == status
+
+
+async def test_host_beyond_loopback() -> None:
+    async with serving(host="0.0.0.0", access=Access(token="secret")) as server:
+        assert await ask(server, head(path="/open", host="10.0.0.7:80")) == 200
+        assert await ask(server, head(path="/open", host="evil.example")) == 403
+        assert await ask(server, head(path="/open", host="node.example", **TOKEN)) == 200
+        assert await ask(server, head(path="/open", host="node.example")) == 403
+
+
+async def test_no_host_in_http_1_0() -> None:
+    async with serving() as server:
+        assert await ask(server, head(host=None, version="1.0")) == 200
+        assert await ask(server, head(host=None, version="1.0", Origin="http://localhost")) == 403
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://localhost:7"}, 200),
+        ({"Origin": "https://localhost:7"}, 200),
+        ({"Origin": "http://localhost:7", "Sec_Fetch_Site": "same-origin"}, 200),
+        ({"Origin": "https://lab.example", "Sec_Fetch_Site": "cross-site"}, 200),
+        ({"Sec_Fetch_Site": "none"}, 200),
+        ({"Origin": "http://localhost:8"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec_Fetch_Site": "cross-site"}, 403),
+        ({"Sec_Fetch_Site": "same-site"}, 403),
+    ],
+)
+async def test_foreign_origin_is_refused(headers: dict[str, str], status: int) -> None:
+    access = Access(token="secret", allowed_origins=frozenset({"https://lab.example"}))
+    async with serving(access=access) as server:
+        assert await ask(server, head(host="localhost:7", **TOKEN, **headers)) == status
+
+
+async def test_addresses_that_cannot_be_used() -> None:
+    async with serving() as server:
+        with pytest.raises(ConfigError, match="cannot listen"):
+            await WebServer([]).start(*address(server))
+    for host, port in [("127.0.0.1", 65536), ("nowhere.invalid", 0), ("a..b", 0)]:
+        with pytest.raises(ConfigError, match="cannot listen"):
+            await WebServer([]).start(host, port)
+
+
+async def test_no_token_beyond_loopback_is_refused() -> None:
+    with pytest.raises(ConfigError, match="set a token"):
+        await WebServer([]).start("0.0.0.0", 0)
+    async with serving(host="0.0.0.0", access=Access(insecure=True)) as server:
+        assert await ask(server, head()) == 200
+
+
+# -- limits
+
+
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        head(X_Long="x" * 5000),
+        head(path="/" + "x" * 5000),
+        head(**{f"X-{n}": "x" for n in range(70)}),
+    ],
+)
+async def test_too_large_heads_are_refused(request_head: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(limits=Limits(max_head_field=4096)) as server:
+        connection = await Connection.to(server)
+        await connection.send(request_head)
+        assert await connection.status() == 400
+        assert (await connection.body())["error"]["code"] == "bad_request"
+        assert await connection.closed()
+    assert "Traceback" not in caplog.text
+
+
+async def test_half_a_head_does_not_stay() -> None:
+    async with serving(limits=Limits(keep_alive_seconds=0.1)) as server:
+        for sent in (b"", b"GET /hel", head() + b"GET /hel"):
+            connection = await Connection.to(server)
+            await connection.send(sent)
+            assert await connection.closed()
+
+
+async def test_too_large_bodies_are_refused() -> None:
+    async with serving(limits=Limits(max_body=1000)) as server:
+        assert await ask(server, head("POST", "/length", Content_Length="1001")) == 413
+        assert await ask(server, head("POST", "/length", Content_Length="1001") + b"x" * 1001) == 413
+        chunked = head("POST", "/length", Transfer_Encoding="chunked")
+        part = b"1f4\r\n" + b"x" * 500 + b"\r\n"
+        assert await ask(server, chunked, part, part, b"0\r\n\r\n") == 200
+        assert await ask(server, chunked, part, part, part) == 413
+        zeros = gzip.compress(bytes(10**6))
+        packed = head("POST", "/length", Content_Length=str(len(zeros)), Content_Encoding="gzip")
+        assert await ask(server, packed + zeros) == 413
+        assert server.body_bytes == 0
+
+
+async def test_bodies_share_a_budget() -> None:
+    async with serving(limits=Limits(bodies_in_flight=1000)) as server:
+        first = await Connection.to(server)
+        await first.send(head("POST", "/length", Content_Length="900") + b"x" * 800)
+        await eventually(lambda: server.body_bytes == 800)
+        refused = await Connection.to(server)
+        await refused.send(head("POST", "/length", Content_Length="300") + b"x" * 300)
+        assert await refused.status() == 503
+        assert b"retry-after" in (await refused.reader.readuntil(b"\r\n\r\n")).lower()
+        await first.send(b"x" * 100)
+        assert await first.status() == 200
+        assert await ask(server, head("POST", "/length", Content_Length="300") + b"x" * 300) == 200
+        assert server.body_bytes == 0
+
+
+async def test_a_body_that_stops_coming() -> None:
+    async with serving(limits=Limits(body_idle_seconds=0.1)) as server:
+        assert await ask(server, head("POST", "/length", Content_Length="10") + b"x") == 408
+        assert server.body_bytes == 0
+
+
+async def test_a_client_that_goes_away_with_half_a_body(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as server:
+        connection = await Connection.to(server)
+        await connection.send(head("POST", "/length", Content_Length="10") + b"x")
+        await eventually(lambda: server.body_bytes == 1)
+        connection.writer.transport.abort()
+        await eventually(lambda: server.body_bytes == 0)
+    assert not caplog.records
+
+
+async def test_expect_continue() -> None:
+    async with serving(limits=Limits(max_body=100)) as server:
+        connection = await Connection.to(server)
+        await connection.send(head("POST", "/length", Content_Length="3", Expect="100-continue"))
+        assert await connection.status() == 100
+        await connection.reader.readline()
+        await connection.send(b"abc")
+        assert await connection.status() == 200
+        assert await ask(server, head("POST", "/length", Content_Length="101", Expect="100-continue")) == 413
+
+
+async def test_bodies_that_are_no_http() -> None:
+    async with serving() as server:
+        chunked = head("POST", "/length", Transfer_Encoding="chunked")
+        assert await ask(server, chunked, b"zz\r\n") == 400
+
+
+async def test_connections_are_capped() -> None:
+    async with serving(limits=Limits(max_connections=2)) as server:
+        first, second = await Connection.to(server), await Connection.to(server)
+        await first.send(head())
+        await second.send(head())
+        assert [await first.status(), await second.status()] == [200, 200]
+        third = await Connection.to(server)
+        assert await third.closed()
+        first.writer.close()
+        await eventually_answered(server)
+
+
+async def eventually_answered(server: WebServer) -> None:
+    async with asyncio.timeout(END):
+        while await ask(server, head()) != 200:
+            await asyncio.sleep(0.005)
+
+
+async def test_answers_that_nobody_reads_are_cut_off() -> None:
+    async def endless(request: Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request.raw)
+        while True:
+            await answer.write(b"x" * 2**16)
+
+    async def large(request: Request) -> web.Response:
+        return web.Response(body=b"x" * 2**25)
+
+    routes = [*ROUTES, Route("GET", "/endless", endless), Route("GET", "/large", large)]
+    async with serving(routes, limits=Limits(answer_idle_seconds=0.2, max_connections=1)) as server:
+        for request in (head(path="/endless"), head(path="/large"), head(path="/large", Connection="close")):
+            while True:
+                unread = await Connection.to(server)
+                await unread.send(request)
+                if await unread.status() == 200:
+                    break
+            assert await ask(server, head()) == 0  # there is room for one connection
+            await eventually_answered(server)
+            unread.writer.close()
+
+
+async def test_slow_readers_get_their_answer() -> None:
+    async def large(request: Request) -> web.Response:
+        return web.Response(body=b"x" * 2**25)
+
+    async with serving([Route("GET", "/large", large)], limits=Limits(answer_idle_seconds=0.2)) as server:
+        connection = await Connection.to(server)
+        await connection.send(head(path="/large"))
+        size = 0
+        while size < 2**25:  # takes two seconds or more
+            await asyncio.sleep(0.1)
+            part = await connection.reader.readexactly(2**21)
+            size += len(part)
+
+
+# -- the end
+
+
+async def stop_while(
+    handler: Callable[[Request], Awaitable[web.StreamResponse]], *, grace_s: float, started: asyncio.Event
+) -> tuple[int, float]:
+    """Status of a request in flight, and how long `stop` took."""
+    server = WebServer([Route("GET", "/hello", handler)])
+    await server.start()
+    idle = await Connection.to(server)
+    connection = await Connection.to(server)
+    await connection.send(head())
+    await started.wait()
+    began = time.monotonic()
+    await server.stop(grace_s)
+    took = time.monotonic() - began
+    assert await idle.closed()
+    with pytest.raises(OSError):
+        await Connection.to(server)
+    return await connection.status(), took
+
+
+async def test_stop_lets_requests_finish() -> None:
+    started = asyncio.Event()
+
+    async def short(request: Request) -> web.Response:
+        started.set()
+        await asyncio.sleep(0.1)
+        return json_response("done")
+
+    status, took = await stop_while(short, grace_s=10, started=started)
+    assert status == 200
+    assert took < END
+
+
+async def test_stop_cancels_what_hangs() -> None:
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def hang(request: Request) -> web.Response:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        raise AssertionError
+
+    status, took = await stop_while(hang, grace_s=0.1, started=started)
+    assert status == 0
+    assert cancelled.is_set()
+    assert took < 1.1
+
+
+async def test_stop_returns_whatever_a_handler_does(caplog: pytest.LogCaptureFixture) -> None:
+    started, free = asyncio.Event(), asyncio.Event()
+
+    async def stubborn(request: Request) -> web.Response:
+        started.set()
+        while not free.is_set():
+            try:
+                await free.wait()
+            except asyncio.CancelledError:
+                continue
+        return json_response("done")
+
+    status, took = await stop_while(stubborn, grace_s=0.1, started=started)
+    assert status == 0
+    assert took < 1.1
+    assert "do not end" in caplog.text
+    free.set()
+
+
+async def test_stop_with_an_answer_that_nobody_reads() -> None:
+    async def large(request: Request) -> web.Response:
+        return web.Response(body=b"x" * 2**25)
+
+    server = WebServer([Route("GET", "/large", large)])
+    await server.start()
+    connection = await Connection.to(server)
+    await connection.send(head(path="/large"))
+    assert await connection.status() == 200
+    began = time.monotonic()
+    await server.stop(0.1)
+    assert time.monotonic() - began < 1.1
+    await server.stop(0.1)
+
+
+@pytest.mark.parametrize("cancel_when_gone", [True, False])
+async def test_a_client_that_goes_away_cancels_its_handler_where_asked_for(cancel_when_gone: bool) -> None:
+    started, go_on, ends = asyncio.Event(), asyncio.Event(), []
+
+    async def wait(request: Request) -> web.Response:
+        started.set()
+        try:
+            await go_on.wait()
+            ends.append("gone" if request.gone else "there")
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+        return json_response("done")
+
+    route = Route("GET", "/hello", wait, cancel_when_gone=cancel_when_gone)
+    async with serving([route]) as server:
+        connection = await Connection.to(server)
+        await connection.send(head())
+        await started.wait()
+        connection.writer.close()
+        if not cancel_when_gone:
+            await asyncio.sleep(0.05)
+            go_on.set()
+        await eventually(lambda: bool(ends))
+    assert ends == ["cancelled" if cancel_when_gone else "gone"]
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with serving() as server:
+        connection = await Connection.to(server)
+        await connection.send(
+            b"".join(head("POST", "/length", Content_Length=str(n)) + b"x" * n for n in range(50))
+        )
+        for n in range(50):
+            assert await connection.status() == 200
+            assert await connection.body() == n
+
+
+# -- OpenAPI
+
+
+def test_openapi() -> None:
+    document = openapi(
+        [
+            Route("POST", "/points/{id}", hello, body=Point, answer=Page, summary="Adds a point."),
+            Route("GET", "/points/{rest...}", hello, query=Page, open=True),
+        ],
+        "points",
+        "1.0",
+    )
+    json.dumps(document)
+    added = document["paths"]["/points/{id}"]["post"]
+    assert added["summary"] == "Adds a point."
+    assert [parameter["name"] for parameter in added["parameters"]] == ["id"]
+    assert added["requestBody"]["content"]["application/json"]["schema"] == {
+        "$ref": "#/components/schemas/Point"
+    }
+    assert added["responses"]["200"]["content"]["application/json"]["schema"] == {
+        "$ref": "#/components/schemas/Page"
+    }
+    listed = document["paths"]["/points/{rest}"]["get"]
+    assert [(p["name"], p["in"], p["required"]) for p in listed["parameters"]] == [
+        ("rest", "path", True),
+        ("after", "query", False),
+        ("limit", "query", False),
+    ]
+    assert listed["security"] == []
+    schemas = document["components"]["schemas"]
+    assert schemas["Point"]["required"] == ["x"]
+    assert {"Point", "Page", "ErrorBody"} <= set(schemas)
+
+
+def test_rendered_errors_are_as_documented() -> None:
+    answer = render_json_error(None, HTTPError(400, "no", where="x"))  # type: ignore[arg-type]
+    assert json.loads(answer.body) == {"error": {"message": "no", "code": "bad_request", "where": "x"}}  # type: ignore[arg-type]
