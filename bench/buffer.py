@@ -1,15 +1,15 @@
-"""The buffer over HTTP: durable writes, batches, large items, a read of everything, and opening what is there.
+"""The buffer over HTTP: durable writes, batches, large items, a read of everything, opening what is there.
 
     python -m bench.buffer [--quick] [--json FILE]
 
-The server (`rollstream buffer serve`), the load and the bare server are processes of their own; see `buffer_load`
-for the latter two. Items are about 2 KB of JSON. Every write is answered when it is on disk. The bare server is
-aiohttp.web on the same event loop: it reads the body, keeps nothing, and answers. It runs before and after,
-and the mean of both counts. The second table is PostgreSQL's, where its programs are found.
+The server (`rollstream buffer serve`), the load and the bare server are processes of their own; see
+`buffer_load` for the latter two. Items are about 2 KB of JSON. Every write is answered when it is on disk. The
+bare server is aiohttp.web on the same event loop: it reads the body, keeps nothing, and answers. It runs before
+and after, and the mean of both counts. PostgreSQL's tables need its programs (Debian's postgresql).
 
-Aims: single durable writes >= 8,000/s and >= 0.55 of the bare server; CPU a write the same at 1 k and 1 M items
-stored; batches >= 25,000 items/s; 100 k items read in 2.5 s; 1 M items opened in 1 s; items of 200 KB at 60 % of a
-plain sequential write; memory under 300 MB.
+Aims: single durable writes >= 8,000/s and >= 0.55 of the bare server; CPU a write the same at 1 k and 1 M
+items stored; batches >= 25,000 items/s; 100 k items read in 2.5 s; 1 M items opened in 1 s; items of 200 KB at
+60 % of a plain sequential write; memory under 300 MB.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ def bare_rate(total: int, folder: Path) -> float:
 def measure_writes(
     sizes: Sequence[int], singles: int, folder: Path, *words: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Single writes with so many items stored, filled up by batches; then what the batches took, and opening it."""
+    """Single writes with so many items stored, filled up by batches; what the batches took, and opening it."""
     rows = []
     stored, filled, seconds, filling = 0, 0, 0.0, 0.0
     with buffer_server(folder / "writes", *words) as server:

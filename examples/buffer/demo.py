@@ -9,9 +9,9 @@ What a trainer has to do with a buffer is in `read_all`: take groups on a lease,
 What is not acknowledged comes again, after a crash of the reader, too.
 
 It writes prompts of reasoning-gym's chain_sum into a file, as the generator wants them, starts both servers,
-starts a job, reads until it is finished, and prints what came of it. Exit code 0: every item that was generated
-was read, or is accounted for by a reason. With `--store postgres` (`make demo-buffer STORE=postgres`) the items
-are in a PostgreSQL server that the demo makes and ends; Debian's package postgresql has its programs.
+starts a job, reads until it is finished, and prints what came of it. Exit code 0: every item that was
+generated was read, or is accounted for by a reason. With `--store postgres` (`make demo-buffer STORE=postgres`)
+the items are in a PostgreSQL server that the demo makes and ends; Debian's postgresql has its programs.
 
 To do the same by hand:
 

@@ -78,7 +78,7 @@ class BufferServer:
         return self.url
 
     async def stop(self, grace_s: float) -> None:
-        """Ends in order: waiting requests are answered, those in flight get the grace period, then the rest."""
+        """Ends in order: those who wait are answered, requests in flight get the grace period, then the rest."""
         self.service.end_waits()
         await self._web.stop(grace_s)
         await self.service.close()

@@ -77,7 +77,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--inputs", action="append", default=[], type=Path, metavar="DIR",
         help="folder with input files of jobs (default: the working directory)")  # fmt: skip
     add("--engines", action="append", default=[], metavar="URL",
-        help="inference server that jobs may use (default: any on loopback; with the token: any)")  # fmt: skip
+        help="inference server that jobs may use (default: any on this machine; with the token: any)")  # fmt: skip
     add("--tools", type=Path, metavar="FILE", help="tool file; jobs choose from it by name")
     groups = parser.add_argument_group("groups; a job's payload may say otherwise for its own")
     add = groups.add_argument
@@ -95,7 +95,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--raw", action="store_true", help="hand groups out as they were written: any reward, nothing changed"
     )
     add("--max-groups-per-read", type=int, metavar="N",
-        help="for slime's stock trainer: its rollout_batch_size; a read of its route gives N groups or none")  # fmt: skip
+        help="for slime's trainer: its rollout_batch_size; a read of its route gives so many or none")  # fmt: skip
     add(
         "--hook-seconds",
         type=float,

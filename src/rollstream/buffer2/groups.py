@@ -41,7 +41,7 @@ class GroupSettings:
 
     group_size: int = 16
     min_valid_group_size_ratio: float = 1.0
-    """Items from which on a group is judged. Below 1 it goes before it is whole; later items open a new group."""
+    """Items from which on a group is judged. Below 1 it goes before it is whole, and later items open another."""
     min_valid_item_size_ratio: float = 0.7
     """Items that must pass the filter; those that are left are padded to the whole size."""
     group_timeout_seconds: float = 300.0
@@ -170,8 +170,8 @@ def drop_reason(
 def summarize_rewards(groups: Iterable[Sequence[float | None]], *, raw: bool = False) -> dict[str, Any]:
     """What `get_group_data_meta_info` says, from the groups' rewards alone.
 
-    Rewards that are None, or below 0 (which slime's generators give to a failed rollout; not with `raw`), are in no figure but
-    `total_samples` and `unscored`.
+    Rewards that are None, or below 0 (which slime's generators give to a failed rollout; not with `raw`), are
+    in no figure but `total_samples` and `unscored`.
     """
     num_groups = total = 0
     scored: list[float] = []
@@ -299,7 +299,7 @@ class Finished(NamedTuple):
 def finish_group(items: Sequence[StoredItem], settings: GroupSettings, encoding: Encoding | None) -> Finished:
     """Filters, normalises and pads a valid group by the default hooks.
 
-    Only the outermost level of a body is taken apart, and `extra_info`: messages and tokens are not looked at.
+    Only the outermost level of a body is taken apart, and `extra_info`: messages and tokens stay bytes.
 
     Args:
         items: of the group.

@@ -206,7 +206,7 @@ def _origin(url: Any, key: str) -> tuple[str, str, int]:
 
 
 def _is_own(host: str) -> bool:
-    """Whether it is this machine: slime's trainer names its engines by the machine's address, not by loopback."""
+    """Whether it is this machine: slime's trainer names its engines by the machine's address."""
     if host in ("localhost", "[::1]"):
         return True
     try:

@@ -458,7 +458,7 @@ class _Document:
 
 
 class _Frames:
-    """Msgpack documents, each after its length (four bytes, big-endian). Items are in the encoding they came in."""
+    """Msgpack documents, each after its length (4 bytes, big-endian). Items are in the encoding they came in."""
 
     media_type = MSGPACK[0]
     encoding: Encoding | None = None

@@ -99,7 +99,7 @@ class SlimeRoutes:
         return json_response(answer | ({"warnings": warnings} if warnings else {}))
 
     async def get_rollout_data(self, request: Request) -> web.StreamResponse:
-        """All groups that are ready; --max-groups-per-read of them, or none; or as many as asked for, or none."""
+        """All groups that are ready; --max-groups-per-read of them or none; as many as asked for or none."""
         asked = await read_json(request, SlimeRead)
         items = int(asked.batch_size or 0)
         most = self._service.options.max_groups_per_read
@@ -274,8 +274,8 @@ class SlimeRoutes:
         most = service.options.max_groups_per_read
         if most is not None and 0 < taken.available < most and service.is_job_over():
             causes.append(
-                f"the last {taken.available} groups are less than --max-groups-per-read {most}: POST /v1/read, or "
-                '{"batch_size": …} here, takes them'
+                f"the last {taken.available} groups are less than --max-groups-per-read {most}: POST /v1/read "
+                'takes them, or {"batch_size": …} here'
             )
         return _reply(f"{message} ({'; '.join(causes)})" if causes else message, [], success=success)
 

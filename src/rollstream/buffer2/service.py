@@ -190,7 +190,7 @@ class Service:
 
         Args:
             items: All are stored or none.
-            hold: Waits for room in place of raising `BufferFullError`, until this says that the client is gone.
+            hold: Waits for room in place of raising `BufferFullError`, until this tells that the client is gone.
         """
         while True:
             self._room.clear()
@@ -216,7 +216,7 @@ class Service:
     def scope(self) -> tuple[str | None, tuple[str, ...] | None]:
         """Task and jobs whose groups a trainer on slime's wire gets.
 
-        What the job that it started made, or what came in for its task from outside: never another job's rest.
+        What the job that it started made, or came in for its task from outside: never another job's rest.
         """
         last = self.store.last_job
         return (None, None) if last is None else (last.task, (last.id, ""))
@@ -270,7 +270,7 @@ class Service:
         stats = await self.store.stats()
         if ready := stats.groups["ready"]:
             found.append(
-                f"{ready} groups are ready, {taken.available} of them fit this read; the others are of another task, "
+                f"{ready} groups are ready, {taken.available} of them fit this read; others are of another task, "
                 "job or size, or of an instance that it has already"
             )
         if taken.stale:
@@ -281,21 +281,16 @@ class Service:
             said = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
             hint = _HINTS.get(counts.most_common(1)[0][0], "")
             found.append(
-                f"{len(drops)} groups were dropped since the last read: {said}{f' ({hint})' if hint else ''}; "
+                f"{len(drops)} groups were dropped since the last read: {said}{hint and f' ({hint})'}; "
                 "GET /v1/dropped lists them"
             )
         last = self.store.last_job
-        if (
-            last is not None
-            and self.is_job_over()
-            and task in (None, last.task)
-            and (jobs is None or last.id in jobs)
-        ):
-            if not await self.store.has_groups(last.id):
-                found.append(
-                    f"job {last.id} of task {last.task!r} is {last.state} and all of it has left the buffer: nothing "
-                    "more comes of it until a job is started"
-                )
+        mine = last is not None and task in (None, last.task) and (jobs is None or last.id in jobs)
+        if last is not None and mine and self.is_job_over() and not await self.store.has_groups(last.id):
+            found.append(
+                f"job {last.id} of task {last.task!r} is {last.state} and all of it has left the buffer: "
+                "nothing more comes of it until a job is started"
+            )
         return found
 
     def note_read(self, groups: Sequence[Group], consumer: str | None) -> None:
@@ -336,15 +331,16 @@ class Service:
     async def _sweep_on(self) -> None:
         trouble = ""
         while True:
+            pause = _SWEEP_S
             try:
-                while await self.store.sweep():
-                    await asyncio.sleep(0)
+                if await self.store.sweep():
+                    pause = 0.0  # there may be more: it works in slices
                 trouble = ""
             except RollstreamError as error:
                 if str(error) != trouble:
                     _LOG.error("%s", error)
                 trouble = str(error)
-            await asyncio.sleep(_SWEEP_S)
+            await asyncio.sleep(pause)
 
     async def _say_on(self) -> None:
         before: Stats | None = None
@@ -362,8 +358,8 @@ class Service:
     def _say(self, before: Stats, now: Stats) -> None:
         dropped = ", ".join(f"{count} {reason}" for reason, count in self._dropped.most_common())
         _LOG.info(
-            "last minute: %d items written, %d groups ready, %d read; dropped: %s. Now: %d open, %d ready, %d leased, "
-            "%d quarantined",
+            "last minute: %d items written, %d groups ready, %d read; dropped: %s. Now: %d open, %d ready, "
+            "%d leased, %d quarantined",
             *(now.items_written - before.items_written, self._readied),
             *(now.groups_delivered - before.groups_delivered, dropped or "none"),
             *(now.groups[state] for state in ("open", "ready", "leased", "quarantined")),

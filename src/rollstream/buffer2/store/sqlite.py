@@ -22,7 +22,7 @@ FILE: Final = "buffer.sqlite"
 _READERS: Final = 2
 
 _PAGE: Final = 8192
-"""Bytes. Items of 2 KB fit three to a page; larger pages cost more for each uid, which fall anywhere in their index."""
+"""Bytes. Items of 2 KB fit three to a page; uids fall anywhere in their index, so larger pages cost more."""
 
 _CHECKPOINT_PAGES: Final = 2048
 """Of the write-ahead log (16 MiB), before it is copied into the database."""
