@@ -120,7 +120,9 @@ def _bin_folder() -> Path:
         return Path(found).resolve().parent
     folders = sorted(glob.glob("/usr/lib/postgresql/*/bin"), key=lambda one: int(one.split("/")[-2]))
     if not folders:
-        raise RuntimeError("these tests need PostgreSQL: no initdb on the path or in /usr/lib/postgresql/*/bin")
+        raise RuntimeError(
+            "these tests need PostgreSQL: no initdb on the path or in /usr/lib/postgresql/*/bin"
+        )
     return Path(folders[-1])
 
 

@@ -67,7 +67,9 @@ def item(
     body: bytes = b"",
 ) -> Item:
     """Its body has its uid, so that it can be told from others."""
-    return Item(uid, instance_id, reward, failed, version, body or f"body of {uid}".encode(), "json", task, job)
+    return Item(
+        uid, instance_id, reward, failed, version, body or f"body of {uid}".encode(), "json", task, job
+    )
 
 
 def pair(name: str, rewards: Sequence[float | None] = (0.0, 1.0), body: bytes = b"") -> list[Item]:

@@ -22,6 +22,9 @@ from rollstream.errors import (
 )
 from rollstream.web import Access, HTTPError, Limits, Request, Route, WebServer, json_response, openapi
 
+_BODIES: Final = 128 * 2**20
+"""Bytes of all bodies in flight: two of the largest. With their copies on the way the process stays small."""
+
 _PREFIX: Final = "rollstream_buffer_"
 
 
@@ -53,7 +56,7 @@ class BufferServer:
         self._web = WebServer(
             self._routes,
             access=replace(access, accepts=self.service.identify),
-            limits=limits,
+            limits=limits or Limits(bodies_in_flight=_BODIES),
             translate=_translate,
             render_error=render_slime_error,
             on_answer=self._count,

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from tests.integration.buffer_servers import serve_buffer
+from tests.support.buffer import serve_buffer
 
 from .trainer import StockTrainer
 
@@ -49,9 +49,9 @@ def test_two_cycles(tmp_path: Path) -> None:
     (generators / "stock_generator.py").write_text(GENERATOR)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"What is {n}?\n" for n in range(PROMPTS)))
-    options = ("--generators", str(generators), "--max-groups-per-read", str(BATCH), "--whole-reads")
+    options = ("--generators", str(generators), "--max-groups-per-read", str(BATCH))
     pause = threading.Event()
-    with serve_buffer(tmp_path / "buffer", *options) as server:
+    with serve_buffer(tmp_path / "buffer", *options, cwd=tmp_path) as server:
         trainer = StockTrainer(server.url, "stock", BATCH, SAMPLES, str(prompts))
         answers = [trainer.start() for _ in range(3)]  # a client that retries finds the same rollout
         assert answers[0]["message"] == "Rollout started"
@@ -70,8 +70,7 @@ def test_two_cycles(tmp_path: Path) -> None:
         assert sorted(one for ids in trainer.finished.values() for one in ids) == list(range(PROMPTS))
 
 
-def test_several_polls_a_cycle_several_epochs_and_another_rollout(tmp_path: Path) -> None:
-    """With the one option that a trainer needs: polls give parts, so a cycle takes several."""
+def test_several_epochs_and_another_rollout(tmp_path: Path) -> None:
     generators = tmp_path / "generators"
     generators.mkdir()
     (generators / "stock_generator.py").write_text(GENERATOR)
@@ -82,7 +81,7 @@ def test_several_polls_a_cycle_several_epochs_and_another_rollout(tmp_path: Path
         files.append(str(path))
     options = ("--generators", str(generators), "--max-groups-per-read", str(BATCH))
     pause = threading.Event()
-    with serve_buffer(tmp_path / "buffer", *options) as server:
+    with serve_buffer(tmp_path / "buffer", *options, cwd=tmp_path) as server:
         trainer = StockTrainer(server.url, "stock", BATCH, SAMPLES, files[0], num_epoch=3)
         trainer.start()
         for cycle in range(2):  # the third epoch stays behind

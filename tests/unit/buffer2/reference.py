@@ -322,7 +322,9 @@ class ReferenceStore:
     # -- time
 
     def sweep(self) -> None:
-        self.give_back([k for k, one in self.leases.items() if one.state == "out" and one.deadline < self.now])
+        self.give_back(
+            [k for k, one in self.leases.items() if one.state == "out" and one.deadline < self.now]
+        )
         late = [group for group in self.in_state("open") if group.deadline < self.now]
         for group in sorted(late, key=lambda g: (g.deadline, g.id)):
             group.timed_out = True

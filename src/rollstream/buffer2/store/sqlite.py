@@ -36,6 +36,7 @@ _IDLE_PAGES: Final = 1024
 _SETTINGS: Final = (
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = FULL",
+    "PRAGMA secure_delete = OFF",  # on in Debian's build: what is deleted would be written once more, as zeros
     "PRAGMA temp_store = MEMORY",
     "PRAGMA busy_timeout = 10000",
 )
