@@ -1,42 +1,149 @@
-"""What a rollout worker is made of, short of the prompt rows: the same in this process and in others."""
+"""Builds what rollouts are executed with, from a run's settings: the one way to do it, for every door.
+
+settings -> load_agents -> Agents (agent loops, tools, interactions)
+-> build_setup -> RolloutSetup (with tokenizer, prompts, sampling, reward)
+-> create_engine, check_engine, make_worker
+"""
 
 import logging
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from omegaconf import DictConfig
+from typing import Any, Literal
 
 from rollstream.agent.base import AgentResources, TurnLimits
 from rollstream.agent.images import ImageReader
+from rollstream.agent.interactions import Interactions, load_interactions
 from rollstream.agent.prompt import PromptRenderer
+from rollstream.agent.registry import AgentLoops, load_agent_loops
+from rollstream.agent.single_turn import SingleTurnAgent
+from rollstream.agent.tools.limits import ToolLimits
+from rollstream.agent.tools.toolbox import ToolBox, load_toolbox
+from rollstream.chat.parsers.base import get_parser
 from rollstream.chat.processor import load_processor
+from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
-from rollstream.config.settings import RewardSettings, Settings
+from rollstream.config.settings import LaunchSettings, RewardSettings, Settings
 from rollstream.data.tool_schemas import load_tool_schemas
 from rollstream.engine.base import Engine
 from rollstream.engine.interruptible import InterruptibleEngine
-from rollstream.engine.registry import check_capabilities, create_engine
+from rollstream.engine.launch_plan import LaunchRequest, refuse_secrets
+from rollstream.engine.registry import check_capabilities, check_engine_config, create_engine, is_launched
 from rollstream.errors import ConfigError
-from rollstream.generation.agents import Agents
-from rollstream.generation.replicas import launch_request
 from rollstream.reward.base import FunctionReward
 from rollstream.reward.custom import load_reward
 from rollstream.reward.rules import RuleReward
 from rollstream.rollout.gate import EngineGate
 from rollstream.rollout.meter import MeteredEngine
+from rollstream.rollout.ray_cluster import joins_cluster
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.trajectory import SamplingParams
+from rollstream.user_code import source_digest
 
 logger = logging.getLogger(__name__)
 
+_MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+
 
 @dataclass(slots=True)
-class Equipment:
-    """What rollouts are executed with; nothing of it is started."""
+class Agents:
+    """The agent loops of a run, and what they work with."""
 
-    config: DictConfig
+    loops: AgentLoops
+    tools: ToolBox
+    interactions: Interactions
+
+    def check(self, names: set[str], tokenizer: ChatTokenizer, *, show_tools: bool, images: bool) -> None:
+        """Refuses loops that cannot work.
+
+        Args:
+            names: of the loops that rows use.
+            tokenizer: its template has to show the tools.
+            show_tools: whether it is asked to.
+            images: whether rows have images.
+
+        Raises:
+            ConfigError: naming what to change.
+        """
+        template = TurnTemplate(tokenizer)
+        unseen = [schema for schema in self.tools.schemas if not template.shows_tool(schema)]
+        if show_tools and unseen:
+            raise ConfigError(
+                f"the chat template does not tell the model of tool {unseen[0]['function']['name']!r}: give "
+                "one that does (actor_rollout_ref.model.custom_chat_template), or describe the tools in the "
+                f"prompts and set {_MULTI_TURN}.show_tools=false"
+            )
+        for name in sorted(names):
+            self.loops.check_options(name)
+            loop = self.loops.entry(name).loop
+            if images and not loop.sees_images:
+                raise ConfigError(f"agent loop {name!r} shows no images, and rows have some")
+            if loop.needs_tools and not self.tools.schemas and not self.interactions.by_name:
+                raise ConfigError(
+                    f"agent loop {name!r} has neither tools nor interactions: set tool_config_path, "
+                    f"function_tool_path or interaction_config_path of {_MULTI_TURN} "
+                    "(data.tool_config_path only shows schemas)"
+                )
+        if self.tools.schemas and not template.has_tool_role:
+            logger.warning(
+                "the chat template has no role for tool results: the model gets them as a user's message"
+            )
+
+    def prompt_tools(self, name: str, *, show_tools: bool) -> list[dict[str, Any]] | None:
+        """Schemas that a loop's prompts show; None: those of `data.tool_config_path`."""
+        return self.loops.entry(name).loop.prompt_tools(self.tools.schemas if show_tools else [])
+
+    def identity(self, names: set[str], parser_name: str) -> dict[str, str]:
+        """What the loops' code and partners decide, as part of a run's identity."""
+        identity = {f"agent.loops.{name}": self.loops.entry(name).digest for name in sorted(names)}
+        if any(self.loops.entry(name).loop is not SingleTurnAgent for name in names):
+            identity["multi_turn.interactions"] = self.interactions.digest
+            identity["multi_turn.parser"] = source_digest(type(get_parser(parser_name)))
+        return identity
+
+
+def load_agents(settings: Settings) -> Agents:
+    """The agent loops and tools of a run; connects to nothing.
+
+    Raises:
+        ConfigError: what is quick to check and cannot work, engine and model path included.
+    """
+    model, rollout = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout
+    if model.path is None:
+        raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder")
+    check_engine_config(
+        rollout.name,
+        model_path=model.path,
+        server_urls=rollout.server_urls,
+        engine_kwargs=rollout.engine_kwargs,
+        launch=launch_request(settings),
+    )
+    multi_turn = rollout.multi_turn
+    loops = AgentLoops(load_agent_loops(rollout.agent.agent_loop_config_path))
+    loops.entry(rollout.agent.default_agent_loop)
+    get_parser(multi_turn.format)
+    return Agents(
+        loops,
+        load_toolbox(
+            tool_config_path=multi_turn.tool_config_path,
+            function_tool_path=multi_turn.function_tool_path,
+            limits=ToolLimits(
+                max_parallel_calls=multi_turn.max_parallel_calls,
+                max_response_length=multi_turn.max_tool_response_length,
+                truncate_side=multi_turn.tool_response_truncate_side,
+                timeout=multi_turn.tool_timeout,
+            ),
+        ),
+        load_interactions(multi_turn.interaction_config_path, timeout=multi_turn.interaction_timeout),
+    )
+
+
+@dataclass(slots=True)
+class RolloutSetup:
+    """What rollouts are executed with. Nothing of it is started."""
+
     settings: Settings
     tokenizer: ChatTokenizer
     prompts: PromptRenderer
@@ -166,21 +273,28 @@ class Equipment:
         return worker, metered, gate
 
 
-def equip(config: DictConfig, settings: Settings, agents: Agents, *, shows_images: bool) -> Equipment:
+def build_setup(
+    settings: Settings,
+    agents: Agents,
+    *,
+    shows_images: bool,
+    reward: FunctionReward | RuleReward | None = None,
+) -> RolloutSetup:
     """Loads tokenizer, reward and what else rollouts are executed with. Slow: call it off the event loop.
 
     Args:
-        config: the resolved configuration tree.
-        settings: the same, typed.
-        agents: loaded from it.
+        settings: of the run.
+        agents: loaded from them.
         shows_images: whether prompt rows have images.
+        reward: scores the rollouts; None loads `custom_reward_function`, or takes the rules.
 
     Raises:
         ConfigError: the configuration cannot work.
     """
     model, rollout, data = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout, settings.data
     shown = load_tool_schemas(data.tool_config_path) if data.tool_config_path else []
-    reward = _load_reward(settings.custom_reward_function)
+    if reward is None:
+        reward = _load_reward(settings.custom_reward_function)
     assert model.path is not None
     if rollout.name == "openai" and not (model.tokenizer_path or Path(model.path).expanduser().is_dir()):
         raise ConfigError(
@@ -194,8 +308,7 @@ def equip(config: DictConfig, settings: Settings, agents: Agents, *, shows_image
         trust_remote_code=model.trust_remote_code,
     )
     images = _load_images(settings, tokenizer, agents, needed=shows_images)
-    return Equipment(
-        config=config,
+    return RolloutSetup(
         settings=settings,
         tokenizer=tokenizer,
         prompts=PromptRenderer(
@@ -260,3 +373,66 @@ def _load_reward(settings: RewardSettings) -> FunctionReward | RuleReward:
         timeout=settings.timeout,
         max_concurrency=settings.max_concurrency,
     )
+
+
+def launch_request(settings: Settings) -> LaunchRequest | None:
+    """What to launch; None when the engine needs no launch. Raises `ConfigError`."""
+    rollout, launch = settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.rollout.launch
+    refuse_secrets(launch.args, launch.env)  # they would be in the run directory, launched or not
+    if not is_launched(rollout.name, rollout.server_urls):
+        _refuse_unused(launch, rollout.name)
+        return None
+    for name, value in launch.env.items():
+        if isinstance(value, dict | list):
+            raise ConfigError(f"actor_rollout_ref.rollout.launch.env.{name} must be a text (it is {value!r})")
+    return LaunchRequest(
+        server=launch.server,
+        where=launched_where(settings, os.environ),
+        actor_options=settings.ray_kwargs.replica,
+        nodes=settings.trainer.nnodes,
+        devices_per_node=settings.trainer.n_gpus_per_node,
+        replicas=launch.replicas,
+        tensor_parallel=rollout.tensor_model_parallel_size,
+        pipeline_parallel=rollout.pipeline_model_parallel_size,
+        data_parallel=rollout.data_parallel_size,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        dtype=rollout.dtype,
+        load_format=rollout.load_format,
+        trust_remote_code=settings.actor_rollout_ref.model.trust_remote_code,
+        tokenizer_path=settings.actor_rollout_ref.model.tokenizer_path,
+        seeds=settings.generation.seed is not None,
+        python=launch.python,
+        args=launch.args,
+        env=env_texts(launch.env),
+        startup_timeout=launch.startup_timeout,
+        unhealthy_timeout=launch.unhealthy_timeout,
+        max_restarts=launch.max_restarts,
+        restart_delay=launch.restart_delay,
+        restart_delay_max=launch.restart_delay_max,
+    )
+
+
+def launched_where(settings: Settings, environ: Mapping[str, str]) -> Literal["local", "ray"]:
+    """Where servers are launched. Whoever joins a cluster to run workers there means its nodes."""
+    asked = settings.actor_rollout_ref.rollout.launch.where
+    if asked != "auto":
+        return asked
+    joins = settings.generation.executor == "ray" and joins_cluster(settings.ray_kwargs.ray_init, environ)
+    return "ray" if joins else "local"
+
+
+def _refuse_unused(launch: LaunchSettings, name: str) -> None:
+    """Refuses settings that say what to launch, and how, where nothing is launched."""
+    unused = {"server": launch.server != "auto", "replicas": launch.replicas is not None}
+    unused |= {"where": launch.where != "auto"}
+    unused |= {"python": launch.python is not None, "args": bool(launch.args), "env": bool(launch.env)}
+    if names := ", ".join(name for name, is_set in unused.items() if is_set):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.launch.* ({names}) is for servers that rollstream starts: that takes "
+            f"actor_rollout_ref.rollout.name=sglang or vllm (it is {name}) and no server_urls"
+        )
+
+
+def env_texts(env: Mapping[str, Any]) -> dict[str, str]:
+    """An environment as a process gets it."""
+    return {str(name): "" if value is None else str(value) for name, value in env.items()}
