@@ -29,6 +29,7 @@ from rollstream.errors import ConfigError
 FREE_FORM = frozenset(
     {
         "actor_rollout_ref.rollout.engine_kwargs",
+        "actor_rollout_ref.rollout.extra_sampling",
         "actor_rollout_ref.rollout.launch.args",
         "actor_rollout_ref.rollout.launch.env",
         "data.apply_chat_template_kwargs",

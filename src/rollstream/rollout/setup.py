@@ -332,6 +332,7 @@ def build_setup(
             stop=tuple(rollout.stop),
             stop_token_ids=tuple(rollout.stop_token_ids),
             ignore_eos=rollout.ignore_eos,
+            extra=rollout.extra_sampling,
         ),
         reward=reward,
     )

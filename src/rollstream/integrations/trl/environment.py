@@ -381,6 +381,8 @@ class EnvironmentGroups:
             )
         if setup.settings.actor_rollout_ref.rollout.top_k != -1:
             raise ConfigError(f"{_ROLLOUT}.top_k changes the sampled distribution: leave it at -1")
+        if setup.settings.actor_rollout_ref.rollout.extra_sampling:
+            raise ConfigError(f"{_ROLLOUT}.extra_sampling changes the sampled distribution: leave it out")
 
 
 def _check_tokenizer(trainers: Any, setup: RolloutSetup) -> None:

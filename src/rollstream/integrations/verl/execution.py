@@ -205,6 +205,11 @@ def _check(settings: Settings) -> None:
             "generation.executor=verl servers are launched on this machine (leave launch.where out), started "
             "elsewhere by you (actor_rollout_ref.rollout.server_urls), or by verl (generation.verl_overrides)"
         )
+    if rollout.extra_sampling:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.extra_sampling is for rollstream's agent loops: "
+            "generation.executor=verl has no way to hand it to verl's"
+        )
     if settings.data.truncation != "error":
         logger.info("verl's loops cut long prompts from the left, whatever data.truncation says")
 
