@@ -68,12 +68,10 @@ class SetupRecipe:
         config = OmegaConf.create(self.config_yaml)
         assert isinstance(config, DictConfig)
         setup = await in_daemon_thread(self._build, config)
-        agents, rollout = setup.agents, setup.settings.actor_rollout_ref.rollout
+        rollout = setup.settings.actor_rollout_ref.rollout
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(agents.tools.close)
-            stack.callback(agents.interactions.close)
-            stack.callback(setup.reward.close)
-            await agents.tools.describe()
+            stack.push_async_callback(setup.close)
+            await setup.agents.tools.describe()
             plain = setup.create_plain_engine(self._log_dir(number))
             engine = setup.interruptible(plain)
             stack.push_async_callback(engine.close)

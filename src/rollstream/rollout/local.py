@@ -14,7 +14,7 @@ from typing import Protocol
 from rollstream.errors import DataError
 from rollstream.rollout.adaptation import Adaptation
 from rollstream.rollout.window import Window
-from rollstream.rollout.worker import RolloutWorker, make_failure
+from rollstream.rollout.worker import make_failure
 from rollstream.store.records import EncodingError
 from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey
 
@@ -32,6 +32,14 @@ class WindowCounters:
     """Rollouts in flight that were cut off by a stop; owed again."""
 
 
+class Worker(Protocol):
+    """Runs rollouts: a `RolloutWorker`, or what stands before one."""
+
+    async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
+        """Executes one rollout to its end. Raises `EngineLostError` when the engine stays away."""
+        ...
+
+
 class Sink(Protocol):
     """Makes results durable: a `StoreWriter`, a rollout buffer."""
 
@@ -45,7 +53,7 @@ class LocalExecutor:
 
     def __init__(
         self,
-        worker: RolloutWorker,
+        worker: Worker,
         sink: Sink,
         *,
         load_row: Callable[[int], PromptRow],

@@ -7,7 +7,7 @@ settings -> load_agents -> Agents (agent loops, tools, interactions)
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -104,8 +104,15 @@ class Agents:
         return identity
 
 
-def load_agents(settings: Settings) -> Agents:
+def load_agents(
+    settings: Settings, *, loops: AgentLoops | None = None, tools: Sequence[str] | None = None
+) -> Agents:
     """The agent loops and tools of a run; connects to nothing.
+
+    Args:
+        settings: of the run.
+        loops: None takes those that are registered, and those of `agent_loop_config_path`.
+        tools: names of those that are used; None takes all.
 
     Raises:
         ConfigError: what is quick to check and cannot work, engine and model path included.
@@ -121,7 +128,8 @@ def load_agents(settings: Settings) -> Agents:
         launch=launch_request(settings),
     )
     multi_turn = rollout.multi_turn
-    loops = AgentLoops(load_agent_loops(rollout.agent.agent_loop_config_path))
+    if loops is None:
+        loops = AgentLoops(load_agent_loops(rollout.agent.agent_loop_config_path))
     loops.entry(rollout.agent.default_agent_loop)
     get_parser(multi_turn.format)
     return Agents(
@@ -135,6 +143,7 @@ def load_agents(settings: Settings) -> Agents:
                 truncate_side=multi_turn.tool_response_truncate_side,
                 timeout=multi_turn.tool_timeout,
             ),
+            names=tools,
         ),
         load_interactions(multi_turn.interaction_config_path, timeout=multi_turn.interaction_timeout),
     )
@@ -187,8 +196,23 @@ class RolloutSetup:
         if isinstance(self.reward, RuleReward) and not await self.reward.prepare(data_source):
             logger.info("no reward for data source %r: rollouts are not scored", data_source)
 
-    def check_engine(self, engine: Engine) -> None:
-        """Refuses what a started engine cannot give (R8). Raises `ConfigError`."""
+    async def close(self) -> None:
+        """Ends what tools, interactions and the reward have started."""
+        self.reward.close()
+        self.agents.interactions.close()
+        await self.agents.tools.close()
+
+    def check_engine(self, engine: Engine, *, longest: bool = True) -> None:
+        """Refuses what a started engine cannot give (R8).
+
+        Args:
+            engine: has been started.
+            longest: also refuse lengths of which the longest prompt and the longest response together do not
+                fit. Without it such a response ends early, and a prompt that leaves no room fails.
+
+        Raises:
+            ConfigError: naming what to change.
+        """
         rollout = self.settings.actor_rollout_ref.rollout
         if self.shows_images and not engine.capabilities.images:
             raise ConfigError(
@@ -202,8 +226,8 @@ class RolloutSetup:
         check_capabilities(
             engine.capabilities,
             replace(self.sampling, stop_token_ids=stops),
-            prompt_length=rollout.prompt_length,
-            response_length=rollout.response_length,
+            prompt_length=rollout.prompt_length if longest else 1,
+            response_length=rollout.response_length if longest else 1,
             max_model_len=rollout.max_model_len,
         )
 

@@ -103,8 +103,8 @@ class VerlPrepared(Prepared):
             raise ConfigError("servers that verl starts show what they can when a run begins, not before")
         return self.serving.create_plain_engine(log_dir)
 
-    def check_engine(self, engine: Engine) -> None:
-        self.serving.check_engine(engine)
+    def check_engine(self, engine: Engine, *, longest: bool = True) -> None:
+        self.serving.check_engine(engine, longest=longest)
 
     def prompt_tools(self, row: PromptRow) -> list[dict[str, Any]] | None:
         return None  # verl's loops show their own
