@@ -1,0 +1,1 @@
+"""Generators that come with rollstream: `--generators builtin`."""
