@@ -1,5 +1,6 @@
 """The nouns every room shares. Ragged: nothing is padded anywhere but in an exporter that needs it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -69,6 +70,17 @@ class SamplingParams:
     """Token ids that end the generation, besides the model's own."""
     ignore_eos: bool = False
     """Go on after the model's end token until `max_tokens`."""
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """Further parameters of the engine's own: those of `Capabilities.extra_sampling`."""
+
+    @property
+    def can_be_continued(self) -> bool:
+        """Whether a generation that is cut off may go on in another request.
+
+        Not with stop texts: one may stand across the cut. Not with penalties: they count the tokens of one
+        request.
+        """
+        return not self.stop and not set(self.extra) - {"min_p"}
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ from rollstream.errors import ConfigError
 FREE_FORM = frozenset(
     {
         "actor_rollout_ref.rollout.engine_kwargs",
+        "actor_rollout_ref.rollout.extra_sampling",
         "actor_rollout_ref.rollout.launch.args",
         "actor_rollout_ref.rollout.launch.env",
         "data.apply_chat_template_kwargs",
@@ -336,6 +337,11 @@ def _check_values(settings: Settings) -> None:
     for key, value in above_zero:
         if not value > 0:
             raise ConfigError(f"{key} must be above 0 (it is {value})")
+    for name, value in rollout.extra_sampling.items():
+        if not abs(value) <= _LARGEST:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.extra_sampling.{name} must be finite (it is {value})"
+            )
     if rollout.top_p > 1:
         raise ConfigError(f"actor_rollout_ref.rollout.top_p must be at most 1 (it is {rollout.top_p})")
     share = rollout.gpu_memory_utilization

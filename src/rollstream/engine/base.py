@@ -27,6 +27,8 @@ class Capabilities:
     """Ids are below this; None when the engine does not say."""
     stop_token_ids_with_ignore_eos: bool = True
     """Stop ids end a generation also when `ignore_eos` is set."""
+    extra_sampling: tuple[str, ...] = ()
+    """Names that it takes in `SamplingParams.extra`."""
 
 
 @dataclass(frozen=True, slots=True)

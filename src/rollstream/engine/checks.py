@@ -119,6 +119,8 @@ def check_request(
         )
     if sampling.stop and not capabilities.stop_strings:
         raise EngineError("this engine cannot stop at texts")
+    if unknown := sorted(set(sampling.extra) - set(capabilities.extra_sampling)):
+        raise EngineError(f"this engine takes no sampling parameter {unknown[0]!r}")
     if sampling.ignore_eos and sampling.stop_token_ids and not capabilities.stop_token_ids_with_ignore_eos:
         raise EngineError("this engine drops stop_token_ids when ignore_eos is set: ask for one of them only")
 

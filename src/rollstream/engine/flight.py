@@ -48,15 +48,15 @@ class Flight:
     def may_move(self) -> bool:
         """Whether it may leave its replica with what it has, and its tokens are as good.
 
-        Not with a seed: its tokens are to be repeatable. Not with stop strings: one might stand across the
-        gap. Not with images: a server makes the prompt's ids from them itself.
+        Not with a seed: its tokens are to be repeatable. Not with stop strings or
+        penalties: they look across the gap. Not with images: a server makes the prompt's ids from them.
         """
         stretch = self.stretch
         return (
             stretch is not None
             and self.seat is None
             and not (self.aborted or self.seeded or self.images)
-            and not self.partial.sampling.stop
+            and self.partial.sampling.can_be_continued
             and isinstance(stretch.replica, ResumesAborted)
             and stretch.replica.resumes_aborted
         )

@@ -74,6 +74,8 @@ def missing_capabilities(found: Capabilities, expected: Capabilities) -> str:
     for name, what in _WANTED.items():
         if getattr(expected, name) and not getattr(found, name):
             missing.append(f"no {what}")
+    if lost := ", ".join(sorted({*expected.extra_sampling} - {*found.extra_sampling})):
+        missing.append(f"no sampling parameter {lost}")
     if found.max_model_len is not None and (
         expected.max_model_len is None or found.max_model_len < expected.max_model_len
     ):

@@ -24,6 +24,7 @@ import orjson
 from rollstream.engine.base import Capabilities, ChatPrompt
 from rollstream.engine.http_server import AWAY_STATUSES, HttpServer, is_answered
 from rollstream.engine.openai_wire import (
+    EXTRA_SAMPLING,
     EventReader,
     Turn,
     endpoint_url,
@@ -125,6 +126,7 @@ class OpenAIReplica:
             images=self._kwargs["takes_images"],
             update_weights=False,
             max_model_len=await self._find_model(),
+            extra_sampling=EXTRA_SAMPLING,
         )
 
     async def generate(self, request: ReplicaRequest) -> Completion:

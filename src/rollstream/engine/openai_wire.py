@@ -16,6 +16,9 @@ from rollstream.engine.http_server import base_url
 from rollstream.errors import ConfigError, EngineError, TransientEngineError
 from rollstream.trajectory import FinishReason, Message, SamplingParams
 
+EXTRA_SAMPLING = ("frequency_penalty", "presence_penalty")
+"""Further sampling parameters that OpenAI's API has; others go by `extra_body`."""
+
 OWN_FIELDS = frozenset(
     (
         *(
@@ -109,6 +112,7 @@ def request_fields(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    fields |= sampling.extra
     if sampling.seed is not None:
         fields["seed"] = sampling.seed
     if sampling.stop:

@@ -36,8 +36,9 @@ class PartialCompletion:
         """Whether another piece can follow what there is.
 
         Not with stop strings: one that begins in a piece and ends in the next would be seen by no engine.
+        Not with penalties: what is in the prompt of a piece is not counted.
         """
-        return not self._ids or not self._sampling.stop
+        return not self._ids or self._sampling.can_be_continued
 
     @property
     def is_full(self) -> bool:

@@ -472,4 +472,5 @@ def common_capabilities(found: Sequence[Capabilities]) -> Capabilities:
         max_model_len=min(lengths, default=None),
         vocab_size=min(vocab_sizes, default=None),
         stop_token_ids_with_ignore_eos=all(one.stop_token_ids_with_ignore_eos for one in found),
+        extra_sampling=tuple(sorted(set.intersection(*({*one.extra_sampling} for one in found)))),
     )

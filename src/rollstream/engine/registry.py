@@ -234,5 +234,8 @@ def check_capabilities(
                 else f"{rollout}.max_model_len"
             )
         )
+    for name in sorted(set(sampling.extra) - set(capabilities.extra_sampling)):
+        known = ", ".join(capabilities.extra_sampling) or "none"
+        problems.append(f"it takes no {rollout}.extra_sampling.{name} (it takes: {known})")
     if problems:
         raise ConfigError("the engine cannot give what is asked for: " + "; ".join(problems))

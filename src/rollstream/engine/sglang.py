@@ -22,6 +22,7 @@ from rollstream.engine.pool import POOL_KWARGS, PoolEngine
 from rollstream.engine.replica import ReplicaRequest, SharedHealth, WeightsLostError
 from rollstream.engine.served_model import check_served_model, model_names
 from rollstream.engine.sglang_wire import (
+    EXTRA_SAMPLING,
     check_images,
     collapse_images,
     parse_version,
@@ -123,6 +124,7 @@ class SGLangReplica:
             vocab_size=self._vocab_size,
             # SGLang looks at stop_token_ids only where it looks at the end token.
             stop_token_ids_with_ignore_eos=False,
+            extra_sampling=() if self._is_rollstream else EXTRA_SAMPLING,
         )
 
     @property

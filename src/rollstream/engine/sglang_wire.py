@@ -45,6 +45,9 @@ class _Reply(msgspec.Struct):
     output_ids: list[int] | None = None
 
 
+EXTRA_SAMPLING = ("frequency_penalty", "min_new_tokens", "min_p", "presence_penalty", "repetition_penalty")
+"""Further sampling parameters that a server takes."""
+
 _REPLY = msgspec.json.Decoder(_Reply)
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -75,6 +78,7 @@ def request_body(
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        **sampling.extra,
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed

@@ -20,6 +20,7 @@ from rollstream.engine.served_model import check_served_model, model_names
 from rollstream.engine.to_the_end import to_the_end
 from rollstream.engine.vllm_wire import (
     COMPLETIONS,
+    EXTRA_SAMPLING,
     GENERATE,
     LogprobKind,
     Route,
@@ -130,6 +131,7 @@ class VLLMReplica:
             update_weights=self._is_dev and self._route == GENERATE,
             max_model_len=max_model_len,
             vocab_size=self._vocab_size,
+            extra_sampling=EXTRA_SAMPLING if said is None else (),
         )
         return self._said
 

@@ -23,6 +23,9 @@ Route = Literal["/inference/v1/generate", "/v1/completions"]
 GENERATE: Route = "/inference/v1/generate"
 COMPLETIONS: Route = "/v1/completions"
 
+EXTRA_SAMPLING = ("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "repetition_penalty")
+"""Further sampling parameters that a server takes."""
+
 LogprobKind = Literal["raw", "processed", "none"]
 
 _UNKNOWN_LOGPROB = -9999.0
@@ -139,6 +142,7 @@ def request_body(
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        **sampling.extra,
     }
     if sampling.logprobs:
         params["logprobs"] = 0  # of the sampled token, and no other
@@ -155,17 +159,17 @@ def request_body(
         params["detokenize"] = bool(sampling.stop)
         return {"request_id": rid, "model": model, "token_ids": prompt_ids, "sampling_params": params}
     return {
+        # What is not said here, a server takes from the model's generation_config.json.
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_p": 0.0,
         **params,
         "request_id": rid,
         "model": model,
         "prompt": prompt_ids,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,  # no text of tokens: what is no UTF-8 has none
-        # What is not said here, a server takes from the model's generation_config.json.
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "min_p": 0.0,
     }
 
 

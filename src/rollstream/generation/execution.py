@@ -89,9 +89,7 @@ async def start_execution(
         return await elsewhere.start(
             prepared, writer, log_dir=log_dir, stop=stop, stack=stack, on_durable=on_durable
         )
-    stack.push_async_callback(prepared.agents.tools.close)
-    stack.callback(prepared.agents.interactions.close)
-    stack.callback(prepared.reward.close)
+    stack.push_async_callback(prepared.close)
     if prepared.settings.generation.executor == "ray":
         from rollstream.generation.ray_execution import start_ray
 

@@ -84,6 +84,8 @@ def build_identity(
         "max_model_len",
     ]:
         identity[f"rollout.{name}"] = getattr(rollout, name)
+    if rollout.extra_sampling:  # a run directory of before they were known has none
+        identity["rollout.extra_sampling"] = rollout.extra_sampling
     normalised: dict[str, Any] = orjson.loads(orjson.dumps(identity, option=orjson.OPT_SERIALIZE_NUMPY))
     return normalised
 

@@ -19,8 +19,6 @@ from rollstream.engine.pool import PoolEngine
 from rollstream.engine.ray_package import import_ray
 from rollstream.engine.ray_plan import read_options
 from rollstream.errors import ConfigError, EngineError
-from rollstream.generation.agents import load_agents
-from rollstream.generation.equipment import Equipment, equip
 from rollstream.generation.execution import Execution, OnDurable
 from rollstream.generation.ray_cluster import join_cluster
 from rollstream.generation.replicas import launches_on_ray
@@ -28,6 +26,7 @@ from rollstream.generation.setup import Prepared
 from rollstream.generation.stopping import StopSignals, in_daemon_thread
 from rollstream.rollout.ray import RayExecutor, default_workers, here
 from rollstream.rollout.ray_worker import BuiltWorker
+from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
 from rollstream.store.writer import StoreWriter
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ _PER_MINUTE = ("requests_per_minute", "tokens_per_minute")
 
 
 @dataclass(frozen=True, slots=True)
-class EquipmentRecipe:
+class SetupRecipe:
     """A worker made from a run's configuration, as in the process that drives the run."""
 
     config_yaml: str
@@ -68,30 +67,29 @@ class EquipmentRecipe:
         """See `WorkerRecipe`."""
         config = OmegaConf.create(self.config_yaml)
         assert isinstance(config, DictConfig)
-        equipment = await in_daemon_thread(self._equip, config)
-        agents, rollout = equipment.agents, equipment.settings.actor_rollout_ref.rollout
+        setup = await in_daemon_thread(self._build, config)
+        rollout = setup.settings.actor_rollout_ref.rollout
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(agents.tools.close)
-            stack.callback(agents.interactions.close)
-            stack.callback(equipment.reward.close)
-            await agents.tools.describe()
-            plain = equipment.create_plain_engine(self._log_dir(number))
-            engine = equipment.interruptible(plain)
+            stack.push_async_callback(setup.close)
+            await setup.agents.tools.describe()
+            plain = setup.create_plain_engine(self._log_dir(number))
+            engine = setup.interruptible(plain)
             stack.push_async_callback(engine.close)
-            await asyncio.gather(engine.start(), equipment.prepare_reward_for(self.first_data_source))
-            equipment.check_engine(engine)
-            worker, metered, gate = equipment.make_worker(engine, list(self.loop_names))
+            await asyncio.gather(engine.start(), setup.prepare_reward_for(self.first_data_source))
+            setup.check_engine(engine)
+            worker, metered, gate = setup.make_worker(engine, list(self.loop_names))
             return BuiltWorker(
                 worker,
                 metered,
                 gate,
                 close=stack.pop_all().aclose,
                 owns_engine=rollout.name in _EMBEDDED,
-                follow=_follower(equipment, plain) if self.follows else None,
+                follow=_follower(setup, plain) if self.follows else None,
             )
 
-    def _equip(self, config: DictConfig) -> Equipment:
-        return equip(config, to_settings(config), load_agents(config), shows_images=self.shows_images)
+    def _build(self, config: DictConfig) -> RolloutSetup:
+        settings = to_settings(config)
+        return build_setup(settings, load_agents(settings), shows_images=self.shows_images)
 
     def _log_dir(self, number: int) -> Path:
         if Path(self.log_dir).is_dir():
@@ -136,7 +134,7 @@ async def start_ray(
     options = dict(ray_kwargs.worker)
     if urls is not None and not on_ray:
         options = {"scheduling_strategy": here(), **options}  # launched servers listen on this machine alone
-    recipe = EquipmentRecipe(
+    recipe = SetupRecipe(
         config_yaml=_worker_config(prepared, workers, urls),
         loop_names=tuple(prepared.loop_names),
         shows_images=prepared.shows_images,
@@ -215,10 +213,10 @@ def _worker_config(prepared: Prepared, workers: int, urls: Callable[[], Sequence
     return OmegaConf.to_yaml(config)
 
 
-def _follower(equipment: Equipment, engine: Engine) -> Any:
+def _follower(setup: RolloutSetup, engine: Engine) -> Any:
     """Takes in servers that have come and leaves out those that have gone."""
     assert isinstance(engine, PoolEngine)
-    settings = equipment.settings.actor_rollout_ref
+    settings = setup.settings.actor_rollout_ref
     assert settings.model.path is not None
     make = replica_maker(
         settings.rollout.name, model_path=settings.model.path, engine_kwargs=settings.rollout.engine_kwargs

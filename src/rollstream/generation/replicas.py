@@ -1,15 +1,12 @@
-"""What a run's configuration says of the replicas to launch, and which of it decides the data."""
+"""Servers that a run launches: their commands, and which of their settings decide the data."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rollstream.config.settings import LaunchSettings, Settings
-from rollstream.engine.launch_plan import LaunchRequest, refuse_secrets
+from rollstream.config.settings import Settings
 from rollstream.engine.registry import data_deciding_kwargs, is_launched
-from rollstream.errors import ConfigError
-from rollstream.rollout.ray_cluster import joins_cluster
+from rollstream.rollout.setup import env_texts, launch_request, launched_where
 
 _FREE_ARGS = frozenset(
     (
@@ -52,68 +49,10 @@ _FREE_ENV = frozenset(
 """Environment variables of servers that may change on resume, as `_FREE_ARGS`."""
 
 
-def launch_request(settings: Settings) -> LaunchRequest | None:
-    """What to launch; None when the engine needs no launch. Raises `ConfigError`."""
-    rollout, launch = settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.rollout.launch
-    refuse_secrets(launch.args, launch.env)  # they would be in the run directory, launched or not
-    if not is_launched(rollout.name, rollout.server_urls):
-        _refuse_unused(launch, rollout.name)
-        return None
-    for name, value in launch.env.items():
-        if isinstance(value, dict | list):
-            raise ConfigError(f"actor_rollout_ref.rollout.launch.env.{name} must be a text (it is {value!r})")
-    return LaunchRequest(
-        server=launch.server,
-        where=launched_where(settings, os.environ),
-        actor_options=settings.ray_kwargs.replica,
-        nodes=settings.trainer.nnodes,
-        devices_per_node=settings.trainer.n_gpus_per_node,
-        replicas=launch.replicas,
-        tensor_parallel=rollout.tensor_model_parallel_size,
-        pipeline_parallel=rollout.pipeline_model_parallel_size,
-        data_parallel=rollout.data_parallel_size,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        dtype=rollout.dtype,
-        load_format=rollout.load_format,
-        trust_remote_code=settings.actor_rollout_ref.model.trust_remote_code,
-        tokenizer_path=settings.actor_rollout_ref.model.tokenizer_path,
-        seeds=settings.generation.seed is not None,
-        python=launch.python,
-        args=launch.args,
-        env=_texts(launch.env),
-        startup_timeout=launch.startup_timeout,
-        unhealthy_timeout=launch.unhealthy_timeout,
-        max_restarts=launch.max_restarts,
-        restart_delay=launch.restart_delay,
-        restart_delay_max=launch.restart_delay_max,
-    )
-
-
-def launched_where(settings: Settings, environ: Mapping[str, str]) -> Literal["local", "ray"]:
-    """Where servers are launched. Whoever joins a cluster to run workers there means its nodes."""
-    asked = settings.actor_rollout_ref.rollout.launch.where
-    if asked != "auto":
-        return asked
-    joins = settings.generation.executor == "ray" and joins_cluster(settings.ray_kwargs.ray_init, environ)
-    return "ray" if joins else "local"
-
-
 def launches_on_ray(settings: Settings) -> bool:
     """Whether the run has servers to launch, and that on a Ray cluster."""
     rollout = settings.actor_rollout_ref.rollout
     return is_launched(rollout.name, rollout.server_urls) and launched_where(settings, os.environ) == "ray"
-
-
-def _refuse_unused(launch: LaunchSettings, name: str) -> None:
-    """Refuses settings that say what to launch, and how, where nothing is launched."""
-    unused = {"server": launch.server != "auto", "replicas": launch.replicas is not None}
-    unused |= {"where": launch.where != "auto"}
-    unused |= {"python": launch.python is not None, "args": bool(launch.args), "env": bool(launch.env)}
-    if names := ", ".join(name for name, is_set in unused.items() if is_set):
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.launch.* ({names}) is for servers that rollstream starts: that takes "
-            f"actor_rollout_ref.rollout.name=sglang or vllm (it is {name}) and no server_urls"
-        )
 
 
 def launched_commands(settings: Settings, log_dir: Path) -> list[dict[str, Any]]:
@@ -167,11 +106,6 @@ def launch_identity(settings: Settings) -> dict[str, Any]:
         identity |= {f"launch.engine.{name}": value for name, value in kwargs.items()}
     identity |= {f"launch.args.{name}": value for name, value in args.items() if name not in free}
     identity |= {
-        f"launch.env.{name}": value for name, value in _texts(launch.env).items() if name not in _FREE_ENV
+        f"launch.env.{name}": value for name, value in env_texts(launch.env).items() if name not in _FREE_ENV
     }
     return identity
-
-
-def _texts(env: Mapping[str, Any]) -> dict[str, str]:
-    """An environment as a process gets it."""
-    return {str(name): "" if value is None else str(value) for name, value in env.items()}

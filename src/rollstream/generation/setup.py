@@ -20,13 +20,12 @@ from rollstream.data.prompts import KnownDataset, PromptDataset, load_prompts
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.registry import data_deciding_kwargs
 from rollstream.errors import ConfigError, DataError
-from rollstream.generation.agents import Agents, load_agents
-from rollstream.generation.equipment import Equipment, equip
 from rollstream.generation.executors import check_executor_installed, executor_elsewhere
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.stopping import in_daemon_thread
 from rollstream.generation.trackers import check_trackers
+from rollstream.rollout.setup import Agents, RolloutSetup, build_setup, load_agents
 from rollstream.store.manifest import Manifest, new_manifest, read_manifest
 from rollstream.trajectory import PromptRow
 
@@ -40,9 +39,11 @@ _VERSIONED = ("transformers", "tokenizers", "torch", "openvino-genai", "reasonin
 
 
 @dataclass(slots=True)
-class Prepared(Equipment):
+class Prepared(RolloutSetup):
     """A run, resolved and checked, with nothing started."""
 
+    config: DictConfig
+    """The resolved configuration tree."""
     dataset: PromptDataset
     overlong: OverlongCount | None
     """What the length filter left out; None when it was not asked for."""
@@ -127,7 +128,7 @@ async def prepare(config: DictConfig, run_dir_manifest: Manifest | None = None) 
     await in_daemon_thread(partial(check_trackers, settings.trainer.logger, upload=upload))
     if (elsewhere := executor_elsewhere(settings)) is not None:
         return await elsewhere.prepare(config)
-    agents = await in_daemon_thread(load_agents, config)
+    agents = await in_daemon_thread(load_agents, settings)
     await agents.tools.describe()
     return await in_daemon_thread(_prepare, config, run_dir_manifest, agents)
 
@@ -151,8 +152,8 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
         )
     dataset = load_prompts(data, known=known)
     check_exports(settings.generation.export, shows_images=dataset.has_images())
-    equipment = equip(resolved, settings, agents, shows_images=dataset.has_images())
-    tokenizer, prompts, images = equipment.tokenizer, equipment.prompts, equipment.images
+    setup = build_setup(settings, agents, shows_images=dataset.has_images())
+    tokenizer, prompts, images = setup.tokenizer, setup.prompts, setup.images
 
     def tools_of(row: PromptRow) -> list[dict[str, Any]] | None:
         name = row.agent_name or rollout.agent.default_agent_loop
@@ -189,14 +190,15 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
         agents=agents.identity(loop_names, rollout.multi_turn.format),
         images_digest=images.processor.digest() if images and dataset.has_images() else None,
         tools_digest=agents.tools.digest if agents.tools.schemas else None,
-        shown_tools_digest=_digest(equipment.shown_tools) if equipment.shown_tools else None,
-        reward_digest=equipment.reward.source_digest,
+        shown_tools_digest=_digest(setup.shown_tools) if setup.shown_tools else None,
+        reward_digest=setup.reward.source_digest,
         dataset_fingerprint=dataset.fingerprint,
         dataset_rows=len(dataset),
         engine_settings=data_deciding_kwargs(rollout.name, rollout.engine_kwargs),
     )
     return Prepared(
-        **{one.name: getattr(equipment, one.name) for one in fields(equipment)},
+        **{one.name: getattr(setup, one.name) for one in fields(setup)},
+        config=resolved,
         dataset=dataset,
         overlong=overlong,
         manifest=manifest_for(resolved, dataset, identity, n=rollout.n),

@@ -17,10 +17,9 @@ from rollstream.data.prompts import load_prompts
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.base import Engine
 from rollstream.errors import ConfigError
-from rollstream.generation.agents import load_agents
-from rollstream.generation.equipment import Equipment, equip
 from rollstream.generation.stopping import in_daemon_thread
 from rollstream.reward.rules import RuleReward, find_rule
+from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.training.plan import PlannedGroup
@@ -82,17 +81,15 @@ class ConfiguredGroups:
         return self._prompts.row(int(self.rows[index]))
 
     async def start(self) -> None:
-        agents = await in_daemon_thread(load_agents, self._config)
+        agents = await in_daemon_thread(load_agents, self._settings)
         await agents.tools.describe()
         images = self._prompts.has_images()
-        equipment = await in_daemon_thread(
-            partial(equip, self._config, self._settings, agents, shows_images=images)
-        )
-        await in_daemon_thread(check_scores, equipment, map(self.row, range(len(self.rows))))
+        setup = await in_daemon_thread(partial(build_setup, self._settings, agents, shows_images=images))
+        await in_daemon_thread(check_scores, setup, map(self.row, range(len(self.rows))))
         self._logs = ScratchFolder("engine")
-        self.engine = equipment.create_engine(self._logs.path)
+        self.engine = setup.create_engine(self._logs.path)
         self._groups = RolloutGroups(
-            partial(self._make_worker, equipment, self.engine),
+            partial(self._make_worker, setup, self.engine),
             self.row,
             self._settings.actor_rollout_ref.rollout.n,
             engine=self.engine,
@@ -114,25 +111,25 @@ class ConfiguredGroups:
         if self._logs is not None:
             self._logs.cleanup()
 
-    async def _make_worker(self, equipment: Equipment, engine: Engine) -> RolloutWorker:
+    async def _make_worker(self, setup: RolloutSetup, engine: Engine) -> RolloutWorker:
         rollout = self._settings.actor_rollout_ref.rollout
-        equipment.check_engine(engine)
+        setup.check_engine(engine)
         if not engine.capabilities.token_ids:
             raise ConfigError(
                 f"engine {rollout.name!r} speaks messages: training needs the tokens that were sampled"
             )
         names = {rollout.agent.default_agent_loop, *self._prompts.agent_names()}
-        equipment.agents.check(
+        setup.agents.check(
             names,
-            equipment.tokenizer,
+            setup.tokenizer,
             show_tools=rollout.multi_turn.show_tools,
-            images=equipment.shows_images,
+            images=setup.shows_images,
         )
-        worker, _, _ = equipment.make_worker(engine, sorted(names))
+        worker, _, _ = setup.make_worker(engine, sorted(names))
         return worker
 
 
-def check_scores(equipment: Equipment, rows: Iterable[PromptRow]) -> None:
+def check_scores(setup: RolloutSetup, rows: Iterable[PromptRow]) -> None:
     """Refuses an environment that has no reward for any of the rows.
 
     An agent loop of the user's may score its own rollouts, and says so only then.
@@ -140,12 +137,12 @@ def check_scores(equipment: Equipment, rows: Iterable[PromptRow]) -> None:
     Raises:
         ConfigError: there is neither a reward function nor a rule, and all loops are rollstream's own.
     """
-    if not isinstance(equipment.reward, RuleReward):
+    if not isinstance(setup.reward, RuleReward):
         return
-    default = equipment.settings.actor_rollout_ref.rollout.agent.default_agent_loop
+    default = setup.settings.actor_rollout_ref.rollout.agent.default_agent_loop
     sources = set()
     for row in rows:
-        loop = equipment.agents.loops.entry(row.agent_name or default).loop
+        loop = setup.agents.loops.entry(row.agent_name or default).loop
         if find_rule(row.data_source) is not None or not loop.__module__.startswith("rollstream.agent."):
             return
         sources.add(row.data_source)

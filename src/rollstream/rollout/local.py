@@ -7,15 +7,15 @@ end; a higher one lets them go on.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from rollstream.errors import DataError
 from rollstream.rollout.adaptation import Adaptation
 from rollstream.rollout.window import Window
-from rollstream.rollout.worker import RolloutWorker, make_failure
+from rollstream.rollout.worker import make_failure
 from rollstream.store.records import EncodingError
-from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey
 
 
@@ -32,13 +32,29 @@ class WindowCounters:
     """Rollouts in flight that were cut off by a stop; owed again."""
 
 
+class Worker(Protocol):
+    """Runs rollouts: a `RolloutWorker`, or what stands before one."""
+
+    async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
+        """Executes one rollout to its end. Raises `EngineLostError` when the engine stays away."""
+        ...
+
+
+class Sink(Protocol):
+    """Makes results durable: a `StoreWriter`, a rollout buffer."""
+
+    def submit(self, result: Rollout | Failure, /) -> Awaitable[None]:
+        """Done when the result is durable; raises `EncodingError` if this one cannot be stored."""
+        ...
+
+
 class LocalExecutor:
     """Runs owed rollouts until there are no more or it is told to stop."""
 
     def __init__(
         self,
-        worker: RolloutWorker,
-        writer: StoreWriter,
+        worker: Worker,
+        sink: Sink,
         *,
         load_row: Callable[[int], PromptRow],
         max_in_flight: int,
@@ -47,14 +63,14 @@ class LocalExecutor:
     ) -> None:
         """Args:
         worker: runs them.
-        writer: makes them durable.
+        sink: makes them durable.
         load_row: the prompt row of an index; may raise `DataError`.
         max_in_flight: rollouts at once.
         on_durable: called for each rollout or failure once it is durable (R2).
         adaptation: keeps fewer in flight while the engine is overloaded; None always fills the window.
         """
         self._worker = worker
-        self._writer = writer
+        self._sink = sink
         self._load_row = load_row
         self._max_in_flight = max_in_flight
         self._on_durable = on_durable
@@ -73,7 +89,7 @@ class LocalExecutor:
         """Works off `keys`; returns when all are durable, or after a stop when nothing is in flight.
 
         Raises:
-            StorageError: the writer is broken.
+            StorageError: the sink is broken.
             EngineLostError: the engine stayed away too long.
         """
         self._window = Window(self._window.cap)
@@ -160,8 +176,8 @@ class LocalExecutor:
         self._count(result)
 
     async def _commit(self, result: Rollout | Failure) -> None:
-        """Commits, also when the slot is cut off meanwhile: what is in the writer's hands becomes durable."""
-        durable = self._writer.submit(result)
+        """Commits, also when the slot is cut off meanwhile: what the sink has got becomes durable."""
+        durable = asyncio.ensure_future(self._sink.submit(result))
         try:
             await asyncio.shield(durable)
         except asyncio.CancelledError:

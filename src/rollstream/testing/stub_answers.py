@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from rollstream.engine.sglang_wire import EXTRA_SAMPLING
 from rollstream.testing.answers import AnswerBook
 from rollstream.testing.stub_faults import Fault
 from rollstream.trajectory import Completion, SamplingParams
@@ -104,6 +105,7 @@ def read_sampling(query: Mapping[str, Any]) -> SamplingParams:
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(params.get("stop_token_ids") or ()),
         ignore_eos=bool(params.get("ignore_eos")),
+        extra={name: params[name] for name in EXTRA_SAMPLING if name in params},
     )
 
 

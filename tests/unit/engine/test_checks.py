@@ -61,6 +61,8 @@ def test_requests_beyond_the_capabilities() -> None:
         check_request([1], SamplingParams(1), ALL, images=[object()])
     with pytest.raises(EngineError, match="texts"):
         check_request([1], SamplingParams(1, stop=("a",)), replace(ALL, stop_strings=False), images=None)
+    with pytest.raises(EngineError, match="takes no sampling parameter 'min_p'"):
+        check_request([1], SamplingParams(1, extra={"min_p": 0.1}), ALL, images=None)
     both = SamplingParams(1, stop_token_ids=(3,), ignore_eos=True)
     check_request([1], both, ALL, images=None)
     with pytest.raises(EngineError, match="ignore_eos"):

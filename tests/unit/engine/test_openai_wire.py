@@ -61,7 +61,7 @@ def test_a_request_says_how_to_sample() -> None:
     }
     more = fields(
         ChatPrompt(ASK.messages, [1], tools=[{"type": "function"}]),
-        SamplingParams(5, logprobs=False, seed=3, stop=("a", "b")),
+        SamplingParams(5, logprobs=False, seed=3, stop=("a", "b"), extra={"presence_penalty": 0.5}),
         max_tokens_key="max_completion_tokens",
         omit=["temperature", "top_p", "stream_options"],
         extra_body={"top_k": 20},
@@ -72,6 +72,7 @@ def test_a_request_says_how_to_sample() -> None:
         "max_completion_tokens": 5,
         "seed": 3,
         "stop": ["a", "b"],
+        "presence_penalty": 0.5,
         "tools": [{"type": "function"}],
         "stream": True,
         "top_k": 20,

@@ -100,3 +100,11 @@ def test_tokens_without_their_logprobs_are_refused() -> None:
     with pytest.raises(ValueError, match="2 sampled ids came with 1 log-probs"):
         partial.add(Completion([1, 2], [-1.0], "abort"))
     assert len(partial) == 0
+
+
+def test_what_counts_tokens_of_a_request_is_not_continued() -> None:
+    for extra, goes_on in (({}, True), ({"min_p": 0.1}, True), ({"presence_penalty": 0.5}, False)):
+        partial = PartialCompletion(PROMPT, SamplingParams(9, logprobs=False, extra=extra))
+        assert partial.can_go_on
+        partial.add(Completion([1], None, "abort"))
+        assert partial.can_go_on == goes_on

@@ -46,6 +46,10 @@ def test_what_an_engine_cannot_give_is_an_error_at_start() -> None:
         assert key in str(caught.value)
     with pytest.raises(ConfigError, match="ignore_eos"):
         check(replace(STRONG, stop_token_ids_with_ignore_eos=False), replace(asked, ignore_eos=True))
+    penalised = replace(asked, extra={"min_p": 0.1, "repetition_penalty": 1.1})
+    check(replace(STRONG, extra_sampling=("min_p", "repetition_penalty")), penalised)
+    with pytest.raises(ConfigError, match=r"no .*extra_sampling\.repetition_penalty \(it takes: min_p\)"):
+        check(replace(STRONG, extra_sampling=("min_p",)), penalised)
 
 
 def test_an_engine_without_token_ids_is_said_once_and_gives_less(caplog: pytest.LogCaptureFixture) -> None:

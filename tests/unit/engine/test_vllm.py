@@ -292,6 +292,10 @@ def test_bodies_say_all_that_was_asked_for() -> None:
     completions = request_body(COMPLETIONS, [1, 2], how, "r", "m")
     assert completions == {**completions, **params, "request_id": "r", "model": "m", "prompt": [1, 2]}
     assert completions["return_token_ids"] and completions["min_p"] == 0.0
+    extra = {"min_p": 0.1, "min_tokens": 2}
+    for route, get in ((GENERATE, lambda body: body["sampling_params"]), (COMPLETIONS, lambda body: body)):
+        body = get(request_body(route, [1], replace(how, extra=extra), "r", "m"))
+        assert body == {**body, **extra}
     quiet = request_body(GENERATE, [1], SamplingParams(2), "r", "m")["sampling_params"]
     assert quiet == {
         "max_tokens": 2,

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from rollstream.config.load import compose
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.ray_execution import EquipmentRecipe, _worker_config
+from rollstream.generation.ray_execution import SetupRecipe, _worker_config
 from rollstream.trajectory import PromptRow, Rollout
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -53,7 +53,7 @@ def test_workers_are_told_the_urls_of_now_and_nothing_of_the_launch() -> None:
 @pytest.mark.slow
 async def test_each_worker_has_a_transformers_engine_of_its_own(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    recipe = EquipmentRecipe(
+    recipe = SetupRecipe(
         config_yaml=OmegaConf.to_yaml(
             config(
                 f"{ROLLOUT}.name=hf",

@@ -8,13 +8,8 @@ from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.replicas import (
-    launch_identity,
-    launch_request,
-    launched_commands,
-    launched_where,
-    launches_on_ray,
-)
+from rollstream.generation.replicas import launch_identity, launched_commands, launches_on_ray
+from rollstream.rollout.setup import launch_request, launched_where
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SERVE = (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.launch.server=rollstream")

@@ -17,6 +17,7 @@ from rollstream.agent.tools.result import ToolResult
 from rollstream.agent.tools.row_arguments import read_row_arguments, select_tools
 from rollstream.agent.tools.session import ToolSession
 from rollstream.chat.tool_schema import ToolSchema, check_names_differ
+from rollstream.engine.checks import unknown_name
 from rollstream.errors import ConfigError
 from rollstream.user_code import source_digest
 
@@ -38,17 +39,21 @@ class ToolBox:
     Args:
         tools: In the order in which the model is shown them.
         limits: What applies to each rollout.
+        names: Of the tools that are used; None: all of them.
 
     Raises:
-        ConfigError: Two tools have the same name.
+        ConfigError: Two tools have the same name, or none has a name that is asked for.
     """
 
     def __init__(
         self,
         tools: Sequence[FunctionTool | ClassTool | McpEntry] = (),
         limits: ToolLimits | None = None,
+        *,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.limits = limits or ToolLimits()
+        self._names = names
         self._given = tuple(tools)
         self._tools: dict[str, FunctionTool | ClassTool] | None = None
         self._calls = Calls()
@@ -128,7 +133,13 @@ class ToolBox:
 
     def _complete(self, tools: Sequence[FunctionTool | ClassTool]) -> None:
         check_names_differ((tool.name for tool in tools), "actor_rollout_ref.rollout.multi_turn:")
-        self._tools = {tool.name: tool for tool in tools}
+        known = {tool.name: tool for tool in tools}
+        for name in self._names or ():
+            if name not in known:
+                raise unknown_name("tool", name, known)
+        self._tools = {
+            name: tool for name, tool in known.items() if self._names is None or name in self._names
+        }
 
     def _known(self) -> dict[str, FunctionTool | ClassTool]:
         if self._tools is None:
@@ -150,6 +161,7 @@ def load_toolbox(
     tool_config_path: str | None = None,
     function_tool_path: str | None = None,
     limits: ToolLimits | None = None,
+    names: Sequence[str] | None = None,
 ) -> ToolBox:
     """Loads the tools of a run: those of the tool file, then the functions. Runs the user's code.
 
@@ -159,6 +171,7 @@ def load_toolbox(
         tool_config_path: See `config_file.load_tool_file`; None: none.
         function_tool_path: See `functions.load_function_tools`; None: none.
         limits: What applies to each rollout.
+        names: Of the tools that are used; None: all of them.
 
     Raises:
         ConfigError: A file cannot be used, or two tools have the same name.
@@ -169,6 +182,7 @@ def load_toolbox(
             *(load_function_tools(function_tool_path) if function_tool_path else []),
         ],
         limits,
+        names=names,
     )
 
 

@@ -22,12 +22,11 @@ from rollstream.data.values import BadRow
 from rollstream.engine.base import Engine
 from rollstream.engine.interruptible import InterruptibleEngine
 from rollstream.errors import ConfigError, DataError, TrainingError
-from rollstream.generation.agents import load_agents
-from rollstream.generation.equipment import Equipment, equip
 from rollstream.generation.stopping import in_daemon_thread
 from rollstream.integrations.configured_groups import check_scores
 from rollstream.integrations.trl.bounds import PlacedWorker, TimedWorker
 from rollstream.integrations.trl.failures import FailedGroups, ForgivingWorker, failure_of
+from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.training.plan import PlannedGroup
@@ -259,17 +258,17 @@ class EnvironmentGroups:
         self.loop = asyncio.get_running_loop()
         config = await in_daemon_thread(self._environment.resolve, self._trainer)
         settings = to_settings(config)
-        agents = await in_daemon_thread(load_agents, config)
+        agents = await in_daemon_thread(load_agents, settings)
         await agents.tools.describe()
-        equipment = await in_daemon_thread(partial(equip, config, settings, agents, shows_images=False))
-        _check_tokenizer(self._trainer.tokenizer, equipment)
+        setup = await in_daemon_thread(partial(build_setup, settings, agents, shows_images=False))
+        _check_tokenizer(self._trainer.tokenizer, setup)
         if self._to_score is not None:
-            await in_daemon_thread(check_scores, equipment, self._to_score())
+            await in_daemon_thread(check_scores, setup, self._to_score())
         self._logs = ScratchFolder("trl")
-        engine = self._make_engine(equipment, self._logs.path)
+        engine = self._make_engine(setup, self._logs.path)
         self.engine = engine
         self._groups = RolloutGroups(
-            partial(self._make_worker, equipment, engine),
+            partial(self._make_worker, setup, engine),
             self._load_row,
             self._trainer.n,
             engine=engine,
@@ -328,16 +327,16 @@ class EnvironmentGroups:
         if self._logs is not None:
             self._logs.cleanup()
 
-    def _make_engine(self, equipment: Equipment, log_dir: Path) -> Engine:
+    def _make_engine(self, setup: RolloutSetup, log_dir: Path) -> Engine:
         if self._lent is None:
-            return equipment.create_engine(log_dir)
+            return setup.create_engine(log_dir)
         from rollstream.engine.hf import HFEngine
 
         model, rollout = (
-            equipment.settings.actor_rollout_ref.model,
-            equipment.settings.actor_rollout_ref.rollout,
+            setup.settings.actor_rollout_ref.model,
+            setup.settings.actor_rollout_ref.rollout,
         )
-        return equipment.interruptible(
+        return setup.interruptible(
             HFEngine(
                 model.tokenizer_path or model.path,
                 model=self._lent,
@@ -346,28 +345,28 @@ class EnvironmentGroups:
             )
         )
 
-    async def _make_worker(self, equipment: Equipment, engine: Engine) -> RolloutWorker:
-        equipment.check_engine(engine)
-        self._check_engine(equipment, engine)
+    async def _make_worker(self, setup: RolloutSetup, engine: Engine) -> RolloutWorker:
+        setup.check_engine(engine)
+        self._check_engine(setup, engine)
         if self.first_weights is not None:
             await engine.update_weights(self.first_weights, self.first_version)
         elif self._lent is not None:
             async with unwrap_engine(engine).changing_weights(self.first_version):
                 pass  # the weights are there; their version is not
-        rollout = equipment.settings.actor_rollout_ref.rollout
+        rollout = setup.settings.actor_rollout_ref.rollout
         names = {rollout.agent.default_agent_loop, *self._agent_names}
         show_tools = rollout.multi_turn.show_tools
-        equipment.agents.check(names, equipment.tokenizer, show_tools=show_tools, images=False)
-        worker, _, gate = equipment.make_worker(engine, sorted(names))
+        setup.agents.check(names, setup.tokenizer, show_tools=show_tools, images=False)
+        worker, _, gate = setup.make_worker(engine, sorted(names))
         seconds, forgives = self._rollout_timeout, self._failed_groups is not None
         timed = worker if seconds is None else TimedWorker(worker, gate, seconds)
         # One number of places for both: an evaluation comes while groups are generated ahead.
-        places = asyncio.Semaphore(equipment.settings.generation.max_in_flight)
+        places = asyncio.Semaphore(setup.settings.generation.max_in_flight)
         self._worker = PlacedWorker(ForgivingWorker(worker) if forgives else worker, places)
         of_groups = PlacedWorker(ForgivingWorker(timed) if forgives else timed, places)
         return cast(RolloutWorker, of_groups)  # all that is asked of it is `run`
 
-    def _check_engine(self, equipment: Equipment, engine: Engine) -> None:
+    def _check_engine(self, setup: RolloutSetup, engine: Engine) -> None:
         can = engine.capabilities
         name = self._environment.engine_name
         if not can.token_ids:
@@ -380,11 +379,13 @@ class EnvironmentGroups:
                 f"{self._trainer.temperature}: the loss would compare two distributions. Set "
                 "temperature=1.0, or use engine 'hf'"
             )
-        if equipment.settings.actor_rollout_ref.rollout.top_k != -1:
+        if setup.settings.actor_rollout_ref.rollout.top_k != -1:
             raise ConfigError(f"{_ROLLOUT}.top_k changes the sampled distribution: leave it at -1")
+        if setup.settings.actor_rollout_ref.rollout.extra_sampling:
+            raise ConfigError(f"{_ROLLOUT}.extra_sampling changes the sampled distribution: leave it out")
 
 
-def _check_tokenizer(trainers: Any, equipment: Equipment) -> None:
+def _check_tokenizer(trainers: Any, setup: RolloutSetup) -> None:
     """Refuses a tokenizer of the environment that is not the trainer's.
 
     A chat template that the environment names, alone or with a tokenizer, is meant to be another one.
@@ -394,8 +395,8 @@ def _check_tokenizer(trainers: Any, equipment: Equipment) -> None:
     """
     if trainers is None:
         return
-    model = equipment.settings.actor_rollout_ref.model
-    different = equipment.tokenizer.differences(trainers)
+    model = setup.settings.actor_rollout_ref.model
+    different = setup.tokenizer.differences(trainers)
     if model.custom_chat_template is not None or model.tokenizer_path is not None:
         different = [what for what in different if what != "chat template"]
     if different:

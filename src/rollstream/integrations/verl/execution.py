@@ -29,8 +29,6 @@ from rollstream.engine.base import Engine
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.registry import data_deciding_kwargs
 from rollstream.errors import ConfigError, DataError
-from rollstream.generation.agents import Agents
-from rollstream.generation.equipment import Equipment
 from rollstream.generation.execution import Execution, OnDurable
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
@@ -45,10 +43,11 @@ from rollstream.integrations.verl.servers import end_verl, start_verl, tell_urls
 from rollstream.integrations.verl.worker_recipe import (
     VerlRecipe,
     plain_config,
-    plain_equipment,
+    plain_setup,
     verl_servers,
 )
 from rollstream.rollout.ray import default_workers, here
+from rollstream.rollout.setup import Agents, RolloutSetup
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import PromptRow
 
@@ -96,7 +95,7 @@ class VerlExecutor:
 class VerlPrepared(Prepared):
     """A run whose rows and loops are verl's."""
 
-    serving: Equipment
+    serving: RolloutSetup
     """Its configuration is that of the engine behind verl's loops."""
 
     def create_plain_engine(self, log_dir: Path) -> Engine:
@@ -104,8 +103,8 @@ class VerlPrepared(Prepared):
             raise ConfigError("servers that verl starts show what they can when a run begins, not before")
         return self.serving.create_plain_engine(log_dir)
 
-    def check_engine(self, engine: Engine) -> None:
-        self.serving.check_engine(engine)
+    def check_engine(self, engine: Engine, *, longest: bool = True) -> None:
+        self.serving.check_engine(engine, longest=longest)
 
     def prompt_tools(self, row: PromptRow) -> list[dict[str, Any]] | None:
         return None  # verl's loops show their own
@@ -123,7 +122,7 @@ def _prepare(config: DictConfig) -> VerlPrepared:
     _check(settings)
     verl_config = compose_verl(settings, urls=settings.actor_rollout_ref.rollout.server_urls or ["to come"])
     check_verl_servers(settings, str(verl_config.actor_rollout_ref.rollout.name))
-    equipment = plain_equipment(serving_config(resolved))
+    setup = plain_setup(serving_config(resolved))
     dataset = VerlDataset(
         VerlRows(create_dataset(verl_config), settings.data.prompt_key),
         shuffle_seed=settings.data.seed if settings.data.shuffle else None,
@@ -141,19 +140,19 @@ def _prepare(config: DictConfig) -> VerlPrepared:
     )
     identity = build_identity(
         settings,
-        tokenizer_digest=equipment.tokenizer.digest(),
-        agents=verl_identity(settings, equipment.settings),
+        tokenizer_digest=setup.tokenizer.digest(),
+        agents=verl_identity(settings, setup.settings),
         images_digest=None,
         tools_digest=None,
         shown_tools_digest=None,
-        reward_digest=equipment.reward.source_digest,
+        reward_digest=setup.reward.source_digest,
         dataset_fingerprint=dataset.fingerprint,
         dataset_rows=len(dataset),
         engine_settings=data_deciding_kwargs(rollout.name, rollout.engine_kwargs),
     )
-    known = {one.name: getattr(equipment, one.name) for one in fields(Equipment)}
+    known = {one.name: getattr(setup, one.name) for one in fields(RolloutSetup)}
     known |= {"config": resolved, "settings": settings}
-    known["agents"] = Agents(VerlLoops(), equipment.agents.tools, equipment.agents.interactions)
+    known["agents"] = Agents(VerlLoops(), setup.agents.tools, setup.agents.interactions)
     return VerlPrepared(
         **known,
         dataset=dataset,
@@ -161,7 +160,7 @@ def _prepare(config: DictConfig) -> VerlPrepared:
         manifest=manifest_for(
             resolved, dataset, identity, n=rollout.n, packages=("verl", "ray", "tensordict")
         ),
-        serving=equipment,
+        serving=setup,
     )
 
 
@@ -205,6 +204,11 @@ def _check(settings: Settings) -> None:
             "actor_rollout_ref.rollout.launch.where=ray is for generation.executor=ray and local; with "
             "generation.executor=verl servers are launched on this machine (leave launch.where out), started "
             "elsewhere by you (actor_rollout_ref.rollout.server_urls), or by verl (generation.verl_overrides)"
+        )
+    if rollout.extra_sampling:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.extra_sampling is for rollstream's agent loops: "
+            "generation.executor=verl has no way to hand it to verl's"
         )
     if settings.data.truncation != "error":
         logger.info("verl's loops cut long prompts from the left, whatever data.truncation says")
@@ -264,7 +268,7 @@ async def _start(
     if urls is not None:
         options = {"scheduling_strategy": here(), **options}  # launched servers listen on this machine alone
     recipe = VerlRecipe(
-        config_yaml=OmegaConf.to_yaml(_worker_config(prepared.serving.config)),
+        config_yaml=OmegaConf.to_yaml(_worker_config(serving_config(prepared.config))),
         verl_config=verl_config,
         client=manager.llm_client,
         handles=tuple(servers.server_handles),

@@ -13,11 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from rollstream.config.load import compose, to_settings
 from rollstream.engine.base import Capabilities
-from rollstream.generation.agents import Agents, load_agents
-from rollstream.generation.equipment import Equipment, equip
 from rollstream.generation.stopping import in_daemon_thread
 from rollstream.integrations.verl.loop import SampleWorker, VerlLoops, VerlServers
 from rollstream.rollout.ray_worker import BuiltWorker
+from rollstream.rollout.setup import Agents, RolloutSetup, build_setup, load_agents
 
 VERL_SERVERS = Capabilities(
     token_ids=True,
@@ -60,17 +59,15 @@ class VerlRecipe:
         """See `WorkerRecipe`."""
         config = OmegaConf.create(self.config_yaml)
         assert isinstance(config, DictConfig)
-        equipment, worker = await asyncio.gather(
-            in_daemon_thread(plain_equipment, config), in_daemon_thread(self._verl_worker)
+        setup, worker = await asyncio.gather(
+            in_daemon_thread(plain_setup, config), in_daemon_thread(self._verl_worker)
         )
-        equipment.agents = Agents(
-            VerlLoops(worker), equipment.agents.tools, interactions=equipment.agents.interactions
-        )
+        setup.agents = Agents(VerlLoops(worker), setup.agents.tools, interactions=setup.agents.interactions)
         async with AsyncExitStack() as stack:
-            stack.callback(equipment.reward.close)
-            await equipment.prepare_reward_for(self.first_data_source)
+            stack.callback(setup.reward.close)
+            await setup.prepare_reward_for(self.first_data_source)
             servers = VerlServers(self.handles, self.capabilities, balancer=self.client.balancer)
-            rollout_worker, metered, gate = equipment.make_worker(servers, list(self.loop_names))
+            rollout_worker, metered, gate = setup.make_worker(servers, list(self.loop_names))
             self.client.meter = metered
             return BuiltWorker(
                 SampleWorker(rollout_worker),  # type: ignore[arg-type]
@@ -117,9 +114,10 @@ def plain_config(config: DictConfig) -> DictConfig:
     return plain
 
 
-def plain_equipment(config: DictConfig) -> Equipment:
+def plain_setup(config: DictConfig) -> RolloutSetup:
     """What a worker has of rollstream's: tokenizer, reward, sampling. Slow. Raises `ConfigError`."""
-    return equip(config, to_settings(config), load_agents(config), shows_images=False)
+    settings = to_settings(config)
+    return build_setup(settings, load_agents(settings), shows_images=False)
 
 
 def bare_recipe(manager: Any, *, max_attempts: int) -> VerlRecipe:

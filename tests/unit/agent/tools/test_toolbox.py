@@ -167,3 +167,10 @@ async def test_rows_that_want_something_else(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tools_kwargs\.search: unknown key"):
         box.session(tools_kwargs={"search": {"kwargs": {}}}, selection=None, request_id="r")
     await box.close()
+
+
+def test_only_the_tools_that_are_named_are_there() -> None:
+    both = [class_tool(Recorder, "search"), class_tool(Recorder, "fetch")]
+    assert [one["function"]["name"] for one in ToolBox(both, names=["fetch"]).schemas] == ["fetch"]
+    with pytest.raises(ConfigError, match="unknown tool 'serch'; did you mean 'search'"):
+        ToolBox(both, names=["fetch", "serch"])

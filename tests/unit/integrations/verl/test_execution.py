@@ -10,10 +10,10 @@ from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
 from rollstream.generation.executors import check_executor_installed
-from rollstream.generation.replicas import launch_request
 from rollstream.generation.runner import run_generation
 from rollstream.integrations.verl import execution
 from rollstream.integrations.verl.execution import check_verl_servers, serving_config
+from rollstream.rollout.setup import launch_request
 
 
 def words(run_dir: Path, *more: str) -> list[str]:

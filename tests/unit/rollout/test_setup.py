@@ -9,10 +9,11 @@ import pytest
 from rollstream.agent.interactions import Interaction, Interactions
 from rollstream.agent.registry import AgentLoops
 from rollstream.agent.tools.toolbox import ToolBox
+from rollstream.config.load import to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.agents import Agents, load_agents
 from rollstream.generation.runner import as_config
+from rollstream.rollout.setup import Agents, load_agents
 from tests.unit.agent.rollouts import demo_tokenizer
 from tests.unit.agent.tools.tools import Recorder, class_tool
 from tests.unit.chat.templates import load
@@ -37,7 +38,7 @@ class Mine(ToolAgent):
 
 
 def agents(*words: str) -> Agents:
-    return load_agents(as_config([f"actor_rollout_ref.model.path={MODEL_PATH}", *words]))
+    return load_agents(to_settings(as_config([f"actor_rollout_ref.model.path={MODEL_PATH}", *words])))
 
 
 def rollout(key: str, value: Any) -> str:

@@ -1,0 +1,463 @@
+"""Builds what rollouts are executed with, from a run's settings: the one way to do it, for every door.
+
+settings -> load_agents -> Agents (agent loops, tools, interactions)
+-> build_setup -> RolloutSetup (with tokenizer, prompts, sampling, reward)
+-> create_engine, check_engine, make_worker
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rollstream.agent.base import AgentResources, TurnLimits
+from rollstream.agent.images import ImageReader
+from rollstream.agent.interactions import Interactions, load_interactions
+from rollstream.agent.prompt import PromptRenderer
+from rollstream.agent.registry import AgentLoops, load_agent_loops
+from rollstream.agent.single_turn import SingleTurnAgent
+from rollstream.agent.tools.limits import ToolLimits
+from rollstream.agent.tools.toolbox import ToolBox, load_toolbox
+from rollstream.chat.parsers.base import get_parser
+from rollstream.chat.processor import load_processor
+from rollstream.chat.template import TurnTemplate
+from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
+from rollstream.config.settings import LaunchSettings, RewardSettings, Settings
+from rollstream.data.tool_schemas import load_tool_schemas
+from rollstream.engine.base import Engine
+from rollstream.engine.interruptible import InterruptibleEngine
+from rollstream.engine.launch_plan import LaunchRequest, refuse_secrets
+from rollstream.engine.registry import check_capabilities, check_engine_config, create_engine, is_launched
+from rollstream.errors import ConfigError
+from rollstream.reward.base import FunctionReward
+from rollstream.reward.custom import load_reward
+from rollstream.reward.rules import RuleReward
+from rollstream.rollout.gate import EngineGate
+from rollstream.rollout.meter import MeteredEngine
+from rollstream.rollout.ray_cluster import joins_cluster
+from rollstream.rollout.retry import RetryPolicy
+from rollstream.rollout.worker import RolloutWorker
+from rollstream.trajectory import SamplingParams
+from rollstream.user_code import source_digest
+
+logger = logging.getLogger(__name__)
+
+_MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+
+
+@dataclass(slots=True)
+class Agents:
+    """The agent loops of a run, and what they work with."""
+
+    loops: AgentLoops
+    tools: ToolBox
+    interactions: Interactions
+
+    def check(self, names: set[str], tokenizer: ChatTokenizer, *, show_tools: bool, images: bool) -> None:
+        """Refuses loops that cannot work.
+
+        Args:
+            names: of the loops that rows use.
+            tokenizer: its template has to show the tools.
+            show_tools: whether it is asked to.
+            images: whether rows have images.
+
+        Raises:
+            ConfigError: naming what to change.
+        """
+        template = TurnTemplate(tokenizer)
+        unseen = [schema for schema in self.tools.schemas if not template.shows_tool(schema)]
+        if show_tools and unseen:
+            raise ConfigError(
+                f"the chat template does not tell the model of tool {unseen[0]['function']['name']!r}: give "
+                "one that does (actor_rollout_ref.model.custom_chat_template), or describe the tools in the "
+                f"prompts and set {_MULTI_TURN}.show_tools=false"
+            )
+        for name in sorted(names):
+            self.loops.check_options(name)
+            loop = self.loops.entry(name).loop
+            if images and not loop.sees_images:
+                raise ConfigError(f"agent loop {name!r} shows no images, and rows have some")
+            if loop.needs_tools and not self.tools.schemas and not self.interactions.by_name:
+                raise ConfigError(
+                    f"agent loop {name!r} has neither tools nor interactions: set tool_config_path, "
+                    f"function_tool_path or interaction_config_path of {_MULTI_TURN} "
+                    "(data.tool_config_path only shows schemas)"
+                )
+        if self.tools.schemas and not template.has_tool_role:
+            logger.warning(
+                "the chat template has no role for tool results: the model gets them as a user's message"
+            )
+
+    def prompt_tools(self, name: str, *, show_tools: bool) -> list[dict[str, Any]] | None:
+        """Schemas that a loop's prompts show; None: those of `data.tool_config_path`."""
+        return self.loops.entry(name).loop.prompt_tools(self.tools.schemas if show_tools else [])
+
+    def identity(self, names: set[str], parser_name: str) -> dict[str, str]:
+        """What the loops' code and partners decide, as part of a run's identity."""
+        identity = {f"agent.loops.{name}": self.loops.entry(name).digest for name in sorted(names)}
+        if any(self.loops.entry(name).loop is not SingleTurnAgent for name in names):
+            identity["multi_turn.interactions"] = self.interactions.digest
+            identity["multi_turn.parser"] = source_digest(type(get_parser(parser_name)))
+        return identity
+
+
+def load_agents(
+    settings: Settings, *, loops: AgentLoops | None = None, tools: Sequence[str] | None = None
+) -> Agents:
+    """The agent loops and tools of a run; connects to nothing.
+
+    Args:
+        settings: of the run.
+        loops: None takes those that are registered, and those of `agent_loop_config_path`.
+        tools: names of those that are used; None takes all.
+
+    Raises:
+        ConfigError: what is quick to check and cannot work, engine and model path included.
+    """
+    model, rollout = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout
+    if model.path is None:
+        raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder")
+    check_engine_config(
+        rollout.name,
+        model_path=model.path,
+        server_urls=rollout.server_urls,
+        engine_kwargs=rollout.engine_kwargs,
+        launch=launch_request(settings),
+    )
+    multi_turn = rollout.multi_turn
+    if loops is None:
+        loops = AgentLoops(load_agent_loops(rollout.agent.agent_loop_config_path))
+    loops.entry(rollout.agent.default_agent_loop)
+    get_parser(multi_turn.format)
+    return Agents(
+        loops,
+        load_toolbox(
+            tool_config_path=multi_turn.tool_config_path,
+            function_tool_path=multi_turn.function_tool_path,
+            limits=ToolLimits(
+                max_parallel_calls=multi_turn.max_parallel_calls,
+                max_response_length=multi_turn.max_tool_response_length,
+                truncate_side=multi_turn.tool_response_truncate_side,
+                timeout=multi_turn.tool_timeout,
+            ),
+            names=tools,
+        ),
+        load_interactions(multi_turn.interaction_config_path, timeout=multi_turn.interaction_timeout),
+    )
+
+
+@dataclass(slots=True)
+class RolloutSetup:
+    """What rollouts are executed with. Nothing of it is started."""
+
+    settings: Settings
+    tokenizer: ChatTokenizer
+    prompts: PromptRenderer
+    agents: Agents
+    images: ImageReader | None
+    """None when the model, or the machine, cannot read images."""
+    shows_images: bool
+    """Whether prompt rows have images."""
+    shown_tools: list[dict[str, Any]]
+    """Schemas that loops without tools show in their prompts."""
+    sampling: SamplingParams
+    reward: FunctionReward | RuleReward
+
+    def create_engine(self, log_dir: Path) -> Engine:
+        """The configured engine, not started. Raises `ConfigError`."""
+        return self.interruptible(self.create_plain_engine(log_dir))
+
+    def interruptible(self, engine: Engine) -> Engine:
+        """The engine, as rollouts use it: generations live through weight updates."""
+        return InterruptibleEngine(engine, on_update=self.settings.actor_rollout_ref.rollout.on_weight_update)
+
+    def create_plain_engine(self, log_dir: Path) -> Engine:
+        """The configured engine by itself, not started. Raises `ConfigError`."""
+        model, rollout = self.settings.actor_rollout_ref.model, self.settings.actor_rollout_ref.rollout
+        return create_engine(
+            rollout.name,
+            model_path=model.path,
+            server_urls=rollout.server_urls,
+            max_model_len=rollout.max_model_len,
+            engine_kwargs=rollout.engine_kwargs,
+            launch=launch_request(self.settings),
+            log_dir=log_dir,
+        )
+
+    async def prepare_reward_for(self, data_source: str) -> None:
+        """Imports what the rule of a data source needs, so that what is missing shows at start.
+
+        Raises:
+            ConfigError: a package is missing.
+        """
+        if isinstance(self.reward, RuleReward) and not await self.reward.prepare(data_source):
+            logger.info("no reward for data source %r: rollouts are not scored", data_source)
+
+    async def close(self) -> None:
+        """Ends what tools, interactions and the reward have started."""
+        self.reward.close()
+        self.agents.interactions.close()
+        await self.agents.tools.close()
+
+    def check_engine(self, engine: Engine, *, longest: bool = True) -> None:
+        """Refuses what a started engine cannot give (R8).
+
+        Args:
+            engine: has been started.
+            longest: also refuse lengths of which the longest prompt and the longest response together do not
+                fit. Without it such a response ends early, and a prompt that leaves no room fails.
+
+        Raises:
+            ConfigError: naming what to change.
+        """
+        rollout = self.settings.actor_rollout_ref.rollout
+        if self.shows_images and not engine.capabilities.images:
+            raise ConfigError(
+                f"the prompt rows have images, but engine {rollout.name!r} takes none: see docs/images.md"
+            )
+        stops = self.sampling.stop_token_ids
+        if not engine.capabilities.token_ids:
+            self._check_chat(engine)
+        elif self.agents.tools.schemas:
+            stops = (*stops, *self.agent_resources(engine).parser_stop_ids)
+        check_capabilities(
+            engine.capabilities,
+            replace(self.sampling, stop_token_ids=stops),
+            prompt_length=rollout.prompt_length if longest else 1,
+            response_length=rollout.response_length if longest else 1,
+            max_model_len=rollout.max_model_len,
+        )
+
+    def _check_chat(self, engine: Engine) -> None:
+        """Refuses what is done to ids here and would not reach an engine that speaks messages."""
+        if self.settings.data.truncation != "error":
+            raise ConfigError(
+                f"data.truncation={self.settings.data.truncation} cuts prompt ids, but this engine is sent "
+                "messages: set data.truncation=error, and data.filter_overlong_prompts=true to leave long "
+                "prompts out"
+            )
+        if self.agents.tools.schemas and not self.agent_resources(engine).template.has_tool_role:
+            raise ConfigError(
+                "the local chat template has no role for tool results, which a chat endpoint must be given: "
+                "name another tokenizer (actor_rollout_ref.model.tokenizer_path) or template "
+                "(custom_chat_template)"
+            )
+        if self.settings.data.apply_chat_template_kwargs:
+            logger.warning(
+                "data.apply_chat_template_kwargs reaches the local tokenizer only; an endpoint that knows "
+                "them takes them by engine_kwargs.extra_body={chat_template_kwargs: {...}}"
+            )
+
+    def agent_resources(self, engine: Engine) -> AgentResources:
+        """What the agent loops share, for a started engine."""
+        rollout = self.settings.actor_rollout_ref.rollout
+        limits = [limit for limit in (rollout.max_model_len, engine.capabilities.max_model_len) if limit]
+        return AgentResources(
+            engine=engine,
+            tokenizer=self.tokenizer,
+            prompts=self.prompts,
+            response_length=rollout.response_length,
+            max_model_len=min(limits, default=None),
+            tools=self.agents.tools,
+            show_tools=rollout.multi_turn.show_tools,
+            turns=TurnLimits(rollout.multi_turn.max_assistant_turns, rollout.multi_turn.max_user_turns),
+            parser_name=rollout.multi_turn.format,
+            interactions=self.agents.interactions,
+            images=self.images if engine.capabilities.images else None,
+        )
+
+    def make_worker(
+        self, engine: Engine, loop_names: list[str]
+    ) -> tuple[RolloutWorker, MeteredEngine, EngineGate]:
+        """A worker on a started engine, with what counts its requests and the gate before it.
+
+        Raises:
+            ConfigError: one of the agent loops cannot work with this engine.
+        """
+        settings = self.settings.generation
+        gate = EngineGate(engine, timeout=settings.engine_timeout)
+        metered = MeteredEngine(engine)
+        resources = self.agent_resources(metered)
+        self.agents.loops.check(loop_names, resources)
+        worker = RolloutWorker(
+            resources,
+            sampling=self.sampling,
+            seed=settings.seed,
+            default_agent_loop=self.settings.actor_rollout_ref.rollout.agent.default_agent_loop,
+            retry=RetryPolicy(settings.max_attempts, settings.retry_delay, settings.retry_delay_max),
+            attempt_timeout=settings.attempt_timeout,
+            gate=gate,
+            reward=self.reward,
+            loops=self.agents.loops,
+            refusal_patience=settings.engine_timeout,
+        )
+        return worker, metered, gate
+
+
+def build_setup(
+    settings: Settings,
+    agents: Agents,
+    *,
+    shows_images: bool,
+    reward: FunctionReward | RuleReward | None = None,
+) -> RolloutSetup:
+    """Loads tokenizer, reward and what else rollouts are executed with. Slow: call it off the event loop.
+
+    Args:
+        settings: of the run.
+        agents: loaded from them.
+        shows_images: whether prompt rows have images.
+        reward: scores the rollouts; None loads `custom_reward_function`, or takes the rules.
+
+    Raises:
+        ConfigError: the configuration cannot work.
+    """
+    model, rollout, data = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout, settings.data
+    shown = load_tool_schemas(data.tool_config_path) if data.tool_config_path else []
+    if reward is None:
+        reward = _load_reward(settings.custom_reward_function)
+    assert model.path is not None
+    if rollout.name == "openai" and not (model.tokenizer_path or Path(model.path).expanduser().is_dir()):
+        raise ConfigError(
+            f"engine 'openai' needs a local tokenizer, and {model.path!r} is the endpoint's name of a model: "
+            "set actor_rollout_ref.model.tokenizer_path to a folder or hub name, best of the same model"
+        )
+    tokenizer = load_tokenizer(
+        model.tokenizer_path or model.path,
+        custom_chat_template=model.custom_chat_template,
+        template_kwargs=data.apply_chat_template_kwargs,
+        trust_remote_code=model.trust_remote_code,
+    )
+    images = _load_images(settings, tokenizer, agents, needed=shows_images)
+    return RolloutSetup(
+        settings=settings,
+        tokenizer=tokenizer,
+        prompts=PromptRenderer(
+            tokenizer,
+            prompt_length=rollout.prompt_length,
+            truncation=data.truncation,
+            tool_schemas=shown,
+            images=images,
+        ),
+        agents=agents,
+        images=images,
+        shows_images=shows_images,
+        shown_tools=shown,
+        sampling=SamplingParams(
+            max_tokens=rollout.response_length,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            logprobs=rollout.calculate_log_probs,
+            seed=settings.generation.seed if settings.generation.seed is None else 0,
+            stop=tuple(rollout.stop),
+            stop_token_ids=tuple(rollout.stop_token_ids),
+            ignore_eos=rollout.ignore_eos,
+            extra=rollout.extra_sampling,
+        ),
+        reward=reward,
+    )
+
+
+def _load_images(
+    settings: Settings, tokenizer: ChatTokenizer, agents: Agents, *, needed: bool
+) -> ImageReader | None:
+    """What reads images, if rows have some or tools may return some."""
+    if not needed and not agents.tools.schemas:
+        return None
+    model = settings.actor_rollout_ref.model
+    path = model.tokenizer_path or model.path
+    assert path is not None
+    try:
+        processor = load_processor(path, tokenizer, trust_remote_code=model.trust_remote_code)
+    except ConfigError as error:
+        if needed:
+            raise
+        logger.warning("images that tools return are not shown to the model: %s", error)
+        return None
+    if processor is None:
+        if needed:
+            raise ConfigError(
+                f"the prompt rows have images, but {path!r} has no image processor "
+                "(preprocessor_config.json): it is a model for text"
+            )
+        return None
+    return ImageReader(processor, allow_http=settings.data.fetch_images)
+
+
+def _load_reward(settings: RewardSettings) -> FunctionReward | RuleReward:
+    if settings.path is None:
+        return RuleReward(settings.timeout, settings.max_concurrency)
+    return load_reward(
+        settings.path,
+        settings.name,
+        settings.reward_kwargs,
+        timeout=settings.timeout,
+        max_concurrency=settings.max_concurrency,
+    )
+
+
+def launch_request(settings: Settings) -> LaunchRequest | None:
+    """What to launch; None when the engine needs no launch. Raises `ConfigError`."""
+    rollout, launch = settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.rollout.launch
+    refuse_secrets(launch.args, launch.env)  # they would be in the run directory, launched or not
+    if not is_launched(rollout.name, rollout.server_urls):
+        _refuse_unused(launch, rollout.name)
+        return None
+    for name, value in launch.env.items():
+        if isinstance(value, dict | list):
+            raise ConfigError(f"actor_rollout_ref.rollout.launch.env.{name} must be a text (it is {value!r})")
+    return LaunchRequest(
+        server=launch.server,
+        where=launched_where(settings, os.environ),
+        actor_options=settings.ray_kwargs.replica,
+        nodes=settings.trainer.nnodes,
+        devices_per_node=settings.trainer.n_gpus_per_node,
+        replicas=launch.replicas,
+        tensor_parallel=rollout.tensor_model_parallel_size,
+        pipeline_parallel=rollout.pipeline_model_parallel_size,
+        data_parallel=rollout.data_parallel_size,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        dtype=rollout.dtype,
+        load_format=rollout.load_format,
+        trust_remote_code=settings.actor_rollout_ref.model.trust_remote_code,
+        tokenizer_path=settings.actor_rollout_ref.model.tokenizer_path,
+        seeds=settings.generation.seed is not None,
+        python=launch.python,
+        args=launch.args,
+        env=env_texts(launch.env),
+        startup_timeout=launch.startup_timeout,
+        unhealthy_timeout=launch.unhealthy_timeout,
+        max_restarts=launch.max_restarts,
+        restart_delay=launch.restart_delay,
+        restart_delay_max=launch.restart_delay_max,
+    )
+
+
+def launched_where(settings: Settings, environ: Mapping[str, str]) -> Literal["local", "ray"]:
+    """Where servers are launched. Whoever joins a cluster to run workers there means its nodes."""
+    asked = settings.actor_rollout_ref.rollout.launch.where
+    if asked != "auto":
+        return asked
+    joins = settings.generation.executor == "ray" and joins_cluster(settings.ray_kwargs.ray_init, environ)
+    return "ray" if joins else "local"
+
+
+def _refuse_unused(launch: LaunchSettings, name: str) -> None:
+    """Refuses settings that say what to launch, and how, where nothing is launched."""
+    unused = {"server": launch.server != "auto", "replicas": launch.replicas is not None}
+    unused |= {"where": launch.where != "auto"}
+    unused |= {"python": launch.python is not None, "args": bool(launch.args), "env": bool(launch.env)}
+    if names := ", ".join(name for name, is_set in unused.items() if is_set):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.launch.* ({names}) is for servers that rollstream starts: that takes "
+            f"actor_rollout_ref.rollout.name=sglang or vllm (it is {name}) and no server_urls"
+        )
+
+
+def env_texts(env: Mapping[str, Any]) -> dict[str, str]:
+    """An environment as a process gets it."""
+    return {str(name): "" if value is None else str(value) for name, value in env.items()}
