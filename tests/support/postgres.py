@@ -4,7 +4,6 @@ PostgreSQL must be installed (Debian: `apt-get install postgresql`); it refuses 
 the user `postgres`. Its data is not synced to the disk: tests kill processes, not machines.
 """
 
-import glob
 import os
 import select
 import shutil
@@ -55,7 +54,7 @@ class PostgresServer:
     def start(self) -> None:
         """Returns when it takes connections."""
         settings = [f"--{name}={value}" for name, value in {**_SETTINGS, "port": self.port}.items()]
-        with open(self.folder / "log", "ab") as log:
+        with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [self._bin / "postgres", "-D", self._data, *settings],
                 cwd=self.folder,
@@ -65,7 +64,16 @@ class PostgresServer:
                 **self._user,
             )
         until = time.monotonic() + 60
-        ready = [self._bin / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(self.port), "-d", "postgres"]
+        ready = [
+            str(self._bin / "pg_isready"),
+            "-q",
+            "-h",
+            "127.0.0.1",
+            "-p",
+            str(self.port),
+            "-d",
+            "postgres",
+        ]
         while subprocess.run(ready).returncode:
             if self._process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"PostgreSQL did not start: {(self.folder / 'log').read_text()[-2000:]}")
@@ -118,12 +126,12 @@ class PostgresServer:
 def _bin_folder() -> Path:
     if found := shutil.which("initdb"):
         return Path(found).resolve().parent
-    folders = sorted(glob.glob("/usr/lib/postgresql/*/bin"), key=lambda one: int(one.split("/")[-2]))
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda one: int(one.parent.name))
     if not folders:
         raise RuntimeError(
             "these tests need PostgreSQL: no initdb on the path or in /usr/lib/postgresql/*/bin"
         )
-    return Path(folders[-1])
+    return folders[-1]
 
 
 def new_schema() -> str:

@@ -386,7 +386,7 @@ class ReferenceStore:
             items_delivered=sum(len(group.items) for group in self.delivered) - self.filtered,
             items_dropped=dict(items),
             groups={
-                state: len(self.in_state(state))  # type: ignore[arg-type]
+                state: len(self.in_state(state))
                 for state in ("open", "full", "ready", "leased", "quarantined")
             },
             groups_delivered=len(self.delivered),

@@ -183,7 +183,7 @@ class StoreMachine(RuleBasedStateMachine):
         if groups:
             assert taken.groups == before
             assert taken.lease.groups == [group.id for group in groups]
-            return taken.lease.id
+            return str(taken.lease.id)
         assert taken.lease is None and taken.groups == []
         return None
 
@@ -338,7 +338,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 def run_machine(new_driver: Callable[[], Callable[[], Driver]], servers: int, examples: int) -> None:
     run_state_machine_as_test(
-        lambda: StoreMachine(new_driver(), servers),
+        lambda: StoreMachine(new_driver(), servers),  # type: ignore[arg-type]
         settings=settings(
             max_examples=examples,
             stateful_step_count=40,

@@ -83,8 +83,8 @@ class PostgresDriver:
             except ValueError as error:  # among them asyncpg's own, for an option
                 detail = "" if self._database == _HIDDEN else f" ({error})"
                 raise ConfigError(
-                    f"{self._database}: not a URL that can be used{detail}; want postgresql://USER:PASSWORD@HOST:PORT/NAME "
-                    "(in a password %40 for @, %2F for /, %3F for ?, %23 for #, %25 for %)"
+                    f"{self._database}: not a URL that can be used{detail}; want "
+                    "postgresql://USER:PASSWORD@HOST:PORT/NAME (in a password %40 for @, %2F for /, %3F for ?, %23 for #, %25 for %)"
                 ) from None
         try:
             await self.transaction(lambda tx: self._create(tx, schema))
