@@ -1,7 +1,6 @@
 """Real runs in processes of their own, against the stub server, for the fault tests."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
