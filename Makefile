@@ -5,6 +5,7 @@
 # make demo-train   TRL trains the demo model with batches generated ahead: held-out accuracy and its curve (2 GB)
 # make test   everything the tests need, then the tests
 # make test-quick   unit tests that are quick, in a few minutes
+# make test-soak   the long cases that `make test` leaves out: many kills, many rollouts, many examples
 # make env    the environment of the tests in .venv
 # make test-vllm   real vLLM servers on this CPU, in an environment of their own (3.4 GB), and their tests
 # make test-verl   verl in an environment of its own (2.5 GB), and the tests of its loops and of its files, and of Trackio
@@ -19,7 +20,7 @@ DEMO_ARGS ?=
 EXECUTOR ?= local
 STORE ?= sqlite
 
-.PHONY: env demo demo-buffer demo-train test test-quick test-vllm test-verl test-verifiers check bench-quick demo-model clean
+.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers check bench-quick demo-model clean
 
 env: .venv/.done
 demo: .venv-demo/.done $(if $(filter ray,$(EXECUTOR)),.venv-demo/.ray)
@@ -31,7 +32,9 @@ demo-train: .venv-train/.done
 test: .venv/.done
 	.venv/bin/python -m pytest $(TEST_ARGS)
 test-quick: .venv/.done
-	.venv/bin/python -m pytest tests/unit -m "not slow" $(TEST_ARGS)
+	.venv/bin/python -m pytest tests/unit -m "not slow and not soak" $(TEST_ARGS)
+test-soak: .venv/.done
+	.venv/bin/python -m pytest -m soak $(TEST_ARGS)
 test-vllm: .venv/.done .venv-vllm/.done
 	ROLLSTREAM_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv/bin/python -m pytest tests/compat/test_vllm.py tests/conformance $(TEST_ARGS)
 test-verl: .venv-verl/.done

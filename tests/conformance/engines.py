@@ -1,7 +1,6 @@
 """Every engine there is, started on the demo model."""
 
 import asyncio
-import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -19,6 +18,7 @@ from rollstream.trajectory import Completion
 from tests.compat.vllm_server import PYTHON as VLLM_PYTHON
 from tests.compat.vllm_server import vllm_server
 from tests.conformance.reference import Reference
+from tests.without_torch import without_torch
 
 NAMES = ("openvino", "hf", "serve-sglang", "serve-vllm", "stub", "vllm-generate", "vllm-completions")
 
@@ -82,7 +82,7 @@ class _Served:
         command = [sys.executable, "-m", "rollstream.cli", "serve", "--port", "0", "--json"]
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                command, stdout=subprocess.PIPE, stderr=errors, env={**without_torch(), "OMP_NUM_THREADS": "1"}
             )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

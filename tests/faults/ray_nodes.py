@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+import pytest
 
 from rollstream.agent.base import AgentLoop, AgentResources
 from rollstream.agent.prompt import PromptRenderer
@@ -25,6 +26,7 @@ from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import PromptRow, SamplingParams, Trajectory
+from tests.without_torch import without_torch
 
 NOTICED_SOON = {
     "health_check_initial_delay_ms": 0,
@@ -55,12 +57,14 @@ def nodes(*cpus: int, gpus: int = 0) -> Iterator[Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     cluster = Cluster()
     try:
-        for number, count in enumerate(cpus):
-            extra: dict[str, Any] = (
-                {"_system_config": NOTICED_SOON | AS_QUICK_AS_OTHERS} if number == 0 else {}
-            )
-            extra |= {"num_cpus": count, "num_gpus": gpus}
-            cluster.add_node(object_store_memory=128 << 20, include_dashboard=False, **extra)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", without_torch()["PYTHONPATH"])  # of the nodes, and of workers on them
+            for number, count in enumerate(cpus):
+                extra: dict[str, Any] = (
+                    {"_system_config": NOTICED_SOON | AS_QUICK_AS_OTHERS} if number == 0 else {}
+                )
+                extra |= {"num_cpus": count, "num_gpus": gpus}
+                cluster.add_node(object_store_memory=128 << 20, include_dashboard=False, **extra)
         yield cluster
     finally:
         ray.shutdown()

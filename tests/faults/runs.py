@@ -1,7 +1,6 @@
 """Real runs in processes of their own, against the stub server, for the fault tests."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import orjson
 
 from rollstream.demo import MODEL_PATH
+from tests.without_torch import without_torch
 
 LONGEST_RUN_S = 240.0
 
@@ -82,7 +82,7 @@ class Runner:
                 [sys.executable, "-m", "rollstream.generation.main", *arguments],
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**without_torch(), "PYTHONUNBUFFERED": "1"},
                 preexec_fn=preexec,
             )
 
@@ -96,14 +96,16 @@ class Runner:
     def output(self) -> str:
         return self.log.read_text()
 
-    def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Polls as fast as it can; False when the process ended first."""
+    def wait_until(self, condition: Callable[[], bool], *, every: float = 0.005) -> bool:
+        """Polls, with `every=0` as fast as it can; False when the process ended first."""
         deadline = time.monotonic() + LONGEST_RUN_S
         while time.monotonic() < deadline:
             if condition():
                 return True
             if self.process.poll() is not None:
                 return False
+            if every:
+                time.sleep(every)
         raise TimeoutError(self.output()[-2000:])
 
 

@@ -14,7 +14,7 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.validate import validate_run
 from tests.faults.runs import Runner, file_size, overrides, run_to_end, stub_server, write_prompts
 
-ROWS, N, IN_FLIGHT, KILLS = 500, 3, 32, 30
+N, IN_FLIGHT = 3, 32
 TOKEN_COLUMNS = [
     "index",
     "repeat",
@@ -63,9 +63,15 @@ def phases(paths: RunPaths, rng: random.Random) -> dict[str, Callable[[], bool]]
 
 
 @pytest.mark.timeout(900)
-def test_thirty_kills_lose_nothing_and_repeat_at_most_what_was_in_flight(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rows", "midway", "number"), [(150, 2, 8), pytest.param(500, 21, 30, marks=pytest.mark.soak)]
+)
+def test_kills_lose_nothing_and_repeat_at_most_what_was_in_flight(
+    tmp_path: Path, rows: int, midway: int, number: int
+) -> None:
+    """So many kills: one of each kind, so many more midway, and for the rest while it merges."""
     rng = random.Random(20)
-    prompts = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", rows)
     settings: dict[str, object] = {
         "actor_rollout_ref__rollout__n": N,
         "generation__max_in_flight": IN_FLIGHT,
@@ -76,18 +82,19 @@ def test_thirty_kills_lose_nothing_and_repeat_at_most_what_was_in_flight(tmp_pat
         whole, killed = tmp_path / "whole", tmp_path / "killed"
         run_to_end(overrides(whole, prompts, url, **settings), tmp_path / "whole.log")
         first = served(url)
-        assert first == ROWS * N
+        assert first == rows * N
 
         paths = RunPaths(killed)
         command = overrides(killed, prompts, url, **settings)
         plan = ["generating"] * 11 + ["committing"] * 4 + ["sealing"] * 4 + ["opening"] * 2
         rng.shuffle(plan)
+        del plan[midway:]
         plan += ["sealing", "opening", "committing", "generating"]  # popped first: one of each for certain
         kills: dict[str, int] = {}
-        while sum(kills.values()) < KILLS:
+        while sum(kills.values()) < number:
             phase = plan.pop() if plan else "merging"
             runner = Runner(command, log=tmp_path / f"kill-{sum(kills.values())}.log")
-            if runner.wait_until(phases(paths, rng)[phase]):
+            if runner.wait_until(phases(paths, rng)[phase], every=0):
                 runner.kill()
                 kills[phase] = kills.get(phase, 0) + 1
             else:  # it ended before it was seen in this phase; then only merging is left to be killed
@@ -95,17 +102,17 @@ def test_thirty_kills_lose_nothing_and_repeat_at_most_what_was_in_flight(tmp_pat
                 plan.clear()
                 paths.artifact.unlink()
         run_to_end(command, tmp_path / "last.log")
-        repeated = served(url) - first - ROWS * N
+        repeated = served(url) - first - rows * N
 
-    assert sum(kills.values()) == KILLS
+    assert sum(kills.values()) == number
     assert set(kills) == {"generating", "committing", "sealing", "opening", "merging"}
-    assert 0 < repeated <= IN_FLIGHT * (KILLS - kills["merging"])
+    assert 0 < repeated <= IN_FLIGHT * (number - kills["merging"])
     result = validate_run(killed)
     assert result.sound, result.problems
     assert not paths.damaged_files()
     ours = pq.read_table(paths.artifact, columns=TOKEN_COLUMNS)
     theirs = pq.read_table(whole / "trajectories.parquet", columns=TOKEN_COLUMNS)
     assert list(zip(ours["index"].to_pylist(), ours["repeat"].to_pylist(), strict=True)) == [
-        (index, repeat) for index in range(ROWS) for repeat in range(N)
+        (index, repeat) for index in range(rows) for repeat in range(N)
     ]
     assert ours.equals(theirs)

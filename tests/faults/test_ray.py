@@ -33,7 +33,6 @@ pytest.importorskip("ray")
 
 from rollstream.rollout.ray import RayExecutor
 
-ROWS = 500
 REPEATS = 4
 
 
@@ -48,13 +47,12 @@ def artifact(run_dir: Path, *columns: str) -> list[dict[str, Any]]:
     return rows
 
 
-KILL_AT = (100, 300, 500, 800, 1100)
-"""Rollouts on disk. By progress, not by time: on any machine all of them happen while there is work."""
+def kill_at_times(run_dir: Path, kill_at: tuple[int, ...], ended: threading.Event, killed: list[int]) -> None:
+    """Kills a worker that works, the oldest first, whenever so many rollouts are there.
 
-
-def kill_at_times(run_dir: Path, ended: threading.Event, killed: list[int]) -> None:
-    """Kills a worker that works, the oldest first, whenever so many rollouts are there."""
-    for done in KILL_AT:
+    By progress, not by time: on any machine all of it happens while there is work.
+    """
+    for done in kill_at:
         while not ended.wait(0.1):
             if has_rollouts(run_dir) and read_status(run_dir).completed >= done and (pids := working_pids()):
                 os.kill(pids[0], signal.SIGKILL)
@@ -63,9 +61,16 @@ def kill_at_times(run_dir: Path, ended: threading.Event, killed: list[int]) -> N
 
 
 @pytest.mark.slow
-def test_kills_cost_nothing_but_time(tmp_path: Path, cluster: Any) -> None:
-    """2,000 rollouts on 4 workers. It takes its time: a worker comes back within seconds."""
-    prompts = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+@pytest.mark.parametrize(
+    ("count", "kill_at"),
+    [(200, (60, 200, 360)), pytest.param(500, (100, 300, 500, 800, 1100), marks=pytest.mark.soak)],
+    ids=["short", "long"],
+)
+def test_kills_cost_nothing_but_time(
+    tmp_path: Path, cluster: Any, count: int, kill_at: tuple[int, ...]
+) -> None:
+    """On 4 workers. It takes its time: a worker comes back within seconds."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl", count)
     same = {
         "actor_rollout_ref__rollout__n": REPEATS,
         "generation__show_progress": "false",
@@ -84,7 +89,7 @@ def test_kills_cost_nothing_but_time(tmp_path: Path, cluster: Any) -> None:
         )
         killed: list[int] = []
         ended = threading.Event()
-        killer = threading.Thread(target=kill_at_times, args=(tmp_path / "ray", ended, killed))
+        killer = threading.Thread(target=kill_at_times, args=(tmp_path / "ray", kill_at, ended, killed))
 
         lost: list[Any] = []
 
@@ -106,15 +111,15 @@ def test_kills_cost_nothing_but_time(tmp_path: Path, cluster: Any) -> None:
         requests = orjson.loads(urllib.request.urlopen(f"{url}/stub/stats").read())["requests"]
     with stub_server("--response-tokens", "32") as url:  # the same answers, at once
         local = run_generation(overrides(tmp_path / "local", prompts, url, **same))
-    assert len(killed) == len(KILL_AT) and len(lost) == 1
-    assert requests > ROWS * REPEATS  # work was lost, and done again
-    assert (result.completed, result.failed, result.artifact_rows) == (2000, 0, 2000)
+    assert len(killed) == len(kill_at) and len(lost) == 1
+    assert requests > count * REPEATS  # work was lost, and done again
+    assert (result.completed, result.failed, result.artifact_rows) == (count * REPEATS, 0, count * REPEATS)
     rows = artifact(tmp_path / "ray", "index", "repeat", "attempts", "prompt_ids", "response_ids")
     assert Counter((row["index"], row["repeat"]) for row in rows) == {
-        (index, repeat): 1 for index in range(ROWS) for repeat in range(REPEATS)
+        (index, repeat): 1 for index in range(count) for repeat in range(REPEATS)
     }
     assert {row["attempts"] for row in rows} == {1}
-    assert local.completed == 2000
+    assert local.completed == count * REPEATS
     assert rows == artifact(tmp_path / "local", "index", "repeat", "attempts", "prompt_ids", "response_ids")
 
 

@@ -111,7 +111,7 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, cluster: Any, 
     run = tmp_path / "run"
     arguments = overrides(
         run,
-        write_prompts(tmp_path / "prompts.jsonl", 60),
+        write_prompts(tmp_path / "prompts.jsonl", 24),
         "",
         **on_cluster(
             cluster,
@@ -134,7 +134,7 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, cluster: Any, 
     print(f"servers gone {time.monotonic() - killed:.1f} s after the driver")
     wait_for(lambda: not groups(cluster) and not actors(), 20)
     run_to_end(arguments, tmp_path / "resumed.log")
-    assert read_status(run).completed == 60
+    assert read_status(run).completed == 24
     assert validate_run(run).sound
     assert not launched.processes()
     wait_for(lambda: not groups(cluster) and not actors(), 20)

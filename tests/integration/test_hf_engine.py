@@ -505,6 +505,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.usefixtures("processes_find_torch")
 def test_a_program_that_fails_while_it_generates_still_ends() -> None:
     done = subprocess.run(
         [sys.executable, "-c", NOT_CLOSED], capture_output=True, text=True, timeout=120, check=False

@@ -378,6 +378,7 @@ def test_a_run_against_the_server_has_the_tokens_of_the_engine(served: Served, t
         assert worst(one["response_logprobs"], other["response_logprobs"]) < 1e-3
 
 
+@pytest.mark.usefixtures("processes_find_torch")
 def test_weights_are_updated_while_serving(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file, save_file

@@ -34,7 +34,7 @@ def run_ranks(folder: Path, ranks: int, mode: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_each_process_trains_its_slice(ranks: int, tmp_path: Path) -> None:
     said = run_ranks(tmp_path, ranks, "train")
     assert [one["error"] for one in said] == [None] * ranks

@@ -221,7 +221,7 @@ async def outage(engine: ScriptedEngine, seconds: float) -> None:
     asyncio.get_running_loop().call_later(seconds, engine.come_back)
 
 
-@pytest.mark.parametrize("seconds", [1.0, pytest.param(20.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(20.0, marks=pytest.mark.soak)])
 def test_an_engine_that_is_gone_for_a_while_costs_nothing_but_time(seconds: float) -> None:
     engine = ScriptedEngine(latency=0.01)
     plan = ShuffledPlan(6)
