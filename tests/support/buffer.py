@@ -130,13 +130,18 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(
-    directory: Path, *, token: str | None = None, limits: Limits | None = None, grace_s: float = 1.0, **options: Any
+    directory: Path,
+    *,
+    token: str | None = None,
+    http_limits: Limits | None = None,
+    grace_s: float = 1.0,
+    **options: Any,
 ) -> AsyncIterator[Served]:
     """Serves `directory` on a free port; `options` are those of `BufferOptions`, or of its settings."""
     names = GroupSettings.__dataclass_fields__.keys() & options.keys()
     settings = GroupSettings(**{"group_size": SIZE, **{name: options.pop(name) for name in names}})
     server = BufferServer(
-        BufferOptions(directory=directory, settings=settings, **options), Access(token=token), limits
+        BufferOptions(directory=directory, settings=settings, **options), Access(token=token), http_limits
     )
     await server.start("127.0.0.1", 0)
     try:

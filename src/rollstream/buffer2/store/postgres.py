@@ -1,7 +1,7 @@
 """PostgreSQL: one database for several servers of a buffer. Its tables are in a schema of their own.
 
 All changes of a schema take turns, over all servers, by a lock that ends with the transaction. The clock is the
-database's, so that servers agree on what has expired.
+database's: servers agree on what has expired.
 """
 
 import contextlib
