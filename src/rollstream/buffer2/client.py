@@ -218,6 +218,10 @@ class AsyncBufferClient(AbstractAsyncContextManager["AsyncBufferClient"]):
         """Ends a job's generator; what it wrote stays."""
         return await self._call(f"/v1/jobs/{quote(id, '')}/stop", {})
 
+    async def expect_items(self, id: str, items: int) -> None:
+        """Says how many items a job will write, for the progress that the buffer shows."""
+        await self._call(f"/v1/jobs/{quote(id, '')}/expected", {"items": items})
+
     async def drop_job(self, id: str) -> int:
         """Drops what a job that has ended left unread; returns how many groups."""
         return int((await self._call(f"/v1/jobs/{quote(id, '')}/drop", {}))["groups"])
@@ -463,6 +467,7 @@ class BufferClient(AbstractContextManager["BufferClient"]):
     release = _sync(AsyncBufferClient.release)
     start_job = _sync(AsyncBufferClient.start_job)
     stop_job = _sync(AsyncBufferClient.stop_job)
+    expect_items = _sync(AsyncBufferClient.expect_items)
     drop_job = _sync(AsyncBufferClient.drop_job)
     jobs = _sync(AsyncBufferClient.jobs)
     dropped = _sync(AsyncBufferClient.dropped)

@@ -156,6 +156,8 @@ async def _generate(
         client = await stack.enter_async_context(AsyncBufferClient(url, backoff=_FOR_EVER))
         known = await _known(client, plan)
         _LOG.info("%d rollouts of %d rows, %d are there", len(known), len(rows.instance_ids), sum(known))
+        with contextlib.suppress(BufferClientError):  # no such job: a generator that was started by hand
+            await client.expect_items(plan.job, len(known))
         progress = Progress(plan, known=sum(known))
         order = EpochOrder(worker, plan.repeats)
         most = settings.generation.max_in_flight

@@ -46,6 +46,8 @@ class KeepingBuffer:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/items", self._write)
         app.router.add_post("/v1/uids/known", self._known)
+        app.router.add_post("/v1/jobs/j1/expected", self._expected)
+        self.expected = b""
         self._runner = web.AppRunner(app)
         self.url = ""
 
@@ -78,6 +80,10 @@ class KeepingBuffer:
         uids = orjson.loads(await request.read())["uids"]
         assert len(uids) <= 1000
         return web.json_response({"known": [uid in self.items for uid in uids]})
+
+    async def _expected(self, request: web.Request) -> web.Response:
+        self.expected = await request.read()
+        return web.json_response({})
 
 
 async def _items(request: web.Request) -> list[dict[str, Any]]:
@@ -144,7 +150,7 @@ async def test_every_repeat_of_every_epoch_is_written_once_with_its_exact_tokens
         assert keys(buffer.items) == Counter(
             {(one, epoch, repeat): 1 for one in ids for epoch in range(2) for repeat in range(4)}
         )
-        assert {'j1:"t0":0:0', "j1:1:1:3"} <= buffer.items.keys()
+        assert {'j1:"t0":0:0', "j1:1:1:3"} <= buffer.items.keys() and buffer.expected == b'{"items":48}'
         for item in buffer.items.values():
             extra, level = item["extra_info"], item["extra_info"]["level"]
             assert item["messages"][-1] == {"role": "assistant", "content": str(3 * level)}
