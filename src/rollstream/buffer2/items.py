@@ -42,6 +42,9 @@ TOKENS: Final[Mapping[str, tuple[str, numpy.dtype[Any]]]] = {
 }
 """Token fields: the code of Python's array, and the numbers as they travel in msgpack."""
 
+_DEPTH: Final = 200
+"""Brackets from which on nesting is looked at."""
+
 _FLOAT32_MAX: Final = float(numpy.finfo(numpy.float32).max)
 
 _Text = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
@@ -87,7 +90,7 @@ class _Message(msgspec.Struct, gc=False):
 
 
 class _Extra(msgspec.Struct, gc=False):
-    failure: msgspec.Raw | None = None
+    failure: Any = None
 
 
 class _Head(msgspec.Struct, gc=False):
@@ -135,12 +138,14 @@ def parse_item(body: bytes, encoding: Encoding = "json") -> Item:
     """
     try:
         if encoding == "json":
-            orjson.loads(body)  # the judge of what the typed decoder skips: UTF-8, numbers, surrogates
+            judged = orjson.loads(body)  # what the typed decoder skips: UTF-8, numbers, surrogates
+            if body.count(b"[") + body.count(b"{") > _DEPTH:
+                orjson.dumps(judged)  # raises beyond 254 levels, so that what is stored can be written again
             head: _JsonHead | _PackedHead = _decode_json_head(body)
         else:
             head = _decode_packed_head(body)
             _check_packed(body)
-    except (ValueError, RecursionError) as error:  # msgspec's and orjson's errors are ValueErrors
+    except (ValueError, TypeError, RecursionError) as error:  # msgspec's and orjson's
         raise _fault(error, encoding) from None
     if head.response_ids is not None or head.prompt_ids is not None or _has_tokens(head):
         _check_tokens(head)
@@ -155,7 +160,7 @@ def parse_item(body: bytes, encoding: Encoding = "json") -> Item:
         uid,
         head.instance_id,
         head.reward,
-        extra is not None and extra.failure is not None and bytes(extra.failure) not in (b"null", b"\xc0"),
+        extra is not None and extra.failure is not None,
         head.policy_version,
         body,
         encoding,
@@ -327,7 +332,7 @@ _AT: Final = re.compile(r"^(.*) - at `(?:key in )?\$?\.?(.*)`$", re.DOTALL)
 def _fault(error: Exception, encoding: Encoding) -> ItemError:
     if isinstance(error, ItemError):
         return error
-    if isinstance(error, RecursionError):
+    if isinstance(error, RecursionError | TypeError):
         return ItemError("is nested too deep")
     if isinstance(error, msgspec.ValidationError) and (found := _AT.match(str(error))):
         return ItemError(found[1], found[2])

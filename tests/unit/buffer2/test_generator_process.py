@@ -112,12 +112,12 @@ async def test_its_token_is_for_it_alone(world: World, monkeypatch: pytest.Monke
             note("token", [os.environ.get("ROLLSTREAM_BUFFER_TOKEN"), data["remote_buffer_url"]])
             print(data, flush=True)
         """
-    assert (await world.run(body, token="t-1")).finished
-    basic = ["rollstream", "t-1"]
+    assert (await world.run(body, token="secret-one")).finished
+    basic = ["rollstream", "secret-one"]
     assert world.noted("auth") == [basic, basic, ["me", "mine"], None]
-    assert world.noted("token") == ["t-1", "http://127.0.0.1:8889"]
+    assert world.noted("token") == ["secret-one", "http://127.0.0.1:8889"]
     assert stat.S_IMODE(world.netrc.stat().st_mode) == 0o600
-    assert "t-1" not in world.log.read_text()
+    assert "secret-one" not in world.log.read_text()
     assert (await world.run(body)).finished
     assert world.noted("token")[0] is None and world.noted("auth")[:2] == [None, None]
 

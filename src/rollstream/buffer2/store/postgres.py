@@ -23,7 +23,7 @@ _COMMAND_S: Final = 10.0
 """For a statement: a server that does not answer in this time is taken for lost."""
 
 _MANY_S: Final = 120.0
-"""For many rows at once: 64 MiB of items on a slow network."""
+"""For many rows at once, 64 MiB of items on a slow network; also for the turn of another server."""
 
 _SETTINGS: Final = {
     "application_name": "rollstream",
@@ -38,7 +38,6 @@ _SETTINGS: Final = {
 }
 
 _HIDDEN: Final = "the PostgreSQL database"
-
 _AFTER_TABLES: Final = "ALTER TABLE bodies ALTER COLUMN body SET STORAGE EXTERNAL"
 """Bodies are not worth the time that compressing them takes."""
 
@@ -83,8 +82,8 @@ class PostgresDriver:
             except ValueError as error:  # among them asyncpg's own, for an option
                 detail = "" if self._database == _HIDDEN else f" ({error})"
                 raise ConfigError(
-                    f"{self._database}: not a URL that can be used{detail}; want "
-                    "postgresql://USER:PASSWORD@HOST:PORT/NAME (in a password %40 for @, %2F for /, %3F for ?, %23 for #, %25 for %)"
+                    f"{self._database}: not a URL that can be used{detail}; want postgresql://USER:PASSWORD@HOST:"
+                    "PORT/NAME (in a password %40 for @, %2F for /, %3F for ?, %23 for #, %25 for %)"
                 ) from None
         try:
             await self.transaction(lambda tx: self._create(tx, schema))
@@ -93,8 +92,8 @@ class PostgresDriver:
             raise
 
     async def _create(self, tx: "_Tx", schema: str) -> None:
-        if (encoding := await tx.rows("SHOW server_encoding"))[0][0] != "UTF8":
-            raise ConfigError(f"{self._database} has the encoding {encoding[0][0]}: make one with UTF8")
+        if (encoding := (await tx.rows("SHOW server_encoding"))[0][0]) != "UTF8":
+            raise ConfigError(f"{self._database} has the encoding {encoding}: make one with UTF8")
         # Asked first: what exists may be used also by who may not create it.
         if not await tx.rows("SELECT 1 FROM pg_namespace WHERE nspname = $1", self._schema):
             await tx.run(f'CREATE SCHEMA "{self._schema}"')
@@ -111,11 +110,12 @@ class PostgresDriver:
     async def transaction(self, work: Callable[[Any], Awaitable[T]]) -> T:
         with self._errors():
             async with self._pool.acquire(timeout=_COMMAND_S) as connection, connection.transaction():
-                # The lock has to be got by a statement of its own: each one sees what was committed when it began.
+                # A statement of its own: each one sees what was committed when it began.
                 now = await connection.fetchval(
                     "SELECT extract(epoch FROM clock_timestamp())::float8 FROM "
                     "(SELECT pg_advisory_xact_lock($1) OFFSET 0) AS turn",
                     self._lock,
+                    timeout=_MANY_S,
                 )
                 return await work(_Tx(connection, now))
 
@@ -177,9 +177,8 @@ class _Tx:
         return found
 
     async def run(self, sql: str, *arguments: Any) -> int:
-        """Answers are such as `UPDATE 3`."""
         done: str = await self._connection.execute(_translated(sql), *arguments)
-        count = done.rpartition(" ")[2]
+        count = done.rpartition(" ")[2]  # of `UPDATE 3`
         return int(count) if count.isdigit() else 0
 
     async def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:

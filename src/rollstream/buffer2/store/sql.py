@@ -16,7 +16,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import orjson
@@ -168,6 +168,14 @@ _ROW: Final = (
 )
 
 
+class _Jobs(NamedTuple):
+    """Replaced as a whole: SQLite's threads read it."""
+
+    version: int
+    by_id: Mapping[str, JobRecord]
+    last: JobRecord | None
+
+
 class _Session:
     """What the operations of one transaction share."""
 
@@ -202,9 +210,7 @@ class SqlStore:
         self._limits = limits or Limits()
         self._waiting: deque[tuple[Sequence[Item] | _Op, asyncio.Future[Any]]] = deque()
         self._committing: asyncio.Task[None] | None = None
-        self._jobs: dict[str, JobRecord] = {}
-        self._last_job: JobRecord | None = None
-        self._jobs_version = -1
+        self._jobs = _Jobs(-1, {}, None)
         self._readied = -1
         self.changed: Callable[[Change], None] = lambda change: None
         self.items_written = 0
@@ -355,7 +361,7 @@ class SqlStore:
             results.append(fresh)
             for item, is_new in zip(items, fresh, strict=True):
                 if is_new:
-                    task, job = _owner(item, self._jobs, last)
+                    task, job = _owner(item, self.known_jobs, last)
                     name = orjson.dumps([task, job, item.instance_id])  # too long for an index of PostgreSQL
                     key = hashlib.blake2b(name, digest_size=16).hexdigest()
                     new.append((key, task, job, item))
@@ -373,7 +379,7 @@ class SqlStore:
         last = self.last_job
         items, bodies = [], []
         for key, task, job, item in new:
-            settings = self._policy.settings(task, self._jobs.get(job))
+            settings = self._policy.settings(task, self.known_jobs.get(job))
             own_judge = self._policy.has_own_judge(task)
             row = open_groups.get(key)
             if row is None:
@@ -410,7 +416,7 @@ class SqlStore:
         await self._save(session, touched.values(), before)
 
     def _judge_by_default(self, session: _Session, row: _Row) -> None:
-        settings = self._policy.settings(row.task, self._jobs.get(row.job))
+        settings = self._policy.settings(row.task, self.known_jobs.get(row.job))
         if settings.group_size != row.size:  # the server was started with another --group-size meanwhile
             settings = replace(settings, group_size=row.size)
         verdict = judge_rewards(row.rewards, settings, timed_out=row.timed_out)
@@ -915,29 +921,30 @@ class SqlStore:
         while rows[0][0] is not None:
             jobs.append(rows[0][0])
             rows = await tx.rows(f"{sql} AND job > $1", jobs[-1])
-        return sorted(jobs, key=lambda one: self._jobs[one].number if one in self._jobs else -1)
+        known = self.known_jobs
+        return sorted(jobs, key=lambda one: known[one].number if one in known else -1)
 
     # -- jobs
 
     @property
     def known_jobs(self) -> Mapping[str, JobRecord]:
         """By id, as of the last transaction."""
-        return self._jobs
+        return self._jobs.by_id
 
     @property
     def last_job(self) -> JobRecord | None:
         """The job that was started last."""
-        return self._last_job
+        return self._jobs.last
 
     async def _refresh_jobs(self, tx: Tx, totals: Mapping[str, int] | None = None) -> None:
         if totals is None:
             totals = dict(await tx.rows("SELECT name, value FROM totals WHERE name = 'jobs'"))
-        if (version := totals.get("jobs", 0)) == self._jobs_version:
+        if (version := totals.get("jobs", 0)) <= self._jobs.version:
             return
         rows = await tx.rows("SELECT record FROM jobs ORDER BY number")
-        self._jobs = {one.id: one for one in (_decode_job(text) for (text,) in rows)}
-        self._last_job = max(self._jobs.values(), key=lambda one: one.number, default=None)
-        self._jobs_version = version
+        jobs = {one.id: one for one in (_decode_job(text) for (text,) in rows)}
+        if version > self._jobs.version:  # a slow look must not bring back what a transaction has replaced
+            self._jobs = _Jobs(version, jobs, max(jobs.values(), key=lambda one: one.number, default=None))
 
     async def save_job(self, record: JobRecord) -> None:
         async def op(session: _Session) -> None:

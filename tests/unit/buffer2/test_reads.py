@@ -1,0 +1,221 @@
+"""Readers that wait, hooks of real generator files, groups that are handed out as they are, settings of jobs."""
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.buffer import Served, generator, group, item, served
+
+
+async def counted(buffer: Served, **states: int) -> bool:
+    found = (await buffer.stats())["groups"]
+    return all(found[state] == count for state, count in states.items())
+
+
+async def waiting(buffer: Served, count: int, **asked: Any) -> list[asyncio.Task[dict[str, Any]]]:
+    before = buffer.service.reads.waiting
+    tasks = [asyncio.create_task(buffer.read(**{"timeout": 60, **asked})) for _ in range(count)]
+    await buffer.until(lambda: buffer.service.reads.waiting == before + count)
+    return tasks
+
+
+async def test_each_group_wakes_a_reader(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        readers = await waiting(buffer, 8, max_groups=1)
+        for n in range(8):
+            await buffer.write(*group(n))
+        async with asyncio.timeout(20):
+            answers = await asyncio.gather(*readers)
+        assert sorted(one["groups"][0]["instance_id"] for one in answers) == list(range(8))
+
+
+async def test_a_group_wakes_the_reader_that_can_use_it(tmp_path: Path) -> None:
+    """It stands behind many who ask for the same that they cannot have, and for other tasks."""
+    async with served(tmp_path) as buffer:
+        many = await waiting(buffer, 20, batch_size=400)
+        more = await waiting(buffer, 5, policy_version=9, max_staleness=0)
+        other = await waiting(buffer, 5, task_type="other")
+        (fit,) = await waiting(buffer, 1, max_groups=1)
+        await buffer.write(*group("a", policy_version=1))
+        async with asyncio.timeout(20):
+            assert (await fit)["groups"][0]["instance_id"] == "a"
+        assert not any(task.done() for task in (*many, *more, *other))
+        for task in (*many, *more, *other):
+            task.cancel()
+        await buffer.until(lambda: buffer.service.reads.waiting == 0)
+
+
+async def test_what_a_reader_leaves_goes_to_the_next(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        first, second = await waiting(buffer, 2, max_groups=1)
+        await buffer.write(*group("a"))
+        done, _ = await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+        lease = done.pop().result()["head"]["lease"]
+        assert (await buffer.post(f"/v1/leases/{lease}/nack"))[0] == 200
+        async with asyncio.timeout(20):
+            answers = await asyncio.gather(first, second)
+        assert [one["groups"][0]["instance_id"] for one in answers] == ["a", "a"]
+
+
+async def test_a_waiting_reader_that_goes_away_takes_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        (gone,) = await waiting(buffer, 1)
+        gone.cancel()
+        await buffer.until(lambda: buffer.service.reads.waiting == 0)
+        await buffer.write(*group("a"))
+        assert await counted(buffer, ready=1, leased=0)
+
+
+async def test_a_timeout_ends_a_wait(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        answer = await buffer.read(timeout=0.3)
+        assert (answer["head"]["lease"], answer["groups"]) == (None, [])
+
+
+async def test_readers_are_answered_when_the_server_stops(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        readers = await waiting(buffer, 3)
+        buffer.service.end_waits()
+        async with asyncio.timeout(10):
+            assert [one["groups"] for one in await asyncio.gather(*readers)] == [[]] * 3
+        assert (await buffer.get("/ready"))[0] == 503
+
+
+HOOKS = """
+calls = []
+
+def is_valid_group(group, min_valid_group_size, task_type):
+    instance_id, items = group
+    finished = len(items) >= min_valid_group_size
+    return finished and instance_id != "bad", finished
+
+def filter_item(item, task_type):
+    return item["reward"] < 5
+
+def normalize_group_data(group, epsilon=1e-8, algo="grpo"):
+    instance_id, items = group
+    return instance_id, [{**item, "reward": item["reward"] * 10, "seen": True} for item in items]
+
+def pad_group_data(group, group_size):
+    instance_id, items = group
+    return instance_id, (items * group_size)[:group_size]
+
+def get_group_data_meta_info(groups):
+    return {"mine": {str(name): [item["uid"] for item in items] for name, items in groups.items()}}
+"""
+
+
+async def test_own_hooks_are_called_in_slimes_order(tmp_path: Path) -> None:
+    files = generator(tmp_path / "files", hooks=HOOKS)
+    async with served(tmp_path / "buffer", generators=(files,)) as buffer:
+        await buffer.start(num_repeat_per_sample=4)
+        await buffer.write(*group("bad"), *group("good", (1, 2, 3, 9)), *group("open", (1,)))
+        await buffer.until(lambda: counted(buffer, ready=1, full=0))
+        _, answer = await buffer.post("/get_rollout_data", {})
+        items = answer["data"]["data"]
+        assert [one["reward"] for one in items] == [10, 20, 30, 10]
+        assert [one["raw_reward"] for one in items] == [1, 2, 3, 1]
+        assert all(one["seen"] for one in items)
+        meta = answer["data"]["meta_info"]
+        assert meta["finished_groups"] == ["good", "bad"] and meta["dropped_groups"] == {"not_valid": 1}
+        assert {name: len(uids) for name, uids in meta["mine"].items()} == {"good": 4, "bad": 4, "open": 1}
+        stats = await buffer.stats()
+        assert stats["items_delivered"] == 3 and stats["items_dropped"] == {"not_valid": 4, "filtered": 1}
+
+
+async def test_a_group_that_grows_is_judged_again(tmp_path: Path) -> None:
+    hooks = "\ndef is_valid_group(group, size, task_type):\n    return len(group[1]) >= 3, len(group[1]) >= 3\n"
+    files = generator(tmp_path / "files", hooks=hooks)
+    async with served(tmp_path / "buffer", generators=(files,), raw=False) as buffer:
+        await buffer.start(num_repeat_per_sample=4)
+        for one in group("a")[:3]:
+            assert await counted(buffer, ready=0)
+            await buffer.write(one)
+        await buffer.until(lambda: counted(buffer, ready=1))
+
+
+async def test_a_hook_that_hangs_is_ended_and_the_next_group_goes_on(tmp_path: Path) -> None:
+    hooks = "\ndef filter_item(item, task_type):\n    while item['instance_id'] == 1: pass\n    return True\n"
+    files = generator(tmp_path / "files", hooks=hooks)
+    async with served(tmp_path / "buffer", generators=(files,), hook_seconds=0.5) as buffer:
+        await buffer.start(num_repeat_per_sample=2)
+        await buffer.write(*group(1, (0, 1)), *group(2, (0, 1)))
+        assert [one["instance_id"] for one in (await buffer.read())["groups"]] == [2]
+        (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
+        assert aside["reason"] == "filter_item" and "Timeout" in aside["cause"]
+
+
+async def test_one_good_group_in_between_keeps_the_reads_going(tmp_path: Path) -> None:
+    hooks = "\ndef filter_item(item, task_type):\n    return 1 / (item['instance_id'] % 8 == 0)\n"
+    files = generator(tmp_path / "files", hooks=hooks)
+    async with served(tmp_path / "buffer", generators=(files,)) as buffer:
+        await buffer.start(num_repeat_per_sample=2)
+        await buffer.write(*[one for n in range(1, 33) for one in group(n, (0, 1))])
+        assert [one["instance_id"] for one in (await buffer.read())["groups"]] == [8, 16, 24, 32]
+        assert not buffer.service.reads.stopped
+
+
+async def test_a_stopped_read_gives_its_groups_back_and_says_why(tmp_path: Path) -> None:
+    hooks = "\ndef transform_group(group, task_type):\n    raise KeyError('oh')\n"
+    files = generator(tmp_path / "files", hooks=hooks)
+    async with served(tmp_path / "buffer", generators=(files,)) as buffer:
+        await buffer.start(num_repeat_per_sample=2)
+        await buffer.write(*[one for n in range(30) for one in group(n, (0, 1))])
+        status, answer = await buffer.post("/v1/read", {})
+        assert (status, answer["error"]["code"]) == (503, "hooks_fail")
+        assert await counted(buffer, ready=22, quarantined=8, leased=0)
+        answer = await buffer.read(timeout=30)  # does not wait for what cannot come
+        assert any("are stopped" in one["message"] for one in answer["head"]["failures"])
+        await buffer.write(*group("free", task_type="other"))
+        assert [one["instance_id"] for one in (await buffer.read())["groups"]] == ["free"]
+
+
+@pytest.mark.parametrize("where", ["server", "job"])
+async def test_raw_groups_are_handed_out_as_they_are(tmp_path: Path, where: str) -> None:
+    files = generator(tmp_path / "files", hooks=HOOKS)
+    options = {"raw": True} if where == "server" else {}
+    async with served(tmp_path / "buffer", generators=(files,), **options) as buffer:
+        await buffer.start(num_repeat_per_sample=2, **({"raw": True} if where == "job" else {}))
+        items = group("bad", (-3, None))
+        await buffer.write(*items)
+        await buffer.until(lambda: counted(buffer, ready=1))
+        assert (await buffer.read())["groups"][0]["items"] == items
+
+
+async def test_each_job_has_its_own_settings(tmp_path: Path) -> None:
+    async with served(tmp_path / "buffer", generators=(generator(tmp_path / "files"),)) as buffer:
+        first = await buffer.start(num_repeat_per_sample=2)
+        await buffer.write(*group("two", (0, 1)))
+        second = await buffer.start(group_size=3, min_valid_item_size_ratio=0.3)
+        await buffer.write(*group("three", (0, 1, 7)), *[item("late", n, f"l{n}", job=first["id"]) for n in (0, 1)])
+        by_job = {
+            job: [(one["instance_id"], len(one["items"])) for one in (await buffer.read(job=job))["groups"]]
+            for job in (first["id"], second["id"])
+        }
+        assert by_job == {first["id"]: [("two", 2), ("late", 2)], second["id"]: [("three", 3)]}
+
+
+async def test_items_of_both_encodings_make_a_group(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        items = group("a")
+        await buffer.write(*items[:2])
+        packed = msgspec.msgpack.encode({"items": items[2:]})
+        await buffer.post("/v1/items", data=packed, headers={"content-type": "application/msgpack"})
+        (given,) = (await buffer.read())["groups"]
+        assert [one["raw_reward"] for one in given["items"]] == [0, 1, 0, 1]
+
+
+async def test_a_lost_body_is_told_and_only_that_group(tmp_path: Path) -> None:
+    async with served(tmp_path / "buffer") as buffer:
+        await buffer.write(*group("a"), *group("b"))
+    with sqlite3.connect(tmp_path / "buffer" / "buffer.sqlite") as database:
+        database.execute("UPDATE bodies SET body = CAST(replace(body, '2+2', '2+3') AS BLOB) WHERE seq = 2")
+    async with served(tmp_path / "buffer") as buffer:
+        assert [one["instance_id"] for one in (await buffer.read())["groups"]] == ["b"]
+        (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
+        assert aside["reason"] == "damaged" and "its checksum is wrong" in aside["cause"]
+        assert "checksum" in (await buffer.get("/v1/groups/1"))[1]["problem"]

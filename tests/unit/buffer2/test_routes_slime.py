@@ -1,0 +1,214 @@
+"""slime's routes: exact shapes of both generations, bad input, backpressure, readers that go away."""
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollstream.web import Limits
+from tests.support.buffer import Served, generator, group, item, large_item, served
+
+NOTHING = {"data": [], "meta_info": {}}
+
+
+async def read(buffer: Served, **asked: Any) -> dict[str, Any]:
+    status, answer = await buffer.post("/get_rollout_data", asked)
+    assert status == 200 and set(answer) == {"success", "message", "data"}, answer
+    assert set(answer["data"]) == {"data", "meta_info"}
+    return answer  # type: ignore[no-any-return]
+
+
+async def test_write_answers_as_slime_does(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        for written in (item(7, 0.5, "a", round_number=3), orjson.loads(large_item(3_000_000))):
+            assert await buffer.post("/buffer/write", written) == (
+                200,
+                {
+                    "success": True,
+                    "message": "Data has been successfully written to buffer",
+                    "data": {"data": [written], "meta_info": "write to buffer"},
+                },
+            )
+            await buffer.post("/buffer/write", written)
+        assert (await buffer.stats())["items_written"] == 2, "a uid is stored once"
+
+
+async def test_reading_everything(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        answer = await read(buffer)
+        assert answer == {"success": False, "message": "No data available to read", "data": NOTHING}
+        await buffer.write(*group("p"), *group("equal", (1, 1, 1, 1)), *group("open", (1, 0)))
+        answer = await read(buffer)
+        assert (answer["success"], answer["message"]) == (True, "Successfully read 4 items")
+        meta = answer["data"]["meta_info"]
+        assert meta["finished_groups"] == ["p", "equal"] and meta["dropped_groups"] == {"equal_rewards": 1}
+        assert (meta["total_samples"], meta["num_groups"], meta["avg_reward"]) == (8, 2, 0.75)
+        assert (meta["reward_min"], meta["reward_max"], meta["unscored"]) == (0, 1, 0)
+        items = answer["data"]["data"]
+        assert [one["raw_reward"] for one in items] == [0, 1, 0, 1]
+        assert [one["extra_info"]["raw_reward"] for one in items] == [0, 1, 0, 1]
+        assert [one["reward"] for one in items] == pytest.approx([-1, 1, -1, 1])
+        assert (await read(buffer))["success"] is False
+        await buffer.write(*group("next"))
+        assert (await read(buffer))["data"]["meta_info"]["finished_groups"] == ["next"], "told once"
+
+
+async def test_a_batch_is_whole_or_not_given(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        await buffer.write(*group("a"), *group("b"), *group("c"))
+        answer = await read(buffer, batch_size=16)
+        assert answer["success"] is False and answer["data"] == NOTHING
+        assert answer["message"].startswith("Not enough data. Requested 16 items but only 12 available.")
+        answer = await read(buffer, batch_size="8")
+        assert answer["message"] == "Successfully read 8 items"
+        assert [one["instance_id"] for one in answer["data"]["data"]] == ["a"] * 4 + ["b"] * 4
+
+
+async def test_the_earlier_generation(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        assert await buffer.get("/") == (200, {"message": "Rollout Buffer Server is running"})
+        asked = {"batch_size": 8, "timeout": 0}
+        assert (await buffer.post("/buffer/read", asked))[1] == {
+            "success": False,
+            "message": "Timeout waiting, no data available to read",
+            "data": NOTHING,
+        }
+        await buffer.write(*group("a"))
+        (counts,) = (await buffer.get("/buffer/stats"))[1]["data"]["data"]
+        assert counts == {"current_size": 4, "max_size": 10**9, "total_written": 4, "total_read": 0}
+        status, answer = await buffer.get("/buffer/peek?batch_size=3")
+        assert answer["message"] == "Successfully previewed 3 items" and len(answer["data"]["data"]) == 3
+        _, answer = await buffer.post("/buffer/read", {"batch_size": 8, "timeout": 1})
+        assert answer["message"] == "Successfully read 4 items"
+        assert (await buffer.get("/buffer/stats"))[1]["data"]["data"][0]["total_read"] == 4
+        _, answer = await buffer.post("/buffer/read", {"batch_size": 8, "timeout": 1, "wait": False})
+        assert (answer["success"], answer["message"]) == (True, "Successfully read 0 items")
+
+
+async def test_that_many_groups_or_none_and_no_instance_twice(tmp_path: Path) -> None:
+    async with served(tmp_path, max_groups_per_read=2) as buffer:
+        counts = []
+        for name in "aab":
+            for n, one in enumerate(group(name)):
+                await buffer.write({**one, "uid": f"{len(counts)}-{n}"})
+            counts.append(len((await read(buffer))["data"]["data"]))
+        assert counts == [0, 0, 8]
+        assert (await buffer.stats())["groups"]["ready"] == 1
+
+
+SPOILING = """
+def filter_item(item, task_type):
+    if item["instance_id"] == 2:
+        raise ValueError("no 2")
+    return True
+"""
+
+
+async def test_a_read_takes_another_group_for_one_that_a_hook_spoils(tmp_path: Path) -> None:
+    files = generator(tmp_path / "files", hooks=SPOILING)
+    async with served(tmp_path / "buffer", generators=(files,), max_groups_per_read=3) as buffer:
+        await buffer.start(num_repeat_per_sample=2)
+        await buffer.write(*group(1, (0, 1)), *group(2, (0, 1)), *group(3, (0, 1)))
+        answer = await read(buffer)
+        assert answer["success"] is False, "two groups are not three"
+        await buffer.until(lambda: ready(buffer, 2))
+        await buffer.write(*group(4, (0, 1)))
+        answer = await read(buffer)
+        assert answer["success"] is True
+        assert [one["instance_id"] for one in answer["data"]["data"]] == [1, 1, 3, 3, 4, 4]
+
+
+async def ready(buffer: Served, groups: int) -> bool:
+    return bool((await buffer.stats())["groups"]["ready"] == groups)
+
+
+BAD = [
+    b"", b"{", b"[]", b"7", b"\xff\xfe", b'{"items":[]}', b'{"a":' * 100_000, b"[" * 100_000,
+    *(orjson.dumps({**item(1, 1), **bad}) for bad in (
+        {"instance_id": None}, {"instance_id": 1.5}, {"messages": []}, {"messages": [{"content": "x"}]},
+        {"reward": "0.5"}, {"reward": True}, {"uid": 5}, {"extra_info": []}, {"policy_version": -1},
+    )),
+    *(orjson.dumps(item(1, 1)).replace(b"1.5", bad) for bad in (b'", "x": NaN, "y":"', b"\\ud800")),
+]  # fmt: skip
+
+
+async def test_bad_items_are_refused_and_touch_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        for body in BAD:
+            status, answer = await buffer.post("/buffer/write", data=body)
+            assert status == 400 and answer["success"] is False, body[:80]
+            assert answer["message"] == answer["detail"] == answer["error"]["message"]
+        assert (await buffer.stats())["items_written"] == 0
+
+
+async def test_bad_requests(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        wrong = [b"[]", b"{", b'{"batch_size": "many"}', b'{"batch_size": 1.5}', b'{"batch_size": 2}', b"null"]
+        cases = [(path, body) for path in ("/get_rollout_data", "/buffer/read") for body in wrong]
+        cases += [("/start_rollout", b"[]"), ("/start_rollout", b"{"), ("/start_rollout", b'{"task_type": "x"}')]
+        for path, body in cases:
+            began = time.monotonic()
+            status, answer = await buffer.post(path, data=body)
+            assert status == 400 and answer["success"] is False, (path, body)
+            assert path != "/start_rollout" or time.monotonic() - began > 0.9, "its client asks again at once"
+
+
+async def test_too_large_is_refused_while_it_comes(tmp_path: Path) -> None:
+    async with served(tmp_path, http_limits=Limits(max_body=100_000)) as buffer:
+
+        async def in_parts() -> Any:
+            for _ in range(400):
+                yield b"y" * 10_000
+
+        for data in (orjson.dumps(item(1, 1, "big", note="x" * 200_000)), in_parts()):
+            status, answer = await buffer.post("/buffer/write", data=data)
+            assert (status, answer["error"]["code"]) == (413, "too_large")
+        assert (await buffer.post("/buffer/write", item(1, 1, "fine")))[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/get_rollout_data", "/v1/read"])
+async def test_a_reader_that_goes_away_gives_its_groups_back(tmp_path: Path, path: str) -> None:
+    async with served(tmp_path) as buffer:
+        for number in range(64):
+            await buffer.write(*group(number, pad="z" * 60_000))
+        await asyncio.to_thread(read_a_little, buffer.url, path)
+        await buffer.until(lambda: ready(buffer, 64))
+        answer = await read(buffer)
+        assert len({one["uid"] for one in answer["data"]["data"]}) == len(answer["data"]["data"]) == 256
+
+
+def read_a_little(url: str, path: str) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        assert connection.recv(1000)
+
+
+async def test_a_trainer_gets_nothing_of_the_job_before_its_own(tmp_path: Path) -> None:
+    async with served(tmp_path / "buffer", generators=(generator(tmp_path / "files"),)) as buffer:
+        first = await buffer.start(num_epoch=1)
+        await buffer.write(*group("old"), item("open"))
+        second = await buffer.start(num_epoch=2, num_repeat_per_sample="2")
+        assert any(first["id"] in one for one in second["warnings"])
+        await buffer.write(*group("new", (0, 1)))
+        assert [one["instance_id"] for one in (await read(buffer, batch_size=2))["data"]["data"]] == ["new"] * 2
+        answer = await read(buffer)
+        assert answer["success"] is False and "1 groups are ready, 0 of them fit" in answer["message"]
+        await buffer.write(*group("outside", (0, 1), task_type="other"))
+        assert (await read(buffer))["success"] is False
+        assert [len(one["items"]) for one in (await buffer.read(job=first["id"]))["groups"]] == [4]
+
+
+async def test_a_trainer_that_starts_again_finds_its_job(tmp_path: Path) -> None:
+    async with served(tmp_path / "buffer", generators=(generator(tmp_path / "files"),)) as buffer:
+        payload = {"task_type": "math", "num_repeat_per_sample": "2", "remote_engine_url": "http://127.0.0.1:1"}
+        answers = [(await buffer.post("/start_rollout", payload))[1] for _ in range(2)]
+        assert answers[0] == answers[1] and answers[0]["message"] == "Rollout started"
+        await buffer.write(*group("a", (0, 1)))
+        await read(buffer)
+        again = {**payload, "remote_engine_url": "http://127.0.0.1:2", "skip_instance_ids": ["a"]}
+        assert (await buffer.post("/start_rollout", again))[1]["rollout_id"] == answers[0]["rollout_id"]
