@@ -118,7 +118,9 @@ def test_no_payload_runs_a_command_or_names_a_path(tmp_path: Path) -> None:
                 assert status == 400, (bad, answer)
                 assert next(iter(bad)) in answer["error"]["message"]
         assert server.get("/v1/jobs")["jobs"] == []
-        status, answer = server.post("/v1/jobs", {**MATH, "tokenizer_path": "/etc", "input_file": "prompts.jsonl"})
+        status, answer = server.post(
+            "/v1/jobs", {**MATH, "tokenizer_path": "/etc", "input_file": "prompts.jsonl"}
+        )
         assert status == 200 and "tokenizer_path" not in answer["payload"]
         assert any("tokenizer_path" in one for one in answer["warnings"])
         assert server.stop() == 0
@@ -178,7 +180,9 @@ def test_sigterm_ends_a_server_whose_hook_hangs(tmp_path: Path, stuck: str) -> N
             write(server, *group("also", (0, 1)))  # a hook that hangs stops no writes
             began = time.monotonic()
             assert server.stop() == 0
-            assert time.monotonic() - began < 20, "10 s of grace for requests, and what user code takes to be ended"
+            assert time.monotonic() - began < 20, (
+                "10 s of grace for requests, and what user code takes to be ended"
+            )
 
 
 # -- "all or none" is false above 256 items
@@ -297,9 +301,15 @@ def test_headers_are_bounded_before_the_token_is_checked(tmp_path: Path) -> None
     with serve_buffer(tmp_path / "buffer", "--token-file", str(token)) as server:
         before = server.peak_mb()
         line = b"POST /buffer/write HTTP/1.1\r\nHost: localhost\r\n"
-        for head in (line + b"X: " + b"y" * 10_000_000, line + b"X-Y: z\r\n" * 1_000_000, b"GET /" + b"x" * 10_000_000):
+        for head in (
+            line + b"X: " + b"y" * 10_000_000,
+            line + b"X-Y: z\r\n" * 1_000_000,
+            b"GET /" + b"x" * 10_000_000,
+        ):
             with connections(server, 20) as opened:
-                senders = [threading.Thread(target=_send_all, args=(one, head), daemon=True) for one in opened]
+                senders = [
+                    threading.Thread(target=_send_all, args=(one, head), daemon=True) for one in opened
+                ]
                 for sender in senders:
                     sender.start()
                 for sender in senders:
@@ -316,7 +326,9 @@ def test_unread_answers_are_bounded(server: BufferProcess) -> None:
     with connections(server, 32, read), connections(server, 32, request_text("/get_rollout_data")):
         until(lambda: server.get("/v1/leases")["leases"], "the reads")
         listing = request_text("/v1/groups?limit=10000", method="GET") * 200
-        with connections(server, 32, listing + request_text("/buffer/peek?batch_size=999", method="GET") * 20):
+        with connections(
+            server, 32, listing + request_text("/buffer/peek?batch_size=999", method="GET") * 20
+        ):
             time.sleep(3)  # for answers to pile up, if they do
             assert server.peak_mb() < MEMORY_MB, before
 
@@ -372,6 +384,10 @@ def cpu_of_writes(server: BufferProcess, count: int, tag: str) -> float:
     return server.cpu_s() - began
 
 
+def until_waiting(server: BufferProcess, count: int) -> None:
+    until(lambda: server.get("/v1/stats")["waiting_reads"] == count)
+
+
 def cost_of_waiting(folder: Path, readers: Sequence[int], writes: int) -> None:
     with serve_buffer(folder) as server:
         cpu_of_writes(server, writes // 2, "warm")
@@ -381,9 +397,9 @@ def cost_of_waiting(folder: Path, readers: Sequence[int], writes: int) -> None:
             for count in readers:
                 text = request_text("/v1/read", b'{"timeout": 600, "task_type": "math"}')
                 with connections(server, count, text):
-                    until(lambda wanted=count: server.get("/v1/stats")["waiting_reads"] >= wanted)
+                    until_waiting(server, count)
                     ratios[count].append(cpu_of_writes(server, writes, f"{count}-{turn}") / alone)
-                until(lambda: server.get("/v1/stats")["waiting_reads"] == 0)
+                until_waiting(server, 0)
             if all(min(found) < 1.25 for found in ratios.values()):
                 return
         raise AssertionError(f"waiting readers make writes dearer: {ratios}")
@@ -400,7 +416,9 @@ def cost_of_acks(folder: Path, leases: int) -> None:
     with serve_buffer(folder, "--group-size", "1") as server:
         for start in range(0, leases + 200, 10_000):
             count = min(10_000, leases + 200 - start)
-            write(server, *[item(n, 1, f"u{n}", messages=[{"role": "u"}]) for n in range(start, start + count)])
+            write(
+                server, *[item(n, 1, f"u{n}", messages=[{"role": "u"}]) for n in range(start, start + count)]
+            )
         lease = rb'"lease":"([0-9a-f]{32})".*?\r\n0\r\n\r\n'
         read = request_text("/v1/read", b'{"max_groups": 1}')
 
@@ -505,7 +523,7 @@ def test_a_batch_is_given_when_so_many_items_are_there_whatever_their_instances(
     with serve_buffer(tmp_path / "buffer", "--group-size", "2", "--max-groups-per-read", "2") as server:
         for epoch in range(6):
             write(server, *again("the only prompt", epoch))
-        status, answer = server.post("/get_rollout_data", {"batch_size": 8})
+        _, answer = server.post("/get_rollout_data", {"batch_size": 8})
         assert answer["success"] is True and len(answer["data"]["data"]) == 8
         assert len(server.post("/v1/read", {"batch_size": 4})[1]["groups"]) == 2
         write(server, *again("the only prompt", 7), *again("the only prompt", 8))
@@ -514,7 +532,9 @@ def test_a_batch_is_given_when_so_many_items_are_there_whatever_their_instances(
         assert answer["success"] is False and "of an instance that it has already" in answer["message"]
         write(server, *again("another", 9))
         _, answer = server.post("/get_rollout_data", {})
-        assert [one["instance_id"] for one in answer["data"]["data"]] == ["the only prompt"] * 2 + ["another"] * 2
+        assert [one["instance_id"] for one in answer["data"]["data"]] == ["the only prompt"] * 2 + [
+            "another"
+        ] * 2
 
 
 def test_what_is_dropped_is_told_with_its_reason_and_stays_readable(
@@ -549,7 +569,12 @@ def test_what_is_dropped_is_told_with_its_reason_and_stays_readable(
 
 def test_raw_hands_out_any_reward_without_a_generator_file(tmp_path: Path) -> None:
     with serve_buffer(tmp_path / "buffer", "--group-size", "2", "--raw") as server:
-        for name, rewards in (("signs", (-1, 1)), ("equal", (1, 1)), ("none", (None, None)), ("large", (-7.5, 1e9))):
+        for name, rewards in (
+            ("signs", (-1, 1)),
+            ("equal", (1, 1)),
+            ("none", (None, None)),
+            ("large", (-7.5, 1e9)),
+        ):
             items = group(name, rewards)
             write(server, *items)
             assert server.post("/get_rollout_data", {})[1]["data"]["data"] == items
@@ -593,13 +618,13 @@ FINITE = """for n in range(5):
             write(n, r)
 """
 
-WRITE = '''
+WRITE = """
 import requests
 
 def write(n, r):
     item = {"instance_id": n, "reward": r, "messages": [{"role": "user", "content": "?"}], "extra_info": {}}
     requests.post(URL + "/buffer/write", json=item).raise_for_status()
-'''
+"""
 
 
 def test_a_remainder_is_told_and_can_be_taken(tmp_path: Path) -> None:
@@ -611,7 +636,8 @@ def test_a_remainder_is_told_and_can_be_taken(tmp_path: Path) -> None:
         until(lambda: server.get(f"/v1/jobs/{job}")["state"] == "finished")
 
         def read(**asked: Any) -> dict[str, Any]:
-            return server.post("/get_rollout_data", asked)[1]
+            answer: dict[str, Any] = server.post("/get_rollout_data", asked)[1]
+            return answer
 
         assert len(read()["data"]["data"]) == 6
         answer = read()

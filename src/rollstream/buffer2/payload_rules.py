@@ -99,7 +99,7 @@ class PayloadRules:
         self._check_engines(payload.get("remote_engine_url"), shown_token)
         checked = {key: value for key, value in payload.items() if key not in _OURS}
         checked["skip_instance_ids"] = skips
-        warnings = near_misses(checked)
+        warnings = unknown_keys(checked)
         if checked.get("input_file") is not None:
             checked["input_file"] = self._input_file(checked["input_file"])
         if checked.get("tokenizer_path") is not None:
@@ -170,14 +170,17 @@ class PayloadRules:
                 raise ConfigError(f"tools: {name!r:.100} is not known. Known: {known}")
 
 
-def near_misses(payload: Mapping[str, Any]) -> list[str]:
-    """A line for each unknown key that is nearly a parameter: misspelt, it would do nothing."""
+def unknown_keys(payload: Mapping[str, Any]) -> list[str]:
+    """A line for each key that the buffer does not know: misspelt, it would do nothing."""
     lines = []
-    unknown = [key for key in payload if key not in _PARAMETERS and len(key) < 64]
-    for key in unknown[:_MAX_NEAR_MISSES]:
-        close = difflib.get_close_matches(key, _PARAMETERS, n=1, cutoff=0.85)
-        if close and close[0] not in payload:
-            lines.append(f"{key!r} is no parameter that the buffer knows; did you mean {close[0]!r}?")
+    for number, key in enumerate(key for key in payload if key not in _PARAMETERS):
+        close = (
+            difflib.get_close_matches(key, _PARAMETERS, n=1, cutoff=0.85)
+            if number < _MAX_NEAR_MISSES and len(key) < 64
+            else []
+        )
+        hint = f"; did you mean {close[0]!r}?" if close and close[0] not in payload else ""
+        lines.append(f"{key[:64]!r} is left to the generator file: the buffer does not know it{hint}")
     return lines
 
 

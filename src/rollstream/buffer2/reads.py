@@ -156,14 +156,17 @@ class Reads:
         wanted: Callable[[], Wanted],
         seconds: float = 0.0,
         *,
-        ends: Callable[[], bool] = lambda: False,
+        gone: Callable[[], bool] = lambda: False,
+        blocked: Callable[[], bool] = lambda: False,
     ) -> Taken:
         """Leases groups, as soon as there are some.
 
         Args:
             wanted: What is asked for, as things stand.
             seconds: To wait at most.
-            ends: Whether there is a reason to wait no longer.
+            gone: Whether nobody waits any more.
+            blocked: Whether something fails that would bring groups. Ends the wait after a second, not at once:
+                a reader that asks again and again must not keep the server busy.
         """
         deadline = time.monotonic() + seconds
         waiter = _Waiter(wanted())
@@ -181,11 +184,13 @@ class Reads:
                     self._pass_on(waiter, in_vain | {waiter.question})
                 while not waiter.woken.is_set():
                     left = deadline - time.monotonic()
-                    if left <= 0 or ends():
+                    if left <= 0 or gone():
                         return taken
                     with suppress(TimeoutError):
                         async with asyncio.timeout(min(left, _LOOK_S)):
                             await waiter.woken.wait()
+                    if blocked() and not waiter.woken.is_set():
+                        return taken
         finally:
             if seconds > 0:
                 self._waiters.remove(waiter)

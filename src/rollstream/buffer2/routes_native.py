@@ -209,10 +209,12 @@ class NativeRoutes:
         reads, service = self._service.reads, self._service
         jobs = wanted.jobs
 
-        def ends() -> bool:
-            return request.gone or service.closing or bool(service.jobs.failures()) or bool(reads.stopped)
+        def gone() -> bool:
+            return request.gone or service.closing
 
-        taken = await reads.take(lambda: wanted, asked.timeout, ends=ends)
+        taken = await reads.take(
+            lambda: wanted, asked.timeout, gone=gone, blocked=lambda: service.is_blocked(wanted.task, jobs)
+        )
         if request.gone:
             await self._give_back(taken)
             raise ConnectionResetError

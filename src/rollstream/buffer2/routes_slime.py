@@ -210,10 +210,12 @@ class SlimeRoutes:
                 seconds=service.options.lease_seconds,
             )
 
-        def ends() -> bool:
-            return request.gone or service.closing or bool(service.jobs.failures()) or bool(reads.stopped)
+        def gone() -> bool:
+            return request.gone or service.closing
 
-        taken = await reads.take(wanted, seconds, ends=ends)
+        taken = await reads.take(
+            wanted, seconds, gone=gone, blocked=lambda: service.is_blocked(*service.scope())
+        )
         try:
             while taken.lease is not None:
                 leases.append(taken.lease.id)

@@ -234,6 +234,12 @@ class Service:
         last = self.store.last_job
         return last is not None and last.state != "running"
 
+    def is_blocked(self, task: str | None, jobs: Collection[str] | None) -> bool:
+        """Whether a generator or hook fails that would bring these groups."""
+        return any(task in (None, stopped) for stopped in self.reads.stopped) or any(
+            task in (None, one.task) and (jobs is None or one.job in jobs) for one in self.jobs.failures()
+        )
+
     async def failures(self, task: str | None, jobs: Collection[str] | None) -> list[dict[str, Any]]:
         """What keeps groups from readers: jobs that fail, hooks that fail."""
         found = [
@@ -297,7 +303,7 @@ class Service:
         """Logs what a reader got."""
         if groups:
             rewards = [reward for group in groups for reward in group.rewards if reward is not None]
-            mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
+            mean = math.fsum(one / len(rewards) for one in rewards) if rewards else math.nan
             items = sum(group.n for group in groups)
             _LOG.info("read by %s: %d groups, %d items, mean reward %.3f", consumer, len(groups), items, mean)
 

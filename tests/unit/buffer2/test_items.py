@@ -52,6 +52,10 @@ def body_of(item: Any, encoding: Encoding = "json") -> bytes:
     return json.dumps(item).encode() if encoding == "json" else msgspec.msgpack.encode(item)
 
 
+def each(name: str, *bad: Any) -> list[tuple[dict[str, Any], str]]:
+    return [({name: one}, name) for one in bad]
+
+
 @each_encoding
 def test_an_item_is_stored_as_it_came(encoding: Encoding) -> None:
     item = an_item(reward=1, timestamp="12.5", extra_info={"label": [1, {"a": None}]})
@@ -92,7 +96,9 @@ def test_tokens_of_msgpack_are_binary_or_lists() -> None:
         assert {name: list(loaded[name]) for name in TOKENS} == TOKENS
         assert json.loads(dump_item(loaded, "json")) == an_item(**TOKENS)
         assert msgspec.msgpack.decode(dump_item(loaded, "msgpack")) == an_item(**PACKED)
-    assert load_item(body_of(an_item(**PACKED), "msgpack"), "msgpack")["response_ids"] == array("i", [3, 4, 5])
+    assert load_item(body_of(an_item(**PACKED), "msgpack"), "msgpack")["response_ids"] == array(
+        "i", [3, 4, 5]
+    )
 
 
 def test_ids_of_numbers_and_texts_differ() -> None:
@@ -104,26 +110,32 @@ def test_ids_of_numbers_and_texts_differ() -> None:
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
-        *(({"instance_id": bad}, "instance_id") for bad in (None, True, 1.5, "", [1], 1 << 63, "x" * (MAX_TEXT + 1))),
-        *(({"uid": bad}, "uid") for bad in (5, None, "", "x" * (MAX_TEXT + 1))),
-        *(({"reward": bad}, "reward") for bad in ("1", True, [1])),
-        *(({"messages": bad}, "messages") for bad in (None, {}, "hello", [])),
+        *each("instance_id", None, True, 1.5, "", [1], 1 << 63, "x" * (MAX_TEXT + 1)),
+        *each("uid", 5, None, "", "x" * (MAX_TEXT + 1)),
+        *each("reward", "1", True, [1]),
+        *each("messages", None, {}, "hello", []),
         ({"messages": [*MESSAGES, 3]}, "messages[2]"),
         ({"messages": [{"content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": 1}]}, "messages[0].role"),
         ({"extra_info": []}, "extra_info"),
         ({"task_type": 3}, "task_type"),
         ({"job": ""}, "job"),
-        *(({"policy_version": bad}, "policy_version") for bad in (-1, 1.5, False)),
+        *each("policy_version", -1, 1.5, False),
         ({"response_ids": [1]}, "prompt_ids"),
         ({"prompt_ids": [1]}, "response_ids"),
         ({"response_mask": [1]}, "response_mask"),
         ({**TOKENS, "response_mask": [1]}, "response_mask"),
         ({**TOKENS, "response_logprobs": []}, "response_logprobs"),
-        *(({**TOKENS, "response_ids": [1, bad, 3]}, "response_ids[1]") for bad in ("3", 2.5, True, -2, 1 << 31)),
+        *(
+            ({**TOKENS, "response_ids": [1, bad, 3]}, "response_ids[1]")
+            for bad in ("3", 2.5, True, -2, 1 << 31)
+        ),
         ({**TOKENS, "response_ids": "abc"}, "response_ids"),
         ({**TOKENS, "response_mask": [0, 1, 2]}, "response_mask[2]"),
-        *(({**TOKENS, "response_logprobs": [0.0, bad, 0.0]}, "response_logprobs[1]") for bad in (None, 1e300)),
+        *(
+            ({**TOKENS, "response_logprobs": [0.0, bad, 0.0]}, "response_logprobs[1]")
+            for bad in (None, 1e300)
+        ),
     ],
 )
 def test_a_wrong_field_is_named(changes: dict[str, Any], where: str, encoding: Encoding) -> None:
@@ -144,7 +156,11 @@ def test_a_missing_field_is_named(name: str, encoding: Encoding) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_finite_number_is_refused(value: float) -> None:
-    for item in (an_item(reward=value), an_item(extra_info={"score": [value]}), an_item(deep=[{"null": value}])):
+    for item in (
+        an_item(reward=value),
+        an_item(extra_info={"score": [value]}),
+        an_item(deep=[{"null": value}]),
+    ):
         for encoding in ENCODINGS:
             with pytest.raises(ItemError):
                 parse_item(body_of(item, encoding), encoding)
@@ -186,8 +202,10 @@ def test_what_is_taken_can_be_given_in_both_encodings(encoding: Encoding, levels
     for _ in range(levels):
         nest = [nest]
     try:
-        body = json.dumps(an_item(deep=nest)).encode() if encoding == "json" else msgspec.msgpack.encode(
-            an_item(deep=nest)
+        body = (
+            json.dumps(an_item(deep=nest)).encode()
+            if encoding == "json"
+            else msgspec.msgpack.encode(an_item(deep=nest))
         )
     except RecursionError:
         return
@@ -200,12 +218,15 @@ def test_what_is_taken_can_be_given_in_both_encodings(encoding: Encoding, levels
 
 
 @pytest.mark.parametrize(
-    "value", [b"bytes", msgspec.msgpack.Ext(5, b"1234"), {1: 2}, 2**64 - 1 << 1, msgspec.Raw(b"\xd6\xff\0\0\0\0")]
+    "value",
+    [b"bytes", msgspec.msgpack.Ext(5, b"1234"), {1: 2}, 2**64 - 1 << 1, msgspec.Raw(b"\xd6\xff\0\0\0\0")],
 )
 def test_what_json_has_no_form_for_is_refused_in_msgpack(value: Any) -> None:
     if isinstance(value, int):
         body = body_of(an_item(odd=0)).replace(b'"odd": 0', b'"odd": %d' % value)
-        assert load_item(parse_item(body).body, "json")["odd"] == float(value)  # as every JSON reader of numbers
+        assert load_item(parse_item(body).body, "json")["odd"] == float(
+            value
+        )  # as every JSON reader of numbers
         return
     with pytest.raises(ItemError, match="JSON has no form for"):
         parse_item(body_of(an_item(extra_info={"odd": [value]}), "msgpack"), "msgpack")
@@ -232,6 +253,7 @@ def test_a_batch_is_all_good_or_refused(encoding: Encoding) -> None:
     with pytest.raises(ItemError) as caught:
         parse_items(body_of({"items": batch}, encoding), encoding)
     assert caught.value.where == "items[3].reward"
+    wrong: Any
     for wrong in ([], {}, [an_item(), 3], [1] * (MAX_ITEMS + 1), None, [None]):
         with pytest.raises(ItemError, match="items"):
             parse_items(body_of({"items": wrong}, encoding), encoding)
@@ -266,8 +288,14 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), st.sampled_from(ENCODINGS), st.sampled_from(ENCODINGS))
-def test_further_keys_survive_both_encodings(rest: dict[str, Any], came: Encoding, given_as: Encoding) -> None:
+@given(
+    st.dictionaries(st.text(max_size=5), VALUES, max_size=4),
+    st.sampled_from(ENCODINGS),
+    st.sampled_from(ENCODINGS),
+)
+def test_further_keys_survive_both_encodings(
+    rest: dict[str, Any], came: Encoding, given_as: Encoding
+) -> None:
     item = {**rest, **an_item()}
     loaded = load_item(parse_item(body_of(item, came), came).body, came)
     assert load_item(dump_item(loaded, given_as), given_as) == item

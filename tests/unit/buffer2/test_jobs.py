@@ -167,7 +167,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.02)
 
 
-PAYLOAD: dict[str, Any] = {"task_type": "math", "num_repeat_per_sample": "8", "input_file": "x", "n": 1}
+PAYLOAD: dict[str, Any] = {"task_type": "math", "num_repeat_per_sample": "8", "input_file": "x", "model": 1}
 WAIT = "time.sleep(600)"
 
 
@@ -182,7 +182,7 @@ async def test_a_job_runs_in_its_process_and_finishes(world: World) -> None:
     (pid,) = world.runs()
     data = world.payload_of(pid)
     assert data == {
-        **{"task_type": "math", "num_repeat_per_sample": 8, "n": 1, "tools": ["search"]},
+        **{"task_type": "math", "num_repeat_per_sample": 8, "model": 1, "tools": ["search"]},
         **{"input_file": str((world.folder / "inputs" / "x").resolve()), "skip_instance_ids": [9]},
         "remote_buffer_url": "http://127.0.0.1:1",
         "rollstream": {"job": record.id, "skip_instance_ids": [9], "tools_file": "/etc/tools.yaml"},
@@ -203,7 +203,7 @@ async def test_the_same_payload_is_the_same_job_however_often_it_is_sent(world: 
     await until(world.runs)
     await jobs.start({**PAYLOAD, "num_repeat_per_sample": 8})
     assert len(world.runs()) == 1 and len(world.store.records) == 1
-    other, _ = await jobs.start({**PAYLOAD, "n": 2})
+    other, _ = await jobs.start({**PAYLOAD, "model": 2})
     await until(lambda: len(world.runs()) == 2)
     assert {one.id: one.state for one in await world.store.jobs()} == {job: "stopped", other.id: "running"}
     await jobs.close()
@@ -236,10 +236,10 @@ async def test_a_start_that_is_tried_again_after_the_end_does_not_do_it_twice(wo
     again, warnings = await jobs.start({**PAYLOAD, "remote_engine_url": "http://localhost:1"})
     assert (again.id, again.state, len(world.runs())) == (record.id, "finished", 1)
     assert "groups of it are left" in warnings[0]
-    other, warnings = await jobs.start({**PAYLOAD, "n": 2})
+    other, warnings = await jobs.start({**PAYLOAD, "model": 2})
     assert f"job {record.id} has groups that nobody has read" in warnings[0]
     await until(lambda: world.state(other) == "finished")
-    assert (await jobs.start({**PAYLOAD, "n": 2}))[0].id != other.id  # all of it was delivered
+    assert (await jobs.start({**PAYLOAD, "model": 2}))[0].id != other.id  # all of it was delivered
 
 
 async def test_a_misspelt_parameter_is_warned_of(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -257,7 +257,7 @@ async def test_the_clock_does_not_say_which_job_is_the_newest(
     old, _ = await jobs.start(PAYLOAD)
     with monkeypatch.context() as clock:
         clock.setattr("rollstream.buffer2.jobs.time.time", lambda: 1000.0)
-        ids = {(await jobs.start({**PAYLOAD, "n": 2}))[0].id for _ in range(3)}
+        ids = {(await jobs.start({**PAYLOAD, "model": 2}))[0].id for _ in range(3)}
     assert len(ids) == 1 and old.id not in ids
     await jobs.close()
     jobs = await world.server()
@@ -277,28 +277,28 @@ async def test_a_generator_has_ended_before_the_next_job_is_the_one(world: World
         await save(record)
 
     world.store.save_job = noting  # type: ignore[method-assign]
-    new, _ = await jobs.start({**PAYLOAD, "n": 2})
+    new, _ = await jobs.start({**PAYLOAD, "model": 2})
     assert alive[0] == set()  # what it writes late would be the new one's
     await until(lambda: len(world.runs()) == 2)
     # A record that cannot be stored changes nothing: the one that ran goes on.
     world.store.away = StorageFullError("no room")
     with pytest.raises(StorageError):
-        await jobs.start({**PAYLOAD, "n": 3})
+        await jobs.start({**PAYLOAD, "model": 3})
     world.store.away = None
     await until(lambda: len(world.runs()) == 3)
-    assert world.payload_of(world.runs()[-1])["n"] == 2 and world.state(new) == "running"
+    assert world.payload_of(world.runs()[-1])["model"] == 2 and world.state(new) == "running"
 
 
 async def test_starts_that_race_and_are_cut_off_leave_one_generator(world: World) -> None:
     world.generator(WAIT)
     jobs = await world.server()
-    await asyncio.gather(*(jobs.start({**PAYLOAD, "n": i}) for i in range(4)))
+    await asyncio.gather(*(jobs.start({**PAYLOAD, "model": i}) for i in range(4)))
     for i in range(6):  # the client goes away while the answer is made
-        starting = asyncio.create_task(jobs.start({**PAYLOAD, "n": 100 + i}))
+        starting = asyncio.create_task(jobs.start({**PAYLOAD, "model": 100 + i}))
         await asyncio.sleep(0.01 * i)
         starting.cancel()
         await asyncio.wait({starting})
-    last, _ = await jobs.start({**PAYLOAD, "n": 1000})
+    last, _ = await jobs.start({**PAYLOAD, "model": 1000})
     await until(lambda: len(world.alive(last)) == 2)
     for record in await world.store.jobs():
         assert record.id == last.id or not world.alive(record)
@@ -394,7 +394,7 @@ async def test_what_no_restart_mends_fails_at_once_and_is_one_line_in_the_server
     for error in ("ConfigError", "DataError"):
         caplog.clear()
         world.generator(f"from rollstream.errors import {error}\nraise {error}('input_file: none')")
-        record, _ = await jobs.start({**PAYLOAD, "n": error})
+        record, _ = await jobs.start({**PAYLOAD, "model": error})
         await until(lambda record=record: world.state(record) == "failed")  # type: ignore[misc]
         assert jobs.failures()[0].error == f"{error}: input_file: none"
         (line,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
@@ -583,7 +583,7 @@ async def test_another_server_sees_the_failure_and_replaces_the_job(world: World
     await until(lambda: [one for one in b.failures() if one.final] and a.failures())
     assert b.failures()[0].error == "OSError: broken"
     world.generator(WAIT)
-    new, _ = await b.start({**PAYLOAD, "n": 2})
+    new, _ = await b.start({**PAYLOAD, "model": 2})
     await until(lambda: len(world.alive(new, "a") | world.alive(new, "b")) == 2)
     await until(lambda: not a.failures())  # at its next look
     assert world.state(record) == "failed"

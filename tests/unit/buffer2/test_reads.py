@@ -128,7 +128,9 @@ async def test_own_hooks_are_called_in_slimes_order(tmp_path: Path) -> None:
 
 
 async def test_a_group_that_grows_is_judged_again(tmp_path: Path) -> None:
-    hooks = "\ndef is_valid_group(group, size, task_type):\n    return len(group[1]) >= 3, len(group[1]) >= 3\n"
+    hooks = (
+        "\ndef is_valid_group(group, size, task_type):\n    return len(group[1]) >= 3, len(group[1]) >= 3\n"
+    )
     files = generator(tmp_path / "files", hooks=hooks)
     async with served(tmp_path / "buffer", generators=(files,), raw=False) as buffer:
         await buffer.start(num_repeat_per_sample=4)
@@ -177,7 +179,7 @@ async def test_a_stopped_read_gives_its_groups_back_and_says_why(tmp_path: Path)
 @pytest.mark.parametrize("where", ["server", "job"])
 async def test_raw_groups_are_handed_out_as_they_are(tmp_path: Path, where: str) -> None:
     files = generator(tmp_path / "files", hooks=HOOKS)
-    options = {"raw": True} if where == "server" else {}
+    options: dict[str, Any] = {"raw": True} if where == "server" else {}
     async with served(tmp_path / "buffer", generators=(files,), **options) as buffer:
         await buffer.start(num_repeat_per_sample=2, **({"raw": True} if where == "job" else {}))
         items = group("bad", (-3, None))
@@ -191,7 +193,9 @@ async def test_each_job_has_its_own_settings(tmp_path: Path) -> None:
         first = await buffer.start(num_repeat_per_sample=2)
         await buffer.write(*group("two", (0, 1)))
         second = await buffer.start(group_size=3, min_valid_item_size_ratio=0.3)
-        await buffer.write(*group("three", (0, 1, 7)), *[item("late", n, f"l{n}", job=first["id"]) for n in (0, 1)])
+        await buffer.write(
+            *group("three", (0, 1, 7)), *[item("late", n, f"l{n}", job=first["id"]) for n in (0, 1)]
+        )
         by_job = {
             job: [(one["instance_id"], len(one["items"])) for one in (await buffer.read(job=job))["groups"]]
             for job in (first["id"], second["id"])

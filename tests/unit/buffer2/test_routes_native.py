@@ -12,7 +12,12 @@ from rollstream.buffer2.store.base import Limits
 from tests.support.buffer import Served, generator, group, item, served
 
 MSGPACK = "application/msgpack"
-TOKENS = {"prompt_ids": [1, 2], "response_ids": [3], "response_mask": [1], "response_logprobs": [-0.5]}
+TOKENS: dict[str, Any] = {
+    "prompt_ids": [1, 2],
+    "response_ids": [3],
+    "response_mask": [1],
+    "response_logprobs": [-0.5],
+}
 
 
 def frames(body: bytes) -> list[dict[str, Any]]:
@@ -38,7 +43,9 @@ async def test_a_batch_in_json_and_in_msgpack(tmp_path: Path) -> None:
         assert answer == {"stored": 0, "known": 2, "results": ["known"] * 2}
         assert (await buffer.post("/v1/items", data=b"x", headers={"content-type": "image/png"}))[0] == 415
         uids = [one["uid"] for one in items]
-        assert (await buffer.post("/v1/uids/known", {"uids": [*uids, "?"]}))[1] == {"known": [True] * 4 + [False]}
+        assert (await buffer.post("/v1/uids/known", {"uids": [*uids, "?"]}))[1] == {
+            "known": [True] * 4 + [False]
+        }
 
 
 async def test_bad_items_are_named_and_nothing_of_the_batch_is_stored(tmp_path: Path) -> None:
@@ -54,8 +61,10 @@ async def test_bad_items_are_named_and_nothing_of_the_batch_is_stored(tmp_path: 
 @pytest.mark.parametrize("stored", ["json", "msgpack"])
 async def test_a_read_in_both_forms(tmp_path: Path, stored: str) -> None:
     async with served(tmp_path, raw=True) as buffer:
-        items = group(7, policy_version=3, **TOKENS)
-        encode, media = (orjson.dumps, "application/json") if stored == "json" else (msgspec.msgpack.encode, MSGPACK)
+        items = group(7, (0, 1, 0, 1), policy_version=3, **TOKENS)
+        encode, media = (
+            (orjson.dumps, "application/json") if stored == "json" else (msgspec.msgpack.encode, MSGPACK)
+        )
         body = encode({"items": items})
         assert (await buffer.post("/v1/items", data=body, headers={"content-type": media}))[0] == 200
         answer = await buffer.read(consumer="me")
@@ -67,7 +76,9 @@ async def test_a_read_in_both_forms(tmp_path: Path, stored: str) -> None:
         (lease,) = (await buffer.get("/v1/leases"))[1]["leases"]
         assert (lease["id"], lease["consumer"]) == (answer["head"]["lease"], "me")
         assert await buffer.post("/v1/consumers/me/release") == (200, {"consumer": "me", "groups": 1})
-        async with buffer.session.post(buffer.url + "/v1/read", json={}, headers={"accept": MSGPACK}) as response:
+        async with buffer.session.post(
+            buffer.url + "/v1/read", json={}, headers={"accept": MSGPACK}
+        ) as response:
             head, one, end = frames(await response.read())
             assert response.headers["rollstream-lease"] == head["head"]["lease"]
         assert one["group"]["encoding"] == stored
@@ -92,7 +103,12 @@ async def test_the_life_of_a_lease(tmp_path: Path) -> None:
         second = (await buffer.read(max_groups=1))["head"]["lease"]
         status, answer = await lease("ack", first)
         assert status == 409 or answer["groups"] == 1  # its group is another lease's now
-        assert (await lease("ack", second))[1] == {"lease": second, "groups": 1, "items": 4, "repeated": False}
+        assert (await lease("ack", second))[1] == {
+            "lease": second,
+            "groups": 1,
+            "items": 4,
+            "repeated": False,
+        }
         assert (await lease("ack", second))[1]["repeated"] is True
         assert (await lease("nack", second))[0] == 409
         for verb in ("ack", "nack"):
@@ -104,7 +120,7 @@ async def test_the_life_of_a_lease(tmp_path: Path) -> None:
 
 
 async def _is_ready(buffer: Served) -> bool:
-    return (await buffer.stats())["groups"]["ready"] == 1
+    return bool((await buffer.stats())["groups"]["ready"] == 1)
 
 
 async def test_a_read_that_is_sent_again_takes_the_same_groups(tmp_path: Path) -> None:
@@ -199,7 +215,10 @@ async def test_quarantine(tmp_path: Path) -> None:
         assert "1 groups are quarantined, the last one by filter_item: ValueError: no 2" in failure["message"]
         (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
         assert aside["instance_id"] == 2 and "ValueError: no 2" in aside["cause"]
-        assert (await buffer.post("/v1/quarantine/retry", {"groups": [77]}))[1] == {"groups": 0, "unknown": [77]}
+        assert (await buffer.post("/v1/quarantine/retry", {"groups": [77]}))[1] == {
+            "groups": 0,
+            "unknown": [77],
+        }
         generator(files, hooks=RAISING.replace("== 2", "== 9"))
         assert (await buffer.post("/v1/quarantine/retry", {}))[1] == {"groups": 1, "unknown": []}
         assert [one["instance_id"] for one in (await buffer.read())["groups"]] == [2]
@@ -208,7 +227,11 @@ async def test_quarantine(tmp_path: Path) -> None:
 async def test_jobs_over_http(tmp_path: Path) -> None:
     async with served(tmp_path / "buffer", generators=(generator(tmp_path / "files"),)) as buffer:
         status, answer = await buffer.post("/v1/jobs", {"task_type": "chess"})
-        assert status == 400 and answer["error"]["where"] == "task_type" and "Known: math" in answer["error"]["message"]
+        assert (
+            status == 400
+            and answer["error"]["where"] == "task_type"
+            and "Known: math" in answer["error"]["message"]
+        )
         job = await buffer.start(num_repeat_per_sample=2)
         assert job["state"] == "running" and job["warnings"] == []
         await buffer.write(*group("a", (0, 1)), item("open"))
@@ -220,7 +243,9 @@ async def test_jobs_over_http(tmp_path: Path) -> None:
         assert (await buffer.post(f"/v1/jobs/{job['id']}/drop"))[1] == {"job": job["id"], "groups": 2}
         assert (await buffer.stats())["groups_dropped"] == {"replaced": 2}
         for path in ("stop", "drop", "expected"):
-            assert (await buffer.post(f"/v1/jobs/nobody/{path}", {"items": 1} if path == "expected" else {}))[0] == 404
+            assert (await buffer.post(f"/v1/jobs/nobody/{path}", {"items": 1} if path == "expected" else {}))[
+                0
+            ] == 404
 
 
 async def test_a_full_buffer_says_so(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from rollstream.web import Limits
 from tests.support.buffer import Served, generator, group, item, large_item, served
 
-NOTHING = {"data": [], "meta_info": {}}
+NOTHING: dict[str, Any] = {"data": [], "meta_info": {}}
 
 
 async def read(buffer: Served, **asked: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ async def test_the_earlier_generation(tmp_path: Path) -> None:
         await buffer.write(*group("a"))
         (counts,) = (await buffer.get("/buffer/stats"))[1]["data"]["data"]
         assert counts == {"current_size": 4, "max_size": 10**9, "total_written": 4, "total_read": 0}
-        status, answer = await buffer.get("/buffer/peek?batch_size=3")
+        _, answer = await buffer.get("/buffer/peek?batch_size=3")
         assert answer["message"] == "Successfully previewed 3 items" and len(answer["data"]["data"]) == 3
         _, answer = await buffer.post("/buffer/read", {"batch_size": 8, "timeout": 1})
         assert answer["message"] == "Successfully read 4 items"
@@ -91,7 +91,7 @@ async def test_the_earlier_generation(tmp_path: Path) -> None:
 
 async def test_that_many_groups_or_none_and_no_instance_twice(tmp_path: Path) -> None:
     async with served(tmp_path, max_groups_per_read=2) as buffer:
-        counts = []
+        counts: list[int] = []
         for name in "aab":
             for n, one in enumerate(group(name)):
                 await buffer.write({**one, "uid": f"{len(counts)}-{n}"})
@@ -126,7 +126,7 @@ async def ready(buffer: Served, groups: int) -> bool:
     return bool((await buffer.stats())["groups"]["ready"] == groups)
 
 
-BAD = [
+BAD: list[bytes] = [
     b"", b"{", b"[]", b"7", b"\xff\xfe", b'{"items":[]}', b'{"a":' * 100_000, b"[" * 100_000,
     *(orjson.dumps({**item(1, 1), **bad}) for bad in (
         {"instance_id": None}, {"instance_id": 1.5}, {"messages": []}, {"messages": [{"content": "x"}]},
@@ -147,9 +147,20 @@ async def test_bad_items_are_refused_and_touch_nothing(tmp_path: Path) -> None:
 
 async def test_bad_requests(tmp_path: Path) -> None:
     async with served(tmp_path) as buffer:
-        wrong = [b"[]", b"{", b'{"batch_size": "many"}', b'{"batch_size": 1.5}', b'{"batch_size": 2}', b"null"]
+        wrong = [
+            b"[]",
+            b"{",
+            b'{"batch_size": "many"}',
+            b'{"batch_size": 1.5}',
+            b'{"batch_size": 2}',
+            b"null",
+        ]
         cases = [(path, body) for path in ("/get_rollout_data", "/buffer/read") for body in wrong]
-        cases += [("/start_rollout", b"[]"), ("/start_rollout", b"{"), ("/start_rollout", b'{"task_type": "x"}')]
+        cases += [
+            ("/start_rollout", b"[]"),
+            ("/start_rollout", b"{"),
+            ("/start_rollout", b'{"task_type": "x"}'),
+        ]
         for path, body in cases:
             began = time.monotonic()
             status, answer = await buffer.post(path, data=body)
@@ -195,7 +206,9 @@ async def test_a_trainer_gets_nothing_of_the_job_before_its_own(tmp_path: Path) 
         second = await buffer.start(num_epoch=2, num_repeat_per_sample="2")
         assert any(first["id"] in one for one in second["warnings"])
         await buffer.write(*group("new", (0, 1)))
-        assert [one["instance_id"] for one in (await read(buffer, batch_size=2))["data"]["data"]] == ["new"] * 2
+        assert [one["instance_id"] for one in (await read(buffer, batch_size=2))["data"]["data"]] == [
+            "new"
+        ] * 2
         answer = await read(buffer)
         assert answer["success"] is False and "1 groups are ready, 0 of them fit" in answer["message"]
         await buffer.write(*group("outside", (0, 1), task_type="other"))
@@ -205,7 +218,11 @@ async def test_a_trainer_gets_nothing_of_the_job_before_its_own(tmp_path: Path) 
 
 async def test_a_trainer_that_starts_again_finds_its_job(tmp_path: Path) -> None:
     async with served(tmp_path / "buffer", generators=(generator(tmp_path / "files"),)) as buffer:
-        payload = {"task_type": "math", "num_repeat_per_sample": "2", "remote_engine_url": "http://127.0.0.1:1"}
+        payload = {
+            "task_type": "math",
+            "num_repeat_per_sample": "2",
+            "remote_engine_url": "http://127.0.0.1:1",
+        }
         answers = [(await buffer.post("/start_rollout", payload))[1] for _ in range(2)]
         assert answers[0] == answers[1] and answers[0]["message"] == "Rollout started"
         await buffer.write(*group("a", (0, 1)))

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-from rollstream.errors import DamageError, RunDirectoryError, StorageError, StorageFullError
+from rollstream.errors import DamageError, DataError, RunDirectoryError, StorageError, StorageFullError
 
 T = TypeVar("T")
 
@@ -204,6 +204,8 @@ def _told(path: Path) -> Any:
         name = getattr(error, "sqlite_errorname", "") or ""
         if name == "SQLITE_FULL":
             raise StorageFullError(f"{path}: no room on the disk; nothing of this was stored") from error
+        if name.startswith(("SQLITE_CONSTRAINT", "SQLITE_TOOBIG")):
+            raise DataError(f"{path} cannot store this: {error}") from error
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             raise DamageError(f"{path} is damaged: {error}") from error
         if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")):
