@@ -67,6 +67,10 @@ class ItemError(RollstreamError):
         self.message = message
         self.where = where
 
+    def within(self, number: int) -> "ItemError":
+        """The same error of an item in a batch."""
+        return ItemError(self.message, f"items[{number}]{self.where and '.'}{self.where}")
+
 
 class Item(msgspec.Struct, frozen=True, gc=False):
     """What the buffer has to know of an item, and its bytes."""
@@ -175,22 +179,30 @@ def parse_items(body: bytes, encoding: Encoding = "json") -> list[Item]:
     Raises:
         ItemError: The first fault; names the item's position and the field.
     """
+    if (bodies := split_batch(body, encoding)) is None:
+        return [parse_item(body, encoding)]
+    return [parse_nth(number, one, encoding) for number, one in enumerate(bodies)]
+
+
+def parse_nth(number: int, body: bytes, encoding: Encoding) -> Item:
+    """One item of a batch. Raises `ItemError`."""
+    try:
+        return parse_item(body, encoding)
+    except ItemError as error:
+        raise error.within(number) from None
+
+
+def split_batch(body: bytes, encoding: Encoding) -> list[bytes] | None:
+    """The items of a batch, not checked; None: it is one item alone. Raises `ItemError`."""
     try:
         batch = (_decode_json_batch if encoding == "json" else _decode_packed_batch)(body).items
     except (ValueError, RecursionError) as error:
         raise _fault(error, encoding) from None
     if batch is UNSET:
-        return [parse_item(body, encoding)]
+        return None
     if not 1 <= len(batch) <= MAX_ITEMS:
         raise ItemError(f"has {len(batch)} items; a batch has 1 to {MAX_ITEMS}", "items")
-    items: list[Item] = []
-    try:
-        for raw in batch:
-            items.append(parse_item(bytes(raw), encoding))
-    except ItemError as error:
-        where = f"items[{len(items)}]"
-        raise ItemError(error.message, f"{where}.{error.where}" if error.where else where) from None
-    return items
+    return [bytes(raw) for raw in batch]
 
 
 def with_uid(body: bytes, uid: str, encoding: Encoding) -> bytes:

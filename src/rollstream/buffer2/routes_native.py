@@ -251,7 +251,7 @@ class NativeRoutes:
         except HookStoppedError as error:
             await self._give_back(taken)
             if response.prepared:
-                raise ConnectionResetError(str(error)) from error
+                raise cut_off(request) from error
             raise HTTPError(503, str(error), "hooks_fail", headers={"retry-after": "10"}) from error
         except BaseException:
             await self._give_back(taken)
@@ -421,6 +421,13 @@ async def read_json(request: Request, kind: type[T], most: int = _MAX_ASKED) -> 
     if len(await request.body()) > most:
         raise HTTPError(413, f"the body is larger than {most} bytes", "too_large")
     return await request.json(kind)
+
+
+def cut_off(request: Request) -> ConnectionResetError:
+    """Ends a connection whose answer has begun and cannot be finished; to be raised."""
+    if request.raw.transport is not None:
+        request.raw.transport.abort()
+    return ConnectionResetError()
 
 
 async def _next(parts: AsyncIterator[list[Ready]]) -> list[Ready] | None:

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from rollstream.buffer2.items import InstanceId, plain_item
 from rollstream.buffer2.reads import HookStoppedError
-from rollstream.buffer2.routes_native import JSON, MOST_GROUPS, read_json
+from rollstream.buffer2.routes_native import JSON, MOST_GROUPS, cut_off, read_json
 from rollstream.buffer2.service import Service
 from rollstream.buffer2.store.base import Group, Taken, Wanted
 from rollstream.web import HTTPError, Request, Route, json_response, render_json_error
@@ -262,7 +262,7 @@ class SlimeRoutes:
             return response
         except HookStoppedError as error:
             if response.prepared:
-                raise ConnectionResetError(str(error)) from error
+                raise cut_off(request) from error
             return await self._nothing(nothing.format(asked, 0), taken, False)
         finally:
             for lease in leases:

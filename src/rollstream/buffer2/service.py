@@ -14,7 +14,15 @@ from typing import Any, Final, NamedTuple
 
 from rollstream.buffer2.groups import GroupSettings
 from rollstream.buffer2.hook_host import HookHost
-from rollstream.buffer2.items import Encoding, Item, ItemError, parse_item, parse_items
+from rollstream.buffer2.items import (
+    Encoding,
+    Item,
+    ItemError,
+    parse_item,
+    parse_items,
+    parse_nth,
+    split_batch,
+)
 from rollstream.buffer2.jobs import Jobs
 from rollstream.buffer2.payload_rules import PayloadRules
 from rollstream.buffer2.reads import Reads, TaskPolicy
@@ -171,10 +179,31 @@ class Service:
     # -- writing
 
     async def parse(self, body: bytes, encoding: Encoding) -> list[Item]:
-        """Checks items, large ones in another process: a parser keeps Python's lock. Raises `ItemError`."""
+        """Checks items, without stopping the event loop for long. Raises `ItemError`.
+
+        A large item is parsed in another process, since a parser keeps Python's lock; others have their turn
+        between small ones.
+        """
         if len(body) < _BIG:
             return parse_items(body, encoding)
-        return await self._parser.parse(body, encoding)
+        bodies = split_batch(body, encoding)
+        if bodies is None:
+            return await self._parser.parse(body, encoding)
+        items: list[Item] = []
+        parsed = 0
+        for number, one in enumerate(bodies):
+            if len(one) >= _BIG:
+                try:
+                    items += await self._parser.parse(one, encoding)
+                except ItemError as error:
+                    raise error.within(number) from None
+                continue
+            items.append(parse_nth(number, one, encoding))
+            parsed += len(one)
+            if parsed >= _BIG:
+                parsed = 0
+                await asyncio.sleep(0)
+        return items
 
     async def parse_one(self, body: bytes) -> Item:
         """`parse` of one item in JSON; a batch is none."""

@@ -28,7 +28,7 @@ class StockTrainer:
     thrown_away: int = 0
 
     def start(self) -> dict[str, Any]:
-        payload = {
+        payload: dict[str, Any] = {
             "num_process": "4",
             "num_epoch": str(self.num_epoch),
             "remote_engine_url": "http://127.0.0.1:9",

@@ -5,6 +5,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -174,6 +175,21 @@ async def test_a_stopped_read_gives_its_groups_back_and_says_why(tmp_path: Path)
         assert any("are stopped" in one["message"] for one in answer["head"]["failures"])
         await buffer.write(*group("free", task_type="other"))
         assert [one["instance_id"] for one in (await buffer.read())["groups"]] == ["free"]
+
+
+@pytest.mark.parametrize("path", ["/v1/read", "/get_rollout_data"])
+async def test_an_answer_that_has_begun_is_cut_off_where_hooks_fail(
+    tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks = "\ndef filter_item(item, task_type):\n    return 1 / (item['instance_id'] < 300)\n"
+    files = generator(tmp_path / "files", hooks=hooks)
+    async with served(tmp_path / "buffer", generators=(files,)) as buffer:
+        await buffer.start(num_repeat_per_sample=2)
+        await buffer.write(*[one for n in range(400) for one in group(n, (0, 1))])
+        with pytest.raises(aiohttp.ClientError):
+            await buffer.post(path, {})
+        await buffer.until(lambda: counted(buffer, ready=392, quarantined=8, leased=0))
+    assert "internal error" not in caplog.text and f"POST {path} failed" not in caplog.text
 
 
 @pytest.mark.parametrize("where", ["server", "job"])

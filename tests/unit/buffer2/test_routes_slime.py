@@ -126,14 +126,15 @@ async def ready(buffer: Served, groups: int) -> bool:
     return bool((await buffer.stats())["groups"]["ready"] == groups)
 
 
-BAD: list[bytes] = [
-    b"", b"{", b"[]", b"7", b"\xff\xfe", b'{"items":[]}', b'{"a":' * 100_000, b"[" * 100_000,
-    *(orjson.dumps({**item(1, 1), **bad}) for bad in (
-        {"instance_id": None}, {"instance_id": 1.5}, {"messages": []}, {"messages": [{"content": "x"}]},
-        {"reward": "0.5"}, {"reward": True}, {"uid": 5}, {"extra_info": []}, {"policy_version": -1},
-    )),
-    *(orjson.dumps(item(1, 1)).replace(b"1.5", bad) for bad in (b'", "x": NaN, "y":"', b"\\ud800")),
+WRONG: list[dict[str, Any]] = [
+    {"instance_id": None}, {"instance_id": 1.5}, {"messages": []}, {"messages": [{"content": "x"}]},
+    {"reward": "0.5"}, {"reward": True}, {"uid": 5}, {"extra_info": []}, {"policy_version": -1},
 ]  # fmt: skip
+BAD: list[bytes] = [
+    *(b"", b"{", b"[]", b"7", b"\xff\xfe", b'{"items":[]}', b'{"a":' * 100_000, b"[" * 100_000),
+    *(orjson.dumps({**item(1, 1), **one}) for one in WRONG),
+    *(orjson.dumps(item(1, 1)).replace(b"1.5", one) for one in (b'", "x": NaN, "y":"', b"\\ud800")),
+]
 
 
 async def test_bad_items_are_refused_and_touch_nothing(tmp_path: Path) -> None:

@@ -176,6 +176,17 @@ class _Jobs(NamedTuple):
     last: JobRecord | None
 
 
+_SAVE: Final = (
+    f"INSERT INTO groups ({_ROW}) VALUES ({', '.join(f'${n + 1}' for n in range(len(_Row.__struct_fields__)))}) "
+    "ON CONFLICT (id) DO UPDATE SET "
+    + ", ".join(
+        f"{column} = excluded.{column}"
+        for column in _Row.__struct_fields__[_Row.__struct_fields__.index("n") :]
+    )
+)
+"""What comes before `n` never changes."""
+
+
 class _Session:
     """What the operations of one transaction share."""
 
@@ -374,7 +385,6 @@ class SqlStore:
         keys = list({key for key, _, _, _ in new})
         found = await tx.rows(f"SELECT {_ROW} FROM groups WHERE state = 'open' AND key IN :texts($1)", keys)
         open_groups = {row.key: row for row in map(_row_of, found)}
-        before = {row.id for row in open_groups.values()}
         touched: dict[int, _Row] = {}
         last = self.last_job
         items, bodies = [], []
@@ -413,7 +423,7 @@ class SqlStore:
             "INSERT INTO items (seq, uid, grp, reward, encoding, crc) VALUES ($1, $2, $3, $4, $5, $6)", items
         )
         await tx.many("INSERT INTO bodies (seq, body) VALUES ($1, $2)", bodies)
-        await self._save(session, touched.values(), before)
+        await self._save(session, touched.values())
 
     def _judge_by_default(self, session: _Session, row: _Row) -> None:
         settings = self._policy.settings(row.task, self.known_jobs.get(row.job))
@@ -436,18 +446,9 @@ class SqlStore:
         session.dropped[reason] += 1
         session.room = True
 
-    async def _save(self, session: _Session, rows: Collection[_Row], known: set[int]) -> None:
-        # Changed rows first: of one key only one group may be open.
-        if changed := [row for row in rows if row.id in known]:
-            await session.tx.many(
-                "UPDATE groups SET n = $2, bytes = $3, rewards = $4, failed = $5, version = $6, state = $7, "
-                "timed_out = $8, line = $9, updated = $10, deadline = $11, judged = $12, reason = $13, "
-                "gone = $14 WHERE id = $1",
-                [(row.id, *_values(row)[6:]) for row in changed],
-            )
-        if added := [row for row in rows if row.id not in known]:
-            marks = ", ".join(f"${n + 1}" for n in range(len(_Row.__struct_fields__)))
-            await session.tx.many(f"INSERT INTO groups ({_ROW}) VALUES ({marks})", list(map(_values, added)))
+    async def _save(self, session: _Session, rows: Collection[_Row]) -> None:
+        # In order of their age: of one key only one group may be open.
+        await session.tx.many(_SAVE, [_values(row) for row in sorted(rows, key=lambda row: row.id)])
 
     # -- reading
 
@@ -578,7 +579,7 @@ class SqlStore:
             else:
                 row.state, row.reason = "quarantined", one.reason
                 causes.append((row.id, _storable(one.cause[-_CAUSE_CHARS:])))
-        await self._save(session, list(rows.values()), set(rows))
+        await self._save(session, list(rows.values()))
         if causes:
             await session.tx.many("UPDATE groups SET cause = $2 WHERE id = $1", causes)
 
@@ -749,7 +750,7 @@ class SqlStore:
                     session.ready[row.task, row.job] += 1
                 elif one.finished or row.state == "full":
                     self._leave(session, row, "timed_out" if row.timed_out else "not_valid")
-            await self._save(session, [row for k, row in groups.items() if k not in removed], set(groups))
+            await self._save(session, [row for k, row in groups.items() if k not in removed])
 
         await self._commit(op)
 
@@ -767,7 +768,7 @@ class SqlStore:
         )
         for row in (found := sorted(map(_row_of, rows), key=lambda one: one.line)):
             self._leave(session, row, reason)
-        await self._save(session, found, {row.id for row in found})
+        await self._save(session, found)
         return len(found)
 
     async def drop_job(self, job: str, reason: str) -> int:
@@ -779,7 +780,7 @@ class SqlStore:
             )
             for row in (found := sorted(map(_row_of, rows), key=lambda one: one.line)):
                 self._leave(session, row, reason)
-            await self._save(session, found, {row.id for row in found})
+            await self._save(session, found)
             return len(found)
 
         dropped = 0
@@ -863,7 +864,7 @@ class SqlStore:
                 session.unjudged = True
             else:
                 self._judge_by_default(session, row)
-        await self._save(session, late, {row.id for row in late})
+        await self._save(session, late)
         await tx.run("DELETE FROM leases WHERE state <> 'out' AND deadline < $1", tx.now - _LEASES_KEPT_S)
         return done + len(late) + await self._trim(session) + await self._forget(session)
 

@@ -30,6 +30,9 @@ _CHECKPOINT_PAGES: Final = 2048
 _CACHE_KIB: Final = 64 * 1024
 """Of the writer: holds the index of a million uids."""
 
+_ROWS: Final = (256, 64, 16, 4, 1)
+"""Of one INSERT: few different statements, so that they stay prepared."""
+
 _IDLE_PAGES: Final = 1024
 """Free pages that are given back to the disk at a time, when nothing else is to be done."""
 
@@ -166,7 +169,16 @@ class _Tx:
         return self._connection.execute(_translated(sql), _plain(arguments)).rowcount
 
     async def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-        self._connection.executemany(_translated(sql), rows)
+        """As few statements as possible: each one gives Python's lock away, and waits to get it back."""
+        if "VALUES (" not in sql:
+            self._connection.executemany(_translated(sql), rows)
+            return
+        at = 0
+        for count in _ROWS:
+            while len(rows) - at >= count:
+                values = [value for row in rows[at : at + count] for value in row]
+                self._connection.execute(_of_rows(sql, count), values)
+                at += count
 
 
 def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
@@ -189,6 +201,14 @@ def _run(coroutine: Awaitable[T]) -> T:
 def _translated(sql: str) -> str:
     sql = re.sub(r":(?:ids|texts)\(\$(\d+)\)", r"(SELECT value FROM json_each(?\1))", sql)
     return re.sub(r"\$(\d+)", r"?\1", sql)
+
+
+@functools.lru_cache(64)
+def _of_rows(sql: str, count: int) -> str:
+    """An INSERT of one row as one of many. Its `$1, $2, …` are in order, and stand in VALUES only."""
+    before, row, after = re.split(r"VALUES (\([^)]*\))", sql)
+    marks = re.sub(r"\$\d+", "?", row)
+    return f"{before}VALUES {', '.join([marks] * count)}{after}"
 
 
 def _plain(arguments: tuple[Any, ...]) -> list[Any]:
