@@ -188,7 +188,7 @@ def measure_big(items: int, folder: Path, *words: str) -> dict[str, Any]:
     plain = items // 20 * len(body) / (time.perf_counter() - began) / 1e6
     (folder / "plain").unlink()
     with buffer_server(folder / "big", *words) as server:
-        done = load("big", server.port, total=items)
+        done = load("big", server.port, total=items, connections=4)
         rate = done["bytes"] / done["seconds"] / 1e6
         return {
             "items": items,
@@ -236,7 +236,7 @@ def main() -> None:
         print_table("SQLite: single durable writes, 32 connections", writes)
         print_table(f"SQLite: batches of {BATCH}, 4 connections, and opening what is there", [batches])
         print_table("SQLite: one read of everything", reads)
-        print_table("SQLite: items of 200 KB with tokens, batches of 20", [big])
+        print_table("SQLite: items of 200 KB with tokens, batches of 20, 4 connections", [big])
         print_table("A body that is refused, beside writes", [refusal])
         rows = [{"bare/s": bare}, *writes, batches, *reads, big, refusal]
         rows += _measure_postgres(sizes[:2], singles, items, folder)
@@ -256,7 +256,7 @@ def _measure_postgres(sizes: Sequence[int], singles: int, items: int, folder: Pa
     print_table("PostgreSQL: single durable writes, 32 connections", writes)
     print_table(f"PostgreSQL: batches of {BATCH}, 4 connections", [batches])
     print_table("PostgreSQL: one read of everything", read)
-    print_table("PostgreSQL: items of 200 KB with tokens, batches of 20", [big])
+    print_table("PostgreSQL: items of 200 KB with tokens, batches of 20, 4 connections", [big])
     return [{"store": "postgres", **row} for row in (*writes, batches, *read, big)]
 
 

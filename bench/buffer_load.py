@@ -11,6 +11,7 @@ import socket
 import time
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import msgspec
@@ -175,17 +176,22 @@ def big_batch(number: int, items: int, tokens: int) -> bytes:
     return msgspec.msgpack.encode({"items": rows})
 
 
-def _write_big(port: int, total: int) -> None:
-    """Batches of 20 items of about 200 KB, one after the other over one connection."""
+def _write_big(port: int, total: int, connections: int) -> None:
+    """Batches of 20 items of about 200 KB."""
     bodies = [big_batch(number, 20, 22_000) for number in range(total // 20)]
+
+    def write(mine: list[bytes]) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            for body in mine:
+                head = "POST /v1/items HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/msgpack\r\n"
+                connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
+                connection.sendall(body)
+                answer = connection.recv(65536)
+                assert answer.startswith(b"HTTP/1.1 200"), answer
+
     began = time.perf_counter()
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        for body in bodies:
-            head = "POST /v1/items HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/msgpack\r\n"
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
-            connection.sendall(body)
-            answer = connection.recv(65536)
-            assert answer.startswith(b"HTTP/1.1 200"), answer
+    with ThreadPoolExecutor(connections) as pool:
+        list(pool.map(write, [bodies[n::connections] for n in range(connections)]))
     seconds, size = time.perf_counter() - began, sum(map(len, bodies))
     print(orjson.dumps({"seconds": seconds, "bytes": size, "items": total}).decode())
 
@@ -253,7 +259,7 @@ def main() -> None:
     elif options.role == "bare":
         uvloop.run(_run_bare())
     elif options.role == "big":
-        _write_big(options.port, options.total)
+        _write_big(options.port, options.total, options.connections)
     elif options.role == "huge":
         _send_huge(options.port, options.size)
     else:

@@ -16,6 +16,7 @@ from rollstream.errors import (
     BufferFullError,
     ConfigError,
     ConflictError,
+    DataError,
     NotFoundError,
     StorageError,
     StorageFullError,
@@ -156,6 +157,8 @@ def _translate(error: Exception) -> HTTPError | None:
         return HTTPError(400, str(error), "bad_item", error.where)
     if isinstance(error, ConfigError):
         return HTTPError(400, str(error), "bad_request", str(error).partition(":")[0])
+    if isinstance(error, DataError):
+        return HTTPError(400, str(error), "bad_item")
     if isinstance(error, NotFoundError):
         return HTTPError(404, str(error), "not_found")
     if isinstance(error, ConflictError):

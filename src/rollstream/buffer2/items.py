@@ -156,6 +156,9 @@ def parse_item(body: bytes, encoding: Encoding = "json") -> Item:
     if head.reward is not None and not math.isfinite(head.reward):
         raise ItemError(f"must be a finite number or null, is {head.reward}", "reward")
     uid = head.uid
+    for name in ("uid", "instance_id", "task_type", "job"):
+        if type(text := getattr(head, name)) is str and "\0" in text:
+            raise ItemError("holds a NUL character, which databases have no form for", name)
     if uid is UNSET:
         uid = uuid.uuid4().hex
         body = with_uid(body, uid, encoding)

@@ -262,6 +262,8 @@ class ReferenceStore:
         ]
 
     def finish(self, lease: str, removals: Sequence[Removal], left_out: Mapping[int, Sequence[str]]) -> None:
+        if self.lease(lease).state != "out":
+            raise ConflictError
         leased = [group for group in self.in_state("leased") if group.lease == lease]
         removed = self.remove(leased, removals)
         if removed:

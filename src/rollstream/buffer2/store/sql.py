@@ -546,10 +546,16 @@ class SqlStore:
     async def finish(
         self, lease: str, removals: Sequence[Removal], left_out: Mapping[int, Sequence[str]]
     ) -> None:
-        """Takes groups out of a lease; notes uids of items that others are handed out without."""
+        """Takes groups out of a lease; notes uids of items that others are handed out without.
+
+        Raises:
+            ConflictError: The lease ended meanwhile.
+        """
 
         async def op(session: _Session) -> None:
             tx = session.tx
+            if (await self._lease_rows(tx, [lease]))[lease][0] != "out":
+                raise ConflictError(f"lease {lease} ended before all of its groups were finished")
             rows = await tx.rows(
                 f"SELECT {_ROW} FROM groups WHERE state = 'leased' AND lease = $1 AND id IN :ids($2)",
                 *(lease, [one.group for one in removals]),
@@ -832,6 +838,7 @@ class SqlStore:
                     "SELECT id FROM leases WHERE state <> 'out' AND deadline < $1 LIMIT 1",
                     tx.now - _LEASES_KEPT_S,
                 )
+                or await self._without_judge(tx)
             )
 
         totals, due = await self._driver.read(look)
@@ -864,9 +871,27 @@ class SqlStore:
                 session.unjudged = True
             else:
                 self._judge_by_default(session, row)
+        rows = await tx.rows(
+            f"SELECT {_ROW} FROM groups WHERE state IN ('open', 'full') AND judged < n AND task IN :texts($1) "
+            "ORDER BY id LIMIT $2",
+            *(await self._without_judge(tx), _SLICE),
+        )
+        known = {row.id for row in late}
+        for row in (orphans := [row for row in map(_row_of, rows) if row.id not in known]):
+            row.judged = row.n
+            row.timed_out = row.timed_out or row.state == "full"  # nothing more comes into it
+            self._judge_by_default(session, row)
+        late += orphans
         await self._save(session, late)
         await tx.run("DELETE FROM leases WHERE state <> 'out' AND deadline < $1", tx.now - _LEASES_KEPT_S)
         return done + len(late) + await self._trim(session) + await self._forget(session)
+
+    async def _without_judge(self, tx: Tx) -> list[str]:
+        """Tasks with groups that wait for a hook which their generator file had, and has no more."""
+        rows = await tx.rows(
+            "SELECT DISTINCT task FROM groups WHERE state IN ('open', 'full') AND judged < n"
+        )
+        return [task for (task,) in rows if not self._policy.has_own_judge(task)]
 
     async def _trim(self, session: _Session) -> int:
         """Deletes bodies of what left first, down to the archive's bound."""
