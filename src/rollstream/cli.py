@@ -11,7 +11,7 @@ import orjson
 
 import rollstream
 from rollstream import simulate as simulation
-from rollstream.buffer2 import command as buffer
+from rollstream.buffer import command as buffer
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.generation import main as generation  # light, as everything here must be
 from rollstream.generation.main import guarded, parse

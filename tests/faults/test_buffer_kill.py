@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.buffer2.client import AsyncBufferClient, Backoff, BufferClientError, BufferUnavailableError
+from rollstream.buffer.client import AsyncBufferClient, Backoff, BufferClientError, BufferUnavailableError
 from tests.support.buffer import BufferProcess, generator, group, serve_buffer
 
 WRITERS, READERS, GROUP = 16, 3, 4
 PATIENT = Backoff(first=0.02, longest=0.2, give_up_after=120.0)
 
-RUN = """from rollstream.buffer2.client import BufferClient
+RUN = """from rollstream.buffer.client import BufferClient
     with BufferClient(data["remote_buffer_url"]) as client:
         n = 0
         while True:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.buffer2.store.sql import Driver
+from rollstream.buffer.store.sql import Driver
 from tests.support.postgres import PostgresServer, new_schema, postgres
 from tests.support.store_worker import BATCH, GROUP, new_store, open_driver
 

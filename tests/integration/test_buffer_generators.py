@@ -13,8 +13,8 @@ import aiohttp
 import orjson
 import pytest
 
-from rollstream.buffer.async_client import AsyncBufferClient, BufferClientError
-from tests.integration.buffer_servers import serve_buffer
+from rollstream.buffer.client import AsyncBufferClient, BufferClientError
+from tests.support.buffer import serve_buffer
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
@@ -105,7 +105,8 @@ async def test_a_file_made_for_slime_runs_as_it_is(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": str(i)}]} for i in range(6)]
     file.write_bytes(b"\n".join(orjson.dumps(row) for row in rows))
     (tmp_path / "token").write_text("a b/c@d\n")
-    options = ("--generators", str(generators), "--token-file", str(tmp_path / "token"))
+    options = ("--generators", str(generators), "--inputs", str(tmp_path))
+    options += ("--token-file", str(tmp_path / "token"))
     with serve_buffer(tmp_path / "buffer", *options) as server:
         payload = {
             "task_type": "stock",
@@ -129,7 +130,7 @@ async def test_a_file_made_for_slime_runs_as_it_is(tmp_path: Path) -> None:
                     body = await response.json()
                 assert response.status == 200
                 if not body["success"]:
-                    assert body["message"] == "No data available to read"
+                    assert body["message"].startswith("No data available to read")
                     await asyncio.sleep(0.05)
                     continue
                 found += body["data"]["data"]
@@ -162,16 +163,16 @@ async def test_a_file_that_knows_no_uids_goes_on_without_what_is_complete(tmp_pa
             await lease.ack()
         found.update(str(group.instance_id) for group in groups)
 
-    options = ("--generators", str(generators))
+    options = ("--generators", str(generators), "--inputs", str(tmp_path))
     with serve_buffer(tmp_path / "buffer", *options) as server:
         async with AsyncBufferClient(server.url) as client, asyncio.timeout(PATIENCE_S):
-            await client.start_rollout(payload)
+            await client.start_job(payload)
             while found.total() < 4:
                 await read(client)
         server.kill()
     with serve_buffer(tmp_path / "buffer", *options) as server:
         async with AsyncBufferClient(server.url) as client, asyncio.timeout(PATIENCE_S):
-            while (await client.stats())["rollout"] is not None:
+            while (await client.stats())["job"]["state"] == "running":
                 await read(client)
             await read(client)
     assert found == {f"i{i}": 1 for i in range(24)}
@@ -187,9 +188,9 @@ async def test_failures_reach_the_reader_and_a_mended_file_goes_on(tmp_path: Pat
     with serve_buffer(tmp_path / "buffer", "--generators", str(generators)) as server:
         async with AsyncBufferClient(server.url) as client, asyncio.timeout(PATIENCE_S):
             with pytest.raises(BufferClientError, match="hopeless") as unknown:
-                await client.start_rollout({"task_type": "later", "num_repeat_per_sample": 2})
-            assert unknown.value.status == 404
-            record = await client.start_rollout({"task_type": "hopeless", "num_repeat_per_sample": 2})
+                await client.start_job({"task_type": "later", "num_repeat_per_sample": 2})
+            assert unknown.value.status == 400
+            record = await client.start_job({"task_type": "hopeless", "num_repeat_per_sample": 2})
             async with await client.read(timeout=PATIENCE_S) as lease:
                 (failure,) = lease.failures
             assert failure["error"] == "ConfigError: no such prompts" and failure["final"]
@@ -199,14 +200,14 @@ async def test_failures_reach_the_reader_and_a_mended_file_goes_on(tmp_path: Pat
                     body = await response.json()
                 assert not body["success"] and "no such prompts" in body["message"]
                 (generators / "later_generator.py").write_text(broken)
-                async with raw.post("/v1/rollouts", json={"task_type": "later"}) as response:
-                    assert response.status == 404
+                async with raw.post("/v1/jobs", json={"task_type": "later"}) as response:
+                    assert response.status == 400
                     assert "requests_that_is_not_there" in await response.text()
                 (generators / "later_generator.py").write_text(broken.partition("\n")[2])
-                async with raw.post("/v1/rollouts", json={"task_type": "later"}) as response:
+                async with raw.post("/v1/jobs", json={"task_type": "later"}) as response:
                     assert response.status in (200, 201, 202)
-                    assert (await response.json())["rollout_id"] != record["rollout_id"]
-            while (await client.stats())["rollout"] is not None:
+                    assert (await response.json())["id"] != record["id"]
+            while (await client.stats())["job"]["state"] == "running":
                 await asyncio.sleep(0.05)
             assert (await client.stats())["failures"] == []
         assert server.stop() == 0

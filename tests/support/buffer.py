@@ -17,9 +17,9 @@ from typing import Any
 import aiohttp
 import orjson
 
-from rollstream.buffer2.app import BufferServer
-from rollstream.buffer2.groups import GroupSettings
-from rollstream.buffer2.service import BufferOptions, Service
+from rollstream.buffer.app import BufferServer
+from rollstream.buffer.groups import GroupSettings
+from rollstream.buffer.service import BufferOptions, Service
 from rollstream.web import Access, Limits
 
 COMMAND = [sys.executable, "-m", "rollstream.cli", "buffer", "serve", "--json"]

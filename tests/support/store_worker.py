@@ -7,10 +7,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-from rollstream.buffer2.groups import GroupSettings
-from rollstream.buffer2.store.base import Removal, Wanted
-from rollstream.buffer2.store.sql import Driver, SqlStore
-from rollstream.buffer2.store.sqlite import SqliteDriver
+from rollstream.buffer.groups import GroupSettings
+from rollstream.buffer.store.base import Removal, Wanted
+from rollstream.buffer.store.sql import Driver, SqlStore
+from rollstream.buffer.store.sqlite import SqliteDriver
 from rollstream.errors import NotFoundError, StorageError
 from tests.support.stores import FixedPolicy, item
 
@@ -22,7 +22,7 @@ WRITERS = 6
 def open_driver(kind: str, *where: str) -> Driver:
     if kind == "sqlite":
         return SqliteDriver(Path(where[0]))
-    from rollstream.buffer2.store.postgres import PostgresDriver
+    from rollstream.buffer.store.postgres import PostgresDriver
 
     return PostgresDriver(*where)
 

@@ -3,10 +3,10 @@
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rollstream.buffer2.groups import GroupSettings
-from rollstream.buffer2.items import InstanceId, Item
-from rollstream.buffer2.store.base import JobRecord
-from rollstream.buffer2.store.sql import Driver, Tx
+from rollstream.buffer.groups import GroupSettings
+from rollstream.buffer.items import InstanceId, Item
+from rollstream.buffer.store.base import JobRecord
+from rollstream.buffer.store.sql import Driver, Tx
 
 TASKS = {
     "math": GroupSettings(group_size=3, group_timeout_seconds=30.0),

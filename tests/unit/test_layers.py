@@ -15,7 +15,7 @@ FLOORS: list[set[str]] = [
     {"config", "chat", "engine", "reward", "store"},
     {"data", "agent"},
     {"rollout"},
-    {"generation", "buffer", "buffer2", "training", "serving"},
+    {"generation", "buffer", "training", "serving"},
     {"integrations", "testing", "show", "simulate", "demo"},
     {"cli"},
 ]

@@ -1,138 +1,172 @@
-"""The application: who may come in, which route answers, what a failure looks like, what is counted."""
+"""The buffer's server: routes, metrics and errors over a service."""
 
-import asyncio
-import base64
-import binascii
-import hmac
-import logging
+from dataclasses import replace
+from typing import Any, Final
 
-import orjson
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from rollstream.buffer.exchange import Exchange, GoneError, Receive, RefusalError, Scope, Send
-from rollstream.buffer.metrics import RequestMetrics
-from rollstream.buffer.protocol import HotRoute
-from rollstream.buffer.refusals import refusal_of, refused_body
-from rollstream.buffer.routing import Handler, Router
-from rollstream.errors import RollstreamError
+import rollstream
+from rollstream.buffer.items import ItemError
+from rollstream.buffer.routes_native import NativeRoutes
+from rollstream.buffer.routes_slime import SlimeRoutes, render_slime_error
+from rollstream.buffer.service import BufferOptions, Service, closing_error
+from rollstream.errors import (
+    BufferFullError,
+    ConfigError,
+    ConflictError,
+    DataError,
+    NotFoundError,
+    StorageError,
+    StorageFullError,
+)
+from rollstream.web import Access, HTTPError, Limits, Request, Route, WebServer, json_response, openapi
 
-_LOG = logging.getLogger(__name__)
+_BODIES: Final = 128 * 2**20
+"""Bytes of all bodies in flight: two of the largest. With their copies on the way the process stays small."""
 
-MAX_BODY = 64 * 2**20
-"""Bytes. A batch of 1,000 items of 16,000 tokens with log-probs is 40 MB; more is better sent in parts."""
-
-_OPEN = frozenset(("/health", "/ready"))
-"""For load balancers, which have no token."""
-
-_ASKED_FOR_EVER = "/start_rollout"
-_ERROR_PAUSE_S = 1.0
-"""Before that route is refused, whatever for: the stock client asks again at once, for ever."""
+_PREFIX: Final = "rollstream_buffer_"
 
 
-class BufferApp:
-    """ASGI. Answers requests; what the other rooms raise becomes a status and a reason.
+class BufferServer:
+    """A buffer over HTTP.
 
     Args:
-        router: the routes.
-        hot_path: the one route whose cost counts; looked up before anything else.
-        hot_route: the short way of it, see `protocol`.
-        token: what clients have to show, as a bearer token or as the password of HTTP Basic (any user), so
-            that it can be part of a URL; None asks for none.
-        metrics: counted here.
-        max_body: bytes of a request's body.
-        open_metrics: `/metrics` needs no token.
+        options: Of the buffer.
+        access: Who may send requests.
+        limits: What clients can make the server hold.
     """
 
-    def __init__(
-        self,
-        router: Router,
-        hot_path: tuple[str, Handler],
-        *,
-        metrics: RequestMetrics,
-        token: str | None = None,
-        max_body: int = MAX_BODY,
-        hot_route: HotRoute | None = None,
-        open_metrics: bool = False,
-    ) -> None:
-        self._router = router
-        self._hot_path, self._hot = hot_path
-        self._token = None if token is None else token.encode()
-        self._open = _OPEN | {"/metrics"} if open_metrics else _OPEN
-        self._metrics = metrics
-        self.hot_route = hot_route
-        self._max_body = max_body
+    def __init__(self, options: BufferOptions, access: Access, limits: Limits | None = None) -> None:
+        self.service = Service(options, access.token)
+        self._requests: dict[tuple[str, int], int] = {}
+        self._registry = CollectorRegistry()
+        self._seconds = Histogram(
+            f"{_PREFIX}request_seconds", "Of a request, waiting included", ["route"], registry=self._registry
+        )
+        self._of_route: dict[str, Any] = {}
+        native, slime = NativeRoutes(self.service).routes(), SlimeRoutes(self.service).routes()
+        own = [
+            Route("GET", "/health", self._health, open=True, summary="The process answers"),
+            Route("GET", "/ready", self._ready, open=True, summary="Reads and writes are taken"),
+            Route("GET", "/metrics", self._metrics, summary="For Prometheus"),
+            Route("GET", "/openapi.json", self._openapi, summary="This description"),
+        ]
+        self._routes = [*slime, *native, *own]
+        self._web = WebServer(
+            self._routes,
+            access=replace(access, accepts=self.service.identify),
+            limits=limits or Limits(bodies_in_flight=_BODIES),
+            translate=_translate,
+            render_error=render_slime_error,
+            on_answer=self._count,
+        )
+        self.url = ""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, as ASGI has it."""
-        if scope["type"] != "http":
-            raise RuntimeError(f"the buffer speaks HTTP only, not {scope['type']}")
-        exchange = Exchange(scope, receive, send, body_limit=self._max_body)
-        label = "unknown"  # of paths that nobody knows: clients could make any number of them
+    async def start(self, host: str, port: int) -> str:
+        """Opens the buffer and listens; returns the URL.
+
+        Raises:
+            ConfigError: An option or the address is wrong.
+            RunDirectoryError: The folder cannot be used.
+        """
+        await self.service.open()
         try:
-            if self._token is not None and exchange.path not in self._open:
-                self._check_token(exchange)
-            if exchange.path == self._hot_path and exchange.method == "POST":
-                label = self._hot_path
-                await self._hot(exchange)
-            else:
-                route, handler = self._router.find(exchange)
-                label = route.path
-                await handler(exchange)
-        except GoneError:
-            exchange.status = exchange.status or 499  # as nginx counts it
-        except RollstreamError as error:
-            await self._refuse(exchange, error)
-        except Exception as error:
-            _LOG.exception("%s %s failed", exchange.method, exchange.path)
-            if exchange.started:
-                raise  # uvicorn ends the connection: the client must not take a part for the whole
-            await self._answer(
-                exchange,
-                RefusalError(
-                    f"internal error ({type(error).__name__}), see the server's log",
-                    status=500,
-                    code="internal",
-                ),
-            )
-        finally:
-            self._metrics.answered[label, exchange.status] += 1
+            self.url = await self._web.start(host, port)
+            await self.service.begin(self.url)
+        except BaseException:
+            await self._web.stop(0.0)
+            await self.service.close()
+            raise
+        return self.url
 
-    async def _refuse(self, exchange: Exchange, error: RollstreamError) -> None:
-        refusal = refusal_of(error)
-        if refusal.status >= 500 and refusal.status != 503:
-            _LOG.warning("%s %s: %s", exchange.method, exchange.path, error)
-        if exchange.started:
-            raise error
-        await self._answer(exchange, refusal)
+    async def stop(self, grace_s: float) -> None:
+        """Ends in order: those who wait are answered, requests in flight get the grace period, then the rest."""
+        self.service.end_waits()
+        await self._web.stop(grace_s)
+        await self.service.close()
 
-    async def _answer(self, exchange: Exchange, refusal: RefusalError) -> None:
-        body = refused_body(refusal, exchange.path)
-        if exchange.path == _ASKED_FOR_EVER:
-            await asyncio.sleep(_ERROR_PAUSE_S)
-        try:
-            await exchange.refuse(orjson.dumps(body, _as_text), refusal.status, refusal.headers)
-        except GoneError:
-            exchange.status = 499
+    def _count(self, route: Route | None, status: int, seconds: float) -> None:
+        path = route.path if route is not None else "unknown"
+        key = path, status
+        self._requests[key] = self._requests.get(key, 0) + 1
+        child = self._of_route.get(path)
+        if child is None:
+            child = self._of_route[path] = self._seconds.labels(path)
+        child.observe(seconds)
 
-    def _check_token(self, exchange: Exchange) -> None:
-        assert self._token is not None
-        given = (exchange.header(b"authorization") or "").strip()
-        scheme, _, credentials = given.partition(" ")
-        shown = b""
-        if scheme.lower() == "bearer":
-            shown = credentials.strip().encode("latin-1")
-        elif scheme.lower() == "basic":
-            try:
-                shown = base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
-            except (binascii.Error, ValueError):
-                shown = b""
-        if not hmac.compare_digest(shown, self._token):
-            raise RefusalError(
-                "the token is missing or wrong",
-                status=401,
-                code="unauthorized",
-                headers={"www-authenticate": "Bearer"},
-            )
+    async def _health(self, request: Request) -> web.Response:
+        return json_response({"status": "ok", "version": rollstream.__version__})
+
+    async def _ready(self, request: Request) -> web.Response:
+        if self.service.closing:
+            raise closing_error()
+        await self.service.store.check_writable()
+        return json_response({"status": "ready"})
+
+    async def _openapi(self, request: Request) -> web.Response:
+        return json_response(openapi(self._routes, "rollstream buffer", rollstream.__version__))
+
+    async def _metrics(self, request: Request) -> web.Response:
+        stats = await self.service.store.stats()
+        families = [
+            _family("items_written_total", "Items stored so far", stats.items_written),
+            _family("items_delivered_total", "Items of acked groups", stats.items_delivered),
+            _family("groups_delivered_total", "Groups acked", stats.groups_delivered),
+            _family("items_dropped_total", "Items that left undelivered", stats.items_dropped, "reason"),
+            _family("groups_dropped_total", "Groups that left undelivered", stats.groups_dropped, "reason"),
+            _family("items", "Items that have not left", stats.items),
+            _family("groups", "Groups that have not left", stats.groups, "state"),
+            _family("leases", "Leases that are out", stats.leases),
+            _family("oldest_ready_seconds", "Age of the group that is first in line", stats.oldest_ready_s),
+            _family("disk_bytes", "Of the database", stats.disk_bytes),
+            _family("archive_bytes", "Of items that have left", stats.archive_bytes),
+            _family("held_writes", "Writes that wait for room", self.service.held_writes),
+            _family("waiting_reads", "Reads that wait for groups", self.service.reads.waiting),
+        ]
+        requests = CounterMetricFamily(
+            f"{_PREFIX}http_requests", "Requests answered", labels=["route", "status"]
+        )
+        for (route, status), count in self._requests.items():
+            requests.add_metric([route, str(status)], count)
+        registry = CollectorRegistry()
+        registry.register(_Families([*families, requests]))
+        text = generate_latest(self._registry) + generate_latest(registry)
+        return web.Response(body=text, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-def _as_text(value: object) -> str:
-    return str(value)
+class _Families:
+    def __init__(self, families: list[Any]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Any]:
+        return self._families
+
+
+def _family(name: str, text: str, value: float | dict[str, int], label: str = "") -> Any:
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    family = kind(f"{_PREFIX}{name.removesuffix('_total')}", text, labels=[label] if label else [])
+    for key, number in value.items() if isinstance(value, dict) else [("", value)]:
+        family.add_metric([key] if label else [], number)
+    return family
+
+
+def _translate(error: Exception) -> HTTPError | None:
+    if isinstance(error, ItemError):
+        return HTTPError(400, str(error), "bad_item", error.where)
+    if isinstance(error, ConfigError):
+        return HTTPError(400, str(error), "bad_request", str(error).partition(":")[0])
+    if isinstance(error, DataError):
+        return HTTPError(400, str(error), "bad_item")
+    if isinstance(error, NotFoundError):
+        return HTTPError(404, str(error), "not_found")
+    if isinstance(error, ConflictError):
+        return HTTPError(409, str(error), "conflict")
+    if isinstance(error, BufferFullError):
+        return HTTPError(429, str(error), "full", headers={"retry-after": "1"})
+    if isinstance(error, StorageFullError):
+        return HTTPError(507, str(error), "disk_full", headers={"retry-after": "5"})
+    if isinstance(error, StorageError):
+        return HTTPError(503, str(error), "storage", headers={"retry-after": "1"})
+    return None

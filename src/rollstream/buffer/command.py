@@ -1,134 +1,246 @@
-"""What `rollstream buffer serve` does: opens the folder, answers until it is told to stop."""
+"""`rollstream buffer serve | status | show`. What is heavy is imported when a command runs."""
 
 import argparse
-import asyncio
-import gc
-import ipaddress
-import logging
-import os
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import orjson
-import uvloop
 
-from rollstream.buffer.groups import GroupSettings
-from rollstream.buffer.ledger import LedgerSettings
-from rollstream.buffer.service import BufferService, ServiceOptions
 from rollstream.errors import ConfigError
-from rollstream.stop_signals import stop_signals
 
-_LOG = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from rollstream.buffer.app import BufferServer
 
-_OWN = ("buffer.lock", "log.json", "segments")
-"""What every buffer's folder has from its first moments on; what is missing of it the ledger tells."""
+GRACE_S = 10.0
+"""For requests in flight, when the server stops."""
 
-_SWITCH_S = 0.001
-"""How long a thread of hooks keeps the interpreter while the event loop wants it. Python's 5 ms, several
-times over for one request, would be the latency of every write beside a read."""
+_EXIT_S = 10.0
+"""More than that after the grace period, and the process ends as it is. What was acknowledged is on disk."""
+
+EPILOG = """\
+examples:
+  rollstream buffer serve --dir outputs/buffer                          writers and readers come by HTTP
+  rollstream buffer serve --dir outputs/buffer --generators builtin     with the shipped generators
+  rollstream buffer serve --dir /data/buffer --host 0.0.0.0 --token-file token
+  rollstream buffer status outputs/buffer
+  rollstream buffer show outputs/buffer --state dropped
+
+The same --dir again goes on where the last server ended, also after a crash. docs/buffer.md has the routes.
+
+exit codes: 0 ended by SIGINT or SIGTERM; 2 wrong usage, or a folder or address that cannot be used (a file,
+in use by another server …); 1 the disk failed.
+"""
 
 
-def run(options: argparse.Namespace) -> int:
-    """Executes a parsed command line.
+def add_commands(doors: Any) -> None:
+    """The commands below `rollstream buffer`."""
+    for name, run, text, add in (
+        ("serve", serve, "serve a buffer, by slime's routes and its own", _add_serve),
+        ("status", status, "what is in a buffer", _add_where),
+        ("show", show, "groups of a buffer, or the items of one", _add_show),
+    ):
+        parser = doors.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.set_defaults(command=run, parser=parser)
+        add(parser)
 
-    Raises:
-        ConfigError: what was asked for cannot work.
-        StorageError: the folder cannot be used.
-    """
-    check_folder(options.dir)
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="where everything is kept; made if it is not there",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8889, help="0 takes a free one (default: %(default)s, as slime)")
+    add("--json", action="store_true", help='print {"url", "pid"} when ready')
+    add(
+        "--store",
+        metavar="URL",
+        help="postgresql://… keeps items there; --dir has the logs then (default: SQLite)",
+    )
+    access = parser.add_argument_group("who may come in, and what a job may name")
+    add = access.add_argument
+    add("--token-file", type=Path, metavar="FILE", help="its first line is what clients have to show")
+    add("--insecure", action="store_true", help="listen beyond loopback without a token")
+    add("--allow-host", action="append", default=[], metavar="NAME", help="a further name of this server")
+    add("--inputs", action="append", default=[], type=Path, metavar="DIR",
+        help="folder with input files of jobs (default: the working directory)")  # fmt: skip
+    add("--engines", action="append", default=[], metavar="URL",
+        help="inference server that jobs may use (default: any on this machine; with the token: any)")  # fmt: skip
+    add("--tools", type=Path, metavar="FILE", help="tool file; jobs choose from it by name")
+    groups = parser.add_argument_group("groups; a job's payload may say otherwise for its own")
+    add = groups.add_argument
+    add("--generators", action="append", default=[], metavar="DIR",
+        help="folder of *_generator.py files, or builtin; more than once, too")  # fmt: skip
+    add("--group-size", type=int, default=16, metavar="N", help="items of a group (default: %(default)s)")
+    for name, default, text in (
+        ("min-valid-group-size-ratio", 1.0, "items that finish a group, as a share of its size"),
+        ("min-valid-item-size-ratio", 0.7, "items with a valid reward that it must have"),
+        ("group-timeout-seconds", 300.0, "since a group's last item; then it is judged as it is"),
+        ("min-timeout-group-size-ratio", 0.7, "items that such a group must have"),
+    ):
+        add(f"--{name}", type=float, default=default, metavar="X", help=f"{text} (default: %(default)s)")
+    add(
+        "--raw", action="store_true", help="hand groups out as they were written: any reward, nothing changed"
+    )
+    add("--max-groups-per-read", type=int, metavar="N",
+        help="for slime's trainer: its rollout_batch_size; a read of its route gives so many or none")  # fmt: skip
+    add(
+        "--hook-seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time limit of a hook (default: %(default)s)",
+    )
+    limits = parser.add_argument_group("limits")
+    add = limits.add_argument
+    add(
+        "--max-buffer-size",
+        type=int,
+        default=10**9,
+        metavar="ITEMS",
+        help="writes wait beyond it (default: 1e9)",
+    )
+    add("--archive-bytes", type=int, default=2**30, metavar="BYTES",
+        help="of delivered and dropped items that can still be looked at (default: 1 GiB)")  # fmt: skip
+    add("--lease-seconds", type=float, default=600.0, metavar="S",
+        help="until groups that were handed out and not acked go back (default: %(default)s)")  # fmt: skip
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("buffer", metavar="URL|DIR", help="a server's URL, or its folder (read only)")
+    parser.add_argument("--json", action="store_true")
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    _add_where(parser)
+    parser.add_argument("group", nargs="?", type=int, metavar="GROUP", help="number of a group: its items")
+    states = ("open", "full", "ready", "leased", "quarantined", "delivered", "dropped")
+    parser.add_argument("--state", choices=states)
+    parser.add_argument("--task", metavar="TASK")
+    parser.add_argument("--job", metavar="ID")
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--after", type=int, default=0, metavar="GROUP", help="go on behind this number")
+
+
+# -- serve
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Runs a server until it gets SIGINT or SIGTERM."""
+    try:
+        from rollstream.buffer.app import BufferServer
+    except ImportError as error:
+        raise ConfigError(
+            f"rollstream buffer needs {error.name}: pip install 'rollstream[buffer]'"
+        ) from error
+    from rollstream.buffer.groups import GroupSettings
+    from rollstream.buffer.service import BufferOptions
+    from rollstream.buffer.store.base import Limits
+    from rollstream.web import Access
+
+    for name in ("max_groups_per_read", "max_buffer_size", "archive_bytes"):
+        if (value := getattr(options, name)) is not None and value < (name != "archive_bytes"):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value}, want {int(name != 'archive_bytes')} or more"
+            )
+    for name in ("lease_seconds", "hook_seconds"):
+        if not 0.1 <= getattr(options, name) <= 30 * 86_400:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(options, name)}, want 0.1 to {30 * 86_400}"
+            )
+    settings = GroupSettings(
+        group_size=options.group_size,
+        min_valid_group_size_ratio=options.min_valid_group_size_ratio,
+        min_valid_item_size_ratio=options.min_valid_item_size_ratio,
+        group_timeout_seconds=options.group_timeout_seconds,
+        min_timeout_group_size_ratio=options.min_timeout_group_size_ratio,
+        raw=options.raw,
+    )
+    _check_folder(options.dir)
+    buffer = BufferOptions(
+        directory=options.dir,
+        store=options.store,
+        generators=tuple(options.generators),
+        inputs=tuple(options.inputs),
+        engines=tuple(options.engines),
+        tools=options.tools,
+        settings=settings,
+        limits=Limits(items=options.max_buffer_size, archive_bytes=options.archive_bytes),
+        max_groups_per_read=options.max_groups_per_read,
+        lease_seconds=options.lease_seconds,
+        hook_seconds=options.hook_seconds,
+    )
+    access = Access(
+        token=_read_token(options.token_file),
+        allowed_hosts=frozenset(options.allow_host),
+        insecure=options.insecure,
+    )
     _log_to_stderr()
-    sys.setswitchinterval(_SWITCH_S)
-    service = BufferService(options.dir, ledger_settings(options), service_options(options))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(service, as_json=options.json))
+    _run(_serve(BufferServer(buffer, access), options))
     return 0
 
 
-def check_folder(folder: Path) -> None:
-    """Refuses a folder with things in it that no buffer made: a buffer deletes old files of its own there.
+async def _serve(server: "BufferServer", options: argparse.Namespace) -> None:
+    import asyncio
+    import gc
+    import logging
+    import os
+    import threading
 
-    What a mount or the caller's own redirection puts there does not count: hidden files, lost+found, logs.
+    from rollstream.stop_signals import stop_signals
 
-    Raises:
-        ConfigError: it is not empty and not a buffer's.
-    """
+    stop = stop_signals()
+    url = await server.start(options.host, options.port)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: the collector need not walk it again
+    line = orjson.dumps({"url": url, "pid": os.getpid()}).decode() if options.json else f"buffer at {url}"
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+    await stop.wait()
+    logging.getLogger(__name__).info("stopping")
+    last = threading.Timer(GRACE_S + _EXIT_S, os._exit, (1,))
+    last.daemon = True
+    last.start()
+    async with asyncio.timeout(None):
+        await server.stop(GRACE_S)
+
+
+def _run(main: Any) -> None:
     try:
-        names = sorted(path.name for path in folder.iterdir())
-    except OSError:
-        return  # it will be made, or cannot be used: the ledger says why
-    if any(name in names for name in _OWN):
+        import uvloop
+    except ImportError:
+        import asyncio
+
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--dir {folder} is not a folder")
+    if not folder.is_dir() or (folder / "buffer.lock").exists():
         return
-    strange = [
-        name for name in names if not (name.startswith(".") or name == "lost+found" or name.endswith(".log"))
-    ]
+    strange = sorted(
+        one.name for one in folder.iterdir() if not one.name.startswith(".") and one.name != "lost+found"
+    )
     if strange:
         raise ConfigError(
             f"--dir {folder} is not a buffer's folder and not empty: it has {', '.join(strange[:3])}"
             f"{', …' if len(strange) > 3 else ''}. Give a new or empty folder, or that of an earlier buffer"
         )
-
-
-def ledger_settings(options: argparse.Namespace) -> LedgerSettings:
-    """The ledger's part of the options. Raises `ConfigError`."""
-    for name in ("max_groups_per_read", "groups_per_cycle", "max_buffer_size", "max_bytes", "max_body"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}, want 1 or more")
-    if not 0.1 <= options.lease_seconds <= 30 * 86400:
-        raise ConfigError(f"--lease-seconds is {options.lease_seconds}, want 0.1 to {30 * 86400}")
-    return LedgerSettings(
-        groups=GroupSettings(
-            group_size=options.group_size,
-            min_valid_group_size_ratio=options.min_valid_group_size_ratio,
-            min_valid_item_size_ratio=options.min_valid_item_size_ratio,
-            group_timeout_seconds=options.group_timeout_seconds,
-            min_timeout_group_size_ratio=options.min_timeout_group_size_ratio,
-        ),
-        max_buffer_size=options.max_buffer_size,
-        max_bytes=options.max_bytes,
-        lease_seconds=options.lease_seconds,
-        remember_uids=options.remember_uids,
-        groups_per_cycle=options.groups_per_cycle,
-    )
-
-
-def service_options(options: argparse.Namespace) -> ServiceOptions:
-    """The server's part of the options. Raises `ConfigError`."""
-    if options.whole_reads and options.max_groups_per_read is None:
-        raise ConfigError("--whole-reads needs --max-groups-per-read, which says what is whole")
-    token = _read_token(options.token_file)
-    if token is None and not options.insecure and not _is_loopback(options.host):
-        raise ConfigError(
-            f"--host {options.host} lets other machines in: give --token-file FILE, or --insecure if all may"
-        )
-    return ServiceOptions(
-        host=options.host,
-        port=options.port,
-        token=token,
-        open_metrics=options.open_metrics,
-        generators=options.generators,
-        max_groups_per_read=options.max_groups_per_read,
-        whole_reads=options.whole_reads,
-        max_body=options.max_body,
-    )
-
-
-async def _serve(service: BufferService, *, as_json: bool) -> None:
-    stop = stop_signals()
-    try:
-        url = await service.start()
-        # What was replayed stays; the collector would walk it again and again.
-        gc.collect()
-        gc.freeze()
-        line = orjson.dumps({"url": url, "pid": os.getpid()}).decode() if as_json else f"buffer at {url}"
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-        asked = asyncio.ensure_future(stop.wait())
-        await asyncio.wait({asked, service.answering}, return_when=asyncio.FIRST_COMPLETED)
-        asked.cancel()
-        _LOG.info("stopping")
-    finally:
-        await service.stop()
 
 
 def _read_token(path: Path | None) -> str | None:
@@ -143,19 +255,95 @@ def _read_token(path: Path | None) -> str | None:
     return token
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _log_to_stderr() -> None:
+    import logging
+
     logger = logging.getLogger("rollstream")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s", "%H:%M:%S"))
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+# -- status and show
+
+
+def status(options: argparse.Namespace) -> int:
+    """Prints what is in a buffer."""
+    found = _ask(options, lambda buffer: buffer.stats())
+    if options.json:
+        return _print_json(found)
+    stats, job = found["store"], found["job"]
+    groups = ", ".join(f"{count} {state}" for state, count in stats["groups"].items())
+    dropped = ", ".join(f"{count} {reason}" for reason, count in stats["groups_dropped"].items())
+    lines = [
+        f"groups   {groups}; {stats['groups_delivered']} delivered",
+        f"dropped  {dropped or 'none'}",
+        f"items    {stats['items']} here, {stats['items_written']} written, {stats['items_delivered']} delivered",
+        f"leases   {stats['leases']} out; the first group in line has waited {stats['oldest_ready_s']:.0f} s",
+        f"disk     {stats['disk_bytes'] / 1e6:.1f} MB; items that have left: {stats['archive_bytes'] / 1e6:.1f} MB",
+    ]
+    if job is not None:
+        written = (
+            f"{stats['items_of_job']}{' of ' + str(job['expected']) if job.get('expected') else ''} items"
+        )
+        lines.append(f"job      {job['id']} of task {job['task']!r}: {job['state']}, {written}")
+    lines += [f"failing  {one['message']}" for one in found.get("failures", ())]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def show(options: argparse.Namespace) -> int:
+    """Prints groups, or the items of a group."""
+    if options.group is None:
+        which = {"state": options.state, "task_type": options.task, "job": options.job}
+        found = _ask(options, lambda buffer: buffer.groups(**which, after=options.after, limit=options.limit))
+        if options.json:
+            return _print_json(found)
+        sys.stdout.writelines(f"{_line(group)}\n" for group in found)
+        return 0
+    found = _ask(options, lambda buffer: buffer.group(options.group))
+    if options.json:
+        return _print_json(found)
+    lines = [_line(found["group"])]
+    for item in found["items"]:
+        lines.append(f"--- {item.get('uid')}  reward {item.get('reward')}")
+        lines += [f"[{message.get('role')}] {message.get('content')}" for message in item["messages"]]
+    if found.get("problem"):
+        lines.append(f"its items cannot be shown: {found['problem']}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _line(group: dict[str, Any]) -> str:
+    rewards = " ".join("-" if reward is None else f"{reward:g}" for reward in group["rewards"][:32])
+    of = f"{group['task'] or '(no task)'} instance {group['instance_id']!r}"
+    reason = f" ({group['reason']})" if group["reason"] else ""
+    return f"{group['id']:>6}  {group['state']}{reason}  {of}  {group['n']} of {group['size']}  rewards {rewards}"
+
+
+def _print_json(value: Any) -> int:
+    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() + "\n")
+    return 0
+
+
+def _ask(options: argparse.Namespace, question: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Asks a server, or its folder, which has the same calls."""
+    import asyncio
+
+    async def ask() -> Any:
+        async with _opened(options.buffer) as buffer:
+            return await question(buffer)
+
+    return asyncio.run(ask())
+
+
+def _opened(where: str) -> Any:
+    if where.startswith(("http://", "https://")):
+        from rollstream.buffer.client import AsyncBufferClient, Backoff
+
+        return AsyncBufferClient(where, backoff=Backoff(give_up_after=5.0))
+    from rollstream.buffer.folder import BufferFolder
+
+    return BufferFolder(Path(where))

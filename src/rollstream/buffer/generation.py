@@ -1,68 +1,81 @@
-"""The common generator: an agent loop of rollstream against a server, its rollouts written to the buffer.
+"""The built-in generator: a generation run whose sink is the rollout buffer.
 
-    from rollstream.buffer.generation import run_generation
+    payload -> settings -> plan, without what the buffer has -> LocalExecutor -> item -> durable
 
-    TASK_TYPE = "math"
-
-    def run_rollout(data: dict) -> None:
-        run_generation(data, reward=compute_score)
-
-The way of a rollout:
-
-    plan --> known to the buffer? --yes--> left out
-              no --> its instance's epoch before is written --> worker --> item --> durable
+A rollout's uid is a pure function of job, instance, epoch and repeat. So a generator that is started again
+asks the buffer which uids it has, and generates the others.
 """
 
 import asyncio
-import difflib
+import contextlib
+import functools
+import hashlib
 import itertools
 import logging
+import operator
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from rollstream.agent.base import AgentResources, TurnLimits
-from rollstream.agent.prompt import PromptRenderer
+import orjson
+from omegaconf import OmegaConf
+
 from rollstream.agent.registry import AgentLoops
-from rollstream.agent.tools.limits import ToolLimits
-from rollstream.agent.tools.toolbox import ToolBox, load_toolbox
-from rollstream.buffer.async_client import AsyncBufferClient, BufferClientError
-from rollstream.buffer.generation_engine import find_engine
-from rollstream.buffer.generation_failures import FailureWatch
-from rollstream.buffer.generation_input import LABELS, InputFile, MakeRow
-from rollstream.buffer.generation_items import FAILED_REWARD, completed_item, failed_item
-from rollstream.buffer.generation_plan import EpochOrder, Plan, Work
-from rollstream.buffer.generation_writer import FOR_EVER, ItemRefusedError, ItemWriter
-from rollstream.buffer.generator_settings import GeneratorSettings
-from rollstream.chat.tokenizer import load_tokenizer
-from rollstream.engine.base import Engine
-from rollstream.engine.interruptible import InterruptibleEngine
-from rollstream.engine.registry import check_capabilities
+from rollstream.buffer.client import AsyncBufferClient, Backoff, BufferClientError
+from rollstream.buffer.items import InstanceId, ItemError
+from rollstream.config.load import compose, to_settings
+from rollstream.config.settings import Settings
+from rollstream.data.prompts import load_prompts
+from rollstream.engine.checks import unknown_name
+from rollstream.engine.detect import detect_server
 from rollstream.errors import ConfigError, DataError
 from rollstream.reward.base import ComputeScore, FunctionReward
-from rollstream.reward.rules import RuleReward, find_rule
-from rollstream.rollout.gate import EngineGate
-from rollstream.rollout.retry import RetryPolicy
-from rollstream.rollout.worker import RolloutWorker, make_failure
-from rollstream.trajectory import PromptRow, Rollout
+from rollstream.reward.rules import find_rule
+from rollstream.rollout.adaptation import Adaptation
+from rollstream.rollout.local import LocalExecutor, Worker
+from rollstream.rollout.setup import build_setup, load_agents
+from rollstream.store.records import EncodingError
+from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey, Trajectory
 
 _LOG = logging.getLogger(__name__)
 
-_RETRY_DELAY_S, _RETRY_DELAY_MAX_S = 0.5, 30.0
-"""Between attempts at a rollout, as in generation.yaml."""
+MakeRow = Callable[[PromptRow], PromptRow]
+"""Changes a row of the input file: other messages, a data source, a ground truth. It has to be quick."""
 
-_ASKED_AT_ONCE = 1000
-"""Uids that the buffer is asked for at once, about: of whole groups."""
+_ROLLOUT = "actor_rollout_ref.rollout"
+_PARAMETERS = {
+    "num_repeat_per_sample": f"{_ROLLOUT}.n",
+    "num_process": "generation.max_in_flight",
+    "max_prompt_length": "data.max_prompt_length",
+    "agent_name": f"{_ROLLOUT}.agent.default_agent_loop",
+    "tool_format": f"{_ROLLOUT}.multi_turn.format",
+    **{key: f"{_ROLLOUT}.multi_turn.{key}" for key in ("max_assistant_turns", "max_user_turns")},
+    **{key: f"generation.{key}" for key in ("max_attempts", "attempt_timeout", "engine_timeout")},
+    "tokenizer_path": "actor_rollout_ref.model.tokenizer_path",
+    "prompt_key": "data.prompt_key",
+    "sampling_params.max_tokens": f"{_ROLLOUT}.response_length",
+    "sampling_params.logprobs": f"{_ROLLOUT}.calculate_log_probs",
+    "sampling_params.seed": "generation.seed",
+    **{
+        f"sampling_params.{key}": f"{_ROLLOUT}.{key}"
+        for key in ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos")
+    },
+    "sampling_params": f"{_ROLLOUT}.extra_sampling",  # what else it has
+}
+"""Parameters of a payload, and where the configuration has them."""
 
-_SAID_EVERY_S = 30.0
-
-_LOOKED_AT = 100
-"""Rows that are looked at for a label: one that has none is its own fault, a file's first hundred are not."""
-
-_NO_LIMIT = 2**31 - 1
-"""Tokens of a prompt, where the server does not say what fits: it refuses what does not."""
+_TEXTS = ("agent_name", "tool_format", "tokenizer_path", "prompt_key")
+_NO_LIMIT = 2**31 - 1  # of a prompt's tokens: what does not fit the server leaves no room for a response
+_UIDS_AT_ONCE = 1000
+_LABEL_ROWS = 100  # looked at for a label: one row without it is its own fault, a hundred are the file's
+_FOR_EVER = Backoff(first=0.2, longest=5.0, give_up_after=None)  # the buffer ends its generators with itself
+_NOT_THE_ITEM = (401, 403, 404, 405)  # statuses that say nothing about an item
+_FAILED_REWARD = -1.0  # outside of 0 to 1: the default filter lets no failed rollout through to a trainer
+_ALL_FAIL, _ALL_FAIL_INSTANCES = 64, 16
+"""So many failed before one success: no chance, where even a tenth works. Repeats of a row fail together."""
 
 
 def run_generation(
@@ -77,299 +90,431 @@ def run_generation(
     """Generates all that a payload asks for and writes it to the buffer; returns when all is durable.
 
     Args:
-        data: what `run_rollout` is called with; see docs/buffer.md for its parameters.
+        data: what `run_rollout` is called with; its parameters are in docs/buffer.md.
         agent_loop: for rows that name none, unless the payload does (`agent_name`).
         reward: `compute_score(data_source, solution_str, ground_truth, extra_info)`, as in verl, sync or
             async; gives a number, or a dict with `score`. None takes the rule for a row's `data_source`.
-        needs_label: the reward compares with a row's label: an input file without any is refused at once,
-            unless a rule knows its `data_source`.
+        needs_label: an input file without any label is refused, unless a rule knows its `data_source`.
         make_row: applied to each row of the input file.
-        loops: further agent loops by name.
+        loops: None takes the agent loops that are registered.
 
     Raises:
         ConfigError: a parameter is wrong, or the engine cannot give what is asked for. No restart helps.
-        DataError: the input file cannot be used; or all rollouts fail, see `FailureWatch`. No restart helps.
+        DataError: the input file cannot be used, or all rollouts fail. No restart helps.
         EngineLostError: the engine stayed away for `engine_timeout`.
     """
-    settings = GeneratorSettings.read(data)
-    generation = _Generation(
-        settings, agent_loop, reward, make_row, loops or AgentLoops(), needs_label=needs_label
+    data = {"agent_name": agent_loop, **{key: value for key, value in data.items() if value is not None}}
+    scorer = reward and FunctionReward(reward, label="the generator's reward", source_digest="")
+    try:
+        asyncio.run(_generate(data, scorer, needs_label, make_row, loops))
+    except ConfigError as error:
+        text = str(error)
+        for key, place in sorted(_PARAMETERS.items(), key=lambda one: -len(one[1])):
+            text = text.replace(place, key)
+        raise ConfigError(text) from error
+
+
+async def _generate(
+    data: dict[str, Any],
+    reward: FunctionReward | None,
+    needs_label: bool,
+    make_row: MakeRow | None,
+    loops: AgentLoops | None,
+) -> None:
+    settings = read_settings(data)
+    rows = await asyncio.to_thread(Rows, settings, make_row)
+    plan = Plan.read(data, rows.instance_ids, settings.actor_rollout_ref.rollout.n)
+    source = rows.row(0).data_source
+    if reward is None and find_rule(source) is None:
+        raise ConfigError(f"no reward rule knows data_source {source!r} of the first row (docs/rewards.md)")
+    if needs_label:
+        rows.check_labels()
+    settings = read_settings(data, await _find_engine(data, settings.generation.engine_timeout))
+    agents = await asyncio.to_thread(load_agents, settings, loops=loops, tools=data.get("tools"))
+    await agents.tools.describe()
+    loop = settings.actor_rollout_ref.rollout.agent.default_agent_loop
+    if agents.loops.entry(loop).loop.needs_tools and not agents.tools.schemas:
+        raise ConfigError(f"agent loop {loop!r} has no tools: name some by the parameter tools")
+    setup = await asyncio.to_thread(
+        build_setup, settings, agents, shows_images=rows.has_images, reward=reward
     )
-    asyncio.run(generation.run())
+    agents.check({loop}, setup.tokenizer, show_tools=True, images=rows.has_images)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(setup.close)
+        engine = setup.create_engine(Path())
+        stack.push_async_callback(engine.close)
+        await asyncio.gather(engine.start(), setup.prepare_reward_for(source))
+        for name in setup.sampling.extra.keys() - {*engine.capabilities.extra_sampling}:
+            names = [key.partition(".")[2] for key in _PARAMETERS if key.startswith("sampling_params.")]
+            names += engine.capabilities.extra_sampling
+            raise unknown_name("key in sampling_params, for this engine:", name, names)
+        if engine.capabilities.logprobs == "none" and "logprobs" not in _sampling(data):
+            setup.sampling = replace(setup.sampling, logprobs=False)
+        setup.check_engine(engine, longest="max_prompt_length" in data)
+        worker, metered, gate = setup.make_worker(engine, [loop])
+        url = _text(data, "remote_buffer_url")
+        client = await stack.enter_async_context(AsyncBufferClient(url, backoff=_FOR_EVER))
+        known = await _known(client, plan)
+        _LOG.info("%d rollouts of %d rows, %d are there", len(known), len(rows.instance_ids), sum(known))
+        with contextlib.suppress(BufferClientError):  # no such job: a generator that was started by hand
+            await client.expect_items(plan.job, len(known))
+        progress = Progress(plan, known=sum(known))
+        order = EpochOrder(worker, plan.repeats)
+        most = settings.generation.max_in_flight
+
+        def on_durable(result: Rollout | Failure) -> None:
+            order.written(result)
+            progress.add(result)
+
+        executor = LocalExecutor(
+            order,
+            BufferSink(client, plan, rows, _text(data, "task_type")),
+            load_row=rows.row,
+            max_in_flight=most,
+            on_durable=on_durable,
+            adaptation=Adaptation(most, metered, gate, worker.counters),
+        )
+        await executor.run(order.opened(itertools.compress(plan.keys(), (not one for one in known))))
+        progress.end()
 
 
-@dataclass(slots=True)
-class _Counts:
-    written: int = 0
-    known: int = 0
+def read_settings(data: Mapping[str, Any], engine: Mapping[str, Any] | None = None) -> Settings:
+    """The settings of a payload, and of its engine. Pure, and nothing in a payload is interpolated."""
+    given = {f"sampling_params.{key}": value for key, value in _sampling(data).items()}
+    extra = {key.partition(".")[2]: _number(given.pop(key)) for key in [*given] if key not in _PARAMETERS}
+    given = {"num_process": 100, "max_prompt_length": _NO_LIMIT, **data, **given, "sampling_params": extra}
+    values: dict[str, Any] = {"data.train_files": [_text(data, "input_file")]}
+    for key in _PARAMETERS.keys() & given.keys():
+        values[_PARAMETERS[key]] = given[key] if key in _TEXTS else _number(given[key])
+    values[f"{_ROLLOUT}.prompt_length"] = values["data.max_prompt_length"]
+    if data.get("tools"):  # names; the file is the operator's
+        values[f"{_ROLLOUT}.multi_turn.tool_config_path"] = data.get("rollstream", {}).get("tools_file")
+    tree: Any = OmegaConf.to_container(compose(), resolve=True)
+    for place, value in {**values, **(engine or {})}.items():
+        *parents, last = place.split(".")
+        functools.reduce(operator.getitem, parents, tree)[last] = value
+    return to_settings(tree)
 
 
-class _Generation:
-    """One call of `run_generation`."""
+def _sampling(data: Mapping[str, Any]) -> dict[str, Any]:
+    given = data.get("sampling_params", {})
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"sampling_params: {given!r:.100}, want a mapping")
+    sampling = {key: value for key, value in given.items() if value is not None}
+    if "max_new_tokens" in sampling:  # SGLang's name of it
+        if "max_tokens" in sampling:
+            raise ConfigError("sampling_params has both max_tokens and max_new_tokens: leave one of them out")
+        sampling["max_tokens"] = sampling.pop("max_new_tokens")
+    if sampling.setdefault("max_tokens", data.get("max_tokens")) is None:
+        raise ConfigError("sampling_params.max_tokens is missing: tokens of a response, at most")
+    if isinstance(sampling.get("stop"), str):
+        sampling["stop"] = [sampling["stop"]]
+    if _number(sampling.get("top_k")) == 0:
+        sampling["top_k"] = -1
+    return sampling
 
-    def __init__(
-        self,
-        settings: GeneratorSettings,
-        agent_loop: str,
-        reward: ComputeScore | None,
-        make_row: MakeRow | None,
-        loops: AgentLoops,
-        *,
-        needs_label: bool,
-    ) -> None:
-        self._settings = settings
-        self._loop_name = settings.agent_name or agent_loop
-        self._loops = loops
-        self._loops.entry(self._loop_name)
-        self._given_reward = reward
-        self._reward: FunctionReward | RuleReward = RuleReward()
-        if reward is not None:
-            self._reward = FunctionReward(reward, label="the generator's reward", source_digest="")
+
+def _number(value: Any) -> Any:
+    """The number that a text is: slime's trainer sends texts."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
+
+
+def _text(data: Mapping[str, Any], key: str) -> str:
+    if not isinstance(value := data.get(key), str) or not value:
+        raise ConfigError(f"{key}: {value!r:.100}, want a text")
+    return value
+
+
+async def _find_engine(data: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """The settings of the engine that a payload names."""
+    given = data.get("remote_engine_url")
+    urls = [given] if isinstance(given, str) else given
+    if not isinstance(urls, list) or not urls or not all(str(one).startswith("http") for one in urls):
+        raise ConfigError(f"remote_engine_url: {given!r:.200}, want http://host:port, or a list of such URLs")
+    server = await detect_server(urls, timeout=timeout, kind=data.get("engine"))
+    _LOG.info("%s is a server of kind %s", server.url, server.kind)
+    models = [one for one in server.models if data.get("model") in (None, one, Path(one).name)]
+    if server.kind == "openai" and not server.models:
+        models = [_text(data, "model")]  # an endpoint need not list its models
+    if (server.models and not models) or (server.kind == "openai" and len(models) > 1):
+        raise ConfigError(f"model: {server.url} serves {', '.join(server.models)[:500]}: name one of them")
+    tokenizer = data.get("tokenizer_path", server.tokenizer)
+    if tokenizer is None:
+        raise ConfigError("tokenizer_path is missing: the folder or hub name of the model's tokenizer")
+    return {
+        f"{_ROLLOUT}.name": server.kind,
+        f"{_ROLLOUT}.server_urls": server.urls,
+        f"{_ROLLOUT}.engine_kwargs": {"check_model": "model" in data},
+        "actor_rollout_ref.model.path": (*models, tokenizer)[0],
+        "actor_rollout_ref.model.tokenizer_path": tokenizer,
+    }
+
+
+class Rows:
+    """The prompt rows of the input file, by position. `label` is a ground truth, as in slime.
+
+    Raises:
+        DataError: the file cannot be read, its first row is bad, or two rows have one instance id.
+    """
+
+    def __init__(self, settings: Settings, make_row: MakeRow | None) -> None:
+        self._dataset = load_prompts(settings.data)
         self._make_row = make_row
-        self._order = EpochOrder()
-        self._counts = _Counts()
-        self._watch = FailureWatch()
-        self._needs_label = needs_label
-        self._ready: deque[Work] = deque()
-        self._taking = asyncio.Lock()
+        self.has_images = False
+        first: dict[InstanceId, int] = {}
+        for index in range(len(self._dataset)):
+            instance_id: Any = index
+            with contextlib.suppress(DataError):  # the rollouts of such a row fail, each with this error
+                row = self._dataset.row(index)
+                instance_id = row.columns.get("instance_id", index)
+                self.has_images |= bool(row.images)
+            if type(instance_id) not in (int, str) or instance_id == "":
+                where = self._dataset.location(index)
+                raise DataError(
+                    f"{where}: instance_id is {instance_id!r:.100}, want a whole number or a text"
+                )
+            if (other := first.setdefault(instance_id, index)) != index:
+                raise DataError(f"instance_id {instance_id!r} is that of rows {other} and {index}")
+        self.instance_ids: list[InstanceId] = list(first)
 
-    async def run(self) -> None:
-        settings = self._settings
-        self._input = await asyncio.to_thread(
-            InputFile, settings.input_file, prompt_key=settings.prompt_key, make_row=self._make_row
-        )
-        plan = Plan(
-            settings.rollout_id,
-            self._input.instance_ids,
-            settings.repeats,
-            settings.epochs,
-            Counter(settings.skip_instance_ids),
-        )
-        if settings.remember_uids is not None and len(plan) > settings.remember_uids:
-            _LOG.warning(
-                "%d rollouts, and the buffer remembers %d uids of items that have left it: after a crash, "
-                "groups that it has forgotten are told by how many of their instance are complete. One "
-                "that was handed out before it was whole may count twice; --remember-uids makes it exact",
-                len(plan),
-                settings.remember_uids,
-            )
-            # Not otherwise: uids tell exactly what is missing, counts do not.
-            plan = replace(plan, finished=Counter(dict(settings.finished)))
-        self._check_reward()
-        tools = load_toolbox(
-            tool_config_path=settings.tool_config_path,
-            function_tool_path=settings.function_tool_path,
-            limits=ToolLimits(),
-        )
-        found = await find_engine(settings)
-        engine = InterruptibleEngine(found.engine)
+    def row(self, index: int) -> PromptRow:
+        row = self._dataset.row(index)
+        if row.ground_truth is None and "label" in row.columns:
+            row.ground_truth = row.columns.pop("label")
         try:
-            await engine.start()
-            await tools.start()
-            worker = await self._equip(engine, found.tokenizer_path, tools)
-            async with AsyncBufferClient(settings.buffer_url, backoff=FOR_EVER) as client:
-                writer = ItemWriter(client)
-                await self._work_off(plan, worker, client, writer)
-        finally:
-            await engine.close()
-            await tools.close()
-            self._reward.close()
+            return row if self._make_row is None else self._make_row(row)
+        except Exception as error:
+            raise DataError(f"{self._dataset.location(index)}: {type(error).__name__}: {error}") from error
 
-    async def _work_off(
-        self, plan: Plan, worker: RolloutWorker, client: AsyncBufferClient, writer: ItemWriter
-    ) -> None:
-        _LOG.info("%d rollouts of %d instances", len(plan), len(plan.instance_ids))
-        works = plan.work()
-        slots = min(self._settings.in_flight, max(1, len(plan)))
-        try:
-            async with asyncio.TaskGroup() as companions:
-                writing = companions.create_task(writer.run())
-                saying = companions.create_task(self._say(len(plan)))
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(slots):
-                        group.create_task(self._slot(plan, works, worker, client, writer))
-                writing.cancel()
-                saying.cancel()
-        except BaseExceptionGroup as errors:
-            first = _first(errors)
-            raise first from first.__cause__
-        counts = self._counts
-        _LOG.info(
-            "done: %d written, %d of them failed; %d were there already",
-            *(counts.written, self._watch.failed, counts.known),
-        )
-        if counts.known == 0:
-            self._watch.check_end()
-
-    async def _slot(
-        self,
-        plan: Plan,
-        works: Iterator[Work],
-        worker: RolloutWorker,
-        client: AsyncBufferClient,
-        writer: ItemWriter,
-    ) -> None:
-        while (work := await self._next(plan, works, client)) is not None:
-            try:
-                await self._one(work, worker, writer)
-            finally:
-                self._order.leave(work)
-
-    async def _next(self, plan: Plan, works: Iterator[Work], client: AsyncBufferClient) -> Work | None:
-        """The next work that the buffer does not have; entered in the epochs' order."""
-        async with self._taking:
-            while not self._ready:
-                groups = max(1, _ASKED_AT_ONCE // plan.repeats)
-                asked = list(itertools.islice(works, groups * plan.repeats))
-                if not asked:
-                    return None
-                try:
-                    known = await client.known([work.uid for work in asked])
-                except BufferClientError as error:
-                    raise ConfigError(f"remote_buffer_url: {error}") from error
-                missing = plan.missing(asked, known)
-                self._counts.known += len(asked) - len(missing)
-                self._ready += missing
-            work = self._ready.popleft()
-            # Within the lock: what comes before this in the plan has entered.
-            await self._order.enter(work)
-            return work
-
-    async def _one(self, work: Work, worker: RolloutWorker, writer: ItemWriter) -> None:
-        settings = self._settings
-        # A number of its own for each epoch's repeats: seeds and request ids are made of it.
-        repeat = work.epoch * settings.repeats + work.repeat
-        row: PromptRow | None = None
-        try:
-            row = await asyncio.to_thread(self._input.row, work.row)
-        except Exception as error:  # a bad row, or `make_row` on it: its own fault only
-            result: Any = make_failure(work.row, repeat, "", 1, "prompt", error)
-        else:
-            result = await worker.run(row, repeat)
-        if isinstance(result, Rollout):
-            assert row is not None
-            item = completed_item(work, result, row, task_type=settings.task_type)
-            try:
-                await writer.write(item)
-            except ItemRefusedError as error:
-                failure = make_failure(work.row, repeat, "", result.attempts, "store", error)
-                item = failed_item(work, failure, None, task_type=settings.task_type)
-                await writer.write(item)
-        else:
-            item = failed_item(work, result, row, task_type=settings.task_type)
-            try:
-                await writer.write(item)
-            except ItemRefusedError:  # what the row itself holds cannot be stored
-                await writer.write(failed_item(work, result, None, task_type=settings.task_type))
-        self._counts.written += 1
-        failed = item["reward"] == FAILED_REWARD and "failure" in item["extra_info"]
-        self._watch.add(work.instance_id, item["extra_info"]["failure"] if failed else None)
-
-    async def _say(self, total: int) -> None:
-        began = time.monotonic()
-        while True:
-            await asyncio.sleep(_SAID_EVERY_S)
-            counts = self._counts
-            rate = counts.written / (time.monotonic() - began)
-            _LOG.info(
-                "%d of %d rollouts, %d failed, %.1f/s",
-                *(counts.known + counts.written, total, self._watch.failed, rate),
-            )
-
-    def _check_reward(self) -> None:
-        """Refuses an input file that cannot be scored: all of it would be filtered out (R8)."""
-        if self._needs_label:
-            self._check_labels()
-        if self._given_reward is not None:
-            return
-        row = self._input.row(0)
-        if find_rule(row.data_source) is None:
-            raise ConfigError(
-                f"no reward rule knows data_source {row.data_source!r} of the input file's first row: give "
-                "rows one that does (docs/rewards.md), or run_generation a reward"
-            )
-
-    def _check_labels(self) -> None:
-        columns: list[str] = []
-        for index in range(min(_LOOKED_AT, len(self._input))):
-            try:
-                row = self._input.row(index)
-            except Exception:  # a bad row, or `make_row` on it: its own rollouts fail
-                continue
-            if row.ground_truth is not None or find_rule(row.data_source) is not None:
-                return
-            columns = columns or [name for name in row.columns if name != "instance_id"]
-        near = [name for name in columns if difflib.get_close_matches(name.lower(), LABELS, n=1)]
-        there = f"; did you mean {near[0]!r} by one of them?" if near else ""
-        others = f" (other columns: {', '.join(columns)[:300]})" if columns else ""
+    def check_labels(self) -> None:
+        columns: set[str] = set()
+        for index in range(min(_LABEL_ROWS, len(self.instance_ids))):
+            with contextlib.suppress(DataError):
+                row = self.row(index)
+                if row.ground_truth is not None or find_rule(row.data_source) is not None:
+                    return
+                columns |= row.columns.keys()
         raise DataError(
-            f"{self._settings.input_file}: no row has a label to score answers with; name the column "
-            f"{', '.join(LABELS[:-1])} or {LABELS[-1]}{others}{there}"
-        )
-
-    async def _equip(self, engine: Engine, served_tokenizer: str | None, tools: ToolBox) -> RolloutWorker:
-        settings = self._settings
-        path = settings.tokenizer_path or served_tokenizer
-        if path is None:
-            raise ConfigError("tokenizer_path is missing: the folder or hub name of the model's tokenizer")
-        tokenizer = await asyncio.to_thread(load_tokenizer, path)
-        capabilities = engine.capabilities
-        limit = capabilities.max_model_len
-        response_length = settings.sampling.max_tokens
-        resources = AgentResources(
-            engine=engine,
-            tokenizer=tokenizer,
-            prompts=PromptRenderer(
-                tokenizer,
-                prompt_length=settings.max_prompt_length or (_NO_LIMIT if limit is None else limit - 1),
-                truncation="error",
-            ),
-            response_length=response_length,
-            max_model_len=limit,
-            tools=tools,
-            turns=TurnLimits(settings.max_assistant_turns, settings.max_user_turns),
-            parser_name=settings.tool_format,
-        )
-        has_logprobs = capabilities.logprobs != "none"
-        wanted = settings.wants_logprobs
-        sampling = replace(settings.sampling, logprobs=has_logprobs if wanted is None else wanted)
-        stops = sampling.stop_token_ids
-        if tools.schemas and resources.token_exact:
-            stops = (*stops, *resources.parser_stop_ids)  # which the loop adds
-        check_capabilities(
-            capabilities,
-            replace(sampling, stop_token_ids=stops),
-            prompt_length=settings.max_prompt_length or 1,
-            response_length=response_length if limit is None else min(response_length, limit - 1),
-            max_model_len=None,
-        )
-        self._loops.check([self._loop_name], resources)
-        entry = self._loops.entry(self._loop_name)
-        if entry.loop.needs_tools and not tools.schemas:
-            raise ConfigError(
-                f"agent loop {self._loop_name!r} has no tools: give tool_config_path or function_tool_path"
-            )
-        unseen = [schema for schema in tools.schemas if not resources.template.shows_tool(schema)]
-        if unseen:
-            name = unseen[0]["function"]["name"]
-            raise ConfigError(f"the chat template at {path!r} does not tell the model of tool {name!r}")
-        if self._given_reward is None and isinstance(self._reward, RuleReward):
-            await self._reward.prepare(self._input.row(0).data_source)
-        return RolloutWorker(
-            resources,
-            sampling=sampling,
-            seed=settings.sampling.seed,
-            default_agent_loop=self._loop_name,
-            retry=RetryPolicy(settings.max_attempts, _RETRY_DELAY_S, _RETRY_DELAY_MAX_S),
-            attempt_timeout=settings.attempt_timeout,
-            gate=EngineGate(engine, timeout=settings.engine_timeout),
-            reward=self._reward,
-            loops=self._loops,
-            refusal_patience=settings.engine_timeout,
+            f"{self._dataset.location(0)}: no row has a label to score answers with: label, ground_truth, "
+            f"answer or reward_model.ground_truth (other columns: {', '.join(sorted(columns)):.300})"
         )
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    for error in errors.exceptions:
-        return _first(error) if isinstance(error, BaseExceptionGroup) else error
-    return errors
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every repeat of every instance in every epoch, but for those that are skipped."""
+
+    job: str
+    instance_ids: Sequence[InstanceId]
+    repeats: int
+    epochs: int
+    skips: Counter[InstanceId]
+    """How many epochs of an instance were done before the job."""
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any], instance_ids: Sequence[InstanceId], repeats: int) -> "Plan":
+        epochs, own = _number(data.get("num_epoch", 1)), data.get("rollstream", {})
+        if type(epochs) is not int or epochs < 1:
+            raise ConfigError(f"num_epoch: {epochs!r:.100}, want a whole number from 1 on")
+        skips = own.get("skip_instance_ids", data.get("skip_instance_ids")) or ()
+        return cls(str(own.get("job", "job")), instance_ids, repeats, epochs, Counter(skips))
+
+    def keys(self) -> Iterator[RolloutKey]:
+        """By epoch, then by row, then by repeat, which counts through the epochs."""
+        for epoch in range(self.epochs):
+            for row, instance_id in enumerate(self.instance_ids):
+                if epoch >= self.skips[instance_id]:
+                    for repeat in range(self.repeats):
+                        yield RolloutKey(row, epoch * self.repeats + repeat)
+
+    def uid(self, index: int, repeat: int) -> str:
+        """JOB:"ID":EPOCH:REPEAT. A long id stands there by its digest, as uids have a limit."""
+        name = orjson.dumps(self.instance_ids[index])
+        text = name.decode() if len(name) <= 200 else hashlib.blake2b(name, digest_size=16).hexdigest()
+        epoch, repeat = divmod(repeat, self.repeats)
+        return f"{self.job}:{text}:{epoch}:{repeat}"
+
+
+async def _known(client: AsyncBufferClient, plan: Plan) -> bytearray:
+    """For each key of the plan, whether the buffer has its item."""
+    known, uids = bytearray(), (plan.uid(key.index, key.repeat) for key in plan.keys())  # noqa: SIM118
+    try:
+        while asked := list(itertools.islice(uids, _UIDS_AT_ONCE)):
+            known += bytes(await client.known(asked))
+    except BufferClientError as error:
+        raise ConfigError(f"remote_buffer_url: {error}") from error
+    return known
+
+
+class EpochOrder:
+    """Runs rollouts, and holds each back until all of its instance's epoch before is written.
+
+    The buffer makes groups of items in the order of their arrival, so those of two epochs would be mixed.
+    """
+
+    def __init__(self, worker: Worker, repeats: int) -> None:
+        self._worker, self._repeats = worker, repeats
+        self._open: dict[
+            int, Counter[int]
+        ] = {}  # by row and epoch: rollouts that have begun and are not written
+        self._changed = asyncio.Event()
+
+    def opened(self, keys: Iterator[RolloutKey]) -> Iterator[RolloutKey]:
+        """The keys, in the plan's order; a rollout has begun when its key is taken."""
+        for key in keys:
+            self._open.setdefault(key.index, Counter())[key.repeat // self._repeats] += 1
+            yield key
+
+    async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
+        result = await self._worker.run(row, repeat)
+        while min(self._open[row.index]) < repeat // self._repeats:
+            await self._changed.wait()
+        return result
+
+    def written(self, result: Rollout | Failure) -> None:
+        """To be called for each result that is durable."""
+        epochs, epoch = self._open[result.index], result.repeat // self._repeats
+        epochs[epoch] -= 1
+        if not epochs[epoch]:
+            del epochs[epoch]
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+
+class BufferSink:
+    """Writes results to the buffer. What gathers during a request goes with the next one."""
+
+    def __init__(self, client: AsyncBufferClient, plan: Plan, rows: Rows, task_type: str) -> None:
+        self._client, self._plan, self._rows, self._task_type = client, plan, rows, task_type
+        self._sending = asyncio.Lock()
+        self._queue: list[tuple[dict[str, Any], asyncio.Future[None]]] = []
+
+    async def submit(self, result: Rollout | Failure, /) -> None:
+        """Returns when the result is durable."""
+        row = None
+        if (
+            not isinstance(result, Failure) or result.stage != "store"
+        ):  # it may be the row that cannot be stored
+            with contextlib.suppress(DataError):
+                row = self._rows.row(result.index)
+        durable = asyncio.get_running_loop().create_future()
+        self._queue.append((make_item(self._plan, result, row, self._task_type), durable))
+        async with self._sending:
+            if not durable.done():
+                batch, self._queue = self._queue, []
+                await self._send(batch)
+        await durable
+
+    async def _send(self, batch: list[tuple[dict[str, Any], "asyncio.Future[None]"]]) -> None:
+        problem: Exception | None = None
+        try:
+            await self._client.write([item for item, _ in batch])
+        except Exception as error:
+            problem = error
+        if (
+            problem is not None and len(batch) > 1
+        ):  # one item is at fault; what was stored is known by its uid
+            for one in batch:
+                await self._send([one])
+            return
+        if isinstance(problem, BufferClientError) and problem.status in _NOT_THE_ITEM:
+            problem = ConfigError(f"remote_buffer_url: {problem}")
+        elif isinstance(problem, BufferClientError | ItemError):
+            problem = EncodingError(f"the buffer does not take it: {problem}")
+        for _, durable in batch:
+            if problem is None:
+                durable.set_result(None)
+            else:
+                durable.set_exception(problem)
+
+
+def make_item(plan: Plan, result: Rollout | Failure, row: PromptRow | None, task_type: str) -> dict[str, Any]:
+    """A result as an item: slime's fields, and the exact tokens. `row`: None if it cannot be read or stored.
+
+    A rollout that could not be scored is a failed one, with its messages and tokens.
+    """
+    epoch, repeat = divmod(result.repeat, plan.repeats)
+    info: dict[str, Any] = {}
+    if row is not None:
+        info |= {**row.columns, **row.extra_info, "label": row.ground_truth, "data_source": row.data_source}
+        info.pop("instance_id", None)
+    info |= {
+        "epoch": epoch,
+        "rollout_index": repeat,
+        "timestamp": str(time.time()),
+        "finish_reason": "failed",
+    }
+    item: dict[str, Any] = {
+        "uid": plan.uid(result.index, result.repeat),
+        "instance_id": plan.instance_ids[result.index],
+        "messages": row.messages if row is not None else [{"role": "user", "content": ""}],
+        "reward": None,
+        "extra_info": info,
+        "task_type": task_type,
+        "job": plan.job,
+    }
+    if isinstance(result, Rollout):
+        *snapshots, final = result.trajectories
+        item |= _trajectory(final)
+        info |= {
+            "finish_reason": final.finish_reason,
+            "num_turns": final.num_turns,
+            "attempts": result.attempts,
+        }
+        info |= {"reward_extra": final.reward_extra} if final.reward_extra else {}
+        info |= {} if final.extra.get("token_exact", True) else {"token_exact": False}
+        item |= {"snapshots": [_trajectory(one) for one in snapshots]} if snapshots else {}
+    info["round_number"] = sum(message.get("role") == "assistant" for message in item["messages"])
+    if (failure := failure_of(result)) is not None:
+        item["reward"], info["failure"] = _FAILED_REWARD, failure
+    return item
+
+
+def _trajectory(one: Trajectory) -> dict[str, Any]:
+    fields: dict[str, Any] = {"messages": one.messages, "reward": one.reward}
+    if one.extra.get("token_exact", True):  # else ids are the local tokenizer's, not what was sampled
+        fields |= {key: getattr(one, key) for key in ("prompt_ids", "response_ids", "response_mask")}
+        fields |= {} if one.response_logprobs is None else {"response_logprobs": one.response_logprobs}
+        fields["policy_versions"] = [list(run) for run in one.policy_versions]
+        fields["policy_version"] = min((version for _, version in one.policy_versions), default=0)
+    return fields
+
+
+def failure_of(result: Rollout | Failure) -> dict[str, Any] | None:
+    """Why a rollout failed; one that could not be scored has, too."""
+    if isinstance(result, Failure):
+        return {"error": result.error, "stage": result.stage, "attempts": result.attempts}
+    error = result.final.reward_extra.get("error") if result.final.reward is None else None
+    return {"error": str(error), "stage": "reward", "attempts": result.attempts} if error else None
+
+
+class Progress:
+    """Counts how rollouts end. No reader sees a failed one: if all fail, the job ends with the cause."""
+
+    def __init__(self, plan: Plan, *, known: int) -> None:
+        self._plan, self._known = plan, known
+        self.ended = self.failed = 0
+        self._first = ""
+        self._instances: set[int] = set()  # that failed, while none succeeded
+
+    def add(self, result: Rollout | Failure) -> None:
+        """Raises `DataError` when all failed so far, and that is enough to tell."""
+        self.ended += 1
+        failure = failure_of(result)
+        self.failed += failure is not None
+        if failure is not None and self.failed == self.ended:
+            name = self._plan.instance_ids[result.index]
+            line = str(failure["error"]).strip().partition("\n")[0]
+            self._first = self._first or f"instance {name!r:.100}, stage {failure['stage']}: {line:.500}"
+            self._instances.add(result.index)
+            if self.failed >= _ALL_FAIL and len(self._instances) >= _ALL_FAIL_INSTANCES:
+                raise DataError(f"the first {self.failed} rollouts failed; the first one: {self._first}")
+
+    def end(self) -> None:
+        """Raises `DataError` when all failed."""
+        _LOG.info("done: %d are written, %d of them failed", self.ended, self.failed)
+        if self.failed == self.ended > 0 and not self._known:
+            raise DataError(f"all {self.failed} rollouts failed; the first one: {self._first}")

@@ -1,127 +1,98 @@
 """One run of a generator: a process below a guard, its payload, its report and its log.
 
-    server --(pipe)--> guard --> python -m rollstream.buffer.run_generator FILE … --> what it starts
+    server --(pipe)--> guard --> python -m rollstream.buffer.run_generator --> what it starts
 
-The guard (`engine.launch_guard`) ends the generator and all below it when the server is gone, SIGKILL
-included: two generators of one rollout would write every group twice.
+The guard (`engine.launch_guard`) ends the generator and everything below it when the server is gone, SIGKILL
+included: two generators of one job would write every group twice. Payload and report are files without a
+name, which the generator inherits; its token is in its environment.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from urllib.parse import urlsplit
 
-import orjson
+import msgspec
 
 from rollstream.engine import launch_guard
 from rollstream.engine.launch_process import kill_left
 
 _LOG = logging.getLogger(__name__)
 
-_STOP_TIMEOUT_S = launch_guard.GRACE_S + 3.0
+STOP_TIMEOUT_S = launch_guard.GRACE_S + 3.0
 """For the guard, which kills after its own grace; then its process group is killed."""
 
-_LOG_BYTES = 32 << 20
-"""A log is cut back to its last part when it is larger than this: generators of other frameworks print every
-item, and run for weeks."""
-_LOG_KEPT_BYTES = 1 << 20
-_LOG_LOOK_S = 30.0
-
+_HEADER = " run_rollout of "
 _LAST_LINES = 20
 _LAST_BYTES = 16_384
 
-FINISHED, CRASHED, HOPELESS = 0, 1, 2
-"""Exit codes of `run_generator`: done; an error; an error that a restart does not mend."""
 
+class GeneratorEnd(msgspec.Struct, frozen=True):
+    """How a run ended."""
 
-@dataclass(frozen=True, slots=True)
-class GeneratorEnd:
-    """How a run of a generator ended."""
-
-    finished: bool
-    hopeless: bool
+    finished: bool = False
+    hopeless: bool = False
     """A restart would end in the same way."""
-    error: str
+    error: str = ""
     """In one line; empty when it finished."""
-    traceback: str
+    traceback: str = ""
+    """Or the end of the log, where the generator could not say more."""
 
 
 class GeneratorProcess:
     """A generator that runs. Made by `start`."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, folder: Path, log_path: Path, offset: int, mark: str
-    ) -> None:
-        self._process = process
-        self._folder = folder
-        self._log_path = log_path
-        self._log_offset = offset
-        self._mark = mark
+    def __init__(self, process: asyncio.subprocess.Process, report: IO[bytes], mark: str, log: Path) -> None:
+        self._process, self._report, self._mark, self._log = process, report, mark, log
 
     @property
     def pid(self) -> int:
-        """Of the guard, which leads the process group."""
         return self._process.pid
 
     @classmethod
     async def start(
-        cls, file: Path, data: dict[str, Any], *, folder: Path, log_path: Path, mark: str
+        cls, file: Path, data: Mapping[str, Any], *, log: Path, netrc: Path, token: str | None, mark: str
     ) -> "GeneratorProcess":
-        """Starts a generator.
+        """Calls a file's `run_rollout` with `data` in a process of its own. Raises `OSError`.
 
-        Args:
-            file: the generator file.
-            data: what its `run_rollout` is called with.
-            folder: of this rollout, for the payload and the report; only this user may look into it.
-            log_path: gets what it writes, which is appended.
-            mark: the same for every run of one rollout: what an earlier one left behind is ended first.
-
-        Raises:
-            OSError: the disk is full, or no process is left.
+        The token is in its environment, and in the file `netrc` for HTTP clients that read such files, as
+        `requests` does. All runs of a job on one server have one `mark`: what an earlier one left behind is
+        ended first.
         """
-        ended = asyncio.ensure_future(
-            asyncio.to_thread(kill_left, mark, {}, f"an earlier generator of {file.name}")
-        )
-        try:
-            await asyncio.shield(ended)
-        except asyncio.CancelledError:
-            await asyncio.wait({ended})  # else it could find, and end, the next one with this mark
-            raise
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        payload, report = folder / "payload.json", folder / "report.json"
-        report.unlink(missing_ok=True)
-        _write_private(payload, orjson.dumps(data))
-        with log_path.open("ab") as log:
-            log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} run_rollout of {file}\n".encode())
-            log.flush()
-            offset = log.tell()
+        await asyncio.to_thread(kill_left, mark, {}, f"an earlier generator of {file.name}")
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", launch_guard.MARK: mark}
+        env.pop("ROLLSTREAM_BUFFER_TOKEN", None)  # the server's own
+        with tempfile.TemporaryFile() as payload, _open_log(log, file) as output:
+            payload.write(msgspec.json.encode(data))
+            payload.seek(0)
+            if token is not None:
+                _write_netrc(netrc, str(data["remote_buffer_url"]), token)
+                env |= {"ROLLSTREAM_BUFFER_TOKEN": token, "NETRC": str(netrc.absolute())}
+            report = tempfile.TemporaryFile()  # noqa: SIM115 - read when the generator has ended
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", launch_guard.__file__, str(os.getpid())),
-                *(sys.executable, "-m", "rollstream.buffer.run_generator", str(file.absolute())),
-                *("--payload", str(payload.absolute()), "--report", str(report.absolute())),
+                *(sys.executable, "-m", "rollstream.buffer.run_generator"),
+                *(str(file.absolute()), str(payload.fileno()), str(report.fileno())),
                 stdin=asyncio.subprocess.PIPE,  # held open as long as the generator is wanted
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", launch_guard.MARK: mark},
+                stdout=output,
+                stderr=output,
+                pass_fds=(payload.fileno(), report.fileno()),
+                env=env,
                 start_new_session=True,
             )
-        return cls(process, folder, log_path, offset, mark)
+        return cls(process, report, mark, log)
 
     async def wait(self) -> GeneratorEnd:
-        """Returns when it has ended, and all that it started. Keeps its log short until then."""
-        ended = asyncio.ensure_future(self._process.wait())
-        try:
-            while not (await asyncio.wait({ended}, timeout=_LOG_LOOK_S))[0]:
-                await asyncio.to_thread(self._cut_log)
-        finally:
-            ended.cancel()
+        """Returns when it has ended, and everything that it started. Called once."""
         code = await self._process.wait()
         if code < 0:  # it may have been the guard: then nobody looked after the others
             self._kill_group()
@@ -129,11 +100,11 @@ class GeneratorProcess:
         return await asyncio.to_thread(self._end, code)
 
     async def stop(self) -> None:
-        """Ends it and everything it started. May be called twice, and after its end."""
+        """Ends it and everything it started, within seconds. May be called twice, and after its end."""
         assert self._process.stdin is not None
-        self._process.stdin.close()  # which tells the guard
+        self._process.stdin.close()  # the guard's sign to end
         try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
                 await self._process.wait()
         except TimeoutError:
             self._kill_group()
@@ -141,73 +112,75 @@ class GeneratorProcess:
         await asyncio.to_thread(kill_left, self._mark, {}, f"generator {self.pid}")
 
     def _kill_group(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
 
     def _end(self, code: int) -> GeneratorEnd:
-        if code == FINISHED:
-            return GeneratorEnd(finished=True, hopeless=False, error="", traceback="")
-        said = _read_report(self._folder / "report.json")
-        how = _how(code)
-        if said is None:
-            words = self._last_words()
-            return GeneratorEnd(finished=False, hopeless=False, error=how, traceback=words)
-        error, traceback = said
-        return GeneratorEnd(finished=False, hopeless=code == HOPELESS, error=error, traceback=traceback)
+        with self._report as report:
+            report.seek(0)
+            written = report.read()
+        try:
+            end = msgspec.json.decode(written, type=GeneratorEnd)
+        except msgspec.MsgspecError:  # it was killed before, or while it wrote
+            end = None
+        if end is not None and (code == 0 or not end.finished):
+            return end
+        # A guard that gets SIGTERM ends with 0, too: only a report says that a generator has finished.
+        known = {number.value: number.name for number in signal.Signals}
+        how = f"was killed by {known.get(-code, -code)}" if code < 0 else f"ended with exit code {code}"
+        return GeneratorEnd(error=f"its process {how}", traceback=self._last_words())
 
     def _last_words(self) -> str:
         try:
-            with self._log_path.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                start = self._log_offset if self._log_offset <= size else 0
-                log.seek(max(start, size - _LAST_BYTES))
-                lines = log.read().decode(errors="replace").strip().splitlines()
+            with self._log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_BYTES))
+                said = log.read().decode(errors="replace").rpartition(_HEADER)[2]
         except OSError as error:
             return f"(its log cannot be read: {error})"
-        return "\n".join(lines[-_LAST_LINES:])
-
-    def _cut_log(self) -> None:
-        try:
-            cut_log(self._log_path, most=_LOG_BYTES, kept=_LOG_KEPT_BYTES)
-        except OSError as error:  # a full disk: the generator goes on, and the log is looked at again
-            _LOG.warning("the log %s cannot be cut: %s", self._log_path, error)
+        return "\n".join(said.strip().splitlines()[1:][-_LAST_LINES:])
 
 
-def cut_log(path: Path, *, most: int, kept: int) -> bool:
-    """Empties a log of more than `most` bytes; its last `kept` bytes go to `NAME.old`. Says whether it did.
+def _open_log(path: Path, file: Path) -> IO[bytes]:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(0o700)
+    log = open(path, "ab", opener=_open_private)  # noqa: SIM115 - for the caller to close
+    log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}{_HEADER}{file}\n".encode())
+    log.flush()
+    return log
 
-    Its writers append, so they go on at its new end; what they write between the copy and the cut is lost.
+
+def cut_log(path: Path, *, most: int = 32 << 20, kept: int = 1 << 20) -> None:
+    """Empties a log of more than `most` bytes; its last `kept` bytes go to `NAME.old`.
+
+    Generators of other frameworks print every item, and run for weeks. Who writes appends, and so goes on at
+    the log's new end; what is written between the copy and the cut is lost.
     """
-    if path.stat().st_size <= most:
-        return False
-    old = path.with_name(path.name + ".old")
-    with path.open("rb") as log, old.open("wb") as copy:
-        log.seek(-kept, os.SEEK_END)
-        shutil.copyfileobj(log, copy)
-    os.truncate(path, 0)
-    return True
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"its process ended with exit code {code}"
-    known = {number.value: number.name for number in signal.Signals}
-    return f"its process was killed by {known.get(-code, f'signal {-code}')}"
-
-
-def _read_report(path: Path) -> tuple[str, str] | None:
     try:
-        report = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return None  # killed before or while it wrote
-    return str(report["error"]), str(report["traceback"])
+        if path.stat().st_size <= most:
+            return
+        old = path.with_name(path.name + ".old")
+        with path.open("rb") as log, open(old, "wb", opener=_open_private) as copy:
+            log.seek(-kept, os.SEEK_END)
+            shutil.copyfileobj(log, copy)
+        os.truncate(path, 0)
+    except OSError as error:  # a full disk: the generator goes on, and the log is looked at again
+        _LOG.warning("the log %s cannot be cut: %s", path, error)
 
 
-def _write_private(path: Path, content: bytes) -> None:
-    """Writes a file that only this user may read: the payload has the buffer's token."""
+def _write_netrc(path: Path, url: str, token: str) -> None:
+    """With the user's own entries, which other libraries look for, such as wandb."""
     path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
+    try:
+        entries = Path(os.environ.get("NETRC") or "~/.netrc").expanduser().read_text()
+    except (OSError, UnicodeDecodeError, RuntimeError):  # none, or no home
+        entries = ""
+    with open(path, "x", opener=_open_private) as file:
+        file.write(entries + "\n")
+        for host in dict.fromkeys(("127.0.0.1", "localhost", urlsplit(url).hostname)):
+            file.write(f"machine {host} login rollstream password {token}\n")
+
+
+def _open_private(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # it may have been there
+    return descriptor

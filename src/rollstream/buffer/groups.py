@@ -1,17 +1,18 @@
 """What is done to a group before a trainer gets it: judging, filtering, normalising, padding. All of it pure.
 
 A group is `(instance_id, items)`; items are dicts as on the wire. Nothing that is given is changed: new items
-are made where something differs, and the rest of them (messages, tokens) is shared.
-
-The rules are those of slime's rollout buffer, made exact where it leaves room (see each function).
+are made where something differs. The rules are those of slime's rollout buffer, made exact where it leaves
+room (see each function). Hooks of a generator file may call them.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, NamedTuple
 
-from rollstream.buffer.items import InstanceId
+import msgspec
+
+from rollstream.buffer.items import Encoding, InstanceId, dump_item, load_item
 from rollstream.errors import ConfigError
 
 ItemDict = dict[str, Any]
@@ -20,21 +21,18 @@ Group = tuple[InstanceId, list[ItemDict]]
 EPSILON: Final = 1e-8
 """Added to a standard deviation; one below it is taken for zero. slime's value."""
 
+MAX_GROUP_SIZE: Final = 4096
+"""A group is read in one go, and its rewards are kept in one row."""
+
 _RATIO_SLACK: Final = 1e-9
 """0.7 * 10 is 7.000000000000001 in floating point; that group needs 7 items, not 8."""
 
 
 class Verdict(NamedTuple):
-    """What a judge says of a group."""
+    """Whether to hand a group out, and whether anything more is expected of it."""
 
     valid: bool
-    """Hand it out."""
     finished: bool
-    """Nothing more is expected of it; if it is not valid either, it goes."""
-
-
-MAX_GROUP_SIZE: Final = 65_536
-"""Items of a group at most: far above any sampling, and a group is still read in one go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,31 +40,31 @@ class GroupSettings:
     """When a group is complete and good enough. Ratios are shares of `group_size`, above 0 and up to 1."""
 
     group_size: int = 16
-    """Items of a whole group; a rollout's `num_repeat_per_sample`."""
     min_valid_group_size_ratio: float = 1.0
-    """Items that finish a group. Below 1, a group goes before it is whole; what comes later is a new one."""
+    """Items from which on a group is judged. Below 1 it goes before it is whole, and later items open another."""
     min_valid_item_size_ratio: float = 0.7
     """Items that must pass the filter; those that are left are padded to the whole size."""
     group_timeout_seconds: float = 300.0
     """Since a group's last item; then it is judged as it is."""
     min_timeout_group_size_ratio: float = 0.7
     """Items that a timed out group must have."""
+    raw: bool = False
+    """Every group that has enough items is handed out as it was written: any reward, nothing changed."""
 
     def __post_init__(self) -> None:
         if type(self.group_size) is not int or not 1 <= self.group_size <= MAX_GROUP_SIZE:
             raise ConfigError(
-                f"group_size must be a whole number from 1 to {MAX_GROUP_SIZE}, is {self.group_size!r}"
+                f"group_size must be a whole number from 1 to {MAX_GROUP_SIZE}, is {self.group_size!r:.100}"
             )
-        for name in (
-            "min_valid_group_size_ratio",
-            "min_valid_item_size_ratio",
-            "min_timeout_group_size_ratio",
-        ):
+        for name in _RATIOS:
             ratio = getattr(self, name)
-            if not 0 < ratio <= 1:
-                raise ConfigError(f"{name} must be above 0 and at most 1, is {ratio!r}")
-        if not 0 < self.group_timeout_seconds < math.inf:
-            raise ConfigError(f"group_timeout_seconds must be above 0, is {self.group_timeout_seconds!r}")
+            if not _is_number(ratio) or not 0 < ratio <= 1:
+                raise ConfigError(f"{name} must be above 0 and at most 1, is {ratio!r:.100}")
+        seconds = self.group_timeout_seconds
+        if not _is_number(seconds) or not 0 < seconds < math.inf:
+            raise ConfigError(f"group_timeout_seconds must be above 0, is {seconds!r:.100}")
+        if type(self.raw) is not bool:
+            raise ConfigError(f"raw must be true or false, is {self.raw!r:.100}")
 
     @property
     def min_group_size(self) -> int:
@@ -83,6 +81,33 @@ class GroupSettings:
         """Items that a timed out group must have."""
         return _share(self.min_timeout_group_size_ratio, self.group_size)
 
+    def for_job(self, payload: Mapping[str, Any]) -> "GroupSettings":
+        """The settings of a job: what its payload says counts. Numbers may be texts, as slime sends them.
+
+        Raises:
+            ConfigError: A value is wrong; names its key.
+        """
+        given: dict[str, Any] = {}
+        for field in fields(self):
+            if (value := payload.get(field.name)) is not None:
+                given[field.name] = _number(value, whole=field.name == "group_size")
+        if (value := payload.get("num_repeat_per_sample")) is not None:
+            repeats = _number(value, whole=True)
+            if type(repeats) is not int or not 1 <= repeats <= MAX_GROUP_SIZE:
+                raise ConfigError(
+                    f"num_repeat_per_sample: {value!r:.100}, want a whole number from 1 to {MAX_GROUP_SIZE}"
+                )
+            if given.get("group_size", repeats) != repeats:
+                raise ConfigError(
+                    f"group_size: {given['group_size']!r:.100}, but num_repeat_per_sample is {repeats}: both "
+                    "are the size of a group, give one of them"
+                )
+            given["group_size"] = repeats
+        return replace(self, **given)
+
+
+_RATIOS: Final = ("min_valid_group_size_ratio", "min_valid_item_size_ratio", "min_timeout_group_size_ratio")
+
 
 def is_valid_reward(reward: float | None) -> bool:
     """Whether an item with this reward can be trained on: a number from 0 to 1."""
@@ -95,8 +120,8 @@ def judge_rewards(
     """The default verdict, which needs a group's rewards only, in any order.
 
     A group is finished once it has enough items, or has timed out. A finished group is valid if enough of
-    its rewards are valid and not all of those are equal: equal ones teach nothing. A group of one has nothing
-    to differ from: where `group_size` is 1, its reward just has to be valid.
+    its rewards are valid and not all of those are equal: equal ones teach nothing. Where `group_size` is 1
+    there is nothing to compare: its reward just has to be valid. With `raw`, having enough items is enough.
     """
     size = len(rewards)
     if size >= settings.min_group_size:
@@ -105,42 +130,77 @@ def judge_rewards(
         enough = size >= settings.min_timeout_group_size
     else:
         return Verdict(valid=False, finished=False)
-    # As is_valid_reward, written out: a read judges a hundred thousand of them.
-    valid = [reward for reward in rewards if reward is not None and 0 <= reward <= 1]
-    differ = settings.group_size == 1 or (bool(valid) and min(valid) != max(valid))
-    return Verdict(valid=enough and len(valid) >= settings.min_valid_items and differ, finished=True)
+    if settings.raw or not enough:
+        return Verdict(valid=enough, finished=True)
+    valid = [reward for reward in rewards if is_valid_reward(reward)]
+    differ = settings.group_size == 1 or len(set(valid)) > 1
+    return Verdict(valid=len(valid) >= settings.min_valid_items and differ, finished=True)
 
 
 def is_valid_group(group: Group, settings: GroupSettings, *, timed_out: bool = False) -> Verdict:
     """The default hook: `judge_rewards` of the group's rewards."""
-    return judge_rewards([item["reward"] for item in group[1]], settings, timed_out=timed_out)
+    return judge_rewards([_scored(item) for item in group[1]], settings, timed_out=timed_out)
 
 
-def summarize_rewards(groups: Iterable[Sequence[float | None]]) -> dict[str, Any]:
-    """What `get_group_data_meta_info` says, from the groups' rewards alone. Null is in no average."""
+def drop_reason(
+    rewards: Sequence[float | None], settings: GroupSettings, *, failed: int, timed_out: bool
+) -> str:
+    """Why the default rule drops a finished group: `timed_out`, `failed`, `unscored`, `out_of_range`,
+    `too_few_valid` or `equal_rewards`.
+
+    Args:
+        rewards: None for an item that is not scored, or failed.
+        settings: of the group.
+        failed: how many of the items say that their rollout failed.
+        timed_out: whether its time is over.
+    """
+    scored = [reward for reward in rewards if reward is not None]
+    if timed_out and len(rewards) < settings.min_timeout_group_size:
+        return "timed_out"
+    if not any(reward >= 0 for reward in scored) and failed:
+        return "failed"
+    if not scored:
+        return "unscored"
+    valid = sum(map(is_valid_reward, scored))
+    if valid == 0:
+        return "out_of_range"
+    return "too_few_valid" if valid < settings.min_valid_items else "equal_rewards"
+
+
+def summarize_rewards(groups: Iterable[Sequence[float | None]], *, raw: bool = False) -> dict[str, Any]:
+    """What `get_group_data_meta_info` says, from the groups' rewards alone.
+
+    Rewards that are None, or below 0 (which slime's generators give to a failed rollout; not with `raw`), are
+    in no figure but `total_samples` and `unscored`.
+    """
     num_groups = total = 0
     scored: list[float] = []
     for rewards in groups:
         num_groups += 1
         total += len(rewards)
-        scored += [reward for reward in rewards if reward is not None]
+        scored += [reward for reward in rewards if reward is not None and (raw or reward >= 0)]
+    mean = math.fsum(reward / len(scored) for reward in scored)  # divided first: 1e308 has a mean, too
+    variance = math.fsum((reward - mean) ** 2 / len(scored) for reward in scored if abs(reward) < 1e150)
     return {
         "total_samples": total,
         "num_groups": num_groups,
         "avg_group_size": total / num_groups if num_groups else 0,
-        # Divided before it is summed: rewards of 1e308 have an average, too.
-        "avg_reward": math.fsum(reward / len(scored) for reward in scored) if scored else 0,
+        "avg_reward": mean,
+        "reward_std": math.sqrt(variance),
+        "reward_min": min(scored, default=0),
+        "reward_max": max(scored, default=0),
+        "unscored": total - len(scored),
     }
 
 
 def get_group_data_meta_info(groups: Mapping[InstanceId, list[ItemDict]]) -> dict[str, Any]:
-    """The default hook: `total_samples`, `num_groups`, `avg_group_size` and `avg_reward`, 0 for no groups."""
-    return summarize_rewards([item["reward"] for item in items] for items in groups.values())
+    """The default hook: `summarize_rewards`."""
+    return summarize_rewards([_scored(item) for item in items] for items in groups.values())
 
 
 def filter_item(item: ItemDict) -> bool:
-    """The default hook: an item stays if its reward is valid. A failed rollout's (-1) is not."""
-    return is_valid_reward(item["reward"])
+    """The default hook: an item stays if its reward is valid and its rollout has not failed."""
+    return is_valid_reward(_scored(item))
 
 
 def keep_raw_reward(item: ItemDict, reward: float | None) -> ItemDict:
@@ -185,8 +245,8 @@ def pad_rewards(
 
     Rewards are scaled by `group_size / n`, then an item and its copies share its reward evenly (halves, if
     there is one copy). So the sum of rewards is that of the scaled ones: the group's mean is kept, and each
-    original keeps the weight it had. Which items get a copy more than others follows from their uids, not
-    from the order of their arrival. A larger group is cut to size, not scaled.
+    original keeps its weight. Which items get a copy more than others follows from their uids, not from the
+    order of their arrival. A larger group is cut to size, not scaled.
 
     Returns:
         Positions, each with its reward: the items in their order, then the copies.
@@ -218,45 +278,110 @@ def pad_group_data(group: Group, group_size: int) -> Group:
     return instance_id, [{**items[at], "reward": reward} for at, reward in padded]
 
 
-def finish_rewards(
-    rewards: Sequence[float | None], uids: Callable[[], Sequence[str]], settings: GroupSettings
-) -> list[tuple[int, float | None]]:
-    """Filters, normalises and pads a valid group by the default hooks, which look at rewards and uids only.
+class StoredItem(NamedTuple):
+    """An item as a store gives it back."""
+
+    uid: str
+    reward: float | None
+    """None: not scored, or failed."""
+    encoding: Encoding
+    body: bytes
+
+
+class Finished(NamedTuple):
+    """A group as it is handed out."""
+
+    items: list[bytes]
+    left_out: list[str]
+    """Uids of stored items that are not among them."""
+
+
+def finish_group(items: Sequence[StoredItem], settings: GroupSettings, encoding: Encoding | None) -> Finished:
+    """Filters, normalises and pads a valid group by the default hooks.
+
+    Only the outermost level of a body is taken apart, and `extra_info`: messages and tokens stay bytes.
 
     Args:
-        rewards: of its items.
-        uids: the same, asked for where they count.
+        items: of the group.
         settings: of the group.
+        encoding: of what comes out; None: each item's own.
 
     Returns:
-        Positions of items, each with its reward: `group_size` of them, or none where fewer than
-        `min_valid_items` passed the filter.
+        `group_size` items, none where too few passed the filter. With `settings.raw` the items as they are.
     """
-    kept = [at for at, reward in enumerate(rewards) if is_valid_reward(reward)]
+    if settings.raw:
+        return Finished([_transcoded(one.body, one.encoding, encoding) for one in items], [])
+    kept = [one for one in items if is_valid_reward(one.reward)]
     if len(kept) < settings.min_valid_items:
-        return []
-    scored = [rewards[at] for at in kept]
+        return Finished([], [one.uid for one in items])
+    rewards: Sequence[float | None] = [one.reward for one in kept]
     if settings.group_size > 1:  # else there is nothing to compare it with: every reward would be 0
-        scored = normalize_rewards(scored)
-    if len(kept) == settings.group_size:
-        return list(zip(kept, scored, strict=True))
-    known = uids()
-    padded = pad_rewards(scored, [known[at] for at in kept], settings.group_size)
-    return [(kept[at], reward) for at, reward in padded]
+        rewards = normalize_rewards(rewards)
+    padded = pad_rewards(rewards, [one.uid for one in kept], settings.group_size)
+    bodies = [
+        _transcoded(_with_reward(kept[at], reward), kept[at].encoding, encoding) for at, reward in padded
+    ]
+    used = {at for at, _ in padded}
+    chosen = {kept[at].uid for at in used}
+    left_out = [one.uid for one in items if one.uid not in chosen] if len(used) < len(items) else []
+    return Finished(bodies, left_out)
 
 
-def finish_group(group: Group, settings: GroupSettings) -> list[ItemDict]:
-    """`finish_rewards`, of items.
+_Raws = dict[str, Any]
+"""Values are `msgspec.Raw`."""
 
-    Returns:
-        `group_size` new items, or none where fewer than `min_valid_items` passed the filter.
-    """
-    items = group[1]
-    chosen = finish_rewards(
-        [item["reward"] for item in items], lambda: [str(item.get("uid")) for item in items], settings
-    )
-    return [keep_raw_reward(items[at], reward) for at, reward in chosen]
+_CODECS: Final[
+    Mapping[Encoding, tuple[Callable[[Any], _Raws], Callable[[Any], Any], Callable[[Any], bytes]]]
+] = {
+    "json": (
+        msgspec.json.Decoder(dict[str, msgspec.Raw]).decode,
+        msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode,
+        msgspec.json.Encoder().encode,
+    ),
+    "msgpack": (
+        msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode,
+        msgspec.msgpack.Decoder(dict[str, msgspec.Raw] | None).decode,
+        msgspec.msgpack.Encoder().encode,
+    ),
+}
+"""How an item's top level and its `extra_info` are taken apart, and put together."""
+
+
+def _with_reward(item: StoredItem, reward: float | None) -> bytes:
+    """As `keep_raw_reward`, on a body."""
+    top, extra_of, encode = _CODECS[item.encoding]
+    values = top(item.body)
+    raw = values["reward"]
+    extra = (extra_of(values["extra_info"]) if "extra_info" in values else None) or {}
+    extra["raw_reward"] = raw
+    values["reward"], values["raw_reward"], values["extra_info"] = reward, raw, extra
+    return encode(values)
+
+
+def _transcoded(body: bytes, encoding: Encoding, wanted: Encoding | None) -> bytes:
+    if wanted is None or wanted == encoding:
+        return body
+    return dump_item(load_item(body, encoding), wanted)
+
+
+def _scored(item: ItemDict) -> float | None:
+    reward: float | None = item["reward"]
+    return None if (item.get("extra_info") or {}).get("failure") is not None else reward
 
 
 def _share(ratio: float, size: int) -> int:
     return max(1, math.ceil(ratio * size - _RATIO_SLACK * size))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: Any, *, whole: bool) -> Any:
+    """A number that may be written as text; anything else as it is, for the check that follows."""
+    if isinstance(value, str) and len(value) < 40:
+        try:
+            return int(value) if whole else float(value)
+        except ValueError:
+            return value
+    return value

@@ -1,303 +1,449 @@
-"""A buffer that is served: its ledger, reads, generators and routes, started and ended in order."""
+"""The buffer without HTTP: store, hooks and jobs, what runs beside requests, and what readers are told."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, NamedTuple
 
-import orjson
-
-from rollstream.buffer.app import MAX_BODY, BufferApp
-from rollstream.buffer.delivery import Delivery
-from rollstream.buffer.exchange import Exchange, RefusalError
-from rollstream.buffer.generator_files import GeneratorFiles
-from rollstream.buffer.generators import Rollouts
 from rollstream.buffer.groups import GroupSettings
-from rollstream.buffer.hot_write import HotWrite
-from rollstream.buffer.ledger import Ledger, LedgerSettings
-from rollstream.buffer.metrics import MEDIA_TYPE, Page, RequestMetrics, label
-from rollstream.buffer.native_routes import NativeRoutes
-from rollstream.buffer.openapi import document, page
-from rollstream.buffer.routing import Router
-from rollstream.buffer.server import Server
-from rollstream.buffer.slime_routes import CONSUMER, SlimeRoutes
-from rollstream.buffer.waiting_reads import WaitingReads
-from rollstream.errors import RollstreamError, StorageError
+from rollstream.buffer.hook_host import HookHost
+from rollstream.buffer.items import (
+    Encoding,
+    Item,
+    ItemError,
+    parse_item,
+    parse_items,
+    parse_nth,
+    split_batch,
+)
+from rollstream.buffer.jobs import Jobs
+from rollstream.buffer.payload_rules import PayloadRules
+from rollstream.buffer.reads import Reads, TaskPolicy
+from rollstream.buffer.store.base import Change, Group, Limits, Stats, Taken
+from rollstream.buffer.store.sql import Driver, SqlStore
+from rollstream.buffer.store.sqlite import SqliteDriver
+from rollstream.errors import BufferFullError, ConfigError, RollstreamError, RunDirectoryError
+from rollstream.store.lock import RunLock, lock_holder
+from rollstream.web import HTTPError
 
 _LOG = logging.getLogger(__name__)
 
-_SWEEP_S = 5.0
-"""Between two looks for groups that timed out with too little in them, at most."""
+_SWEEP_S: Final = 0.5
+
+_SAY_S: Final = 60.0
+
+_ROOM_S: Final = 1.0
+"""A write without room looks this often whether its client is still there."""
+
+_BIG: Final = 2**20
+"""A body from this size on is parsed in a process of its own."""
+
+_HINTS: Final = {
+    "equal_rewards": "all rewards of the group are equal, which teaches nothing",
+    "out_of_range": "no reward is from 0 to 1: scale them, start with --raw, or define hooks",
+    "unscored": "no item has a reward",
+    "failed": "its rollouts failed, see extra_info.failure of its items",
+    "too_few_valid": "too few of its rewards are from 0 to 1 (--min-valid-item-size-ratio)",
+    "timed_out": "too few items came in time (--group-timeout-seconds, --min-timeout-group-size-ratio)",
+    "filtered": "filter_item left too few items",
+    "not_valid": "is_valid_group did not want it",
+    "stale": "it is older than a reader's max_staleness",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceOptions:
-    """What a server is told."""
+@dataclass(frozen=True, kw_only=True)
+class BufferOptions:
+    """How a buffer is set up; see `rollstream buffer serve --help`."""
 
-    host: str = "127.0.0.1"
-    port: int = 8889
-    token: str | None = None
-    open_metrics: bool = False
-    generators: str | None = None
-    """Folder of generator files, or "builtin"."""
+    directory: Path
+    store: str | None = None
+    """URL of a PostgreSQL database; None: SQLite in the directory."""
+    generators: tuple[str, ...] = ()
+    inputs: tuple[Path, ...] = ()
+    engines: tuple[str, ...] = ()
+    tools: Path | None = None
+    settings: GroupSettings = field(default_factory=GroupSettings)
+    limits: Limits = field(default_factory=Limits)
     max_groups_per_read: int | None = None
-    whole_reads: bool = False
-    """slime's reads give `max_groups_per_read` groups or none."""
-    max_body: int = MAX_BODY
+    lease_seconds: float = 600.0
+    hook_seconds: float = 60.0
 
 
-class BufferService:
-    """Serves a folder over HTTP.
+class JobIdentity(NamedTuple):
+    """A generator, by the token that it got."""
 
-    Example:
-        >>> async with BufferService(Path("outputs/buffer"), LedgerSettings()) as service:
-        ...     print(service.url)
+    job: str
+    scope: str = "job"
+
+
+class Service:
+    """One server's buffer.
 
     Args:
-        directory: where everything is kept.
-        settings: of the ledger.
-        options: of the server.
+        options: Of the server.
+        token: What clients have to show, if anything.
     """
 
-    def __init__(
-        self, directory: Path, settings: LedgerSettings, options: ServiceOptions | None = None
-    ) -> None:
-        self._directory = directory
-        self._settings = settings
-        self._options = options or ServiceOptions()
-        if settings.groups_per_cycle is None and self._options.max_groups_per_read is not None:
-            # A trainer that polls several times for one batch must not get an instance twice in it.
-            self._settings = replace(settings, groups_per_cycle=self._options.max_groups_per_read)
-        self._closing = False
-        self._ready = False
-        self._sweeper: asyncio.Task[None] | None = None
-        self._ledger: Ledger | None = None
-        self._delivery: Delivery | None = None
-        self._rollouts: Rollouts | None = None
-        self._server: Server | None = None
-        self.metrics = RequestMetrics()
-        self.router = Router()
-        """Has its routes once `start` has returned."""
-        self.files: GeneratorFiles | None = None
-        """The generator files; known after `start`."""
+    def __init__(self, options: BufferOptions, token: str | None) -> None:
+        self.options = options
+        self.host = HookHost(options.generators, options.hook_seconds)
+        self._parser = HookHost((), options.hook_seconds)
+        self.policy = TaskPolicy(options.settings, self.host)
+        self.store = SqlStore(_driver(options), self.policy, options.limits)
+        self.reads = Reads(self.store, self.host, self.policy, lambda: self.store.known_jobs)
+        self.jobs: Jobs = None  # type: ignore[assignment]  # from `begin` on
+        self._rules = PayloadRules(
+            options.inputs, options.engines, forbidden=options.directory, tools=_tool_names(options.tools)
+        )
+        self.closing = False
+        self.held_writes = 0
+        self._token = token
+        self._job_tokens: dict[str, JobIdentity] = {}
+        self._room = asyncio.Event()
+        self._lock: RunLock | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._readied = 0
+        self._dropped: Counter[str] = Counter()
+        self._hinted: set[str] = set()
+        self.store.changed = self._on_change
 
-    async def start(self) -> str:
-        """Opens the folder, listens, and goes on with the rollout that ran; returns the URL.
+    async def open(self) -> None:
+        """Takes the folder, looks at the generator files, opens the store.
 
         Raises:
-            ConfigError: the address or a generator file cannot be used.
-            StorageError: the folder cannot.
+            ConfigError: An option is wrong, or a generator file cannot be used.
+            RunDirectoryError: The folder is another server's, or of another format.
         """
-        options = self._options
-        files = self.files = GeneratorFiles(options.generators)
-        files.check()
-        router = self.router
-        self._server = Server(None, host=options.host, port=options.port)
-        bound = self._server.bind()
+        options = self.options
+        options.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(options.directory)
         try:
-            ledger = self._ledger = Ledger.open(self._directory, self._settings)
+            if options.generators:
+                await self.host.refresh()
+                if self.host.problems:
+                    raise ConfigError("\n".join(self.host.problems))
+                for task, file in sorted(self.host.files.items()):
+                    own = ", ".join(sorted(file.overridden)) or "none"
+                    _LOG.info("task %r: %s, own hooks: %s", task, file.path, own)
+            await self.store.open()
         except BaseException:
-            bound.close()
+            await self.host.close()
+            self._lock.release()
             raise
-        delivery = self._delivery = Delivery(ledger, files.hooks, self.group_settings)
-        rollouts = self._rollouts = Rollouts(
-            ledger,
-            files,
-            directory=self._directory,
-            buffer_url=_own_url(self._server.url),
-            token=options.token,
-            group_size=self._settings.groups.group_size,
+
+    async def begin(self, url: str) -> None:
+        """Goes on with the job that ran. `url`: where generators reach this server."""
+        options = self.options
+        self.jobs = Jobs(
+            self.store,
+            self.host,
+            directory=options.directory,
+            buffer_url=url.replace("://0.0.0.0:", "://127.0.0.1:").replace("://[::]:", "://[::1]:"),
+            rules=self._rules,
+            server_id=_server_id(options.directory),
+            group_defaults=options.settings,
+            issue_token=self._issue_token,
+            tools_file=options.tools,
         )
-        waiting = WaitingReads(ledger, delivery, rollouts, self.metrics, lambda: self._closing)
-        slime = SlimeRoutes(
-            ledger,
-            delivery,
-            rollouts,
-            self.metrics,
-            waiting,
-            max_groups_per_read=options.max_groups_per_read,
-            whole_reads=options.whole_reads,
-            lease_seconds=self._settings.lease_seconds,
-            max_buffer_size=self._settings.max_buffer_size,
-            closing=lambda: self._closing,
-        )
-        slime.add_to(router)
-        NativeRoutes(
-            ledger,
-            delivery,
-            rollouts,
-            self.metrics,
-            waiting,
-            max_groups_per_read=options.max_groups_per_read,
-            lease_seconds=self._settings.lease_seconds,
-        ).add_to(router)
-        self._add_to(router)
-        self._server.app = BufferApp(
-            router,
-            ("/buffer/write", slime.write),
-            metrics=self.metrics,
-            token=options.token,
-            max_body=options.max_body,
-            hot_route=HotWrite(ledger, self.metrics, options.token, options.max_body),
-            open_metrics=options.open_metrics,
-        )
-        try:
-            # What a server that was killed was answering on slime's wire: those answers were never whole. On
-            # their leases still, the groups would count as had by a trainer that has to get them.
-            await ledger.release(CONSUMER)
-        except StorageError as error:
-            _LOG.warning("what was being read on slime's wire comes back when its time is over: %s", error)
-        await self._server.start(bound)
-        self._sweeper = asyncio.create_task(self._sweep(), name="buffer-sweep")
-        await rollouts.resume()
-        self._ready = True
-        return self._server.url
+        for work in (self._sweep_on(), self._say_on(), self.reads.judge_on()):
+            self._tasks.append(asyncio.create_task(work))
+        await self.jobs.resume()
 
-    async def stop(self) -> None:
-        """Generators first, then the requests in flight, then the folder. Idempotent."""
-        self._closing, self._ready = True, False
-        if self._rollouts is not None:
-            await self._rollouts.close()
-        if self._server is not None:
-            await self._server.stop()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.wait({self._sweeper})
-        if self._delivery is not None:
-            self._delivery.close()
-        if self._ledger is not None:
-            await self._ledger.close()
+    def end_waits(self) -> None:
+        """Whoever waits is answered now: the server stops."""
+        self.closing = True
+        self._room.set()
+        self.reads.on_change(Change(elsewhere=True))
 
-    @property
-    def url(self) -> str:
-        """Known once `start` has returned."""
-        return self._server.url if self._server is not None else ""
+    async def close(self) -> None:
+        """Ends generators, hooks and the store, whatever user code does."""
+        for task in self._tasks:
+            task.cancel()
+        await self.host.close()
+        await self._parser.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.jobs is not None:
+            with contextlib.suppress(RollstreamError):
+                await self.jobs.close()
+        await self.store.close()
+        if self._lock is not None:
+            self._lock.release()
 
-    @property
-    def answering(self) -> "asyncio.Task[None]":
-        """Ends when requests are no longer answered: after `stop`, or by a defect, which it raises."""
-        assert self._server is not None and self._server.task is not None, "start() first"
-        return self._server.task
+    # -- writing
 
-    @property
-    def ledger(self) -> Ledger:
-        """What is kept."""
-        assert self._ledger is not None, "start() first"
-        return self._ledger
+    async def parse(self, body: bytes, encoding: Encoding) -> list[Item]:
+        """Checks items, without stopping the event loop for long. Raises `ItemError`.
 
-    def group_settings(self, task_type: str) -> GroupSettings:
-        """Of a task: the server's, with the group size of its rollout."""
-        size = self.ledger.group_size(task_type)
-        groups = self._settings.groups
-        return groups if groups.group_size == size else replace(groups, group_size=size)
+        A large item is parsed in another process, since a parser keeps Python's lock; others have their turn
+        between small ones.
+        """
+        if len(body) < _BIG:
+            return parse_items(body, encoding)
+        bodies = split_batch(body, encoding)
+        if bodies is None:
+            return await self._parser.parse(body, encoding)
+        items: list[Item] = []
+        parsed = 0
+        for number, one in enumerate(bodies):
+            if len(one) >= _BIG:
+                try:
+                    items += await self._parser.parse(one, encoding)
+                except ItemError as error:
+                    raise error.within(number) from None
+                continue
+            items.append(parse_nth(number, one, encoding))
+            parsed += len(one)
+            if parsed >= _BIG:
+                parsed = 0
+                await asyncio.sleep(0)
+        return items
 
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
+    async def parse_one(self, body: bytes) -> Item:
+        """`parse` of one item in JSON; a batch is none."""
+        if len(body) < _BIG:
+            return parse_item(body)
+        items = await self.parse(body, "json")
+        if len(items) != 1:
+            raise ItemError("must be one item, is a batch", "items")
+        return items[0]
 
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.stop()
+    async def write(self, items: Sequence[Item], *, hold: Callable[[], bool] | None = None) -> list[bool]:
+        """Stores items; which of them were new.
 
-    async def _sweep(self) -> None:
-        assert self._delivery is not None
-        pause = min(_SWEEP_S, self._settings.groups.group_timeout_seconds / 4)
+        Args:
+            items: All are stored or none.
+            hold: Waits for room in place of raising `BufferFullError`, until this tells that the client is gone.
+        """
         while True:
-            await asyncio.sleep(pause)
+            self._room.clear()
             try:
-                dropped = await self._delivery.sweep()
-            except RollstreamError as error:  # a full disk: told to who writes, too; tried again
-                _LOG.warning("groups that timed out could not be dropped: %s", error)
-            else:
-                if dropped:
-                    _LOG.info("%d groups timed out with too little in them; /v1/dropped lists them", dropped)
+                return await self.store.write(items)
+            except BufferFullError:
+                if hold is None or len(items) > self.options.limits.items:
+                    raise
+            self.held_writes += 1
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_ROOM_S):
+                        await self._room.wait()
+            finally:
+                self.held_writes -= 1
+            if hold():
+                raise ConnectionResetError
+            if self.closing:
+                raise closing_error()
 
-    # -- routes about the server itself
+    # -- telling
 
-    def _add_to(self, router: Router) -> None:
-        router.add("GET", "/health", self._health)
-        router.add("GET", "/ready", self._is_ready)
-        router.add("GET", "/metrics", self._metrics_page)
-        described, shown = orjson.dumps(document()), page()
+    def scope(self) -> tuple[str | None, tuple[str, ...] | None]:
+        """Task and jobs whose groups a trainer on slime's wire gets.
 
-        async def openapi(exchange: Exchange) -> None:
-            await exchange.reply(described)
+        What the job that it started made, or came in for its task from outside: never another job's rest.
+        """
+        last = self.store.last_job
+        return (None, None) if last is None else (last.task, (last.id, ""))
 
-        async def docs(exchange: Exchange) -> None:
-            await exchange.reply(shown, media_type=b"text/html; charset=utf-8")
+    def group_size(self, task: str | None, job: str | None = None) -> int:
+        """Of a job's groups; of the last job's by default."""
+        jobs = self.store.known_jobs
+        record = jobs.get(job) if job else self.store.last_job
+        if record is not None and task not in (None, record.task):
+            record = None
+        return self.policy.settings(task or "", record).group_size
 
-        router.add("GET", "/openapi.json", openapi)
-        router.add("GET", "/docs", docs)
+    def is_job_over(self) -> bool:
+        """Nothing more comes from a generator."""
+        last = self.store.last_job
+        return last is not None and last.state != "running"
 
-    async def _health(self, exchange: Exchange) -> None:
-        await exchange.reply_json({"status": "ok"})
-
-    async def _is_ready(self, exchange: Exchange) -> None:
-        if not self._ready:
-            raise RefusalError("the server starts or ends", status=503, code="not_ready")
-        try:
-            await self.ledger.try_writing()
-        except RollstreamError as error:
-            raise RefusalError(str(error), status=503, code="not_ready") from error
-        await exchange.reply_json({"status": "ready"})
-
-    async def _metrics_page(self, exchange: Exchange) -> None:
-        stats = self.ledger.stats()
-        metrics, sheet = self.metrics, Page()
-        sheet.add("items", "gauge", "Items stored and not delivered yet, or leased.", stats.items)
-        sheet.add("items_written_total", "counter", "Items stored.", stats.items_written)
-        sheet.add(
-            "items_known_total",
-            "counter",
-            "Items that were not stored again, since the server started: their uid was known.",
-            metrics.known.items,
+    def is_blocked(self, task: str | None, jobs: Collection[str] | None) -> bool:
+        """Whether a generator or hook fails that would bring these groups."""
+        return any(task in (None, stopped) for stopped in self.reads.stopped) or any(
+            task in (None, one.task) and (jobs is None or one.job in jobs) for one in self.jobs.failures()
         )
-        sheet.add("items_delivered_total", "counter", "Items delivered and acked.", stats.items_delivered)
-        sheet.add("groups", "gauge", "Groups, by state.", _labelled("state", stats.groups))
-        sheet.add(
-            "items_dropped_total",
-            "counter",
-            "Items that left undelivered, by reason.",
-            _labelled("reason", stats.dropped),
+
+    async def failures(self, task: str | None, jobs: Collection[str] | None) -> list[dict[str, Any]]:
+        """What keeps groups from readers: jobs that fail, hooks that fail."""
+        found = [
+            {**_fields(one), "message": str(one)}
+            for one in self.jobs.failures()
+            if task in (None, one.task) and (jobs is None or one.job in jobs)
+        ]
+        for stopped, why in self.reads.stopped.items():
+            if task in (None, stopped):
+                found.append({"task": stopped, "error": why, "message": why, "final": False})
+        aside = await self.store.groups(state="quarantined", task=task, limit=100)
+        aside = [one for one in aside if jobs is None or one.job in jobs]
+        if aside:
+            last = aside[-1]
+            line = (last.cause or "").strip().rpartition("\n")[2]
+            count = f"{len(aside)}{' or more' if len(aside) == 100 else ''}"
+            message = (
+                f"{count} groups are quarantined, the last one by {last.reason}: {line} (GET /v1/quarantine)"
+            )
+            found.append(
+                {
+                    "task": last.task,
+                    "error": line,
+                    "message": message,
+                    "traceback": last.cause,
+                    "final": False,
+                }
+            )
+        return found
+
+    async def notices(self, taken: Taken, task: str | None, jobs: tuple[str, ...] | None) -> list[str]:
+        """Why there may be nothing for a reader although nothing fails."""
+        found = []
+        stats = await self.store.stats()
+        if ready := stats.groups["ready"]:
+            found.append(
+                f"{ready} groups are ready, {taken.available} of them fit this read; others are of another task, "
+                "job or size, or of an instance that it has already"
+            )
+        if taken.stale:
+            found.append(f"{taken.stale} groups are older than max_staleness allows")
+        drops, _ = await self.store.unread_drops(task, jobs, 10_000)
+        if drops:
+            counts = Counter(group.reason or "" for group in drops)
+            said = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+            hint = _HINTS.get(counts.most_common(1)[0][0], "")
+            found.append(
+                f"{len(drops)} groups were dropped since the last read: {said}{hint and f' ({hint})'}; "
+                "GET /v1/dropped lists them"
+            )
+        last = self.store.last_job
+        mine = last is not None and task in (None, last.task) and (jobs is None or last.id in jobs)
+        if last is not None and mine and self.is_job_over() and not await self.store.has_groups(last.id):
+            found.append(
+                f"job {last.id} of task {last.task!r} is {last.state} and all of it has left the buffer: "
+                "nothing more comes of it until a job is started"
+            )
+        return found
+
+    def note_read(self, groups: Sequence[Group], consumer: str | None) -> None:
+        """Logs what a reader got."""
+        if groups:
+            rewards = [reward for group in groups for reward in group.rewards if reward is not None]
+            mean = math.fsum(one / len(rewards) for one in rewards) if rewards else math.nan
+            items = sum(group.n for group in groups)
+            _LOG.info("read by %s: %d groups, %d items, mean reward %.3f", consumer, len(groups), items, mean)
+
+    # -- in the background
+
+    def identify(self, token: str) -> JobIdentity | None:
+        """The generator that has this token."""
+        for known, identity in self._job_tokens.items():
+            if secrets.compare_digest(known.encode(), token.encode(errors="replace")):
+                return identity
+        return None
+
+    def _issue_token(self, job: str) -> str | None:
+        if self._token is None:
+            return None
+        token = secrets.token_urlsafe(32)
+        self._job_tokens = {token: JobIdentity(job)}  # one job at a time
+        return token
+
+    def _on_change(self, change: Change) -> None:
+        self.reads.on_change(change)
+        self._readied += sum(change.ready.values())
+        if change.room:
+            self._room.set()
+        for reason, count in change.dropped.items():
+            self._dropped[reason] += count
+            if reason not in self._hinted:
+                self._hinted.add(reason)
+                _LOG.info("the first group dropped as %s: %s", reason, _HINTS.get(reason, ""))
+
+    async def _sweep_on(self) -> None:
+        trouble = ""
+        while True:
+            pause = _SWEEP_S
+            try:
+                if await self.store.sweep():
+                    pause = 0.0  # there may be more: it works in slices
+                trouble = ""
+            except RollstreamError as error:
+                if str(error) != trouble:
+                    _LOG.error("%s", error)
+                trouble = str(error)
+            await asyncio.sleep(pause)
+
+    async def _say_on(self) -> None:
+        before: Stats | None = None
+        while True:
+            with contextlib.suppress(RollstreamError):
+                now = await self.store.stats()
+                if before is not None and (now.items_written, now.items_delivered, self._dropped) != (
+                    before.items_written, before.items_delivered, Counter(),
+                ):  # fmt: skip
+                    self._say(before, now)
+                self._readied, self._dropped = 0, Counter()
+                before = now
+            await asyncio.sleep(_SAY_S)
+
+    def _say(self, before: Stats, now: Stats) -> None:
+        dropped = ", ".join(f"{count} {reason}" for reason, count in self._dropped.most_common())
+        _LOG.info(
+            "last minute: %d items written, %d groups ready, %d read; dropped: %s. Now: %d open, %d ready, "
+            "%d leased, %d quarantined",
+            *(now.items_written - before.items_written, self._readied),
+            *(now.groups_delivered - before.groups_delivered, dropped or "none"),
+            *(now.groups[state] for state in ("open", "ready", "leased", "quarantined")),
         )
-        sheet.add("groups_delivered_total", "counter", "Groups delivered and acked.", stats.groups_delivered)
-        sheet.add(
-            "reads_total",
-            "counter",
-            "Answered reads: with groups, or empty.",
-            _labelled("result", {"groups": metrics.reads.count, "empty": metrics.empty_reads}),
+
+
+def closing_error() -> HTTPError:
+    """For whoever waits when the server stops."""
+    return HTTPError(503, "the server stops", "closing", headers={"retry-after": "1"})
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__struct_fields__}
+
+
+def _driver(options: BufferOptions) -> Driver:
+    if options.store is None:
+        return SqliteDriver(options.directory)
+    if not options.store.startswith(("postgresql://", "postgres://")):
+        raise ConfigError(
+            f"--store: {options.store!r:.100} is no URL of a database: postgresql://host/database"
         )
-        sheet.add("writes_total", "counter", "Writes that were answered with success.", metrics.writes.count)
-        sheet.add("leases", "gauge", "Leases that are out.", stats.leases)
-        sheet.add("stored_bytes", "gauge", "Bytes of the folder's log.", stats.bytes_on_disk)
-        sheet.add("live_bytes", "gauge", "Bytes of what is kept.", stats.bytes_live)
-        sheet.add(
-            "oldest_ready_seconds", "gauge", "Age of the oldest group that waits for a reader.", stats.lag
-        )
-        sheet.add("held_writes", "gauge", "Writes that wait for room.", metrics.held_writes)
-        sheet.add("waiting_reads", "gauge", "Reads that wait for data.", metrics.waiting_reads)
-        sheet.add("received_bytes_total", "counter", "Bytes of the bodies of writes.", metrics.bytes_in)
-        sheet.add("sent_bytes_total", "counter", "Bytes of the bodies of reads.", metrics.bytes_out)
-        sheet.add(
-            "http_requests_total",
-            "counter",
-            "Answered requests, by route and status.",
-            {
-                f"{label('route', route)},{label('status', str(status))}": number
-                for (route, status), number in metrics.answered.items()
-            },
-        )
-        sheet.add_histogram("write_seconds", "Durable writes.", metrics.writes)
-        sheet.add_histogram("read_seconds", "Reads that handed something out.", metrics.reads)
+    from rollstream.buffer.store.postgres import PostgresDriver
 
-        await exchange.reply(sheet.text(), media_type=MEDIA_TYPE)
+    return PostgresDriver(options.store)
 
 
-def _labelled(name: str, values: Mapping[str, Any]) -> dict[str, float]:
-    return {label(name, key): value for key, value in values.items()}
+def _locked(directory: Path) -> RunLock:
+    lock = RunLock(directory / "buffer.lock")
+    try:
+        lock.acquire()
+    except RunDirectoryError as error:
+        if (holder := lock_holder(directory / "buffer.lock")) is None:
+            raise
+        raise RunDirectoryError(
+            f"{directory} is another server's: {holder}. Stop it, or take another --dir"
+        ) from error
+    return lock
 
 
-def _own_url(url: str) -> str:
-    """Where this machine's own processes reach a server that listens on every address."""
-    return url.replace("://0.0.0.0:", "://127.0.0.1:").replace("://[::]:", "://[::1]:")
+def _server_id(directory: Path) -> str:
+    """The same after a restart on this folder."""
+    return f"{socket.gethostname()}:{directory.resolve()}"
+
+
+def _tool_names(path: Path | None) -> frozenset[str]:
+    """Names of the tools in a tool file."""
+    if path is None:
+        return frozenset()
+    from rollstream.data.tool_schemas import load_tool_schemas
+
+    return frozenset(schema["function"]["name"] for schema in load_tool_schemas(str(path)))

@@ -1,202 +1,400 @@
-"""A buffer in memory, naive and short enough to be believed: what the real one is compared against.
+"""A store in memory, naive and short enough to be believed: what the real one is compared against."""
 
-Time is an argument. Every call first lets happen what time brings (`tick`): a group whose last item is
-`group_timeout_seconds` old times out, a lease that is `lease_seconds` old goes back.
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-    open -> whole | timed out -> leased -> acked
-                ^                  |
-                +-- nack, expiry --+       judged as not valid at a read -> dropped
-"""
-
-from dataclasses import dataclass, field
-from typing import Literal
-
-from rollstream.buffer.groups import GroupSettings, judge_rewards
-
-Id = int | str
-Answer = Literal["done", "already", "conflict", "unknown"]
+from rollstream.buffer.groups import StoredItem, drop_reason, judge_rewards
+from rollstream.buffer.items import InstanceId, Item
+from rollstream.buffer.store.base import (
+    Acked,
+    Group,
+    GroupState,
+    JobRecord,
+    Judged,
+    Lease,
+    Limits,
+    Policy,
+    Removal,
+    Stats,
+    Wanted,
+)
+from rollstream.errors import BufferFullError, ConflictError, NotFoundError
 
 
 @dataclass(eq=False)
 class RefGroup:
-    number: int  # in order of their first items
-    task_type: str
-    instance_id: Id
-    uids: list[str] = field(default_factory=list)
-    rewards: list[float | None] = field(default_factory=list)
-    last_item: float = 0.0
+    id: int
+    task: str
+    job: str
+    instance_id: InstanceId
+    size: int
+    items: list[Item] = field(default_factory=list)
+    state: GroupState = "open"
     timed_out: bool = False
-    lease: int | None = None  # the newest that it was handed out with, over or not
-    size: int = 0  # items of a whole one, where groups of several sizes are
+    line: int = 0
+    updated: float = 0.0
+    deadline: float = 0.0
+    judged: int = 0
+    lease: str | None = None  # the newest that it was handed out with, over or not
+    left_out: Sequence[str] = ()
+    reason: str | None = None
+    cause: str | None = None
+    left: int | None = None
+    has_bodies: bool = True
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [None if one.failed else one.reward for one in self.items]
+
+    @property
+    def version(self) -> int | None:
+        return min((one.version for one in self.items if one.version is not None), default=None)
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(one.body) for one in self.items) if self.has_bodies else 0
+
+    def seen(self) -> Group:
+        return Group(
+            id=self.id, task=self.task, job=self.job, instance_id=self.instance_id, size=self.size,
+            n=len(self.items), bytes=self.bytes, rewards=self.rewards,
+            failed=sum(one.failed for one in self.items), version=self.version, state=self.state,
+            timed_out=self.timed_out, line=self.line, updated=self.updated, reason=self.reason,
+            cause=self.cause, left=self.left,
+        )  # fmt: skip
 
 
 @dataclass(eq=False)
 class RefLease:
-    groups: list[RefGroup]
     consumer: str | None
+    read_id: str | None
+    seconds: float
     deadline: float
-    state: Literal["live", "acked", "nacked", "expired"] = "live"
+    groups: int
+    items: int
+    state: str = "out"
 
 
-class ReferenceBuffer:
-    def __init__(
-        self,
-        settings: GroupSettings,
-        *,
-        lease_seconds: float = 600.0,
-        groups_per_cycle: int | None = None,
-    ) -> None:
-        self.settings, self.lease_seconds, self.cycle = settings, lease_seconds, groups_per_cycle
-        self.open: dict[tuple[str, type, Id], RefGroup] = {}  # the type: 7 and "7", but also 1 and 1.0
-        self.line: list[RefGroup] = []  # candidates, the next one first
-        self.leases: dict[int, RefLease] = {}
-        self.known: set[str] = set()
-        self.acked: list[str] = []  # uids, in order
-        self.dropped: list[tuple[str, str]] = []  # (uid, reason)
-        self.handed: list[tuple[RefGroup, int]] = []  # every group and the lease it went out with, in order
-        self.cycle_began = 0  # so many of them, when the trainer that is there began
-        self.groups = 0
+class ReferenceStore:
+    def __init__(self, policy: Policy, limits: Limits) -> None:
+        self.policy, self.limits, self.now = policy, limits, 0.0
+        self.groups: dict[int, RefGroup] = {}
+        self.leases: dict[str, RefLease] = {}
+        self.jobs: dict[str, JobRecord] = {}
+        self.group_count = self.written = self.items_of_job = self.left = self.told = 0
+        self.delivered: list[RefGroup] = []
+        self.dropped: list[RefGroup] = []
+        self.filtered = 0
 
-    def write(self, uid: str, task_type: str, instance_id: Id, reward: float | None, now: float) -> bool:
-        self.tick(now)
-        if uid in self.known:
-            return False
-        self.known.add(uid)
-        key = (task_type, type(instance_id), instance_id)
-        if key not in self.open:
-            self.open[key] = RefGroup(self.groups, task_type, instance_id)
-            self.groups += 1
-        group = self.open[key]
-        group.uids.append(uid)
-        group.rewards.append(reward)
-        group.last_item = now
-        if len(group.uids) >= self.enough(group):
-            self.line.append(self.open.pop(key))
-        return True
+    @property
+    def last(self) -> JobRecord | None:
+        return max(self.jobs.values(), key=lambda job: job.number, default=None)
 
-    def read(
-        self, now: float, *, max_groups: int | None = None, task_type: str | None = None, consumer: str = ""
-    ) -> int | None:
-        """A lease's number, or None: nothing to hand out."""
-        self.tick(now)
-        chosen: list[RefGroup] = []
-        for group in list(self.line):
-            if len(chosen) == max_groups:
+    def in_state(self, *states: GroupState) -> list[RefGroup]:
+        """In the line's order."""
+        return sorted((g for g in self.groups.values() if g.state in states), key=lambda g: g.line)
+
+    def known(self, uid: str) -> bool:
+        return any(one.uid == uid for group in self.groups.values() for one in group.items)
+
+    def items_here(self) -> int:
+        return sum(len(group.items) for group in self.groups.values() if group.left is None)
+
+    # -- writing and judging
+
+    def write(self, items: Sequence[Item]) -> list[bool]:
+        first: set[str] = set()
+        fresh = []
+        for one in items:
+            fresh.append(one.uid not in first and not self.known(one.uid))
+            first.add(one.uid)
+        if any(fresh) and self.items_here() + sum(fresh) > self.limits.items:
+            raise BufferFullError
+        for one, is_new in zip(items, fresh, strict=True):
+            if is_new:
+                self.add(one)
+        return fresh
+
+    def owner(self, item: Item) -> tuple[str, str]:
+        if item.job is not None:
+            known = self.jobs.get(item.job)
+            return item.task or ("" if known is None else known.task), item.job
+        if self.last is not None and item.task in (None, self.last.task):
+            return self.last.task, self.last.id
+        return item.task or "", ""
+
+    def add(self, item: Item) -> None:
+        task, job = self.owner(item)
+        settings = self.policy.settings(task, self.jobs.get(job))
+        name = (task, job, type(item.instance_id), item.instance_id)
+        for group in self.in_state("open"):
+            if (group.task, group.job, type(group.instance_id), group.instance_id) == name:
                 break
-            if task_type not in (None, group.task_type) or self._too_soon(group, chosen):
+        else:
+            self.group_count += 1
+            group = RefGroup(self.group_count, task, job, item.instance_id, settings.group_size)
+            self.groups[group.id] = group
+        self.written += 1
+        self.items_of_job += self.last is not None and job == self.last.id
+        group.items.append(item)
+        group.line, group.updated = self.written, self.now
+        group.deadline = self.now + settings.group_timeout_seconds
+        if not self.policy.has_own_judge(task):
+            self.judge_by_default(group)
+        elif len(group.items) >= group.size:
+            group.state = "full"
+
+    def judge_by_default(self, group: RefGroup) -> None:
+        settings = self.policy.settings(group.task, self.jobs.get(group.job))
+        settings = replace(settings, group_size=group.size)
+        group.judged = len(group.items)
+        verdict = judge_rewards(group.rewards, settings, timed_out=group.timed_out)
+        if verdict.valid:
+            group.state = "ready"
+        elif verdict.finished:
+            failed = sum(one.failed for one in group.items)
+            self.drop(group, drop_reason(group.rewards, settings, failed=failed, timed_out=group.timed_out))
+
+    def drop(self, group: RefGroup, reason: str) -> None:
+        self.left += 1
+        group.state, group.reason, group.left = "dropped", reason, self.left
+        self.dropped.append(group)
+
+    def drop_all(self, groups: Collection[RefGroup], reason: str) -> int:
+        for group in sorted(groups, key=lambda g: g.line):
+            self.drop(group, reason)
+        return len(groups)
+
+    def unjudged(self, tasks: Sequence[str]) -> list[RefGroup]:
+        waiting = self.in_state("open", "full")
+        return [g for g in waiting if g.task in tasks and g.judged < len(g.items)]
+
+    def judge(self, judged: Sequence[Judged], removals: Sequence[Removal]) -> None:
+        waiting = self.in_state("open", "full")
+        self.remove(waiting, removals)
+        for one in judged:
+            group = self.groups.get(one.group)
+            if group not in waiting or group.state not in ("open", "full") or len(group.items) != one.n:
                 continue
-            self.line.remove(group)
-            if judge_rewards(group.rewards, self.settings, timed_out=group.timed_out).valid:
-                chosen.append(group)
+            group.judged = one.n
+            if one.valid:
+                group.state = "ready"
+            elif one.finished or group.state == "full":
+                self.drop(group, "timed_out" if group.timed_out else "not_valid")
+
+    def remove(self, among: Collection[RefGroup], removals: Sequence[Removal]) -> list[RefGroup]:
+        removed = []
+        for one in removals:
+            group = self.groups.get(one.group)
+            if group is None or group not in among:
+                continue
+            removed.append(group)
+            if one.cause is None:
+                self.drop(group, one.reason)
             else:
-                reason = "timed_out" if group.timed_out else "not_valid"
-                self.dropped += [(uid, reason) for uid in group.uids]
-        if not chosen:
-            return None
-        number = len(self.leases)
-        self.leases[number] = RefLease(chosen, consumer, now + self.lease_seconds)
+                group.state, group.reason, group.cause = "quarantined", one.reason, one.cause
+        return removed
+
+    def retry(self, groups: Sequence[int] | None) -> set[int]:
+        back = [g for g in self.in_state("quarantined") if groups is None or g.id in groups]
+        for group in back:
+            group.reason = group.cause = group.lease = None
+            group.state = "ready"
+            if self.policy.has_own_judge(group.task):
+                group.state, group.judged = "full", 0
+        return {group.id for group in back}
+
+    def drop_quarantined(self, groups: Sequence[int], reason: str) -> int:
+        return self.drop_all([g for g in self.in_state("quarantined") if g.id in groups], reason)
+
+    def drop_job(self, job: str, reason: str) -> int:
+        return self.drop_all([g for g in self.in_state("open", "full", "ready") if g.job == job], reason)
+
+    # -- reading
+
+    def choose(self, wanted: Wanted) -> tuple[list[RefGroup], list[RefGroup]]:
+        chosen: list[RefGroup] = []
+        stale: list[RefGroup] = []
+        seen = {(type(one), one) for one in wanted.without}
+        for group in self.in_state("ready"):
+            if len(chosen) == wanted.groups:
+                break
+            instance = (type(group.instance_id), group.instance_id)
+            if (
+                wanted.task not in (None, group.task)
+                or (wanted.jobs is not None and group.job not in wanted.jobs)
+                or wanted.size not in (None, group.size)
+                or group.task in wanted.skip_tasks
+            ):
+                continue
+            version = group.version
+            if wanted.min_version is not None and version is not None and version < wanted.min_version:
+                stale.append(group)
+            elif not (wanted.distinct and instance in seen):
+                seen.add(instance)
+                chosen.append(group)
+        return chosen, stale
+
+    def take(self, wanted: Wanted, lease: str | None) -> tuple[list[RefGroup], int, int]:
+        """Its groups, how many there were, and how many were too old. `lease`: what the real store named it."""
+        chosen, stale = self.choose(wanted)
+        if wanted.drop_stale:
+            self.drop_all(stale, "stale")
+        if not chosen or (wanted.exact and len(chosen) < wanted.groups):
+            return [], len(chosen), len(stale)
+        assert lease is not None
         for group in chosen:
-            group.lease = number
-        self.handed += [(group, number) for group in chosen]
-        return number
-
-    def ack(self, number: int, now: float) -> Answer:
-        self.tick(now)
-        if (lease := self.leases.get(number)) is None:
-            return "unknown"
-        if lease.state == "acked":
-            return "already"
-        if lease.state == "nacked" or any(group.lease != number for group in lease.groups):
-            return "conflict"
-        if lease.state == "expired":  # late, but nobody else has them
-            self.line = [group for group in self.line if group not in lease.groups]
-        lease.state = "acked"
-        self.acked += [uid for group in lease.groups for uid in group.uids]
-        return "done"
-
-    def nack(self, number: int, now: float) -> Answer:
-        self.tick(now)
-        if (lease := self.leases.get(number)) is None:
-            return "unknown"
-        if lease.state != "live":
-            return "conflict" if lease.state == "acked" else "already"
-        self._give_back(lease, "nacked")
-        return "done"
-
-    def extend(self, number: int, seconds: float, now: float) -> Answer:
-        self.tick(now)
-        if (lease := self.leases.get(number)) is None:
-            return "unknown"
-        if lease.state != "live":
-            return "conflict"
-        lease.deadline = now + seconds
-        return "done"
-
-    def release(self, consumer: str, now: float) -> None:
-        self.tick(now)
-        for lease in reversed(self.leases.values()):
-            if lease.consumer == consumer and lease.state == "live":
-                self._give_back(lease, "nacked")
-
-    def tick(self, now: float) -> None:
-        late = [
-            group
-            for group in self.open.values()
-            if now - group.last_item >= self.settings.group_timeout_seconds
-        ]
-        for group in sorted(late, key=lambda group: (group.last_item, group.number)):
-            group.timed_out = True
-            self.line.append(self.open.pop((group.task_type, type(group.instance_id), group.instance_id)))
-        for lease in reversed(self.leases.values()):
-            if lease.state == "live" and now >= lease.deadline:
-                self._give_back(lease, "expired")
-
-    def restart(self, now: float) -> None:
-        """Monotonic clocks do not outlive a process: what waits for a time waits in full again."""
-        for group in self.open.values():
-            group.last_item = now
-        for lease in self.leases.values():
-            lease.deadline = now + self.lease_seconds
-
-    def enough(self, group: RefGroup) -> int:
-        """Items from which on it goes."""
-        return self.settings.min_group_size
-
-    def live_uids(self) -> set[str]:
-        """Everything that was written and neither acked nor dropped."""
-        return self.known - set(self.acked) - {uid for uid, _ in self.dropped}
-
-    def _give_back(self, lease: RefLease, state: Literal["nacked", "expired"]) -> None:
-        lease.state = state
-        self.line = lease.groups + self.line  # first in line, as they were
-
-    def counted(self, since: int = 0) -> list[RefGroup]:
-        """Groups in the hands of a trainer that may keep them, in the order in which it got them."""
-        return [
-            group
-            for group, number in self.handed[since:]
-            if self.leases[number].state in ("live", "acked") and group in self.leases[number].groups
-        ]
-
-    def left_in_cycle(self) -> int | None:
-        if self.cycle in (None, 1):
-            return None
-        return self.cycle - len(self.counted(self.cycle_began)) % self.cycle
-
-    def same_instance(self, group: RefGroup, other: RefGroup) -> bool:
-        return group.task_type == other.task_type and (
-            (type(group.instance_id), group.instance_id) == (type(other.instance_id), other.instance_id)
+            group.state, group.lease, group.left_out = "leased", lease, ()
+        items = sum(len(group.items) for group in chosen)
+        self.leases[lease] = RefLease(
+            *(wanted.consumer, wanted.read_id, wanted.seconds, self.now + wanted.seconds, len(chosen), items)
         )
+        return chosen, len(chosen), len(stale)
 
-    def newest_place(self, group: RefGroup) -> int:
-        """Of its instance among what counts; -1: it has none."""
-        counted = self.counted()
-        return max((at for at, one in enumerate(counted) if self.same_instance(group, one)), default=-1)
+    def load(self, group: RefGroup) -> list[StoredItem] | None:
+        """None: its bodies are not kept any more."""
+        if not group.has_bodies:
+            return None
+        return [
+            StoredItem(one.uid, reward, one.encoding, one.body)
+            for one, reward in zip(group.items, group.rewards, strict=True)
+        ]
 
-    def is_held(self, group: RefGroup, ahead: int) -> bool:
-        """Whether its instance is among the last of a cycle's groups but one, with so many handed out now."""
-        place = self.newest_place(group)
-        return bool(self.cycle) and place >= 0 and len(self.counted()) - place + ahead < self.cycle
+    def finish(self, lease: str, removals: Sequence[Removal], left_out: Mapping[int, Sequence[str]]) -> None:
+        if self.lease(lease).state != "out":
+            raise ConflictError
+        leased = [group for group in self.in_state("leased") if group.lease == lease]
+        removed = self.remove(leased, removals)
+        if removed:
+            self.leases[lease].groups -= len(removed)
+            self.leases[lease].items -= sum(len(group.items) for group in removed)
+        for group in leased:
+            if group not in removed and group.id in left_out:
+                group.left_out = left_out[group.id]
 
-    def _too_soon(self, group: RefGroup, chosen: list[RefGroup]) -> bool:
-        return any(self.same_instance(group, one) for one in chosen) or self.is_held(group, len(chosen))
+    def lease(self, lease: str) -> RefLease:
+        if lease not in self.leases:
+            raise NotFoundError
+        return self.leases[lease]
+
+    def ack(self, leases: Sequence[str], told: int | None = None) -> Acked:
+        named = {lease: self.lease(lease) for lease in leases}
+        live = {key: lease for key, lease in named.items() if lease.state != "acked"}
+        theirs = [group for group in self.in_state("ready", "leased") if group.lease in live]
+        for key, lease in live.items():
+            if sum(group.lease == key for group in theirs) != lease.groups:
+                raise ConflictError
+        self.told = max(self.told, told or 0)
+        for group in theirs:
+            self.left += 1
+            group.state, group.left = "delivered", self.left
+            self.delivered.append(group)
+            self.filtered += len(group.left_out)
+        for lease in live.values():
+            lease.state = "acked"
+        return Acked(sum(x.groups for x in named.values()), sum(x.items for x in named.values()), not live)
+
+    def nack(self, lease: str) -> None:
+        if self.lease(lease).state == "acked":
+            raise ConflictError
+        self.give_back([lease])
+
+    def extend(self, lease: str, seconds: float) -> None:
+        found = self.lease(lease)
+        if found.state != "out":
+            raise ConflictError
+        found.seconds, found.deadline = seconds, self.now + seconds
+
+    def give_back(self, leases: Collection[str]) -> int:
+        groups = [g for g in self.in_state("leased") if g.lease in leases]
+        for group in groups:
+            group.state = "ready"
+        for lease in leases:
+            if self.leases[lease].state == "out":
+                self.leases[lease].state = "back"
+        return len(groups)
+
+    def release(self, consumer: str) -> int:
+        return self.give_back([key for key, lease in self.leases.items() if lease.consumer == consumer])
+
+    def return_read(self, read_id: str) -> None:
+        self.give_back([key for key, lease in self.leases.items() if lease.read_id == read_id])
+
+    # -- time
+
+    def sweep(self) -> None:
+        self.give_back(
+            [k for k, one in self.leases.items() if one.state == "out" and one.deadline < self.now]
+        )
+        late = [group for group in self.in_state("open") if group.deadline < self.now]
+        for group in sorted(late, key=lambda g: (g.deadline, g.id)):
+            group.timed_out = True
+            if self.policy.has_own_judge(group.task):
+                group.state, group.judged = "full", 0
+            else:
+                self.judge_by_default(group)
+        gone = sorted((g for g in self.groups.values() if g.left), key=lambda g: g.left or 0)
+        for group in gone:
+            if sum(one.bytes for one in gone) > self.limits.archive_bytes:
+                group.has_bodies = False
+        order = {"": -1} | {job.id: job.number for job in self.jobs.values()}
+        old = [g for g in gone if not g.has_bodies and (self.last is None or g.job != self.last.id)]
+        for group in sorted(old, key=lambda g: (order.get(g.job, -1), g.job)):
+            if sum(len(one.items) for one in old if one.id in self.groups) > self.limits.remembered_uids:
+                del self.groups[group.id]
+
+    # -- jobs and looking
+
+    def save_job(self, job: JobRecord) -> None:
+        if self.last is None or job.number > self.last.number:
+            self.items_of_job = 0
+        self.jobs[job.id] = job
+
+    def seen_leases(self) -> list[Lease]:
+        out = sorted((x.deadline, key) for key, x in self.leases.items() if x.state == "out")
+        return [
+            Lease(
+                id=key,
+                consumer=self.leases[key].consumer,
+                seconds=self.leases[key].seconds,
+                left_s=max(0.0, deadline - self.now),
+                groups=[group.id for group in self.in_state("leased") if group.lease == key],
+            )
+            for deadline, key in out
+        ]
+
+    def unread_drops(self, task: str | None, jobs: Sequence[str] | None, limit: int) -> tuple[list[int], int]:
+        unread = [g for g in self.seen_dropped() if (g.left or 0) > self.told][:limit]
+        told = unread[-1].left if len(unread) == limit else self.left
+        assert told is not None
+        return [g.id for g in unread if task in (None, g.task) and (jobs is None or g.job in jobs)], told
+
+    def seen_dropped(self) -> list[RefGroup]:
+        return [group for group in self.dropped if group.id in self.groups]
+
+    def stats(self) -> Stats:
+        ready = self.in_state("ready")
+        items = Counter[str]()
+        for group in self.dropped:
+            items[group.reason or ""] += len(group.items)
+        if self.filtered:
+            items["filtered"] += self.filtered
+        return Stats(
+            items=self.items_here(),
+            items_ready=sum(len(group.items) for group in ready),
+            items_of_job=self.items_of_job,
+            items_written=self.written,
+            items_delivered=sum(len(group.items) for group in self.delivered) - self.filtered,
+            items_dropped=dict(items),
+            groups={
+                state: len(self.in_state(state))
+                for state in ("open", "full", "ready", "leased", "quarantined")
+            },
+            groups_delivered=len(self.delivered),
+            groups_dropped=dict(Counter(group.reason or "" for group in self.dropped)),
+            leases=sum(lease.state == "out" for lease in self.leases.values()),
+            oldest_ready_s=max(0.0, self.now - ready[0].updated) if ready else 0.0,
+            archive_bytes=sum(group.bytes for group in self.groups.values() if group.left),
+            disk_bytes=0,
+        )

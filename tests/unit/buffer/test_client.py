@@ -1,463 +1,568 @@
-"""The clients, against a buffer that is served: writes, leases, streams, retries."""
+"""The clients, against a server in a thread that speaks the buffer's wire."""
 
 import asyncio
-import logging
-import random
-import selectors
+import contextlib
+import gc
+import json
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from array import array
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy
 import pytest
 from aiohttp import web
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.buffer.async_client import AsyncBufferClient
-from rollstream.buffer.client import BufferClient
-from rollstream.buffer.client_wire import (
-    Address,
+from rollstream.buffer.app import BufferServer
+from rollstream.buffer.client import (
+    AsyncBufferClient,
     Backoff,
+    BufferClient,
     BufferClientError,
     BufferUnavailableError,
-    Encoding,
     LeaseUseError,
-    RecordReader,
-    RetryNotice,
-    Tries,
-    batches,
 )
-from rollstream.buffer.items import parse_items
+from rollstream.buffer.items import Encoding, ItemError, dump_item, dump_list, parse_items
+from rollstream.buffer.service import BufferOptions
+from rollstream.web import Access
 
-from .served import Served, item, served
-
-ENCODINGS: list[Encoding] = ["json", "msgpack"]
-
-
-def tokens(number: int) -> dict[str, Any]:
-    return {
-        "prompt_ids": [1, 2, number],
-        "response_ids": [5],
-        "response_mask": [1],
-        "response_logprobs": [-0.5],
-        "policy_version": number,
-    }
+QUICK = Backoff(0.001, 0.01)
+IMPATIENT = Backoff(0.001, 0.01, give_up_after=0.05)
+MSGPACK = {"content-type": "application/msgpack"}
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-async def test_the_sync_client(tmp_path: Path, encoding: Encoding) -> None:
-    async with served(tmp_path) as buffer:
-        await asyncio.to_thread(use_sync_client, buffer, encoding)
+@contextlib.contextmanager
+def served(handler: Any) -> Iterator[str]:
+    """The URL of a server in a thread of its own."""
+    started: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        runner = web.ServerRunner(web.Server(handler, handler_cancellation=True), shutdown_timeout=0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        started.set_result((runner.addresses[0][1], asyncio.get_running_loop(), stop := asyncio.Event()))
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    port, loop, stop = started.result()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
 
 
-def use_sync_client(buffer: Served, encoding: Encoding) -> None:
-    with BufferClient(buffer.url, encoding=encoding) as client:
-        items = [item("a", n % 2, f"a{n}", **tokens(n)) for n in range(4)]
-        assert client.write(items).results == [True] * 4
-        assert client.write(items).known == 4
-        assert client.known(["a0", "zz"]) == [True, False]
-        with pytest.raises(BufferClientError) as refused:
-            client.write([item("a", 1.0, "fine"), item("a", "much", "b")])
-        assert (refused.value.status, refused.value.where) == (400, "items[1].reward")
-        with pytest.raises(RuntimeError), client.read(consumer="me") as lease:
-            raise RuntimeError("the trainer fails")
-        assert client.leases("me") == []
-        with client.read(consumer="me", max_groups=3) as lease:
-            (group,) = list(lease)
-            assert (group.instance_id, group.policy_version, lease.groups_promised) == ("a", 0, 1)
-            assert [list(one["prompt_ids"]) for one in group.items] == [[1, 2, n] for n in range(4)]
-            assert isinstance(group.items[0]["prompt_ids"], array if encoding == "msgpack" else list)
-            assert lease.meta_info["finished_groups"] == ["a"]
-            lease.extend(50)
-            lease.ack()
-            lease.ack()
-        assert client.release("me") == 0
-        with client.read() as lease:
-            assert lease.id is None and list(lease) == [] and lease.failures == []
-        with pytest.raises(BufferClientError) as refused:
-            client.start_rollout({"task_type": "none"})
-        assert (refused.value.status, refused.value.code) == (404, "unknown_task_type")
-        assert client.stats()["items_delivered"] == 4
+def item(uid: str | None = None, **more: Any) -> dict[str, Any]:
+    plain = {"instance_id": "a", "messages": [{"role": "user", "content": "?"}], "reward": 1.0, **more}
+    return plain if uid is None else {"uid": uid, **plain}
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-async def test_the_async_client(tmp_path: Path, encoding: Encoding) -> None:
-    async with served(tmp_path) as buffer, AsyncBufferClient(buffer.url, encoding=encoding) as client:
-        writes = [client.write([item("a", n % 2, f"a{n}", **tokens(n))]) for n in range(4)]
-        assert sum(done.stored for done in await asyncio.gather(*writes)) == 4
-        async with await client.read(consumer="me") as lease:
-            groups = [group async for group in lease]
-            assert [one["response_ids"][0] for one in groups[0].items] == [5] * 4
-            assert [one["lease_id"] for one in await client.leases("me")] == [lease.id]
-            await lease.ack()
-        with pytest.raises(BufferClientError) as refused:
-            assert lease.id is not None
-            await client.nack(lease.id)
-        assert refused.value.status == 409
-        assert (await client.read()).id is None
+def frame(**record: Any) -> bytes:
+    body = msgspec.msgpack.encode(record)
+    return len(body).to_bytes(4, "big") + body
 
 
-async def test_writes_are_tried_again_until_there_is_room() -> None:
-    statuses = iter([503, 429, 507, 500, 200])
-    bodies: list[bytes] = []
-
-    async def write(request: web.Request) -> web.Response:
-        bodies.append(await request.read())
-        status = next(statuses)
-        answer = {"stored": 1, "known": 0, "results": ["stored"]} if status == 200 else {"error": {}}
-        return web.json_response(answer, status=status)
-
-    async with _fake(write) as url, AsyncBufferClient(url, backoff=Backoff(0.001, 0.01)) as client:
-        assert (await client.write([{**item("a"), "uid": None}])).stored == 1
-    # The uid is made once: whatever became of a try, the item is stored once.
-    assert len(bodies) == 5 and len(set(bodies)) == 1
+def head(lease: str | None, **more: Any) -> bytes:
+    return frame(head={"lease": lease, "groups": 0, "failures": [], "notices": [], **more})
 
 
-@pytest.mark.parametrize("cut", ["before its head", "before its first record", "within its first record"])
-async def test_groups_of_an_answer_that_was_lost_come_at_once(tmp_path: Path, cut: str) -> None:
-    answers = 0
-    ndjson = {"accept": "application/x-ndjson", "content-type": "application/json"}
+def group(number: int, encoding: Encoding = "msgpack", **more: Any) -> bytes:
+    items = dump_list([dump_item(item("u", **more), encoding)], encoding)
+    facts = {"task_type": "math", "job": "j", "instance_id": 7, "timed_out": False, "policy_version": 3}
+    return frame(group={"group": number, **facts, "encoding": encoding, "items": items})
 
-    async def relay(request: web.Request) -> web.StreamResponse:
-        nonlocal answers
-        body = await request.read()
-        async with buffer.session.post(buffer.url + request.path, data=body, headers=ndjson) as answer:
-            got = await answer.read()  # as of a server that is killed now: the lease stays
-            lost = "read" in request.path and answers == 0
-            answers += lost
-            response = web.StreamResponse(headers={"content-length": str(len(got))})
-            if not lost or cut != "before its head":
-                await response.prepare(request)
-                await response.write(b"" if lost and cut == "before its first record" else got[:20])
-            if not lost:
-                await response.write(got[20:])
-            elif request.transport is not None:
-                request.transport.close()
-            return response
 
-    backoff = Backoff(0.001, 0.01)
+END = frame(end={"items": 1, "groups": 1, "meta_info": {"finished_groups": [7]}})
 
-    def read_plainly() -> None:
-        with BufferClient(url, encoding="json", backoff=backoff) as client, client.read() as lease:
-            assert [group.instance_id for group in lease] == ["a"]
-            lease.nack()
 
-    async with served(tmp_path) as buffer, _fake(relay) as url:
-        await buffer.write_group("a")
+class Buffer:
+    """Stores items by uid, and gives `frames` to every read."""
+
+    def __init__(self, *frames: bytes) -> None:
+        self.frames = frames
+        self.calls: list[str] = []
+        self.bodies: list[bytes] = []
+        self.uids: set[str] = set()
+        self.headers: Any = None
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        body = await request.content.read()  # of any size
+        self.calls.append(request.path_qs)
+        self.bodies.append(body)
+        self.headers = request.headers
+        if request.path == "/v1/read":
+            return web.Response(body=b"".join(self.frames), headers=MSGPACK)
+        if request.path == "/v1/items":
+            return self.write(body, "json" if request.content_type == "application/json" else "msgpack")
+        return web.json_response({})
+
+    def write(self, body: bytes, encoding: Encoding) -> web.Response:
+        try:
+            uids = [one.uid for one in parse_items(body, encoding)]
+        except ItemError as error:
+            return refused(400, "invalid_item", str(error), error.where)
+        results = ["known" if uid in self.uids else "stored" for uid in uids]
+        self.uids.update(uids)
+        return web.json_response({"stored": 0, "known": 0, "results": results})
+
+
+def refused(status: int, code: str, message: str, where: str = "") -> web.Response:
+    error = {"message": message, "code": code, "where": where}
+    return web.json_response({"error": error}, status=status)
+
+
+async def cut_off(request: web.Request, body: bytes) -> web.StreamResponse:
+    response = web.StreamResponse(headers={**MSGPACK, "content-length": "100000"})
+    if body:
+        await response.prepare(request)
+        await response.write(body)
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+# -- writes
+
+
+@pytest.mark.parametrize("given", [item(), item() | {"uid": None}, json.dumps(item()).encode()])
+def test_a_retried_write_is_stored_once(given: Any) -> None:
+    buffer, statuses = Buffer(), iter([503, 429, 507, 500])
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        answer = await buffer(request)  # stored, whatever is answered
+        status = next(statuses, None)
+        return answer if status is None else refused(status, "full", "no room")
+
+    with served(handler) as url, BufferClient(url, backoff=QUICK) as client:
+        assert client.write(given) == (0, 1, [False])
+        assert client.write([]) == (0, 0, [])
+    assert len(buffer.uids) == 1 and len(set(buffer.bodies)) == 1
+
+
+@pytest.mark.parametrize("kind", [list, lambda numbers: array("i", numbers), numpy.array])
+def test_tokens_are_sent_as_binary(kind: Any) -> None:
+    buffer = Buffer()
+    with served(buffer) as url, BufferClient(url) as client:
+        tokens = {"prompt_ids": kind([1, 2]), "response_ids": kind([3]), "response_mask": kind([1])}
+        assert client.write([item("u", **tokens, response_logprobs=[-0.5])]).stored == 1
+        assert client.write([item("v", **tokens), json.dumps(item("w")).encode()]).results == [True, True]
+    assert buffer.headers["content-type"] == "application/json"  # for all, as one of them is text
+    (raw,) = msgspec.msgpack.decode(buffer.bodies[0])["items"]
+    assert raw["prompt_ids"] == b"\1\0\0\0\2\0\0\0" and raw["response_mask"] == b"\1"
+    assert len(raw["response_logprobs"]) == 4
+
+
+def test_a_large_write_is_several_requests() -> None:
+    buffer = Buffer()
+    with served(buffer) as url, BufferClient(url) as client:
+        assert client.write([item(f"u{n}") for n in range(2500)]).stored == 2500
+        assert client.write([item(f"u{n}", text="x" * 2**22) for n in range(5)]).known == 5
+        with pytest.raises(BufferClientError, match=r"^items\[1005\].reward: ") as error:
+            client.write([item(f"v{n}") for n in range(1005)] + [item("bad", reward="much")])
+    assert len(buffer.calls) == 3 + 2 + 2
+    assert (error.value.status, error.value.code) == (400, "invalid_item")
+    assert error.value.where == "items[1005].reward"
+
+
+def test_what_is_no_item_is_not_sent() -> None:
+    buffer = Buffer()
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        ("item", TypeError, "mappings, or bytes of JSON"),
+        ([item("a"), "item"], TypeError, "mappings, or bytes of JSON"),
+        ([item("a"), b'{"a": 1}, {"b": 2}'], ItemError, r"items\[1\]: not valid json"),
+        ([item("a"), b"[1]"], ItemError, r"items\[1\]: not valid json"),
+        (item("a", extra_info={"x": object()}), ItemError, r"items\[0\]"),
+    ]
+    with served(buffer) as url, BufferClient(url) as client:
+        for given, kind, text in wrong:
+            with pytest.raises(kind, match=text):
+                client.write(given)
+    assert buffer.calls == []
+
+
+# -- reads
+
+
+@pytest.mark.parametrize("encoding", ["json", "msgpack"])
+async def test_a_lease(encoding: Encoding) -> None:
+    tokens = {"prompt_ids": [1], "response_ids": [2, 3], "response_mask": [1, 0], "response_logprobs": None}
+    buffer = Buffer(head("L/1"), group(1, encoding, **tokens), group(2), END)
+    with served(buffer) as url:
         async with (
-            AsyncBufferClient(url, encoding="json", backoff=backoff) as client,
-            await client.read() as lease,
+            AsyncBufferClient(url) as client,
+            await client.read(max_groups=2, timeout=5, consumer="me", drop_stale=False) as lease,
         ):
-            assert [group.instance_id async for group in lease] == ["a"]
-            await lease.nack()
-        assert answers == 1
-        answers = 0
-        await asyncio.to_thread(read_plainly)
-        assert answers == 1
+            first, second = [one async for one in lease]
+            assert lease.meta_info == {"finished_groups": [7]}
+            await lease.extend(50)
+            await lease.ack()
+    assert (first.id, first.task_type, first.job, first.instance_id) == (1, "math", "j", 7)
+    assert (first.timed_out, first.policy_version, second.id) == (False, 3, 2)
+    (read,) = first.items
+    assert read["prompt_ids"] == array("i", [1]) and read["response_mask"] == array("b", [1, 0])
+    assert read["response_logprobs"] is None and read["uid"] == "u"
+    asked = json.loads(buffer.bodies[0])
+    assert re.fullmatch("[0-9a-f]{32}", asked.pop("read_id"))
+    assert asked == {"max_groups": 2, "timeout": 5, "consumer": "me", "drop_stale": False}
+    assert buffer.calls == ["/v1/read", "/v1/leases/L%2F1/extend", "/v1/leases/L%2F1/ack"]
 
 
-@pytest.mark.parametrize("told", [True, False])
-async def test_connections_that_ended_while_they_were_idle_cost_no_patience(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, told: bool
-) -> None:
-    """`told`: the client's machine has heard of it when they are used again; else it hears by using one."""
-    monkeypatch.setattr("rollstream.buffer.server._KEEP_ALIVE_S", 1)
-    if not told:
-        monkeypatch.setattr("rollstream.buffer.client_http._is_over", lambda connection: False)
-    count = 8
-
-    def ask_together(client: BufferClient) -> None:
-        together = threading.Barrier(count)
-
-        def ask() -> None:
-            together.wait(60)
-            client.read(timeout=0.5)
-
-        threads = [threading.Thread(target=ask) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def is_closed(connection: Any) -> bool:
-        with selectors.DefaultSelector() as selector:
-            selector.register(connection.sock, selectors.EVENT_READ)
-            return bool(selector.select(0))
-
-    def ask_after_a_pause(client: BufferClient) -> None:
-        idle = client._connections._idle
-        assert idle
-        deadline = time.monotonic() + 60
-        while not all(is_closed(one) for one in idle) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert client.stats()["items"] == 0
-        assert len(client._connections._idle) <= 1
-
-    async with served(tmp_path) as buffer:
-        with BufferClient(buffer.url, backoff=Backoff(0.001, give_up_after=0)) as client:
-            await asyncio.to_thread(ask_together, client)
-            await asyncio.to_thread(ask_after_a_pause, client)
-    assert not [record for record in caplog.records if "trying again" in record.getMessage()]
+def test_a_read_that_finds_nothing() -> None:
+    buffer = Buffer(head(None, failures=[{"error": "no GPU"}], notices=["all was read"]), END)
+    with served(buffer) as url, BufferClient(url) as client, client.read() as lease:
+        assert lease.id is None and lease.meta_info and list(lease) == []
+        assert (lease.failures, lease.notices) == ([{"error": "no GPU"}], ["all was read"])
+        lease.ack()
+        with pytest.raises(LeaseUseError, match="nothing to ack"):
+            client.ack(lease.id)
+    assert buffer.calls == ["/v1/read"]
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-async def test_what_is_no_buffer_is_not_asked_again(encoding: Encoding) -> None:
-    asked = 0
-
-    async def page(request: web.Request) -> web.Response:
-        nonlocal asked
-        asked += 1
-        return web.Response(text="<html>\nwelcome\n</html>\n", content_type="text/html")
-
-    def read_plainly() -> None:
-        with BufferClient(url, encoding=encoding) as client:
-            client.read()
-
-    async with _fake(page) as url, AsyncBufferClient(url, encoding=encoding) as client:
-        with pytest.raises(BufferClientError, match="not what a buffer sends"):
-            await client.read()
-        with pytest.raises(BufferClientError, match="not what a buffer sends"):
-            await asyncio.to_thread(read_plainly)
-    assert asked == 2
-
-
-def test_patience_begins_with_the_first_failure(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A read may wait for an hour before its connection breaks; one patience is for all that fails."""
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    backoff = Backoff(give_up_after=300.0)
-    tries = Tries("POST http://h/v1/read", backoff, RetryNotice(backoff), random.Random(0))
-    now += 3600.0
-    for step in (0.0, 200.0, 99.0):
-        now += step
-        assert tries.failed("it broke") > 0
-    now += 1.0
-    with pytest.raises(BufferUnavailableError, match="POST http://h/v1/read: it broke") as gave_up:
-        tries.failed("it broke", ValueError("cause"))
-    assert isinstance(gave_up.value.__cause__, ValueError)
-    assert len(caplog.records) == 1
-
-
-async def test_a_client_gives_up_when_it_was_told_to() -> None:
-    async def full(request: web.Request) -> web.Response:
-        return web.json_response({"error": {}}, status=429, headers={"retry-after": "1"})
-
-    quick = Backoff(0.001, 0.01, give_up_after=0.05)
-    async with _fake(full) as url, AsyncBufferClient(url, backoff=quick) as client:
-        with pytest.raises(BufferUnavailableError, match="HTTP 429"):
-            await client.write([item("a", 1, "a")])
-
-        def write() -> None:
-            with BufferClient(url, backoff=quick) as other:
-                other.write([item("a", 1, "a")])
-
-        with pytest.raises(BufferUnavailableError, match="HTTP 429"):
-            await asyncio.to_thread(write)
-    with pytest.raises(BufferUnavailableError):
-        await AsyncBufferClient("http://127.0.0.1:9", backoff=quick).stats()
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-async def test_an_ack_does_not_take_groups_that_were_never_read(tmp_path: Path, encoding: Encoding) -> None:
-    async with served(tmp_path) as buffer:
-        for name in "abcd":
-            await buffer.write_group(name)
-        await asyncio.to_thread(use_leases, buffer, encoding)
-
-
-def use_leases(buffer: Served, encoding: Encoding) -> None:
-    with BufferClient(buffer.url, encoding=encoding) as client:
-        with pytest.raises(LeaseUseError, match="unread=True"), client.read() as lease:
-            lease.ack()
-        with pytest.raises(LeaseUseError, match="not read"), client.read() as lease:
-            for _ in lease:
-                break
-            lease.ack()
-        assert client.leases() == [] and client.stats()["items_delivered"] == 0  # all of it went back
-        with client.read(max_groups=1) as lease:
-            assert next(iter(lease)).instance_id == "a"
-            lease.ack()  # there is no other group, though the end was not asked for
-        with client.read(max_groups=2) as lease:
-            seen = [group.instance_id for group in lease]
-            with pytest.raises(LeaseUseError, match="once"):
-                list(lease)
-            lease.ack()
-        assert seen == ["b", "c"]
+def test_an_ack_does_not_take_groups_that_were_never_read() -> None:
+    buffer = Buffer(head("L"), group(1), group(2), END)
+    with served(buffer) as url, BufferClient(url) as client:
         with client.read() as lease:
             groups = iter(lease)
-            with pytest.raises(LeaseUseError):
+            assert next(groups).id == 1
+            with pytest.raises(LeaseUseError, match="unread=True"):
                 lease.ack()
-            assert [group.instance_id for group in groups] == ["d"]  # a refused ack takes nothing away
-            assert lease.meta_info["finished_groups"] == ["d"]
+            assert [one.id for one in groups] == [2]  # the refused ack takes nothing away
+            with pytest.raises(LeaseUseError, match="before"):
+                list(lease)
             lease.ack()
-        client.write([item("e", n % 2, f"e{n}") for n in range(4)])
         with client.read() as lease:
             lease.ack(unread=True)
-        assert client.stats()["items_delivered"] == 20
+        with client.read() as lease:
+            assert next(one for one in lease if one.id == 2)
+            lease.ack()  # nothing is left, though the end was not asked for
+    assert buffer.calls == ["/v1/read", "/v1/leases/L/ack"] * 3
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-async def test_an_async_ack_does_not_either(tmp_path: Path, encoding: Encoding) -> None:
-    async with served(tmp_path) as buffer, AsyncBufferClient(buffer.url, encoding=encoding) as client:
-        await buffer.write_group("a")
-        await buffer.write_group("b")
-        with pytest.raises(LeaseUseError, match="unread=True"):
-            async with await client.read() as lease:
-                async for _ in lease:
-                    break
+@pytest.mark.parametrize("nack", ["taken", "refused", "lost"])
+def test_a_lease_left_by_an_exception_goes_back(nack: str) -> None:
+    buffer = Buffer(head("L"), group(1), END)
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        answer = await buffer(request)
+        if request.path.endswith("nack") and nack == "lost":
+            return await cut_off(request, b"")
+        if request.path.endswith("nack") and nack == "refused":
+            return refused(409, "conflict", "the lease ended")
+        return answer
+
+    with served(handler) as url, BufferClient(url, backoff=IMPATIENT) as client:
+        with pytest.raises(ZeroDivisionError), client.read() as lease:
+            for _ in lease:
+                raise ZeroDivisionError
+        with client.read():
+            pass  # without an ack it stays for client.ack
+    assert "/v1/leases/L/nack" in buffer.calls and buffer.calls[-1] == "/v1/read"
+
+
+@pytest.mark.parametrize("cut", [0, 2, 30])
+def test_a_read_whose_answer_is_lost_is_sent_again(cut: int) -> None:
+    buffer = Buffer(head("L"), END)
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        answer = await buffer(request)
+        return await cut_off(request, buffer.frames[0][:cut]) if len(buffer.calls) == 1 else answer
+
+    with served(handler) as url, BufferClient(url, backoff=QUICK) as client, client.read() as lease:
+        assert lease.id == "L"
+    assert len(buffer.bodies) == 2 and len(set(buffer.bodies)) == 1  # with one read_id
+
+
+@pytest.mark.parametrize("ends", ["cut off", "without its end"])
+def test_a_stream_that_breaks(ends: str) -> None:
+    buffer = Buffer(head("L"), group(1))
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        answer = await buffer(request)
+        broken = request.path == "/v1/read" and ends == "cut off"
+        return await cut_off(request, b"".join(buffer.frames)) if broken else answer
+
+    seen = []
+    with served(handler) as url, BufferClient(url, backoff=IMPATIENT) as client:
+        with pytest.raises(BufferUnavailableError, match="broke during a read"), client.read() as lease:
+            for one in lease:
+                seen.append(one.id)
+        with pytest.raises(BufferUnavailableError, match="broke during a read"):
+            lease.ack(unread=True)
+    assert seen in ([], [1])  # what has arrived may be thrown away
+    assert buffer.calls == ["/v1/read", "/v1/leases/L/nack"]
+
+
+def test_groups_are_given_out_while_later_ones_are_not_there_yet() -> None:
+    asked_for_more = threading.Event()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers=MSGPACK)
+        await response.prepare(request)
+        await response.write(head("L") + group(1))
+        assert await asyncio.to_thread(asked_for_more.wait, 60)
+        await response.write(group(2) + END)
+        return response
+
+    with served(handler) as url, BufferClient(url) as client, client.read() as lease:
+        groups = iter(lease)
+        assert next(groups).id == 1
+        asked_for_more.set()
+        assert [one.id for one in groups] == [2]
+
+
+# -- refusals, tokens, patience
+
+
+def test_a_refusal_is_not_tried_again() -> None:
+    asked = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        if request.path == "/v1/jobs":
+            return refused(404, "unknown_task_type", "no task 'x'")
+        if request.path == "/v1/leases":
+            raise web.HTTPFound("/login")
+        return web.Response(text="<html>welcome</html>", content_type="text/html")
+
+    with served(handler) as url, BufferClient(url) as client:
+        with pytest.raises(BufferClientError, match="no task 'x'") as error:
+            client.start_job({"task_type": "x"})
+        assert (error.value.status, error.value.code, error.value.where) == (404, "unknown_task_type", "")
+        for call in (client.stats, client.read, client.leases):
+            with pytest.raises(BufferClientError, match="not as a buffer answers"):
+                call()
+    assert len(asked) == 4
+
+
+def test_a_client_gives_up(caplog: pytest.LogCaptureFixture) -> None:
+    async def full(request: web.Request) -> web.StreamResponse:
+        return refused(429, "buffer_full", "no room")
+
+    with served(full) as url, BufferClient(url, backoff=IMPATIENT) as client:
+        with pytest.raises(BufferUnavailableError, match=r"/v1/items: .*no room; gave up after") as error:
+            client.write(item())
+        assert isinstance(error.value.__cause__, BufferClientError)
+    caplog.clear()
+    with BufferClient(url.replace("//", "//user:secret@"), backoff=IMPATIENT) as client:
+        for _ in range(2):  # nobody listens there any more
+            with pytest.raises(BufferUnavailableError):
+                client.stats()
+    (record,) = caplog.records
+    assert re.search(r"GET http://127.*/v1/stats: .*; trying again until \d\d:", record.getMessage())
+    assert record.name.startswith("rollstream") and "secret" not in record.getMessage()
+
+
+@given(st.integers(1, 5000), st.floats(0.001, 1), st.floats(1, 100))
+def test_backoff(failures: int, first: float, longest: float) -> None:
+    pause = Backoff(first, longest).pause(failures)
+    assert first / 2 <= pause <= longest and (failures > 1 or pause <= first)
+
+
+def test_tokens_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = Buffer()
+    with served(buffer) as url:
+
+        def sent(url: str, token: str | None = None) -> Any:
+            with BufferClient(url, token=token) as client:
+                client.stats()
+            return buffer.headers.get("authorization")
+
+        monkeypatch.delenv("ROLLSTREAM_BUFFER_TOKEN", raising=False)
+        assert sent(url) is None
+        monkeypatch.setenv("ROLLSTREAM_BUFFER_TOKEN", "from-environment")
+        assert sent(url.removeprefix("http://")) == "Bearer from-environment"
+        with_token = url.replace("//", "//any:a%2Fb@") + "/below/"
+        assert sent(with_token) == "Bearer a/b"
+        assert sent(with_token, "given") == "Bearer given"
+    assert buffer.calls == ["/v1/stats", "/v1/stats", "/below/v1/stats", "/below/v1/stats"]
+    for wrong in ("ftp://u:secret@h", "http://"):
+        with pytest.raises(ValueError, match=r"no buffer's address((?!secret).)*$"):
+            BufferClient(wrong)
+
+
+CALLS: list[tuple[str, tuple[Any, ...], str, Any, Any]] = [
+    ("known", (["a", "b"],), "/v1/uids/known", {"uids": ["a", "b"]}, {"known": [True, False]}),
+    ("ack", ("L",), "/v1/leases/L/ack", {}, {"repeated": False}),
+    ("nack", ("L",), "/v1/leases/L/nack", {}, {"returned": True}),
+    ("extend", ("L", 5), "/v1/leases/L/extend", {"seconds": 5}, {"lease_seconds": 5}),
+    ("leases", ("a b",), "/v1/leases?consumer=a+b", None, {"leases": [{"lease": "L"}]}),
+    ("release", ("a/b",), "/v1/consumers/a%2Fb/release", {}, {"consumer": "a/b", "groups": 2}),
+    ("start_job", ({"n": 1},), "/v1/jobs", {"n": 1}, {"id": "j"}),
+    ("stop_job", ("j",), "/v1/jobs/j/stop", {}, {"id": "j"}),
+    ("drop_job", ("j",), "/v1/jobs/j/drop", {}, {"job": "j", "groups": 2}),
+    ("jobs", (), "/v1/jobs", None, {"jobs": [{"id": "j"}]}),
+    ("dropped", (5, 7), "/v1/dropped?limit=5&after=7", None, {"dropped": [{"id": 8}]}),
+    ("groups", (), "/v1/groups?limit=1000&after=0", None, {"groups": [{"id": 8}]}),
+    ("group", (3,), "/v1/groups/3", None, {"group": {}, "items": [{"prompt_ids": ["of", "a", "hook"]}]}),
+    ("quarantine", (), "/v1/quarantine?limit=1000&after=0", None, {"quarantined": [{"id": 8}]}),
+    ("retry_quarantined", (), "/v1/quarantine/retry", {"groups": None}, {"groups": 1, "unknown": []}),
+    ("drop_quarantined", ([4],), "/v1/quarantine/drop", {"groups": [4]}, {"groups": 1, "unknown": []}),
+    ("stats", (), "/v1/stats", None, {"items": 1}),
+]
+
+
+def test_every_call_is_on_its_route() -> None:
+    seen: list[Any] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        seen.append((request.method, request.path_qs, json.loads(body) if body else None))
+        return web.json_response(CALLS[len(seen) - 1][-1] if len(seen) <= len(CALLS) else {"known": []})
+
+    with served(handler) as url, BufferClient(url) as client:
+        for name, given, path, body, answer in CALLS:
+            result = getattr(client, name)(*given)
+            assert seen[-1] == ("GET" if body is None else "POST", path, body)
+            assert result in (answer, *answer.values())  # a list or a number comes alone
+        assert client.known(["u"] * 10_001) == []  # in two requests
+    assert seen[-2][2] == {"uids": ["u"] * 10_000} and seen[-1][2] == {"uids": ["u"]}
+
+
+async def test_against_the_server(tmp_path: Path) -> None:
+    server = BufferServer(BufferOptions(directory=tmp_path / "b"), Access(token="t/k"))
+    url = await server.start("127.0.0.1", 0)
+    tokens = {"prompt_ids": [1], "response_ids": [2], "response_mask": [1], "response_logprobs": [-0.5]}
+    items = [item(f"u{n}", reward=n % 2, **tokens) for n in range(16)]
+    consumer = "a/b é"
+    try:
+        async with AsyncBufferClient(url, token="t/k", backoff=IMPATIENT) as client:
+            assert (await client.write([json.dumps(one).encode() for one in items[:8]])).stored == 8
+            assert (await client.write(items)).results == [False] * 8 + [True] * 8
+            with pytest.raises(ZeroDivisionError):
+                async with await client.read(consumer=consumer) as lease:
+                    raise ZeroDivisionError
+            assert await client.leases() == []
+            async with await client.read(consumer=consumer, timeout=5) as lease:
+                (read,) = [one async for one in lease]
+                assert read.instance_id == "a" and lease.meta_info["finished_groups"] == ["a"]
+                assert {type(one["prompt_ids"]) for one in read.items} == {array}
+                assert [one["id"] for one in await client.leases(consumer)] == [lease.id]
                 await lease.ack()
-        async with await client.read(max_groups=1) as lease:
-            assert [group.instance_id async for group in lease] == ["a"]
-            with pytest.raises(LeaseUseError, match="once"):
-                [group async for group in lease]
-            await lease.ack()
-        async with await client.read() as lease:
-            await lease.ack(unread=True)
-        assert (await client.stats())["items_delivered"] == 8
+            assert await client.known(["u0", "new"]) == [True, False]
+            assert (await client.read()).id is None and await client.release(consumer) == 0
+            assert [one["state"] for one in await client.groups(limit=5)] == ["delivered"]
+            assert await client.jobs() == await client.dropped() == await client.quarantine() == []
+            assert (await client.retry_quarantined())["groups"] == 0
+            assert (await client.drop_quarantined([1]))["groups"] == 0
+            for missing in (client.stop_job("r/1"), client.drop_job("r/1"), client.ack("x"), client.group(9)):
+                with pytest.raises(BufferClientError) as error:
+                    await missing
+                assert error.value.status == 404
+    finally:
+        await server.stop(1)
 
 
-async def test_one_item_is_written_as_a_list_of_one(tmp_path: Path) -> None:
-    def write() -> None:
-        with BufferClient(buffer.url) as client:
-            assert client.write(item("a", 1, "a1")).stored == 1
-            assert client.write(
-                b'{"uid": "a2", "instance_id": "a", "messages": [{"role": "u"}], "reward": 0}'
-            )
-            assert client.known(["a1", "a2"]) == [True, True]
-            with pytest.raises(TypeError, match=r"items\[1\]: .* got str"):
-                client.write([item("a"), "item"])  # type: ignore[list-item]
-            with pytest.raises(TypeError, match="got int"):
-                client.write(7)  # type: ignore[arg-type]
-
-    async with served(tmp_path) as buffer, AsyncBufferClient(buffer.url) as client:
-        await asyncio.to_thread(write)
-        assert (await client.write(item("a", 1, "a3"))).stored == 1
+# -- the sync client's thread
 
 
-async def test_what_was_dropped_and_quarantined_is_listed(tmp_path: Path) -> None:
-    def look() -> None:
-        with BufferClient(buffer.url) as client:
-            assert client.read().id is None
-            (drop,) = client.dropped()
-            assert (drop["instance_id"], drop["reason"]) == ("same", "not_valid")
-            assert client.dropped(limit=5, after=drop["ticket"]) == []
-            assert client.quarantine() == [] and client.retry_quarantined()["groups"] == 0
-            assert client.drop_quarantined([])["groups"] == 0
-            with pytest.raises(BufferClientError) as refused:
-                client.drop_rollout("r/1")
-            assert refused.value.status == 404
-            assert client.read(rollout_id="r/1").id is None
-
-    async with served(tmp_path) as buffer, AsyncBufferClient(buffer.url) as client:
-        await buffer.write_group("same", (1, 1, 1, 1))
-        await asyncio.to_thread(look)
-        assert len(await client.dropped(limit=1)) == 1
-        assert await client.quarantine() == []
-        assert (await client.retry_quarantined([]))["groups"] == 0
-        assert (await client.drop_quarantined())["groups"] == 0
-        with pytest.raises(BufferClientError, match="r/1"):
-            await client.drop_rollout("r/1")
-        assert (await client.read(rollout_id="r/1")).id is None
+async def test_a_sync_client_works_inside_a_running_loop_and_in_many_threads() -> None:
+    with served(Buffer()) as url, BufferClient(url) as client, BufferClient(url) as other:
+        assert client.write(item("here")).stored == 1
+        writes = [asyncio.to_thread(client.write, item(f"u{n}")) for n in range(20)]
+        assert sum(done.stored for done in await asyncio.gather(*writes)) == 20
+        assert other.write(item("here")).known == 1
 
 
-async def test_the_first_failure_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    quick = Backoff(0.001, 0.01, give_up_after=0.1)
+@contextlib.contextmanager
+def silent_reads() -> Iterator[tuple[str, threading.Event, threading.Event]]:
+    """A server whose reads wait; one event says that a read has come, the other one that it went away."""
+    come, gone = threading.Event(), threading.Event()
 
-    def told() -> list[str]:
-        lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        caplog.clear()
-        return lines
+    async def handler(request: web.Request) -> web.StreamResponse:
+        if request.path == "/v1/read":
+            come.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                gone.set()
+        return web.json_response({"items": 1})
 
-    def ask() -> None:
-        with BufferClient("http://u:secret@127.0.0.1:9", backoff=quick) as client:
+    with served(handler) as url:
+        yield url, come, gone
+
+
+def test_ctrl_c_ends_a_waiting_read_and_leaves_the_client_usable() -> None:
+    with silent_reads() as (url, come, gone), BufferClient(url) as client:
+
+        def interrupt() -> None:
+            assert come.wait(60)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            client.read(timeout=600)
+        assert gone.wait(60)  # the buffer sees that the reader has gone
+        assert client.stats() == {"items": 1}
+
+
+def test_close_ends_what_waits() -> None:
+    with silent_reads() as (url, come, _), ThreadPoolExecutor(1) as thread:
+        client = BufferClient(url)
+        read = thread.submit(client.read, timeout=600)
+        assert come.wait(60)
+        client.close()
+        client.close()
+        with pytest.raises(RuntimeError, match="closed during the call"):
+            read.result(60)
+        with pytest.raises(RuntimeError, match="was closed"):
             client.stats()
 
-    with pytest.raises(BufferUnavailableError):
-        await asyncio.to_thread(ask)
-    (line,) = told()
-    assert "GET http://127.0.0.1:9/v1/stats: " in line and "refused" in line
-    assert "trying again until " in line and "secret" not in line
-    async with AsyncBufferClient("http://127.0.0.1:9", backoff=quick) as other:
-        for _ in range(2):
-            with pytest.raises(BufferUnavailableError):
-                await other.stats()
-    (line,) = told()
-    assert "trying again until " in line
-    RetryNotice(Backoff(give_up_after=None)).tell("GET x", "refused", failures=1, waited=0.0)
-    assert told() == ["GET x: refused; trying again until it works"]
+
+def test_a_client_that_is_forgotten_ends_its_thread() -> None:
+    def threads() -> int:
+        return sum(thread.name == "buffer-client" for thread in threading.enumerate())
+
+    before = threads()
+    client = BufferClient("http://127.0.0.1:9")
+    assert threads() == before + 1
+    del client
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads() == before
 
 
-def _fake(handler: Any) -> Any:
-    import contextlib
-
-    @contextlib.asynccontextmanager
-    async def serve() -> Any:
-        app = web.Application()
-        app.router.add_post("/{path:.*}", handler)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
-
-    return serve()
-
-
-@settings(deadline=None)
-@given(st.lists(st.binary(max_size=30), max_size=20), st.lists(st.integers(1, 60)), st.booleans())
-def test_a_stream_is_cut_the_same_however_it_arrives(
-    texts: list[bytes], sizes: list[int], packed: bool
-) -> None:
-    import msgspec
-    import orjson
-
-    documents = [{"end": text.hex()} for text in texts]
-    if packed:
-        encoded = [msgspec.msgpack.encode(one) for one in documents]
-        raw = b"".join(b"\xc6" + len(one).to_bytes(4, "big") + one for one in encoded)
-    else:
-        raw = b"".join(orjson.dumps(one) + b"\n" for one in documents)
-    reader = RecordReader("msgpack" if packed else "json")
-    records, at = [], 0
-    for size in [*sizes, len(raw)]:
-        records += reader.feed(raw[at : at + size])
-        at += size
-    assert records == documents
+EXITS = """
+import os, sys, threading
+from rollstream.buffer.client import BufferClient
+client = BufferClient(sys.argv[1].replace("127.0.0.1", "localhost"))
+print(client.stats())
+if pid := os.fork():
+    assert os.waitpid(pid, 0)[1] == 0
+else:
+    try:
+        client.stats()
+    except RuntimeError as error:
+        print(error)
+    with BufferClient(sys.argv[1]) as new:
+        print(new.stats())
+    os._exit(0)
+threading.Thread(target=lambda: client.read(timeout=600), daemon=True).start()
+sys.stdin.readline()
+print(client.stats())
+"""
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.integers(1, 2500), st.sampled_from(ENCODINGS))
-def test_batches_hold_all_items_in_order(count: int, encoding: Encoding) -> None:
-    items = [
-        {"uid": str(n), "instance_id": n, "messages": [{"role": "user"}], "reward": 0} for n in range(count)
-    ]
-    parsed = [parse_items(body, encoding) for _, body in batches(items, encoding)]
-    assert [one.uid for batch in parsed for one in batch] == [str(n) for n in range(count)]
-    assert all(len(batch) <= 1000 for batch in parsed)
-
-
-@given(st.integers(1, 50), st.floats(0, 1000), st.none() | st.floats(0, 100), st.integers())
-def test_pauses(failures: int, waited: float, asked: float | None, seed: int) -> None:
-    backoff = Backoff(first=0.1, longest=5.0, give_up_after=300.0)
-    pause = backoff.pause(failures, waited, asked, random.Random(seed))
-    if waited >= 300:
-        assert pause is None
-    else:
-        assert pause is not None and 0.05 <= pause <= 5.0
-        assert pause >= min(asked or 0.0, 5.0)
-
-
-def test_addresses() -> None:
-    assert Address.parse("http://rollstream:a%2Fb@h:99/x/", None).url == "http://h:99/x"
-    assert Address.parse("http://rollstream:a%2Fb@h:99", None).headers == Address.parse("h:99", "a/b").headers
-    assert Address.parse("https://h", None).port == 443
-    for wrong in ("ftp://h", "http://"):
-        with pytest.raises(ValueError, match="no address of a buffer"):
-            Address.parse(wrong, None)
+def test_a_fork_and_an_exit_with_a_client_that_is_open_and_waits() -> None:
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with silent_reads() as (url, come, _):
+        process = subprocess.Popen([sys.executable, "-u", "-c", EXITS, url], text=True, **pipes)
+        assert come.wait(60)
+        out, err = process.communicate("go\n", timeout=60)
+    assert (process.returncode, err) == (0, "")
+    first, forked, *others = out.splitlines()
+    assert forked == "this client was closed, or made before a fork: make a new one"
+    assert [first, *others] == ["{'items': 1}"] * 3

@@ -1,111 +1,139 @@
-"""The command line of `rollstream buffer serve`: what it refuses, and how it ends."""
+"""`rollstream buffer`: what serve refuses and how it ends, what status and show print."""
 
-import runpy
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
+import orjson
 import pytest
-import requests
 
-from rollstream.buffer.command import check_folder
 from rollstream.cli import build_parser, main
-from tests.integration.buffer_servers import serve_buffer
+from tests.support.buffer import generator, group, item, serve_buffer
 
-DEMO = Path(__file__).parents[3] / "examples" / "buffer" / "demo.py"
-
-
-def refused(*words: str, capsys: pytest.CaptureFixture[str], folder: Path) -> str:
-    assert main(["buffer", "serve", "--dir", str(folder), "--port", "0", *words]) == 2
-    return capsys.readouterr().err
+Capture = pytest.CaptureFixture[str]
 
 
-def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty = tmp_path / "empty"
+def refused(capsys: Capture, folder: Path, *words: str) -> str:
+    assert main(["buffer", "serve", "--dir", str(folder), "--port", "0", *words]) == 2, words
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+def test_wrong_options(tmp_path: Path, capsys: Capture) -> None:
+    empty, broken = tmp_path / "empty", tmp_path / "broken"
     empty.write_text("\n")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "a_generator.py").write_text("TASK_TYPE = 'a'\n")
+    broken.mkdir()
+    (broken / "a_generator.py").write_text("TASK_TYPE = 'a'\n")
+    twice = generator(tmp_path / "twice", "same")
+    generator(tmp_path / "thrice", "same")
+    near = generator(tmp_path / "near", hooks="def normalise_group_data(group): return group\n")
     for words, said in (
-        (("--host", "0.0.0.0"), "--token-file"),
+        (("--host", "0.0.0.0"), "set a token"),
         (("--token-file", str(tmp_path / "none")), "No such file"),
         (("--token-file", str(empty)), "first line"),
         (("--group-size", "0"), "group_size"),
-        (("--whole-reads",), "--max-groups-per-read"),
         (("--lease-seconds", "0"), "--lease-seconds"),
+        (("--hook-seconds", "nan"), "--hook-seconds"),
         (("--max-groups-per-read", "0"), "--max-groups-per-read"),
+        (("--max-buffer-size", "-1"), "--max-buffer-size"),
+        (("--archive-bytes", "-1"), "--archive-bytes"),
         (("--min-valid-item-size-ratio", "1.5"), "min_valid_item_size_ratio"),
-        (("--generators", str(tmp_path / "broken")), "run_rollout"),
+        (("--group-timeout-seconds", "inf"), "group_timeout_seconds"),
+        (("--generators", str(broken)), "run_rollout"),
         (("--generators", str(tmp_path / "nowhere")), "nowhere"),
+        (("--generators", twice, "--generators", str(tmp_path / "thrice")), "same TASK_TYPE 'same'"),
+        (("--generators", near), "did you mean normalize_group_data"),
+        (("--engines", "example.com"), "engines"),
+        (("--tools", str(tmp_path / "none")), "none"),
+        (("--store", "mysql://x"), "--store"),
         (("--port", "99999"), "cannot listen"),
+        (("--host", "no.such.host.invalid"), "cannot listen"),
     ):
-        assert said in refused(*words, capsys=capsys, folder=tmp_path / "buffer"), words
+        assert said in refused(capsys, tmp_path / "buffer", *words), words
 
 
-def test_a_folder_with_other_things_in_it_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path, capsys: Capture) -> None:
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("for years")
-    assert "not a buffer's folder and not empty: it has thesis.tex." in refused(
-        capsys=capsys, folder=tmp_path
-    )
+    assert "not a buffer's folder and not empty: it has thesis.tex" in refused(capsys, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-    for names in ([], [".nfs1", "lost+found", "server.log"], ["buffer.lock", "other"], ["log.json", "other"]):
-        folder = tmp_path / str(len(names)) / "".join(names[:1])
-        folder.mkdir(parents=True)
-        for name in names:
-            (folder / name).touch()
-        check_folder(folder)
-    check_folder(tmp_path / "new")
-    check_folder(thesis)  # the ledger says what is wrong with it
+    assert "is not a folder" in refused(capsys, thesis)
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "lost+found").mkdir()
+    (odd / ".snapshot").mkdir()
+    with serve_buffer(odd) as server:
+        assert server.stop() == 0
 
 
-def test_defaults_are_those_of_the_contract() -> None:
+def test_a_damaged_database_and_one_of_another_format_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "buffer"
+    with serve_buffer(folder) as server:
+        assert server.stop() == 0
+    (folder / "buffer.sqlite").write_bytes(b"not a database at all" * 1000)
+    code = main(["buffer", "serve", "--dir", str(folder), "--port", "0"])
+    error = capsys.readouterr().err
+    assert code in (1, 2) and "damaged" in error and "Traceback" not in error
+
+
+def test_the_defaults() -> None:
     options = build_parser().parse_args(["buffer", "serve", "--dir", "d"])
     assert (options.host, options.port, options.group_size) == ("127.0.0.1", 8889, 16)
     assert (options.min_valid_group_size_ratio, options.min_valid_item_size_ratio) == (1.0, 0.7)
     assert (options.group_timeout_seconds, options.min_timeout_group_size_ratio) == (300.0, 0.7)
-    assert (options.max_buffer_size, options.max_groups_per_read) == (10**9, None)
+    assert (options.max_buffer_size, options.max_groups_per_read, options.raw) == (10**9, None, False)
 
 
-def test_a_second_server_is_refused_and_signals_end_the_first(tmp_path: Path) -> None:
+def test_help_says_what_each_option_is_for(capsys: Capture) -> None:
+    for words in (["serve"], ["status"], ["show"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["buffer", *words, "--help"])
+        assert ended.value.code == 0
+    assert "--state" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_server_is_refused_and_signals_end_the_first(tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "buffer"
-    with serve_buffer(folder) as server:
-        assert requests.get(server.url + "/ready", timeout=10).json() == {"status": "ready"}
-        with pytest.raises(AssertionError, match="in use by another buffer"), serve_buffer(folder):
+    with serve_buffer(folder, "--group-size", "2") as server:
+        assert server.get("/ready") == {"status": "ready"}
+        with pytest.raises(AssertionError, match="is another server's"), serve_buffer(folder):
             pass
-        waiting = requests.Session()
-        assert waiting.get(server.url + "/health", timeout=10).status_code == 200
-        server.process.send_signal(signal.SIGINT)
+        assert server.post("/v1/items", {"items": group("a", (0, 1))})[0] == 200
+        server.process.send_signal(number)
         assert server.process.wait(30) == 0
     with serve_buffer(folder) as server:
-        assert server.stop() == 0
+        (given,) = server.post("/v1/read")[1]["groups"]
+        assert len(given["items"]) == 2, "a group keeps the size that it was made for"
 
 
-def demo(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(DEMO), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
+    def printed(*words: str) -> str:
+        assert main(["buffer", *words]) == 0
+        return capsys.readouterr().out
 
-
-def test_the_demo_deletes_no_folder_but_its_own(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("for years")
-    ended = demo("--dir", str(tmp_path))
-    assert ended.returncode == 1 and "holds what no demo made" in ended.stderr
-    assert (tmp_path / "thesis.tex").read_text() == "for years"
-    make_folder = runpy.run_path(str(DEMO))["make_folder"]
-    mine = tmp_path / "new" / "demo"
-    for _ in range(2):
-        make_folder(mine)
-        (mine / "prompts.jsonl").touch()
-    (tmp_path / "empty").mkdir()
-    make_folder(tmp_path / "empty")
-    with pytest.raises(SystemExit, match="choose another"):
-        make_folder(tmp_path / "thesis.tex")
-
-
-def test_the_demo_wants_a_prompt(tmp_path: Path) -> None:
-    for words in (("--prompts", "0"), ("--repeats", "-1")):
-        ended = demo("--dir", str(tmp_path / "demo"), *words)
-        assert ended.returncode == 2 and f"argument {words[0]}: " in ended.stderr, ended.stderr
-        assert "Traceback" not in ended.stderr and not (tmp_path / "demo").exists()
+    files = generator(tmp_path / "files")
+    with serve_buffer(tmp_path / "buffer", "--generators", files) as server:
+        job = server.post("/v1/jobs", {"task_type": "math", "num_repeat_per_sample": 2})[1]["id"]
+        items = [*group("good", (0, 1)), *group("bad", (1, 1)), item("open", None)]
+        assert server.post("/v1/items", {"items": items})[0] == 200
+        for where in (server.url, str(server.folder)):
+            told = printed("status", where)
+            assert "1 open" in told and "1 equal_rewards" in told and f"{job} of task 'math'" in told
+            listed = printed("show", where)
+            assert len(listed.splitlines()) == 3 and "'good'" in listed and "rewards 1 1" in listed
+            assert (
+                len(printed("show", where, "--state", "open", "--task", "math", "--job", job).splitlines())
+                == 1
+            )
+            assert printed("show", where, "--job", "nobody").strip() == ""
+            assert len(printed("show", where, "--limit", "1", "--after", "1").splitlines()) == 1
+            found: Any = orjson.loads(printed("show", where, "2", "--json"))
+            assert [one["uid"] for one in found["items"]] == ["'bad'-0", "'bad'-1"]
+            assert main(["buffer", "show", where, "99"]) in (1, 2)
+            assert "there is no group" in capsys.readouterr().err
+    told = printed("status", str(tmp_path / "buffer"))  # the server is gone
+    assert "1 ready" in told
+    assert main(["buffer", "status", str(tmp_path)]) == 2
+    assert "is not the folder of a buffer" in capsys.readouterr().err

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rollstream.buffer.builtin
 from rollstream.buffer import groups
-from rollstream.buffer.groups import GroupSettings, Verdict
+from rollstream.buffer.groups import Group, GroupSettings, Verdict
 from rollstream.buffer.hooks import CONVENTIONS, HookError, Hooks
 from rollstream.errors import ConfigError
-from tests.unit.buffer.test_groups import a_group
+from rollstream.user_code import run_file
 
 SETTINGS = GroupSettings(group_size=4)
 
@@ -42,31 +41,56 @@ def is_valid_group(group, min_valid_group_size, task_type="math"):
 """
 
 
+def a_group(rewards: list[Any]) -> Group:
+    return "q", [
+        {
+            "uid": f"u{index}",
+            "instance_id": "q",
+            "messages": [{"role": "user", "content": str(index)}],
+            "reward": reward,
+            "extra_info": {"round_number": index},
+        }
+        for index, reward in enumerate(rewards)
+    ]
+
+
 def hooks_of(**functions: Any) -> Hooks:
-    return Hooks(functions, task_type="math", where="/g/math_generator.py")
+    return Hooks(functions, "math", "/g/math_generator.py")
+
+
+def hooks_in(file: Path) -> Hooks:
+    return Hooks.of_module(run_file(file, key="hooks"), "math", str(file))
 
 
 def test_the_default_hooks() -> None:
-    hooks = Hooks.default("math")
-    assert hooks.is_default_verdict and hooks.is_default_meta_info and hooks.is_default_finish
-    group = a_group([0, 1, 1, 0.5])
-    assert hooks.judge(group, SETTINGS) == groups.is_valid_group(group, SETTINGS)
-    assert hooks.finish(group, SETTINGS) == groups.finish_group(group, SETTINGS)
-    assert hooks.meta_info({"q": group[1]}, SETTINGS) == groups.get_group_data_meta_info({"q": group[1]})
+    instance_id, items = a_group([0, 1, 1, -1.0])
+    kept = [item for item in items if groups.filter_item(item)]
+    scored = groups.pad_group_data(groups.normalize_group_data((instance_id, kept)), 4)
+    assert Hooks().finish((instance_id, items), SETTINGS) == scored[1]
+    assert Hooks().judge((instance_id, items), SETTINGS) == Verdict(True, True)
+    assert Hooks().meta_info({"q": items}, SETTINGS) == groups.get_group_data_meta_info({"q": items})
+
+
+def test_raw_groups_are_left_as_they_are() -> None:
+    settings = GroupSettings(group_size=2, raw=True)
+    group = a_group([7.0, None])
+    hooks = hooks_of(filter_item=lambda item: 1 / 0, is_valid_group=lambda group: 1 / 0)
+    assert hooks.judge(group, settings) == Verdict(True, True)
+    assert hooks.finish(group, settings) == group[1]
 
 
 def test_a_file_written_for_slime(tmp_path: Path) -> None:
     file = tmp_path / "math_generator.py"
     file.write_text(SLIME_STYLE)
-    hooks = Hooks.load(file)
+    hooks = hooks_in(file)
     assert hooks.overridden == {"normalize_group_data", "is_valid_group"}
-    assert not hooks.is_default_verdict and not hooks.is_default_finish and hooks.is_default_meta_info
     assert hooks.judge(a_group([0, 1, 1]), SETTINGS) == Verdict(False, False)
     assert hooks.judge(a_group([0, 1, 1]), SETTINGS, timed_out=True) == Verdict(True, True)
     assert hooks.judge(a_group([0, 1]), SETTINGS, timed_out=True) == Verdict(False, True)
     assert hooks.judge(a_group([1, 1, 1, 1]), SETTINGS) == Verdict(True, True)
     items = hooks.finish(a_group([0, 1, 1]), SETTINGS)
-    assert items == groups.finish_group(a_group([0, 1, 1]), SETTINGS)
+    default = Hooks().finish(a_group([0, 1, 1]), SETTINGS)
+    assert [item["reward"] for item in items] == pytest.approx([item["reward"] for item in default])
 
 
 @given(st.lists(st.sampled_from([0, 0.25, 1, -1.0, None]), max_size=6).map(a_group), st.booleans())
@@ -80,7 +104,7 @@ def test_hooks_that_only_call_the_default_ones_change_nothing(group: Any, timed_
         pad_group_data=groups.pad_group_data,
         get_group_data_meta_info=groups.get_group_data_meta_info,
     )
-    default = Hooks.default()
+    default = Hooks()
     whole = timed_out or len(group[1]) >= 4
     assert hooks.judge(group, SETTINGS, timed_out=timed_out) == default.judge(
         group, SETTINGS, timed_out=timed_out
@@ -130,7 +154,7 @@ def test_hooks_are_given_what_they_ask_for() -> None:
         seen["pad"] = rest
         return groups.pad_group_data(group, *rest)
 
-    def is_valid_group(group: Any, unused: Any = 3, /, *, timed_out: bool, settings: GroupSettings) -> bool:
+    def is_valid_group(group: Any, unused: Any = 3, *, timed_out: bool, settings: GroupSettings) -> bool:
         seen["valid"] = (unused, timed_out, settings)
         return True
 
@@ -161,10 +185,11 @@ def test_hooks_are_given_what_they_ask_for() -> None:
     ("function", "said"),
     [
         (3, "is a value of type int"),
-        (bool, "does not say what it takes"),
+        (bool, "has no signature"),
         (lambda: True, "takes no positional argument"),
         (lambda item, task_type, threshold: True, "its parameter threshold"),
         (lambda item, *, threshold: True, "its parameter threshold"),
+        (lambda item, kind, /: True, "its parameter kind"),
     ],
 )
 def test_hooks_that_cannot_be_called_are_refused(function: Any, said: str) -> None:
@@ -220,36 +245,17 @@ def test_a_hooks_raw_reward_is_in_both_places() -> None:
     )
 
 
-def test_a_hook_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_a_hook_that_raises_is_named_with_its_traceback(tmp_path: Path, name: str) -> None:
     file = tmp_path / "bad_generator.py"
-    source = "import sys\n"
-    for name, arguments in CONVENTIONS.items():
-        source += f"def {name}({', '.join(arguments)}):\n    return 1 / 0\n"
-    file.write_text(source)
-    hooks = Hooks.load(file, "bad")
-    group = a_group([0, 1, 1, 1])
-    calls = {
-        "get_group_data_meta_info": lambda hooks: hooks.meta_info({"q": group[1]}, SETTINGS),
-        "is_valid_group": lambda hooks: hooks.judge(group, SETTINGS),
-        "transform_group": lambda hooks: hooks.finish(group, SETTINGS),
-        "filter_item": lambda hooks: hooks.finish(group, SETTINGS),
-        "normalize_group_data": lambda hooks: hooks.finish(group, SETTINGS),
-        "pad_group_data": lambda hooks: hooks.finish(group, SETTINGS),
-    }
-    for name, call in calls.items():
-        file.write_text(f"def {name}({', '.join(CONVENTIONS[name])}):\n    return 1 / 0\n")
-        hooks = Hooks.load(file, "bad")
-        with pytest.raises(HookError, match=f"bad_generator.py: {name} raised ZeroDivisionError") as caught:
-            call(hooks)
-        assert caught.value.hook == name
-        assert f'{file}", line 2, in {name}' in caught.value.traceback
-    file.write_text("import sys\ndef filter_item(item):\n    sys.exit(3)\n")
-    with pytest.raises(HookError, match="filter_item raised SystemExit"):
-        Hooks.load(file).finish(group, SETTINGS)
-
-
-def without(item: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in item.items() if name != key}
+    file.write_text(f"def {name}({', '.join(CONVENTIONS[name])}):\n    return 1 / 0\n")
+    hooks, group = hooks_in(file), a_group([0, 1, 1, 1])
+    with pytest.raises(HookError, match=f"bad_generator.py: {name} raised ZeroDivisionError") as caught:
+        hooks.meta_info({"q": group[1]}, SETTINGS)
+        hooks.judge(group, SETTINGS)
+        hooks.finish(group, SETTINGS)
+    assert caught.value.hook == name
+    assert f'{file}", line 2, in {name}' in caught.value.traceback
 
 
 @pytest.mark.parametrize(
@@ -268,41 +274,6 @@ def without(item: dict[str, Any], key: str) -> dict[str, Any]:
         ("pad_group_data", lambda group: (group[0], group[1][:3]), "gave back 3 items; a group has 4"),
         ("pad_group_data", lambda group: (group[0], group[1] * 2), "gave back 8 items; a group has 4"),
         ("transform_group", lambda group: (group[0], group[1] * 2), "gave back 8 items; a group has 4"),
-        (
-            "transform_group",
-            lambda group: (group[0], [without(item, "messages") for item in group[1]]),
-            r"items\[0\] without messages",
-        ),
-        (
-            "transform_group",
-            lambda group: (group[0], [{**item, "instance_id": 3} for item in group[1]]),
-            "of instance id 3, not 'q'",
-        ),
-        (
-            "transform_group",
-            lambda group: (group[0], [{**item, "extra_info": None} for item in group[1]]),
-            "whose extra_info is None",
-        ),
-        (
-            "transform_group",
-            lambda group: (group[0], [{**item, "reward": math.nan} for item in group[1]]),
-            "whose reward is nan",
-        ),
-        (
-            "transform_group",
-            lambda group: (group[0], [{**item, "reward": numpy.float32("inf")} for item in group[1]]),
-            "whose reward is inf",
-        ),
-        (
-            "transform_group",
-            lambda group: (group[0], [{**item, "reward": "1"} for item in group[1]]),
-            "whose reward is a value of type str",
-        ),
-        (
-            "transform_group",
-            lambda group: (group[0], [{**item, "reward": 10**400} for item in group[1]]),
-            "whose reward is no number that JSON has a form for",
-        ),
     ],
 )
 def test_what_cannot_be_handed_out_is_refused(name: str, give_back: Any, said: str) -> None:
@@ -314,6 +285,28 @@ def test_what_cannot_be_handed_out_is_refused(name: str, give_back: Any, said: s
         hooks.finish(group, SETTINGS)
     assert str(caught.value).startswith(f"/g/math_generator.py: {name} gave back")
     assert caught.value.traceback
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"messages": None}, "without messages"),
+        ({"instance_id": 3}, "of instance id 3, not 'q'"),
+        ({"extra_info": 5}, "whose extra_info is a value of type int"),
+        ({"reward": math.nan}, "whose reward is nan"),
+        ({"reward": numpy.float32("inf")}, "whose reward is .*inf"),
+        ({"reward": "1"}, "whose reward is '1', not a finite number"),
+        ({"reward": True}, "whose reward is True"),
+        ({"reward": 10**400}, "whose reward is 1000.*, not a finite number"),
+    ],
+)
+def test_items_that_a_reader_cannot_use_are_refused(change: dict[str, Any], said: str) -> None:
+    def transform_group(group: Any) -> Any:
+        items = [{**item, **change} for item in group[1]]
+        return group[0], [{k: v for k, v in item.items() if k != "messages" or v} for item in items]
+
+    with pytest.raises(HookError, match=rf"transform_group gave back items\[0\] {said}"):
+        hooks_of(transform_group=transform_group).finish(a_group([0, 1, 1, 0.5]), SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +324,7 @@ def test_a_misspelt_hook_is_an_error(tmp_path: Path, name: str, meant: str) -> N
     file = tmp_path / "math_generator.py"
     file.write_text(f"def {name}(group): return group\n")
     with pytest.raises(ConfigError, match=f"{name} is no hook, did you mean {meant}"):
-        Hooks.load(file)
+        hooks_in(file)
 
 
 def test_other_functions_are_no_misspelt_hooks(tmp_path: Path) -> None:
@@ -342,7 +335,4 @@ def test_other_functions_are_no_misspelt_hooks(tmp_path: Path) -> None:
     code += "class FilterItems: pass\nfilter_itms = 5\n"
     code += "def filter_item(item): return filter_items([item])\ndef filter_items(items): return True\n"
     file.write_text(code)
-    assert Hooks.load(file).overridden == {"filter_item"}
-    for builtin in ("math", "tool"):
-        path = Path(rollstream.buffer.builtin.__file__).parent / f"{builtin}_generator.py"
-        assert Hooks.load(path).overridden == set()
+    assert hooks_in(file).overridden == {"filter_item"}

@@ -1,9 +1,8 @@
 """Rollouts that call tools: rollstream's `tool_agent`, scored like those of `math_generator.py`.
 
-The payload of `/start_rollout` names the tools, as verl's files do: `tool_config_path` (a YAML file, see
-examples/calculator/tools.yaml) or `function_tool_path` (a Python file with functions); and may bound the
-conversation by `max_assistant_turns` and `max_user_turns`, and name how the model writes calls by
-`tool_format`.
+The payload names tools of the file that the server was started with: `"tools": ["calculator"]`, of
+`--tools examples/calculator/tools.yaml`. It may bound the conversation by `max_assistant_turns` and
+`max_user_turns`, and say how the model writes calls by `tool_format`.
 """
 
 from typing import Any

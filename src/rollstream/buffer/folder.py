@@ -1,0 +1,47 @@
+"""A buffer's folder, read without its server, or beside it."""
+
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from rollstream.buffer.groups import GroupSettings
+from rollstream.buffer.hook_host import HookHost
+from rollstream.buffer.reads import TaskPolicy
+from rollstream.buffer.store.sql import SqlStore
+from rollstream.buffer.store.sqlite import FILE, SqliteDriver
+from rollstream.errors import NotFoundError, RunDirectoryError
+
+
+class BufferFolder:
+    """Answers what `AsyncBufferClient` is asked when somebody looks into a buffer. Nothing is changed.
+
+    Raises:
+        RunDirectoryError: It is not a buffer's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / FILE).is_file():
+            raise RunDirectoryError(f"{folder} is not the folder of a buffer: it has no {FILE}")
+        self._driver = SqliteDriver(folder, read_only=True)
+        self._store = SqlStore(self._driver, TaskPolicy(GroupSettings(), HookHost(())))
+
+    async def stats(self) -> dict[str, Any]:
+        jobs = await self._store.jobs()
+        found = {"store": await self._store.stats(), "job": jobs[-1] if jobs else None}
+        return msgspec.to_builtins(found)  # type: ignore[no-any-return]
+
+    async def groups(self, *, task_type: str | None = None, **which: Any) -> list[dict[str, Any]]:
+        return msgspec.to_builtins(await self._store.groups(task=task_type, **which))  # type: ignore[no-any-return]
+
+    async def group(self, number: int) -> dict[str, Any]:
+        found = await self._store.group_with_items(number)
+        if found is None:
+            raise NotFoundError(f"there is no group {number}")
+        return {**found, "group": msgspec.to_builtins(found["group"])}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._driver.close()

@@ -1,0 +1,213 @@
+"""What the store keeps: groups, leases, jobs, and what its calls take and give.
+
+The life of a group:
+
+    open --+-- has enough items, or timed out --> judged by the default rule --+--> ready
+           |                                                                   +--> dropped
+           +-- its task has a hook that judges --> full --> judged by the hook, likewise
+
+    ready <--> leased --> delivered          quarantined: a hook could not judge or finish it
+      nack, expiry          ack
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+
+from rollstream.buffer.groups import GroupSettings
+from rollstream.buffer.items import InstanceId
+
+JobState = Literal["running", "finished", "stopped", "failed"]
+
+GroupState = Literal["open", "full", "ready", "leased", "quarantined", "delivered", "dropped"]
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of a generator, over all restarts of its process."""
+
+    id: str
+    number: int
+    """Later jobs have larger ones, whatever the clock says."""
+    task: str
+    payload: dict[str, Any]
+    """Checked, as `PayloadRules.check` gives it."""
+    state: JobState
+    started: float
+    """Unix time."""
+    crashes: int = 0
+    error: str = ""
+    """The cause of the last crash, in one line."""
+    traceback: str = ""
+    expected: int | None = None
+    """Items that it will write, where its generator says so."""
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A group without its items."""
+
+    id: int
+    task: str
+    job: str
+    """"": of no job."""
+    instance_id: InstanceId
+    size: int
+    """Items of a whole group: its `group_size`."""
+    n: int
+    """Items it has."""
+    bytes: int
+    """Of its items' bodies; 0: they are not kept any more."""
+    rewards: list[float | None]
+    """Of its items, in order; None: not scored, or failed."""
+    failed: int
+    """Items whose rollout failed."""
+    version: int | None
+    """The oldest policy version of its items."""
+    state: GroupState
+    timed_out: bool
+    line: int
+    """Its place in the line of readers: the number of its last item."""
+    updated: float
+    """When its last item came, on the store's clock."""
+    reason: str | None
+    """Why it was dropped, or which hook quarantined it."""
+    cause: str | None
+    """The traceback of a quarantine."""
+    left: int | None
+    """Grows with each group that leaves; None: it has not left."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups that a reader has until it acks, nacks, or its time is over."""
+
+    id: str
+    consumer: str | None
+    seconds: float
+    left_s: float
+    """Until it expires."""
+    groups: list[int]
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a read asks for."""
+
+    groups: int
+    exact: bool = False
+    """That many groups, or none."""
+    task: str | None = None
+    jobs: tuple[str, ...] | None = None
+    """None: any."""
+    size: int | None = None
+    """Only groups of this `group_size`."""
+    distinct: bool = False
+    """No instance twice."""
+    without: frozenset[InstanceId] = frozenset()
+    """With `distinct`: instances that the reader has already."""
+    skip_tasks: tuple[str, ...] = ()
+    min_version: int | None = None
+    """Groups with an older item are passed over, or dropped as stale with `drop_stale`."""
+    drop_stale: bool = False
+    consumer: str | None = None
+    read_id: str | None = None
+    seconds: float = 600.0
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True):
+    """What a read got."""
+
+    lease: Lease | None
+    groups: list[Group]
+    available: int
+    """Groups that there were for an exact read that got none."""
+    stale: int = 0
+    """Groups that were too old."""
+
+
+class Removal(NamedTuple):
+    """A leased or judged group that is not handed out."""
+
+    group: int
+    reason: str
+    """Of a drop; of a quarantine, the hook."""
+    cause: str | None = None
+    """The traceback: the group goes to quarantine. None: it is dropped."""
+
+
+class Judged(NamedTuple):
+    """What a hook said of a group."""
+
+    group: int
+    n: int
+    """Items it had then: a group that has grown since is judged again."""
+    valid: bool
+    finished: bool
+
+
+class Acked(NamedTuple):
+    """What an ack did."""
+
+    groups: int
+    items: int
+    repeated: bool
+    """It was acked before: nothing has changed."""
+
+
+class Change(NamedTuple):
+    """What a transaction brought about, for those who wait."""
+
+    ready: Mapping[tuple[str, str], int] = {}
+    """Groups that became ready, by task and job."""
+    elsewhere: bool = False
+    """Another server of the same database made groups ready."""
+    unjudged: bool = False
+    """There are groups for a hook to judge."""
+    room: bool = False
+    """Something has left."""
+    dropped: Mapping[str, int] = {}
+    """Groups by reason."""
+
+
+class Policy(Protocol):
+    """What a store has to know of tasks."""
+
+    def settings(self, task: str, job: JobRecord | None) -> GroupSettings:
+        """Of the groups of a task, or of a job."""
+        ...
+
+    def has_own_judge(self, task: str) -> bool:
+        """Whether a hook judges its groups, in place of the default rule."""
+        ...
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much a store keeps."""
+
+    items: int = 1_000_000_000
+    """Items that have not left; beyond it writes raise `BufferFullError`."""
+    archive_bytes: int = 2**30
+    """Of items that have left and can still be looked at."""
+    remembered_uids: int = 1_000_000
+    """Of items that have left and are not looked at any more; those of the last job are all remembered."""
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts."""
+
+    items: int
+    """That have not left."""
+    items_ready: int
+    items_of_job: int
+    """Written by the job that was started last."""
+    items_written: int
+    items_delivered: int
+    items_dropped: dict[str, int]
+    """By reason."""
+    groups: dict[str, int]
+    """By state, of those that have not left."""
+    groups_delivered: int
+    groups_dropped: dict[str, int]
+    leases: int
+    oldest_ready_s: float
+    """Since the last item of the group that is first in line; 0: there is none."""
+    archive_bytes: int
+    disk_bytes: int

@@ -1,1 +1,0 @@
-"""Generators that come with rollstream: `--generators builtin`."""

@@ -1,0 +1,281 @@
+"""Real generator processes below their guards."""
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import orjson
+import pytest
+
+from rollstream.buffer.generator_process import GeneratorEnd, GeneratorProcess, cut_log
+from rollstream.engine.launch_guard import marked
+
+PATIENCE_S = 30.0
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+class World:
+    """Starts generators; `note(name, value)` in their files writes a file of JSON."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid4().hex
+        self.log = folder / "dir" / "logs" / "generator-x.log"
+        self.netrc = folder / "dir" / "generator.netrc"
+        self.started: list[GeneratorProcess] = []
+
+    async def start(self, body: str, *, token: str | None = None, **data: Any) -> GeneratorProcess:
+        file = self.folder / "math_generator.py"
+        file.write_text(
+            "import asyncio, json, logging, os, pathlib, signal, subprocess, sys, threading, time\n"
+            "from rollstream.errors import ConfigError, DataError\n"
+            "def note(name, value):\n"
+            f"    path = pathlib.Path({str(self.folder)!r}) / name\n"
+            "    path.with_suffix('.part').write_text(json.dumps(value))\n"
+            "    path.with_suffix('.part').rename(path)\n" + textwrap.dedent(body)
+        )
+        process = await GeneratorProcess.start(
+            file,
+            {"remote_buffer_url": "http://127.0.0.1:8889", **data},
+            log=self.log,
+            netrc=self.netrc,
+            token=token,
+            mark=self.mark,
+        )
+        self.started.append(process)
+        return process
+
+    async def run(self, body: str, **more: Any) -> GeneratorEnd:
+        async with asyncio.timeout(PATIENCE_S):
+            return await (await self.start(body, **more)).wait()
+
+    def noted(self, name: str) -> Any:
+        path = self.folder / name
+        return orjson.loads(path.read_bytes()) if path.exists() else None
+
+    async def close(self) -> None:
+        for process in self.started:
+            await process.stop()
+        assert not marked(self.mark)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    world = World(tmp_path)
+    yield world
+    await world.close()
+
+
+async def test_a_generator_gets_its_payload_whatever_its_size(world: World) -> None:
+    ids = [f"id-{i}" for i in range(400_000)]  # some 5 MB
+    end = await world.run(
+        """
+        def run_rollout(data):
+            note("data", {"n": len(data["skip"]), "last": data["skip"][-1], "text": data["text"]})
+            note("seen", [sys.argv, dict(os.environ), os.listdir("/proc/self/fd")])
+        """,
+        skip=ids,
+        text="secret ü \u2028",
+    )
+    assert end == GeneratorEnd(finished=True)
+    assert world.noted("data") == {"n": len(ids), "last": ids[-1], "text": "secret ü \u2028"}
+    arguments, environment, _ = world.noted("seen")
+    assert "secret" not in str(arguments) and "secret" not in str(environment)
+    assert "NETRC" not in environment and "ROLLSTREAM_BUFFER_TOKEN" not in environment
+    assert not list((world.folder / "dir").rglob("*payload*"))
+
+
+async def test_its_token_is_for_it_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = world.folder / "own-netrc"
+    own.write_text("machine api.wandb.ai login me password mine")
+    monkeypatch.setenv("NETRC", str(own))
+    monkeypatch.setenv("ROLLSTREAM_BUFFER_TOKEN", "the server's")
+    body = """
+        from requests.utils import get_netrc_auth
+        def run_rollout(data):
+            urls = "http://127.0.0.1:8889/x", "http://localhost:1", "http://api.wandb.ai", "http://evil"
+            note("auth", [get_netrc_auth(url) for url in urls])
+            note("token", [os.environ.get("ROLLSTREAM_BUFFER_TOKEN"), data["remote_buffer_url"]])
+            print(data, flush=True)
+        """
+    assert (await world.run(body, token="secret-one")).finished
+    basic = ["rollstream", "secret-one"]
+    assert world.noted("auth") == [basic, basic, ["me", "mine"], None]
+    assert world.noted("token") == ["secret-one", "http://127.0.0.1:8889"]
+    assert stat.S_IMODE(world.netrc.stat().st_mode) == 0o600
+    assert "secret-one" not in world.log.read_text()
+    assert (await world.run(body)).finished
+    assert world.noted("token")[0] is None and world.noted("auth")[:2] == [None, None]
+
+
+async def test_its_log_is_private(world: World) -> None:
+    world.log.parent.mkdir(parents=True, mode=0o755)
+    world.log.write_text("old\n")
+    world.log.chmod(0o644)
+    end = await world.run(
+        """
+        def run_rollout(data):
+            print("out")
+            print("err", file=sys.stderr)
+            logging.getLogger("mine").info("info")
+            logging.getLogger("httpx").info("a request")
+            logging.getLogger("httpx").warning("a warning")
+            logging.getLogger("aiohttp.access").info("another request")
+        """
+    )
+    assert end.finished
+    said = world.log.read_text()
+    assert all(part in said for part in ("old", "=== ", "out", "err", "INFO mine: info", "a warning"))
+    assert "request" not in said
+    assert stat.S_IMODE(world.log.stat().st_mode) == 0o600
+    assert stat.S_IMODE(world.log.parent.stat().st_mode) == 0o700
+
+
+async def test_it_reports_how_it_ended(world: World) -> None:
+    async def end_of(line: str) -> GeneratorEnd:
+        return await world.run(
+            f"def run_rollout(data):\n    print('my last words', flush=True)\n    {line}\n"
+        )
+
+    for line in ("sys.exit()", "sys.exit(0)", "return 7"):
+        assert await end_of(line) == GeneratorEnd(finished=True)
+    crash = await end_of("raise ValueError('two\\nlines')")
+    assert not crash.finished and not crash.hopeless
+    assert crash.error == "ValueError: two lines"
+    assert "math_generator.py" in crash.traceback and "in run_rollout" in crash.traceback
+    for name in ("ConfigError", "DataError"):
+        assert (await end_of(f"raise {name}('x: no')")).hopeless
+    assert (await end_of("sys.exit('no')")).error == "SystemExit: no"
+    for line, how in (
+        ("os._exit(7)", "ended with exit code 7"),
+        ("os._exit(0)", "ended with exit code 0"),  # it has not returned
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), 15)", "was killed by SIGTERM"),
+        ("os.kill(os.getppid(), 15); time.sleep(60)", "ended with exit code 0"),  # its guard was told to end
+        ("os.kill(os.getppid(), 9); time.sleep(60)", "was killed by SIGKILL"),
+    ):
+        end = await end_of(line)
+        assert end == GeneratorEnd(error=f"its process {how}", traceback="my last words"), line
+        assert not marked(world.mark)
+
+
+async def test_a_coroutine_is_awaited_and_what_was_begun_ends_by_itself(world: World) -> None:
+    end = await world.run(
+        """
+        async def run_rollout(data):
+            await asyncio.sleep(0)
+            def later():
+                time.sleep(0.3)
+                note("thread", True)
+            threading.Thread(target=later).start()
+        """
+    )
+    assert end.finished and world.noted("thread")
+    end = await world.run(
+        """
+        async def run_rollout(data):
+            threading.Thread(target=time.sleep, args=(600,)).start()
+            raise OSError("no")
+        """
+    )
+    assert end.error == "OSError: no"  # at once: a thread does not keep what has failed
+
+
+async def test_a_file_that_cannot_be_run_is_hopeless(world: World) -> None:
+    assert "raised NameError" in (end := await world.run("nothing\n")).error and end.hopeless
+    assert (await world.run("")).error.startswith("AttributeError")  # no run_rollout
+
+
+STUBBORN = """
+    def run_rollout(data):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        subprocess.Popen([sys.executable, "-c",
+            "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
+        note("up", os.getpid())
+        time.sleep(600)
+    """
+
+
+async def test_stop_ends_everything_within_seconds(world: World) -> None:
+    process = await world.start(STUBBORN)
+    await until(lambda: world.noted("up"))
+    assert len(marked(world.mark)) == 4
+    begun = time.monotonic()
+    await asyncio.gather(process.stop(), process.stop())
+    assert time.monotonic() - begun < 10 and not marked(world.mark)
+    assert not (await process.wait()).finished
+    await process.stop()
+
+
+async def test_a_guard_that_hangs_is_killed_with_its_group(world: World) -> None:
+    process = await world.start(STUBBORN)
+    await until(lambda: world.noted("up"))
+    os.kill(process.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    await process.stop()
+    assert time.monotonic() - begun < 15 and not marked(world.mark)
+
+
+async def test_what_an_earlier_run_left_behind_is_ended_first(world: World) -> None:
+    await world.start(STUBBORN)
+    await until(lambda: world.noted("up"))
+    first = marked(world.mark)
+    (world.folder / "up").unlink()
+    await world.start(STUBBORN)
+    await until(lambda: world.noted("up"))
+    assert not first & marked(world.mark)
+
+
+async def test_it_ends_with_the_server_sigkill_included(world: World) -> None:
+    await (await world.start(STUBBORN)).stop()
+    server = subprocess.Popen(  # noqa: ASYNC220 - it is killed at once
+        [
+            *(sys.executable, "-c"),
+            "import asyncio, sys; from pathlib import Path\n"
+            "from rollstream.buffer.generator_process import GeneratorProcess\n"
+            "file, log, mark = sys.argv[1:]\n"
+            "async def main():\n"
+            "    started = GeneratorProcess.start(Path(file), {'remote_buffer_url': ''}, log=Path(log),\n"
+            "        netrc=Path(log + '.netrc'), token=None, mark=mark)\n"
+            "    await (await started).wait()\n"
+            "asyncio.run(main())",
+            *(str(world.folder / "math_generator.py"), str(world.log), world.mark),
+        ]
+    )
+    (world.folder / "up").unlink(missing_ok=True)
+    await until(lambda: world.noted("up"))
+    server.kill()
+    server.wait()
+    await until(lambda: not marked(world.mark))
+
+
+def test_a_log_is_cut_back_to_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    with log.open("ab") as writer:
+        writer.write(b"a" * 900 + b"end")
+        writer.flush()
+        cut_log(log, most=1000, kept=10)
+        assert log.stat().st_size == 903
+        writer.write(b"b" * 200)
+        writer.flush()
+        cut_log(log, most=1000, kept=10)
+        writer.write(b"more")
+    assert log.read_bytes() == b"more"
+    old = tmp_path / "x.log.old"
+    assert old.read_bytes() == b"b" * 10 and stat.S_IMODE(old.stat().st_mode) == 0o600
+    cut_log(tmp_path / "gone.log")  # is no error of the job

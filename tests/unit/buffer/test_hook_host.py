@@ -1,0 +1,311 @@
+import asyncio
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollstream.buffer.groups import GroupSettings, Verdict
+from rollstream.buffer.hook_host import HookHost
+from rollstream.buffer.hooks import HookError
+from rollstream.buffer.items import Encoding, ItemError, dump_item, load_item, parse_items
+from rollstream.errors import ConfigError, RollstreamError
+
+SETTINGS = GroupSettings(group_size=2, min_valid_item_size_ratio=0.5)
+GOOD = "import os, signal, time\nTASK_TYPE = '{task}'\ndef run_rollout(data): pass\n"
+WHO = "def get_group_data_meta_info(groups): return {'pid': os.getpid(), 'ids': list(groups)}\n"
+
+
+def write(folder: Path, task: str, code: str = "") -> Path:
+    folder.mkdir(exist_ok=True)
+    file = folder / f"{task}_generator.py"
+    file.write_text(GOOD.format(task=task) + code)
+    return file
+
+
+def stored(*rewards: float, encoding: Encoding = "json") -> list[tuple[Encoding, bytes]]:
+    message = {"role": "user", "content": "x"}
+    items = [
+        {"uid": f"u{n}", "instance_id": 7, "messages": [message], "reward": reward, "extra_info": {}}
+        for n, reward in enumerate(rewards)
+    ]
+    return [(encoding, dump_item(item, encoding)) for item in items]
+
+
+async def finish(host: HookHost, task: str = "math") -> list[dict[str, Any]]:
+    done = await host.finish(task, 7, stored(0.0, 1.0), SETTINGS, False, "json")
+    return [orjson.loads(body) for body in done.items]
+
+
+async def who(host: HookHost, *ids: int, task: str = "math") -> dict[str, Any]:
+    return await host.meta_info(task, [(one, stored(1.0)) for one in ids], SETTINGS)
+
+
+async def until(check: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not check():
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def a_host(*folders: Path | str, seconds: float = 60.0) -> AsyncIterator[HookHost]:
+    host = HookHost(folders, seconds)
+    try:
+        await host.refresh()
+        yield host
+    finally:
+        await host.close()
+
+
+async def test_hooks_are_called_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLSTREAM_BUFFER_TOKEN", "secret")
+    code = """
+print("a print to stdout does not break the wire")
+def get_group_data_meta_info(groups):
+    try:
+        typed = input()
+    except EOFError:
+        typed = "none"
+    sizes = {one: len(items) for one, items in groups.items()}
+    token = os.environ.get("ROLLSTREAM_BUFFER_TOKEN")
+    return {"pid": os.getpid(), "sizes": sizes, "typed": typed, "token": token}
+def is_valid_group(group, min_valid_group_size, timed_out):
+    os.write(1, b"nor does this")
+    return len(group[1]) >= min_valid_group_size, timed_out
+def filter_item(item, task_type):
+    return item["reward"] > 0 and task_type == "math"
+"""
+    write(tmp_path, "math", code)
+    async with a_host(tmp_path) as host:
+        assert host.overridden("math") == host.files["math"].overridden
+        assert host.overridden("math") == {"filter_item", "get_group_data_meta_info", "is_valid_group"}
+        assert host.overridden("code") == frozenset()
+        assert await host.judge("math", 7, stored(1.0), SETTINGS, False) == Verdict(False, False)
+        assert await host.judge("math", 7, stored(1.0, 0.0), SETTINGS, True) == Verdict(True, True)
+        given = [("q", stored(0.0)), (7, stored(1.0)), (7, stored(1.0))]
+        meta = await host.meta_info("math", given, SETTINGS)
+        assert meta.pop("pid") != os.getpid()
+        assert meta == {"sizes": {"q": 1, "7": 2}, "typed": "none", "token": None}
+        for encoding in ("json", "msgpack"):
+            mixed = stored(0.0, 0.5, encoding="msgpack")[:1] + stored(0.0, 0.5)[1:]
+            done = await host.finish("math", 7, mixed, SETTINGS, False, encoding)
+            items = [load_item(body, encoding) for body in done.items]
+            assert [(item["uid"], item["raw_reward"]) for item in items] == [("u1", 0.5), ("u1", 0.5)]
+            assert done.left_out == ["u0"]
+        assert await host.finish("math", 7, stored(0.0, 0.0), SETTINGS, False, "json") == ([], ["u0", "u1"])
+
+
+FAULTS = {
+    "hang": ("time.sleep(600)", "filter_item did not return within 2 s"),
+    "gil": ("import re; re.match('(a+)+$', 'a' * 60 + 'b')", "filter_item did not return within 2 s"),
+    "leave": ("os._exit(3)", r"filter_item: the process of the hooks ended \(exit status 3\)"),
+    "killed": ("os.kill(os.getpid(), 9)", r"process of the hooks ended \(killed by SIGKILL\)"),
+    "crash": ("import ctypes; ctypes.string_at(0)", r"process of the hooks ended \(killed by SIGSEGV\)"),
+    "sys_exit": ("raise SystemExit(4)", "filter_item raised SystemExit: 4"),
+    "interrupt": ("raise KeyboardInterrupt", "filter_item raised KeyboardInterrupt"),
+    "nonsense": ("return None", "filter_item gave back None instead of True or False"),
+    "closes": ("os.closerange(3, 99); time.sleep(600)", "filter_item: the process of the hooks ended"),
+    "no_form": ("item['extra_info']['a'] = {1}; return True", "filter_item gave back an item that cannot be"),
+}
+
+
+async def test_a_hook_that_fails_raises_and_others_go_on(tmp_path: Path) -> None:
+    for task, (code, _) in FAULTS.items():
+        write(tmp_path, task, f"def filter_item(item):\n    {code}\n")
+    write(tmp_path, "math", "def filter_item(item):\n    return True\n")
+    async with a_host(tmp_path, seconds=2.0) as host:
+        calls = [finish(host, task) for one in FAULTS for task in (one, "math")]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for (task, (_, said)), error in zip(FAULTS.items(), answers[::2], strict=True):
+            with pytest.raises(HookError, match=f"^{tmp_path}/{task}_generator.py: .*{said}") as caught:
+                raise error if isinstance(error, BaseException) else AssertionError(task)
+            assert caught.value.hook == "filter_item"
+            if task in ("hang", "gil", "crash", "sys_exit"):
+                assert re.search(f'/{task}_generator.py", line 5,? in filter_item', caught.value.traceback)
+        assert all(isinstance(answer, list) and len(answer) == 2 for answer in answers[1::2])
+
+
+async def test_problems_name_the_file_and_leave_the_others(tmp_path: Path) -> None:
+    start = "TASK_TYPE = 'x'\ndef run_rollout(data): pass\n"
+    sources = {
+        "no_task": ("def run_rollout(data): pass", "defines no TASK_TYPE"),
+        "number": ("TASK_TYPE = 5\ndef run_rollout(data): pass", "TASK_TYPE must be a text, not empty, is 5"),
+        "empty": ("", "defines no TASK_TYPE"),
+        "no_run": ("TASK_TYPE = 'x'", "defines no run_rollout"),
+        "not_run": ("TASK_TYPE = 'x'\nrun_rollout = 5", "run_rollout must be a function"),
+        "no_data": ("TASK_TYPE = 'x'\ndef run_rollout(): pass", "run_rollout must be a function"),
+        "hook": (start + "filter_item = 3", "filter_item must be a function of"),
+        "misspelt": (start + "def filter_items(item): pass", "did you mean filter_item"),
+        "module": (start + "import nowhere_to_be_found", "raised ModuleNotFoundError.*line 3"),
+        "syntax": (start + "def broken(:", "raised SyntaxError"),
+        "exits": (start + "import sys; sys.exit(0)", "raised SystemExit"),
+        "leaves": (start + "import os; os._exit(1)", r"process of the hooks ended \(exit status 1\)"),
+        "hangs": (start + "import time; time.sleep(600)", "did not return within 2 s"),
+    }
+    for name, (source, _) in sources.items():
+        (tmp_path / f"{name}_generator.py").write_text(source)
+    write(tmp_path, "math", "def filter_item(item): return True\n")
+    write(tmp_path, "zeta")
+    (tmp_path / "helpers.py").write_text("raise RuntimeError('is no generator file')")
+    async with a_host(tmp_path, tmp_path, seconds=2.0) as host:
+        assert sorted(host.files) == ["math", "zeta"]
+        assert host.files["math"].path == tmp_path / "math_generator.py"
+        assert len(await finish(host)) == 2
+        problems = dict(zip(sorted(sources), host.problems, strict=True))
+        for name, (_, said) in sources.items():
+            with pytest.raises(RollstreamError, match=f"{name}_generator.py.*{said}"):
+                raise RollstreamError(problems[name])
+
+
+async def test_folders(tmp_path: Path) -> None:
+    write(tmp_path / "a", "math")
+    same = write(tmp_path / "b", "math")
+    async with a_host(tmp_path / "a", tmp_path / "b") as host:
+        assert host.files == {}
+        (problem,) = host.problems
+        assert f"/a/math_generator.py and {same} have the same TASK_TYPE 'math'; rename" in problem
+        same.write_text(GOOD.format(task="code"))
+        await host.refresh()
+        assert (sorted(host.files), host.problems) == (["code", "math"], ())
+        same.unlink()
+        with pytest.raises(ConfigError, match=r"no generator file \(\*_generator.py\) in .*/b"):
+            await host.refresh()
+    with pytest.raises(ConfigError, match=r"no such folder: .*/missing"):
+        await HookHost([tmp_path / "missing"]).refresh()
+    await HookHost([]).refresh()
+
+
+async def test_an_edit_is_taken_at_refresh_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    count = "with open(__file__ + '.runs', 'a') as f: f.write('x')\n"
+    level = """
+def filter_item(item):
+    if item["reward"] == 0.25: os._exit(1)
+    return item["reward"] >= {}
+"""
+    file = write(tmp_path, "math", count + level.format(1))
+    settings = GroupSettings(group_size=3, min_valid_item_size_ratio=0.1)
+    async with a_host(tmp_path) as host:
+
+        async def uids() -> list[str]:
+            done = await host.finish("math", 7, stored(0.0, 0.5, 1.0), settings, False, "json")
+            return sorted({orjson.loads(body)["uid"] for body in done.items})
+
+        await host.refresh()
+        assert await uids() == ["u2"]
+        assert file.with_name(file.name + ".runs").read_text() == "x"
+        write(tmp_path, "math", level.format(0.5))
+        assert await uids() == ["u2"]
+        await host.refresh()
+        assert await uids() == ["u1", "u2"]
+
+        file.write_text("1 / 0")
+        await host.refresh()
+        assert host.files == {}
+        assert "ZeroDivisionError" in host.problems[0]
+        assert host.overridden("math") == {"filter_item"}
+        assert await uids() == ["u1", "u2"]
+        with pytest.raises(HookError, match="exit status 1"):
+            await host.finish("math", 7, stored(0.25), settings, False, "json")
+        assert await uids() == ["u1", "u2"]  # a new process: the file itself cannot be run
+
+        write(tmp_path, "math", level.format(0))
+        await host.refresh()
+        assert (list(host.files), host.problems) == (["math"], ())
+        assert await uids() == ["u0", "u1", "u2"]
+
+
+async def test_a_child_that_was_killed_between_calls_costs_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "math", WHO)
+    async with a_host(tmp_path) as host:
+        before = await who(host, 1)
+        os.kill(before["pid"], signal.SIGKILL)
+        after = await who(host, 2)
+        assert after["ids"] == [2]
+        assert after["pid"] != before["pid"]
+
+
+WAITS = """
+def get_group_data_meta_info(groups):
+    if 0 in groups:
+        open(__file__ + ".began", "w").close()
+        while not os.path.exists(__file__ + ".go"):
+            time.sleep(0.01)
+    return {"ids": list(groups)}
+"""
+
+
+async def test_a_cancelled_caller_leaves_the_answers_in_order(tmp_path: Path) -> None:
+    file = write(tmp_path, "math", WAITS)
+    async with a_host(tmp_path) as host:
+        running = asyncio.create_task(who(host, 0))
+        await until(file.with_name(file.name + ".began").exists)
+        queued = [asyncio.create_task(who(host, n)) for n in range(1, 9)]
+        for cancelled in (running, queued[3]):
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+        file.with_name(file.name + ".go").touch()
+        answers = await asyncio.gather(*queued, return_exceptions=True)
+        assert [one["ids"] for one in answers if isinstance(one, dict)] == [[1], [2], [3], [5], [6], [7], [8]]
+
+
+async def test_items_are_parsed_in_the_child() -> None:
+    async with a_host() as host:
+        for encoding in ("json", "msgpack"):
+            ((_, body),) = stored(0.5, encoding=encoding)
+            assert await host.parse(body, encoding) == parse_items(body, encoding)
+        with pytest.raises(ItemError, match=r"items\[0\].messages: ") as caught:
+            await host.parse(b'{"items": [{"instance_id": 1, "messages": [], "reward": 1}]}', "json")
+        assert caught.value.where == "items[0].messages"
+
+
+async def test_close_ends_a_hanging_hook_at_once(tmp_path: Path) -> None:
+    file = write(tmp_path, "math", WAITS)
+    async with a_host(tmp_path) as host:
+        calls = [asyncio.create_task(who(host, 0)) for _ in range(3)]
+        await until(file.with_name(file.name + ".began").exists)
+        start = time.monotonic()
+        await host.close()
+        assert time.monotonic() - start < 1
+        for call in [*calls, who(host, 1)]:
+            with pytest.raises(RollstreamError, match="the server is ending") as caught:
+                await call
+            assert not isinstance(caught.value, HookError)
+
+
+async def test_the_child_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    code = "import fcntl\nlock = open(__file__ + '.lock', 'w')\nfcntl.flock(lock, fcntl.LOCK_EX)\n"
+    file = write(tmp_path, "math", code + WAITS)
+    script = f"""
+import asyncio
+from rollstream.buffer.groups import GroupSettings
+from rollstream.buffer.hook_host import HookHost
+async def main():
+    host = HookHost([{str(tmp_path)!r}])
+    await host.refresh()
+    await host.meta_info("math", [(0, [])], GroupSettings())
+asyncio.run(main())
+"""
+    server = subprocess.Popen([sys.executable, "-c", script])  # noqa: ASYNC220  quick enough
+    try:
+        await until(file.with_name(file.name + ".began").exists)
+    finally:
+        server.kill()
+        server.wait()
+
+    def is_free() -> bool:
+        with file.with_name(file.name + ".lock").open("w") as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    await until(is_free)

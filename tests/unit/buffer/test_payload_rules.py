@@ -1,0 +1,326 @@
+"""What a payload may name: properties, and what somebody would try."""
+
+import ipaddress
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollstream.buffer.payload_rules import PayloadRules
+from rollstream.errors import ConfigError
+
+quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+NOWHERE = Path("/nowhere")
+
+
+class Folders:
+    """
+    root/data      allowed; data/buffer is the server's own, data/out links to root/secret
+    root/more      allowed, too
+    root/secret    not allowed
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self.data, self.more, self.secret = (self.root / name for name in ("data", "more", "secret"))
+        for folder in (self.data / "sub", self.data / "buffer" / "logs", self.more, self.secret):
+            folder.mkdir(parents=True)
+        (self.data / "a.jsonl").write_text("{}")
+        (self.secret / "key").write_text("x")
+        (self.data / "out").symlink_to(self.secret)
+        (self.data / "back").symlink_to(self.more)
+        (self.data / "own").symlink_to("buffer")
+        (self.data / "loop").symlink_to("loop")
+        self.rules = PayloadRules([self.data, self.more], forbidden=self.data / "buffer")
+
+    def input_file(self, given: Any) -> str:
+        checked, _ = self.rules.check({"task_type": "math", "input_file": given}, False)
+        return str(checked["input_file"])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("rules"))
+
+
+PIECES = [".."] * 3 + [*".", "a.jsonl", "sub", "out", "back", "own", "buffer", "loop", "key", "", "~", "a\0"]
+PATHS = st.builds(
+    lambda start, pieces: start + "/".join(pieces),
+    st.sampled_from(["", "", "/", "DATA/", "MORE/", "SECRET/", "//", "file://"]),
+    st.lists(st.sampled_from(PIECES), min_size=1, max_size=7),
+)
+
+
+@quick
+@given(path=PATHS)
+def test_an_input_file_is_below_an_allowed_folder_or_refused(folders: Folders, path: str) -> None:
+    for name in ("data", "more", "secret"):
+        path = path.replace(f"{name.upper()}/", f"{getattr(folders, name)}/")
+    try:
+        found = Path(folders.input_file(path))
+    except ConfigError as error:
+        assert str(error).startswith("input_file: ")
+        return
+    assert found == found.resolve() and found.is_absolute()
+    assert folders.data in (found, *found.parents) or folders.more in (found, *found.parents)
+    assert folders.data / "buffer" not in (found, *found.parents)
+    assert folders.input_file(str(found)) == str(found)
+
+
+def test_input_files_by_example(folders: Folders) -> None:
+    assert folders.input_file("a.jsonl") == str(folders.data / "a.jsonl")
+    assert folders.input_file("not/there/yet.jsonl") == str(folders.data / "not/there/yet.jsonl")
+    assert folders.input_file("back/x") == str(folders.more / "x")
+    assert folders.input_file("../more/x") == str(folders.more / "x")
+    assert folders.input_file("~/x") == str(folders.data / "~" / "x")
+    assert folders.input_file(f"/proc/self/root{folders.data}/a.jsonl") == str(folders.data / "a.jsonl")
+    (folders.root / "database").mkdir(exist_ok=True)  # its name begins like an allowed folder's
+    refused: list[Any] = [
+        *(
+            "../secret/key",
+            "out/key",
+            str(folders.secret / "key"),
+            "/etc/passwd",
+            "buffer/logs/x",
+            "own/logs",
+        ),
+        *("..", "/proc/self/environ", f"/proc/self/root{folders.secret}/key", "../database/x", "loop/x"),
+        *("a\0b", "x" * 5000, "\ud800", "", 7, ["a.jsonl"], {"path": "a.jsonl"}, True),
+    ]
+    for path in refused:
+        with pytest.raises(ConfigError, match=r"^input_file: "):
+            print(path, folders.input_file(path))
+
+
+def test_without_inputs_the_working_directory_is_allowed(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folders.more)
+    rules = PayloadRules(forbidden=folders.more / "buffer")
+    checked, _ = rules.check({"task_type": "math", "input_file": "x.jsonl"}, False)
+    assert checked["input_file"] == str(folders.more / "x.jsonl")
+    with pytest.raises(ConfigError):
+        rules.check({"task_type": "math", "input_file": "../data/a.jsonl"}, False)
+
+
+ENGINES = ["http://gpu-1:30000", "https://engine.example/v1", "http://[fd00::1]:80"]
+
+
+def engine(url: Any, shown_token: bool = False) -> None:
+    rules = PayloadRules(engines=ENGINES, forbidden=NOWHERE)
+    checked, _ = rules.check({"task_type": "math", "remote_engine_url": url}, shown_token)
+    assert checked["remote_engine_url"] == url
+
+
+def test_engines_by_example() -> None:
+    allowed: list[Any] = [
+        *("http://localhost", "http://LOCALHOST:30000/v1", "http://127.0.0.1:1", "https://127.255.1.9/"),
+        *("http://[::1]:8", "http://[0:0:0:0:0:0:0:1]:8", "http://gpu-1:30000/v1", "http://GPU-1:30000"),
+        *("https://engine.example:443", "http://[fd00:0::1]", ["http://127.0.0.1:1", "http://gpu-1:30000"]),
+    ]
+    for url in allowed:
+        engine(url)
+    others: list[Any] = [
+        *("http://evil", "http://127.0.0.1.evil", "http://127.0.0.1.:80", "http://localhost.evil"),
+        *(
+            "http://0.0.0.0",
+            "http://gpu-1:30001",
+            "https://gpu-1:30000",
+            "http://gpu-10:30000",
+            "http://127.1",
+        ),
+        *("http://engine.example", "http://2130706433", "http://0x7f000001", "http://0177.0.0.1"),
+        *("http://[fd00::2]", "http://169.254.169.254", ["http://127.0.0.1", "http://evil"]),
+    ]
+    for url in others:
+        with pytest.raises(ConfigError, match=r"--engines"):
+            engine(url)
+        engine(url, shown_token=True)
+    never: list[Any] = [
+        *(
+            "http://127.0.0.1@evil",
+            "http://127.0.0.1:80@evil/",
+            "http://user:pass@127.0.0.1",
+            "http:127.0.0.1",
+        ),
+        *("http://127.0.0.1\\@evil", "http://127.0.0.1#@evil", "http://evil#@127.0.0.1", "http:/127.0.0.1"),
+        *("http://127.0.0.1?@evil", "http://evil%00.127.0.0.1", "http://127.0.0.1\n.evil", "127.0.0.1"),
+        *(
+            "http://127.0.0.1\n",
+            " http://127.0.0.1",
+            "http://",
+            "http:///x",
+            "//127.0.0.1",
+            "ftp://127.0.0.1",
+        ),
+        *("file:///etc/passwd", "unix:///run/docker.sock", "gopher://127.0.0.1", "http://127.0.0.1:0"),
+        *("http://127.0.0.1:65536", "http://127.0.0.1:80:80", "http://[::1", "http://[127.0.0.1]"),
+        *(
+            "http://[::1%25eth0]",
+            "http://[::1].evil",
+            "http://①27.0.0.1",
+            "http://localhoſt",
+            "http://１27.0.0.1",
+        ),
+        *("http://127.0.0.1/ http://evil", "", [], [[]], 7, {"url": "http://127.0.0.1"}, True),
+    ]
+    for url in never:
+        for shown_token in (False, True):
+            with pytest.raises(ConfigError, match=r"^remote_engine_url: "):
+                engine(url, shown_token)
+
+
+HOSTS = ["127.0.0.1", "localhost", "[::1]", "evil", "gpu-1", "gpu-1:30000", ".evil", "127.0.0.1.evil"]
+NOISE = st.text(st.sampled_from("@:/\\#?%.0189[]\t\n ael"), max_size=3)
+
+
+@given(
+    scheme=st.sampled_from(["http://", "https://", "http:"]),
+    parts=st.lists(st.sampled_from(HOSTS) | NOISE, max_size=5),
+)
+def test_an_engine_that_passes_is_the_one_that_a_client_finds(scheme: str, parts: list[str]) -> None:
+    url = scheme + "".join(parts)
+    try:
+        engine(url)
+    except ConfigError:
+        return
+    found = urlsplit(url)
+    assert found.username is None and found.password is None and found.hostname is not None
+    if found.hostname == "gpu-1":
+        assert (found.scheme, found.port) == ("http", 30000)
+    elif found.hostname != "localhost":
+        assert ipaddress.ip_address(found.hostname).is_loopback
+
+
+@given(url=st.text(max_size=30))
+def test_any_text_is_an_engine_or_an_error_that_names_the_key(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^remote_engine_url: "):
+        engine(url, shown_token=True)
+
+
+def test_a_wrong_engine_of_the_operator_is_an_error_at_start() -> None:
+    for url in ("gpu-1:30000", "http://gpu-1/x?y", "http://a b"):
+        with pytest.raises(ConfigError, match=r"^engines: "):
+            PayloadRules(engines=[url], forbidden=NOWHERE)
+
+
+def test_tokenizers_are_folders_that_are_allowed_or_names_on_the_hub(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folders.root)
+
+    def tokenizer(given: Any) -> Any:
+        checked, warnings = folders.rules.check({"task_type": "math", "tokenizer_path": given}, False)
+        assert bool(warnings) == ("tokenizer_path" not in checked)
+        return checked.get("tokenizer_path")
+
+    for name in ("gpt2", "Qwen/Qwen3-0.6B", "org/some_name.v2"):
+        assert tokenizer(name) == name
+    assert tokenizer("sub") == tokenizer(str(folders.data / "sub")) == str(folders.data / "sub")
+    assert tokenizer("back") == str(folders.more)
+    left_out = [
+        *(
+            "/models/qwen",
+            "./sub2",
+            "../secret",
+            "out",
+            "~/model",
+            "~root",
+            "a/b/c",
+            "..",
+            "buffer",
+            "own/logs",
+        ),
+        *("secret", "secret/key", str(folders.secret), "a.jsonl", "https://evil/x", "a\\b", "org/../x"),
+        *("a b", "x" * 200),
+    ]
+    for name in left_out:
+        assert tokenizer(name) is None, name
+    for wrong in (7, [], {}, True, "", "a\0"):
+        with pytest.raises(ConfigError, match=r"^tokenizer_path: "):
+            tokenizer(wrong)
+
+
+def test_tools_are_names_of_the_operators_file() -> None:
+    rules = PayloadRules(forbidden=NOWHERE, tools=frozenset({"search", "python"}))
+    for tools in (None, [], ["search"], ["python", "search"]):
+        rules.check({"task_type": "math", "tools": tools}, False)
+    server = [{"config": {"type": "mcp", "server": {"command": "/bin/sh"}}}]
+    for wrong in (["shell"], "search", [7], {"search": 1}, server):
+        for shown_token in (False, True):
+            with pytest.raises(ConfigError, match=r"^tools: "):
+                rules.check({"task_type": "math", "tools": wrong}, shown_token)
+    for key in ("tool_config_path", "function_tool_path", "agent_loop_config_path"):
+        for value in ("tools.yaml", None, []):
+            with pytest.raises(ConfigError, match=rf"^{key}: "):
+                rules.check({"task_type": "math", key: value}, True)
+
+
+def test_values_are_checked_by_type_and_named(folders: Folders) -> None:
+    counts = (0, -1, True, 1.0, "1.0", "", "x", "９", "9" * 5000, [], {}, 2**31)
+    wrong: list[tuple[str, Any]] = [
+        *(("task_type", value) for value in (None, "", 7, ["math"])),
+        *((key, value) for key in ("num_epoch", "num_process") for value in counts),
+        *(("skip_instance_ids", value) for value in ("7", [True], [None], [1.0], {"7": 1}, 7)),
+        *(("sampling_params", value) for value in ("x", [], 7)),
+    ]
+    for key, value in wrong:
+        with pytest.raises(ConfigError, match=rf"^{key}: "):
+            folders.rules.check({"task_type": "math", key: value}, True)
+    fine = {
+        **{"task_type": "math", "num_epoch": "2", "num_process": " 100 ", "max_tokens": None},
+        **{"skip_instance_ids": [7, "7", 7], "sampling_params": {"max_tokens": "8"}, "own": {"of": ["file"]}},
+    }
+    checked, warnings = folders.rules.check(fine, False)
+    assert checked == fine and [line.split()[0] for line in warnings] == ["'own'"]
+    for payload in (None, [], "x", 7):
+        with pytest.raises(ConfigError, match=r"object"):
+            folders.rules.check(payload, True)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = st.text(max_size=5) | st.sampled_from(["rollstream", "remote_buffer_url", "tokenizer_path", "raw"])
+
+
+@quick
+@given(payload=st.dictionaries(KEYS, JSON, max_size=6))
+def test_what_was_checked_stays_as_it_is_when_it_is_checked_again(
+    folders: Folders, payload: dict[str, Any]
+) -> None:
+    payload = {"task_type": "math", "input_file": "a.jsonl", **payload}
+    before = repr(payload)
+    try:
+        checked, _ = folders.rules.check(payload, False)
+    except ConfigError:
+        return
+    assert repr(payload) == before
+    assert folders.rules.check(checked, False)[0] == checked
+    assert "rollstream" not in checked and "remote_buffer_url" not in checked
+    changed = {"rollstream", "remote_buffer_url", "tokenizer_path", "input_file", "skip_instance_ids"}
+    kept = {key: value for key, value in payload.items() if key not in changed}
+    assert kept == {key: value for key, value in checked.items() if key not in changed}
+
+
+def test_each_unknown_key_is_warned_of_and_costs_little(folders: Folders) -> None:
+    def warnings(*keys: str) -> list[str]:
+        return folders.rules.check({"task_type": "math", **dict.fromkeys(keys)}, False)[1]
+
+    assert warnings("num_epochs", "my_own_key") == [
+        "'num_epochs' is left to the generator file: the buffer does not know it; did you mean 'num_epoch'?",
+        "'my_own_key' is left to the generator file: the buffer does not know it",
+    ]
+    assert "did you mean" not in warnings("num_epochs", "num_epoch")[0]  # both: it is another parameter
+    begun = time.process_time()
+    assert len(warnings(*(f"sampling_paramz{i}" for i in range(250)))) == 250
+    warnings("n" * 5_000_000)
+    assert time.process_time() - begun < 1.0
+    with pytest.raises(ConfigError, match=r"257 keys"):
+        warnings(*map(str, range(256)))

@@ -1,0 +1,288 @@
+"""The native routes: writes, reads on leases in both forms, lists, quarantine, tokens."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+import pytest
+
+from rollstream.buffer.store.base import Limits
+from tests.support.buffer import Served, generator, group, item, served
+
+MSGPACK = "application/msgpack"
+TOKENS: dict[str, Any] = {
+    "prompt_ids": [1, 2],
+    "response_ids": [3],
+    "response_mask": [1],
+    "response_logprobs": [-0.5],
+}
+
+
+def frames(body: bytes) -> list[dict[str, Any]]:
+    found = []
+    while body:
+        size = int.from_bytes(body[:4])
+        found.append(msgspec.msgpack.decode(body[4 : 4 + size]))
+        body = body[4 + size :]
+    return found
+
+
+async def test_a_batch_in_json_and_in_msgpack(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        items = group("a")
+        assert await buffer.post("/v1/items", {"items": items[:3]}) == (
+            200,
+            {"stored": 3, "known": 0, "results": ["stored"] * 3},
+        )
+        packed = msgspec.msgpack.encode({"items": items[2:]})
+        for media in (MSGPACK, "application/x-msgpack; x=y"):
+            status, answer = await buffer.post("/v1/items", data=packed, headers={"content-type": media})
+            assert status == 200
+        assert answer == {"stored": 0, "known": 2, "results": ["known"] * 2}
+        assert (await buffer.post("/v1/items", data=b"x", headers={"content-type": "image/png"}))[0] == 415
+        uids = [one["uid"] for one in items]
+        assert (await buffer.post("/v1/uids/known", {"uids": [*uids, "?"]}))[1] == {
+            "known": [True] * 4 + [False]
+        }
+
+
+async def test_bad_items_are_named_and_nothing_of_the_batch_is_stored(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        status, answer = await buffer.post("/v1/items", {"items": [*group("a"), item(reward="high")]})
+        assert (status, answer["error"]["code"]) == (400, "bad_item")
+        assert answer["error"]["where"] == "items[4].reward"
+        assert (await buffer.stats())["items_written"] == 0
+        many = {"items": [item()] * 10_001}
+        assert (await buffer.post("/v1/items", many))[1]["error"]["where"] == "items"
+
+
+@pytest.mark.parametrize("stored", ["json", "msgpack"])
+async def test_a_read_in_both_forms(tmp_path: Path, stored: str) -> None:
+    async with served(tmp_path, raw=True) as buffer:
+        items = group(7, (0, 1, 0, 1), policy_version=3, **TOKENS)
+        encode, media = (
+            (orjson.dumps, "application/json") if stored == "json" else (msgspec.msgpack.encode, MSGPACK)
+        )
+        body = encode({"items": items})
+        assert (await buffer.post("/v1/items", data=body, headers={"content-type": media}))[0] == 200
+        answer = await buffer.read(consumer="me")
+        (given,) = answer["groups"]
+        assert given.pop("items") == items
+        facts = {"task_type": "", "job": None, "instance_id": 7, "timed_out": False, "policy_version": 3}
+        assert given == {"group": 1, **facts}
+        assert (answer["end"]["groups"], answer["end"]["items"]) == (1, 4)
+        (lease,) = (await buffer.get("/v1/leases"))[1]["leases"]
+        assert (lease["id"], lease["consumer"]) == (answer["head"]["lease"], "me")
+        assert await buffer.post("/v1/consumers/me/release") == (200, {"consumer": "me", "groups": 1})
+        async with buffer.session.post(
+            buffer.url + "/v1/read", json={}, headers={"accept": MSGPACK}
+        ) as response:
+            head, one, end = frames(await response.read())
+            assert response.headers["rollstream-lease"] == head["head"]["lease"]
+        assert one["group"]["encoding"] == stored
+        given = msgspec.json.decode(one["group"]["items"]) if stored == "json" else one["group"]["items"]
+        assert stored == "msgpack" or given == items
+        assert end["end"]["items"] == 4
+        whole = (await buffer.get("/v1/groups/1"))[1]
+        assert whole["items"] == items and whole["group"]["state"] == "leased"
+
+
+async def test_the_life_of_a_lease(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        await buffer.write(*group("a"), *group("b"))
+
+        async def lease(verb: str, id: str, body: Any = None) -> tuple[int, Any]:
+            return await buffer.post(f"/v1/leases/{id}/{verb}", body if body is not None else {})
+
+        first = (await buffer.read(max_groups=1))["head"]["lease"]
+        assert (await lease("extend", first, {"seconds": 5}))[1] == {"lease": first, "lease_seconds": 5}
+        assert (await lease("nack", first))[0] == 200
+        assert (await lease("extend", first, {"seconds": 5}))[0] == 409
+        second = (await buffer.read(max_groups=1))["head"]["lease"]
+        status, answer = await lease("ack", first)
+        assert status == 409 or answer["groups"] == 1  # its group is another lease's now
+        assert (await lease("ack", second))[1] == {
+            "lease": second,
+            "groups": 1,
+            "items": 4,
+            "repeated": False,
+        }
+        assert (await lease("ack", second))[1]["repeated"] is True
+        assert (await lease("nack", second))[0] == 409
+        for verb in ("ack", "nack"):
+            assert (await lease(verb, "nobody"))[0] == 404
+        for bad in ({"seconds": 0}, {"seconds": "x"}, {"second": 1}, {}):
+            assert (await lease("extend", second, bad))[0] == 400
+        await buffer.read(lease_seconds=0.2)
+        await buffer.until(lambda: _is_ready(buffer))
+
+
+async def _is_ready(buffer: Served) -> bool:
+    return bool((await buffer.stats())["groups"]["ready"] == 1)
+
+
+async def test_a_read_that_is_sent_again_takes_the_same_groups(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        await buffer.write(*group("a"), *group("b"))
+        first = await buffer.read(max_groups=1, read_id="once-and-again")
+        second = await buffer.read(max_groups=1, read_id="once-and-again")
+        assert first["groups"] == second["groups"] and first["head"]["lease"] != second["head"]["lease"]
+        assert (await buffer.stats())["leases"] == 1
+
+
+async def test_staleness(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        await buffer.write(*group("old", policy_version=1), *group("new", policy_version=5), *group("any"))
+        answer = await buffer.read(policy_version=6, max_staleness=2)
+        assert [one["instance_id"] for one in answer["groups"]] == ["new", "any"]
+        answer = await buffer.read(policy_version=6, max_staleness=2)
+        assert "1 groups are older than max_staleness allows" in answer["head"]["notices"]
+        answer = await buffer.read(policy_version=6, max_staleness=2, drop_stale=True)
+        assert (await buffer.stats())["groups_dropped"] == {"stale": 1}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_groups": 0},
+        {"max_groups": "3"},
+        {"batch_size": 3},
+        {"batch_size": 4, "max_groups": 1},
+        {"timeout": -1},
+        {"timeout": 1e9},
+        {"policy_version": 3},
+        {"max_staleness": 3},
+        {"read_id": "short"},
+        {"lease_seconds": 0},
+        {"group": 1},
+        {"consumer": "x" * 2000},
+        [],
+        None,
+    ],
+)
+async def test_bad_reads(tmp_path: Path, asked: Any) -> None:
+    async with served(tmp_path) as buffer:
+        await buffer.write(*group("a"))
+        status, answer = await buffer.post("/v1/read", data=orjson.dumps(asked))
+        assert status == 400 and answer["error"]["message"], answer
+        assert (await buffer.stats())["groups"]["ready"] == 1
+
+
+async def test_lists_go_on_behind_a_number(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        for n in range(3):
+            await buffer.write(*group(f"good{n}"), *group(f"bad{n}", (1, 1, 1, 1)))
+
+        async def ids(path: str, name: str) -> list[Any]:
+            status, answer = await buffer.get(path)
+            assert status == 200, answer
+            return [one["instance_id"] for one in answer[name]]
+
+        assert await ids("/v1/groups?limit=2", "groups") == ["good0", "bad0"]
+        assert await ids("/v1/groups?limit=2&after=2", "groups") == ["good1", "bad1"]
+        assert await ids("/v1/groups?state=ready", "groups") == ["good0", "good1", "good2"]
+        assert await ids("/v1/groups?task_type=x", "groups") == await ids("/v1/groups?job=x", "groups") == []
+        _, answer = await buffer.get("/v1/dropped?limit=2")
+        assert [one["reason"] for one in answer["dropped"]] == ["equal_rewards"] * 2
+        assert await ids(f"/v1/dropped?after={answer['dropped'][-1]['left']}", "dropped") == ["bad2"]
+        for bad in ("limit=0", "limit=x", "after=-1", "limit=99999999", "nothing=1", f"after={2**70}"):
+            for path in ("/v1/groups", "/v1/dropped", "/v1/quarantine"):
+                assert (await buffer.get(f"{path}?{bad}"))[0] == 400, (path, bad)
+        for number in ("0", "99", "x", "-1", "1" * 30, "%00"):
+            assert (await buffer.get(f"/v1/groups/{number}"))[0] == 404
+
+
+RAISING = """
+def filter_item(item, task_type):
+    if item["instance_id"] == 2:
+        raise ValueError("no 2")
+    return True
+"""
+
+
+async def test_quarantine(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    async with served(tmp_path / "buffer", generators=(generator(files, hooks=RAISING),)) as buffer:
+        await buffer.start(num_repeat_per_sample=2)
+        await buffer.write(*group(1, (0, 1)), *group(2, (0, 1)), *group(3, (0, 1)))
+        answer = await buffer.read()
+        assert [one["instance_id"] for one in answer["groups"]] == [1, 3]
+        assert answer["end"]["groups"] == 2
+        answer = await buffer.read()
+        (failure,) = answer["head"]["failures"]
+        assert "1 groups are quarantined, the last one by filter_item: ValueError: no 2" in failure["message"]
+        (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
+        assert aside["instance_id"] == 2 and "ValueError: no 2" in aside["cause"]
+        assert (await buffer.post("/v1/quarantine/retry", {"groups": [77]}))[1] == {
+            "groups": 0,
+            "unknown": [77],
+        }
+        generator(files, hooks=RAISING.replace("== 2", "== 9"))
+        assert (await buffer.post("/v1/quarantine/retry", {}))[1] == {"groups": 1, "unknown": []}
+        assert [one["instance_id"] for one in (await buffer.read())["groups"]] == [2]
+
+
+async def test_jobs_over_http(tmp_path: Path) -> None:
+    async with served(tmp_path / "buffer", generators=(generator(tmp_path / "files"),)) as buffer:
+        status, answer = await buffer.post("/v1/jobs", {"task_type": "chess"})
+        assert (
+            status == 400
+            and answer["error"]["where"] == "task_type"
+            and "Known: math" in answer["error"]["message"]
+        )
+        job = await buffer.start(num_repeat_per_sample=2)
+        assert job["state"] == "running" and job["warnings"] == []
+        await buffer.write(*group("a", (0, 1)), item("open"))
+        assert (await buffer.post(f"/v1/jobs/{job['id']}/drop"))[0] == 409
+        assert (await buffer.post(f"/v1/jobs/{job['id']}/expected", {"items": 50}))[0] == 200
+        assert (await buffer.get("/v1/stats"))[1]["job"]["expected"] == 50
+        assert (await buffer.post(f"/v1/jobs/{job['id']}/stop"))[1]["state"] == "stopped"
+        assert (await buffer.get(f"/v1/jobs/{job['id']}"))[1]["state"] == "stopped"
+        assert (await buffer.post(f"/v1/jobs/{job['id']}/drop"))[1] == {"job": job["id"], "groups": 2}
+        assert (await buffer.stats())["groups_dropped"] == {"replaced": 2}
+        for path in ("stop", "drop", "expected"):
+            assert (await buffer.post(f"/v1/jobs/nobody/{path}", {"items": 1} if path == "expected" else {}))[
+                0
+            ] == 404
+
+
+async def test_a_full_buffer_says_so(tmp_path: Path) -> None:
+    async with served(tmp_path, limits=Limits(items=4)) as buffer:
+        await buffer.write(*group("a"))
+        async with buffer.session.post(buffer.url + "/v1/items", json=item()) as response:
+            assert response.status == 429 and response.headers["retry-after"] == "1"
+            assert (await response.json())["error"]["code"] == "full"
+        held = asyncio.create_task(buffer.post("/buffer/write", item("b", 1, "b0")))
+        await buffer.until(lambda: buffer.service.held_writes)
+        answer = await buffer.read()
+        await buffer.post(f"/v1/leases/{answer['head']['lease']}/ack")
+        assert (await held)[0] == 200
+
+
+async def test_the_token(tmp_path: Path) -> None:
+    async with served(tmp_path, token="secret") as buffer:
+        await buffer.write(*group("a"))
+        for path in ("/v1/stats", "/metrics", "/openapi.json", "/", "/nowhere"):
+            none = {"authorization": ""}
+            assert (await buffer.get(path, headers=none))[0] == 401
+            assert (await buffer.get(path, headers={"authorization": "Bearer secre"}))[0] == 401
+        for path in ("/health", "/ready"):
+            assert (await buffer.get(path, headers={"authorization": ""}))[0] == 200
+
+
+async def test_metrics_and_openapi(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        await buffer.write(*group("a"), *group("b", (1, 1, 1, 1)))
+        async with buffer.session.get(buffer.url + "/metrics") as response:
+            text = await response.text()
+        for line in (
+            "rollstream_buffer_items_written_total 8.0",
+            'rollstream_buffer_groups{state="ready"} 1.0',
+            'rollstream_buffer_items_dropped_total{reason="equal_rewards"} 4.0',
+            'rollstream_buffer_http_requests_total{route="/v1/items",status="200"} 1.0',
+        ):
+            assert line in text.splitlines(), text
+        paths = (await buffer.get("/openapi.json"))[1]["paths"]
+        assert {"/v1/items", "/v1/read", "/v1/leases/{lease}/ack", "/buffer/write", "/health"} <= paths.keys()

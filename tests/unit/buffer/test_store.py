@@ -1,0 +1,623 @@
+"""The store on both databases: what the model test does not reach."""
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+
+from rollstream.buffer.items import MAX_TEXT, Item
+from rollstream.buffer.store.base import Change, Group, JobRecord, Judged, Limits, Removal, Wanted
+from rollstream.buffer.store.postgres import PostgresDriver
+from rollstream.buffer.store.sql import Driver, SqlStore, Tx
+from rollstream.buffer.store.sqlite import FILE, SqliteDriver
+from rollstream.errors import (
+    BufferFullError,
+    ConfigError,
+    ConflictError,
+    DamageError,
+    DataError,
+    NotFoundError,
+    StorageError,
+    StorageFullError,
+)
+from tests.support.postgres import PostgresServer, new_schema, postgres
+from tests.support.stores import Clock, ClockedDriver, FixedPolicy, item, pair
+
+__all__ = ["postgres"]
+
+ROOT = Path(__file__).parents[3]
+
+OpenStore = Callable[..., AbstractAsyncContextManager[SqlStore]]
+"""Opens the test's database: each time the same one."""
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def new_driver(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Driver]:
+    if request.param == "sqlite":
+        return lambda: SqliteDriver(tmp_path)
+    server: PostgresServer = request.getfixturevalue("postgres")
+    schema = new_schema()
+    return lambda: PostgresDriver(server.url, schema)
+
+
+@pytest.fixture
+def open_store(new_driver: Callable[[], Driver]) -> OpenStore:
+    return lambda **limits: opened(new_driver(), **limits)
+
+
+@contextlib.asynccontextmanager
+async def opened(driver: Driver, **limits: int) -> AsyncIterator[SqlStore]:
+    store = SqlStore(driver, FixedPolicy(), Limits(**limits))
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def new_job(number: int) -> JobRecord:
+    return JobRecord(id=f"j{number}", number=number, task="t", payload={}, state="running", started=0.0)
+
+
+def run_program(*arguments: str) -> int:
+    return subprocess.run(arguments, cwd=ROOT, timeout=60).returncode
+
+
+async def lease_of(store: SqlStore, groups: int = 1) -> str:
+    taken = await store.take(Wanted(groups=groups))
+    assert taken.lease is not None
+    return taken.lease.id
+
+
+# -- limits
+
+
+async def test_a_full_buffer_takes_all_items_of_a_write_or_none(open_store: OpenStore) -> None:
+    async with open_store(items=5) as store:
+        await store.write(pair("a") + pair("b"))
+        with pytest.raises(BufferFullError, match="4 items, of at most 5"):
+            await store.write(pair("c"))
+        assert await store.known(["c-0", "c-1"]) == [False, False]
+        assert await store.write([*pair("a"), item("d")]) == [False, False, True]
+        assert await store.write(pair("a")) == [False, False], "known items need no room"
+        await store.ack([await lease_of(store)])
+        assert await store.write(pair("c")) == [True, True]
+
+
+async def test_writes_that_do_not_fit_are_refused_one_by_one(open_store: OpenStore) -> None:
+    async with open_store(items=4) as store:
+        await store.write(pair("first"))
+        answers = await asyncio.gather(
+            *(store.write(pair(name)) for name in "abc"), store.stats(), return_exceptions=True
+        )
+        assert [type(one) for one in answers[:3]] == [list, BufferFullError, BufferFullError]
+        assert (await store.stats()).items == 4
+
+
+async def test_archive_keeps_bodies_then_groups_then_nothing(open_store: OpenStore) -> None:
+    async with open_store(archive_bytes=1000, remembered_uids=4) as store:
+        for n in range(6):
+            await store.write(pair(f"g{n}", body=bytes(200)))
+            await store.ack([await lease_of(store)])
+        groups = [group.id for group in await store.groups()]
+        while await store.sweep():
+            pass
+        assert (await store.stats()).archive_bytes <= 1000
+        kept = await store.groups()
+        assert [group.id for group in kept] == groups[2:], (
+            "two were forgotten: their four uids are remembered"
+        )
+        assert [group.bytes for group in kept] == [0, 0, 400, 400]
+        loaded = await store.load([group.id for group in kept])
+        assert [isinstance(one, str) for one in loaded.values()] == [True, True, False, False]
+        assert await store.known(["g0-0", "g1-1", "g2-0", "g5-1"]) == [False, False, True, True]
+        assert await store.write(pair("g0")) == [True, True]
+
+
+async def test_uids_of_the_last_job_are_never_forgotten(open_store: OpenStore) -> None:
+    async with open_store(archive_bytes=0, remembered_uids=0) as store:
+        await store.save_job(new_job(1))
+        await store.write(pair("a"))
+        await store.ack([await lease_of(store)])
+        while await store.sweep():
+            pass
+        assert await store.known(["a-0"]) == [True]
+        await store.save_job(new_job(2))
+        while await store.sweep():
+            pass
+        assert await store.known(["a-0"]) == [False]
+
+
+# -- committing
+
+
+async def test_many_calls_at_once_are_all_answered(open_store: OpenStore) -> None:
+    changes: list[Change] = []
+    async with open_store() as store:
+        store.changed = changes.append
+        answers = await asyncio.gather(*(store.write([one]) for n in range(100) for one in pair(f"g{n}")))
+        assert answers == [[True]] * 200
+        assert sum(sum(change.ready.values()) for change in changes) == 100
+        leases = await asyncio.gather(*(lease_of(store, 10) for _ in range(10)))
+        acked = await asyncio.gather(*(store.ack([lease]) for lease in leases))
+        assert sum(one.groups for one in acked) == 100
+        assert (await store.stats()).items_delivered == 200
+
+
+async def test_a_refused_call_leaves_the_others_of_its_transaction_alone(open_store: OpenStore) -> None:
+    async with open_store() as store:
+        await store.write(pair("a") + pair("b"))
+        lost = await lease_of(store)
+        await store.nack(lost)
+        lease = await lease_of(store, 2)
+        answers = await asyncio.gather(
+            store.write(pair("c")),
+            store.ack([lost]),
+            store.nack("nothing"),
+            store.ack([lease]),
+            store.write(pair("d")),
+            return_exceptions=True,
+        )
+        assert answers[0] == answers[4] == [True, True]
+        assert isinstance(answers[1], ConflictError)
+        assert isinstance(answers[2], NotFoundError)
+        assert answers[3].groups == 2  # type: ignore[union-attr]
+        assert (await store.stats()).groups["ready"] == 2
+
+
+async def test_a_write_that_cannot_be_stored_fails_alone(postgres: PostgresServer) -> None:
+    async with opened(PostgresDriver(postgres.url, new_schema())) as store:
+        too_long = item("".join(chr(0x4E00 + n * 7 % 20_000) for n in range(MAX_TEXT)))
+        answers = await asyncio.gather(
+            store.write(pair("a")),
+            store.write([item("nul\0")]),
+            store.write([too_long]),
+            store.write(pair("b")),
+            return_exceptions=True,
+        )
+        assert [type(one) for one in answers] == [list, DataError, DataError, list]
+        assert (await store.stats()).items == 4
+
+
+async def test_longest_ids_are_stored(open_store: OpenStore) -> None:
+    def letters(seed: int) -> str:
+        return "".join(chr(33 + (n * n * seed + n) % 90) for n in range(MAX_TEXT))
+
+    async with open_store() as store:
+        ids = letters(7), letters(11), letters(13), letters(17)
+        items = [item(ids[0] if n else ids[1], ids[2], n / 2, task=ids[3], job=ids[0]) for n in range(2)]
+        assert await store.write(items) == [True, True]
+        taken = await store.take(Wanted(groups=1, jobs=(ids[0],), task=ids[3], read_id=ids[1]))
+        assert taken.groups[0].instance_id == ids[2]
+
+
+async def test_a_cancelled_call_is_still_done(open_store: OpenStore) -> None:
+    async with open_store() as store:
+        writes = [asyncio.create_task(store.write(pair(name))) for name in "abc"]
+        await asyncio.sleep(0)
+        for one in writes:
+            one.cancel()
+        assert (await asyncio.gather(*writes, return_exceptions=True)).count([True, True]) == 0
+        assert await store.write(pair("d")) == [True, True]
+        assert await store.known(["a-0", "b-0", "c-1", "d-1"]) == [True] * 4
+
+
+async def test_close_waits_for_what_is_under_way(open_store: OpenStore) -> None:
+    async with open_store() as store:
+        writes = [asyncio.create_task(store.write(pair(f"g{n}"))) for n in range(20)]
+        await asyncio.sleep(0)
+    assert await asyncio.gather(*writes) == [[True, True]] * 20
+    async with open_store() as store:
+        assert (await store.stats()).items == 40
+
+
+async def test_a_job_is_run_by_one_server(new_driver: Callable[[], Driver]) -> None:
+    clock = Clock()
+    async with opened(ClockedDriver(new_driver(), clock)) as store:
+        await store.save_job(new_job(1))
+        assert await store.claim_job("j1", "one", 30.0)
+        assert not await store.claim_job("j1", "two", 30.0)
+        clock.now += 20
+        assert await store.claim_job("j1", "one", 30.0)
+        clock.now += 20
+        assert not await store.claim_job("j1", "two", 30.0)
+        clock.now += 20
+        assert await store.claim_job("j1", "two", 30.0)
+        assert not await store.claim_job("j1", "one", 30.0)
+
+
+async def test_a_read_without_jobs_gets_nothing(open_store: OpenStore) -> None:
+    async with open_store() as store:
+        await store.write(pair("a"))
+        assert (await store.take(Wanted(groups=1, jobs=()))).groups == []
+
+
+async def test_a_traceback_may_hold_anything(open_store: OpenStore) -> None:
+    async with open_store() as store:
+        await store.write(pair("a"))
+        taken = await store.take(Wanted(groups=1))
+        assert taken.lease is not None
+        await store.finish(taken.lease.id, [Removal(taken.groups[0].id, "hook", "bad \0 and \ud800")], {})
+        group = await store.group(taken.groups[0].id)
+        assert group is not None and group.cause == "bad \\0 and \\ud800"
+
+
+async def test_order_of_the_line_holds_over_many_jobs(open_store: OpenStore) -> None:
+    async with open_store() as store:
+        for n in range(60):
+            await store.write([item(f"{n}-{k}", n, k / 2, job=f"j{n % 3}") for k in range(2)])
+        wanted = Wanted(groups=40, jobs=("j0", "j2"))
+        taken = await store.take(wanted)
+        assert [group.instance_id for group in taken.groups] == [n for n in range(60) if n % 3 != 1]
+
+
+async def test_a_retried_group_belongs_to_no_lease(open_store: OpenStore) -> None:
+    async with open_store() as store:
+        await store.write([each for name in ("a", "b") for each in (*pair(name), *own_pair(name))])
+        await store.judge([Judged(group.id, group.n, True, True) for group in await own_groups(store)], [])
+        taken = await store.take(Wanted(groups=4))
+        assert taken.lease is not None
+        removed = [group for group in taken.groups if group.instance_id == "a"]
+        await store.finish(taken.lease.id, [Removal(group.id, "hook", "No") for group in removed], {})
+        assert set(await store.retry(None)) == {group.id for group in removed}
+        await store.judge([Judged(group.id, group.n, True, True) for group in await own_groups(store)], [])
+        assert (await store.stats()).groups["ready"] == 2
+        assert (await store.ack([taken.lease.id])).groups == 2
+        assert (await store.take(Wanted(groups=4))).available == 2
+
+
+def own_pair(name: str) -> list[Item]:
+    return [item(f"own-{name}-{n}", name, task="own") for n in range(2)]
+
+
+async def own_groups(store: SqlStore) -> list[Group]:
+    return await store.unjudged(["own"], 100)
+
+
+async def test_items_left_out_by_an_earlier_read_do_not_count(open_store: OpenStore) -> None:
+    async with open_store() as store:
+        await store.write(pair("a"))
+        first = await store.take(Wanted(groups=1))
+        assert first.lease is not None
+        await store.finish(first.lease.id, [], {first.groups[0].id: ["a-0"]})
+        await store.nack(first.lease.id)
+        await store.ack([await lease_of(store)])
+        assert (await store.stats()).items_delivered == 2
+
+
+async def test_jobs_that_start_at_once_are_counted_once(open_store: OpenStore) -> None:
+    async with open_store(archive_bytes=0, remembered_uids=5) as store:
+        await store.save_job(new_job(0))
+        for name in "ab":
+            await store.write(pair(name))
+            await store.ack([await lease_of(store)])
+        while await store.sweep():
+            pass
+        await asyncio.gather(*(store.save_job(new_job(n)) for n in (1, 2, 3)))
+        while await store.sweep():
+            pass
+        assert await store.known(["a-0", "b-1"]) == [True, True], "four uids of at most five"
+
+
+async def test_uids_of_a_job_that_nobody_started_are_forgotten(open_store: OpenStore) -> None:
+    async with open_store(archive_bytes=0, remembered_uids=0) as store:
+        await store.write([item(f"a-{n}", 1, n / 2, job="unknown") for n in range(2)])
+        await store.ack([await lease_of(store)])
+        assert [await store.sweep() for _ in range(3)][-1] == 0
+        assert await store.known(["a-0"]) == [False]
+
+
+class RecordingDriver:
+    """A driver that remembers statements, each with the arguments that it had first."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.statements: dict[str, Sequence[Any]] = {}
+        self.inner = driver
+        self.open, self.close = driver.open, driver.close
+        self.disk_bytes, self.tidy = driver.disk_bytes, driver.tidy
+
+    async def transaction(self, work: Callable[[Tx], Awaitable[Any]]) -> Any:
+        return await self.inner.transaction(lambda tx: work(RecordingTx(tx, self.statements)))
+
+    async def read(self, work: Callable[[Tx], Awaitable[Any]]) -> Any:
+        return await self.inner.read(lambda tx: work(RecordingTx(tx, self.statements)))
+
+
+class RecordingTx:
+    def __init__(self, tx: Tx, statements: dict[str, Sequence[Any]]) -> None:
+        self._tx, self._statements, self.now = tx, statements, tx.now
+
+    async def rows(self, sql: str, *arguments: Any) -> list[Any]:
+        self._statements.setdefault(sql, arguments)
+        return await self._tx.rows(sql, *arguments)
+
+    async def run(self, sql: str, *arguments: Any) -> int:
+        self._statements.setdefault(sql, arguments)
+        return await self._tx.run(sql, *arguments)
+
+    async def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        if rows:
+            self._statements.setdefault(sql, rows[0])
+        await self._tx.many(sql, rows)
+
+
+@pytest.mark.parametrize("groups", [0, 1000])
+async def test_no_statement_reads_a_whole_table(new_driver: Callable[[], Driver], groups: int) -> None:
+    driver = RecordingDriver(new_driver())
+    async with opened(driver, archive_bytes=0, remembered_uids=1) as store:
+        await store.save_job(new_job(1))
+        await store.write([each for n in range(groups) for each in pair(f"g{n}")])
+        driver.statements.clear()
+        await store.write([*pair("a"), *pair("b"), *pair("c"), item("late", "x"), *own_pair("a")])
+        await store.judge([Judged(one.id, one.n, True, True) for one in await own_groups(store)], [])
+        for jobs in (None, ("j1",)):
+            taken = await store.take(Wanted(groups=1, jobs=jobs, read_id="r", consumer="c"))
+            assert taken.lease is not None
+            await store.load(taken.lease.groups)
+            await store.finish(taken.lease.id, [], {taken.lease.groups[0]: ["a"]})
+            await store.extend(taken.lease.id, 5)
+            await store.ack([taken.lease.id])
+        await store.nack(await lease_of(store))
+        await store.release("c")
+        await store.return_read("r")
+        await store.known(["a-0"])
+        await store.leases()
+        await store.unread_drops(None, None, 10)
+        await store.save_job(new_job(2))
+        while await store.sweep():
+            pass
+        assert len(driver.statements) > 30
+
+        async def plans(tx: Tx) -> dict[str, str]:
+            explain = "EXPLAIN" if isinstance(driver.inner, PostgresDriver) else "EXPLAIN QUERY PLAN"
+            return {
+                sql: "\n".join(str(row[-1]) for row in await tx.rows(f"{explain} {sql}", *arguments))
+                for sql, arguments in driver.statements.items()
+            }
+
+        for plan in (await driver.inner.transaction(plans)).values():
+            assert not re.search(r"(SCAN|Seq Scan on) (groups|items|bodies)\b(?! USING)", plan), plan
+
+
+# -- damage
+
+
+def change_bytes(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert content.count(old) == 1
+    path.write_bytes(content.replace(old, new))
+
+
+async def test_a_damaged_item_is_reported_and_others_are_read(tmp_path: Path) -> None:
+    async with opened(SqliteDriver(tmp_path)) as store:
+        await store.write(
+            pair("a", body=b"A" * 50) + pair("b", body=b"B" * 50) + [item("b-2", "c", body=b"here it is")]
+        )
+    change_bytes(tmp_path / FILE, b"here it is", b"here it was"[:10])
+    async with opened(SqliteDriver(tmp_path)) as store:
+        groups = await store.groups()
+        loaded = await store.load([group.id for group in groups])
+        assert [isinstance(one, str) for one in loaded.values()] == [False, False, True]
+        assert "b-2" in str(loaded[groups[2].id]) and "checksum" in str(loaded[groups[2].id])
+
+
+async def test_a_damaged_page_hurts_only_what_is_on_it(tmp_path: Path) -> None:
+    body = os.urandom(20_000)  # so each is on pages of its own
+    async with opened(SqliteDriver(tmp_path)) as store:
+        for name in "abc":
+            await store.write(pair(name, body=body + name.encode()))
+    content = bytearray((tmp_path / FILE).read_bytes())
+    at = content.index(body[9_000:9_500])
+    content[at : at + 100] = bytes(100)
+    (tmp_path / FILE).write_bytes(content)
+    async with opened(SqliteDriver(tmp_path)) as store:
+        taken = await store.take(Wanted(groups=3))
+        loaded = await store.load([group.id for group in taken.groups])
+        assert sum(isinstance(one, str) for one in loaded.values()) == 1
+        assert taken.lease is not None
+        bad = [Removal(group, "damaged") for group, one in loaded.items() if isinstance(one, str)]
+        await store.finish(taken.lease.id, bad, {})
+        assert (await store.ack([taken.lease.id])).groups == 2
+
+
+async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"something else, and long enough" * 100)
+    store = SqlStore(SqliteDriver(tmp_path), FixedPolicy())
+    with pytest.raises(DamageError, match=FILE):
+        await store.open()
+
+
+# -- full disks and kills
+
+
+@contextlib.contextmanager
+def small_disk_at(folder: Path) -> Iterator[Path]:
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this machine lets nobody mount a small disk")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk_at(tmp_path / "small") as folder:
+        yield folder
+
+
+async def test_a_full_disk_refuses_writes_and_takes_acks(small_disk: Path) -> None:
+    spare = small_disk / "spare"
+    spare.write_bytes(bytes(600_000))
+    async with opened(SqliteDriver(small_disk)) as store:
+        stored: list[str] = []
+        with pytest.raises(StorageFullError, match="no room on the disk"):
+            for n in range(1000):
+                await store.write(pair(f"g{n}", body=bytes(50_000)))
+                stored.append(f"g{n}")
+        assert len(stored) > 5
+        spare.unlink()
+        for _ in range(3):
+            answers = await asyncio.gather(
+                store.ack([await lease_of(store)]),
+                store.write(pair("more", body=bytes(2_000_000))),
+                return_exceptions=True,
+            )
+            assert answers[0].groups == 1  # type: ignore[union-attr]
+            assert isinstance(answers[1], StorageFullError)
+        assert await store.known([f"{name}-1" for name in stored] + ["more-0"]) == [True] * len(stored) + [
+            False
+        ]
+    run_program("mount", "-o", "remount,size=6m", str(small_disk))
+    async with opened(SqliteDriver(small_disk)) as store:
+        assert (await store.stats()).groups_delivered == 3
+        loaded = await store.load([group.id for group in await store.groups(state="ready")])
+        assert not any(isinstance(one, str) for one in loaded.values())
+        assert await store.write(pair("more")) == [True, True]
+
+
+async def test_a_full_disk_of_postgres_refuses_writes_and_takes_acks(postgres: PostgresServer) -> None:
+    folder = postgres.folder / new_schema()
+    with small_disk_at(folder):
+        shutil.chown(folder, "postgres", "postgres")
+        spare = folder / "spare"
+        database = await asyncpg.connect(postgres.url)
+        await database.execute(f"CREATE TABLESPACE {folder.name} LOCATION '{folder}'")
+        try:
+            spare.write_bytes(bytes(600_000))
+            driver = PostgresDriver(f"{postgres.url}?default_tablespace={folder.name}", folder.name)
+            async with opened(driver) as store:
+                stored = 0
+                with pytest.raises(StorageFullError, match="no room on its disk"):
+                    while True:
+                        await store.write(pair(f"g{stored}", body=os.urandom(20_000)))
+                        stored += 1
+                assert stored > 5
+                spare.unlink()
+                assert (await store.ack([await lease_of(store)])).groups == 1
+                assert (await store.stats()).items_written == 2 * stored
+        finally:
+            await database.execute(f"DROP SCHEMA IF EXISTS {folder.name} CASCADE")
+            await database.execute(f"DROP TABLESPACE {folder.name}")
+            await database.close()
+
+
+async def test_a_killed_store_is_opened_again(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, os, sys\n"
+        "from pathlib import Path\n"
+        "from rollstream.buffer.store.base import Wanted\n"
+        "from rollstream.buffer.store.sql import SqlStore\n"
+        "from rollstream.buffer.store.sqlite import SqliteDriver\n"
+        "from tests.support.stores import FixedPolicy, pair\n"
+        "async def main():\n"
+        "    store = SqlStore(SqliteDriver(Path(sys.argv[1])), FixedPolicy())\n"
+        "    await store.open()\n"
+        "    await store.write(pair('a') + pair('b'))\n"
+        "    taken = await store.take(Wanted(groups=1, consumer='me'))\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main())\n"
+    )
+    assert run_program(sys.executable, "-c", program, str(tmp_path)) == -9
+    async with opened(SqliteDriver(tmp_path)) as store:
+        (lease,) = await store.leases("me")
+        assert lease.left_s > 590, "time stood still meanwhile"
+        assert (await store.ack([lease.id])).items == 2
+        assert (await store.stats()).groups["ready"] == 1
+
+
+# -- PostgreSQL
+
+
+async def test_servers_that_open_at_once_make_one_schema(postgres: PostgresServer) -> None:
+    schema = new_schema()
+    stores = [SqlStore(PostgresDriver(postgres.url, schema), FixedPolicy()) for _ in range(5)]
+    await asyncio.gather(*(store.open() for store in stores))
+    await asyncio.gather(*(store.write(pair(f"g{n}")) for n, store in enumerate(stores)))
+    assert [(await store.stats()).items for store in stores] == [10] * 5
+    for store in stores:
+        await store.close()
+
+
+async def test_a_server_learns_of_groups_that_another_made_ready(postgres: PostgresServer) -> None:
+    schema = new_schema()
+    async with (
+        opened(PostgresDriver(postgres.url, schema)) as one,
+        opened(PostgresDriver(postgres.url, schema)) as two,
+    ):
+        for notice in (two.sweep, lambda: two.write([item(f"x{two.items_written}", "x")])):
+            seen: list[Change] = []
+            two.changed = seen.append
+            await one.write(pair(f"g{one.items_written}"))
+            await notice()
+            assert [change.elsewhere for change in seen] == [True]
+        assert two.items_written == one.items_written + 1
+
+
+async def test_two_servers_never_lease_the_same_group(postgres: PostgresServer) -> None:
+    schema = new_schema()
+    async with (
+        opened(PostgresDriver(postgres.url, schema)) as one,
+        opened(PostgresDriver(postgres.url, schema)) as two,
+    ):
+        await one.write([each for n in range(100) for each in pair(f"g{n}")])
+        taken = await asyncio.gather(
+            *(store.take(Wanted(groups=3)) for _ in range(20) for store in (one, two))
+        )
+        leased = [group.id for each in taken for group in each.groups]
+        assert len(leased) == len(set(leased)) == 100
+
+
+async def test_a_lost_database_is_found_again(postgres: PostgresServer) -> None:
+    async with opened(PostgresDriver(postgres.url, new_schema())) as store:
+        await store.write(pair("a"))
+        postgres.kill()
+        try:
+            for call in (store.stats(), store.write(pair("b")), store.take(Wanted(groups=1)), store.stats()):
+                with pytest.raises(StorageError, match=r"127\.0\.0\.1"):
+                    await call
+            many = await asyncio.gather(
+                *(store.write(pair(f"g{n}")) for n in range(50)), return_exceptions=True
+            )
+            assert all(isinstance(one, StorageError) for one in many)
+        finally:
+            postgres.start()
+        assert (await store.stats()).items == 2
+        assert await store.write(pair("b")) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:secret@127.0.0.1:{port}/postgres?sslmode=require",
+        "postgresql://me:secret@127.0.0.1:{port}/nothing",
+        "postgresql://me:secret@127.0.0.1:1/x",
+        "postgresql://me:sec/ret@127.0.0.1:{port}/x",
+        "postgresql://me:secret@127.0.0.1:{port}/x?sslmode=secret",
+        "postgresql://me:s?secret@127.0.0.1:{port}/x",
+        "postgresql://me:secret@secret@host:secret/x",
+        "mysql://me:secret@host/x",
+    ],
+)
+async def test_a_wrong_url_is_an_error_without_its_password(postgres: PostgresServer, url: str) -> None:
+    url = url.format(port=postgres.port)
+    with pytest.raises((ConfigError, StorageError)) as raised:
+        await SqlStore(PostgresDriver(url), FixedPolicy()).open()
+    assert "sec" not in str(raised.value).replace("sslmode", "")
+
+
+async def test_schema_names_are_plain() -> None:
+    with pytest.raises(ConfigError, match="cannot name a schema"):
+        PostgresDriver("postgresql://host/x", 'a"; DROP SCHEMA b; --')
