@@ -243,16 +243,27 @@ def main() -> None:
     write_json(options.json, "buffer", rows)
 
 
-def _measure_postgres(sizes: Sequence[int], singles: int, items: int, folder: Path) -> list[dict[str, Any]]:
-    from tests.support.postgres import postgres_server  # the one of the tests
+@contextlib.contextmanager
+def _postgres() -> Iterator[tuple[str, str]]:
+    from tests.support.postgres import PostgresServer  # the one of the tests
 
+    database = PostgresServer(durable=True)
+    try:
+        database.start()
+        yield "--store", database.url
+    finally:
+        database.remove()
+
+
+def _measure_postgres(sizes: Sequence[int], singles: int, items: int, folder: Path) -> list[dict[str, Any]]:
     place = folder / "postgres"
     place.mkdir()
-    with postgres_server(place) as database:
-        stores = [("--store", database.url_of(name)) for name in ("writes", "reads", "big")]
-        writes, batches = measure_writes(sizes, singles, place, *stores[0])
-        read = measure_read(items, place, *stores[1])[:1]
-        big = measure_big(400, place, *stores[2])
+    with _postgres() as store:
+        writes, batches = measure_writes(sizes, singles, place, *store)
+    with _postgres() as store:
+        read = measure_read(items, place, *store)[:1]
+    with _postgres() as store:
+        big = measure_big(400, place, *store)
     print_table("PostgreSQL: single durable writes, 32 connections", writes)
     print_table(f"PostgreSQL: batches of {BATCH}, 4 connections", [batches])
     print_table("PostgreSQL: one read of everything", read)

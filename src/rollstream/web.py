@@ -1,7 +1,7 @@
 """Our HTTP layer: a table of routes over aiohttp's low-level server, with the checks that every server needs.
 
     connection ──> one too many? ──> head ──> route, Host, Origin, token ──> body ──> handler ──> answer
-                   closed            bounded  404 405 403 401                413 408 503    cut off if unread
+                   closed            bounded  404 405 403 401 415            413 408 503    cut off if unread
 
 A request is refused before its body is read wherever that is possible. Bodies share one budget of bytes.
 One task looks at all connections now and then and cuts off those whose client does not read its answer;
@@ -24,6 +24,7 @@ from urllib.parse import unquote
 
 import msgspec
 from aiohttp import hdrs, web
+from aiohttp.web_protocol import _ErrInfo
 from multidict import CIMultiDictProxy, istr
 
 from rollstream.errors import ConfigError, RollstreamError
@@ -324,6 +325,17 @@ def _unreadable(what: str, error: Exception) -> HTTPError:
     return HTTPError(400, f"{what} cannot be read: {error}", where=where)
 
 
+def _check_encoding(request: Request) -> None:
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise HTTPError(
+            415,
+            f"the body has content-encoding {encoding[:40]!r}: send it as it is",
+            "unsupported_encoding",
+            headers={"accept-encoding": "identity"},
+        )
+
+
 def _too_large(limits: Limits) -> HTTPError:
     return HTTPError(413, f"the body is larger than {limits.max_body} bytes: send less at once", "too_large")
 
@@ -453,6 +465,7 @@ class WebServer:
             self._gate.check(request, route)
             if route is None:
                 raise _unknown(request, methods)
+            _check_encoding(request)
             if route.cancel_when_gone:
                 response = await self._answer_while_there(request, route, task)
             else:
@@ -531,10 +544,12 @@ class _Connection(web.RequestHandler):
             max_headers=limits.max_headers,
             lingering_time=_LINGER_S,
             read_bufsize=_READ_BUFFER,
+            auto_decompress=False,  # a few bytes could become any number of them
         )
         self.cancels: asyncio.Task[Any] | None = None
         """Ends with the connection."""
         self._room = room
+        self._is_broken = False
         self._unread = 0
         self._unread_since = 0.0
 
@@ -546,6 +561,13 @@ class _Connection(web.RequestHandler):
             return
         room._connections.add(self)
         super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Drops what comes after the first fault: aiohttp would keep each part of it, with a traceback."""
+        if not self._is_broken:
+            super().data_received(data)
+            if self._messages and isinstance(self._messages[-1][0], _ErrInfo):
+                self._is_broken = True
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)

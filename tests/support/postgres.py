@@ -33,8 +33,9 @@ _SETTINGS = {
 class PostgresServer:
     """`start` it, `stop` it, `kill` it. `url` stays the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, durable: bool = False) -> None:
         self._bin = _bin_folder()
+        self._settings = _SETTINGS | ({"fsync": "on", "full_page_writes": "on"} if durable else {})
         self._user: dict[str, Any] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="rollstream-postgres-"))
         if os.getuid() == 0:
@@ -53,7 +54,7 @@ class PostgresServer:
 
     def start(self) -> None:
         """Returns when it takes connections."""
-        settings = [f"--{name}={value}" for name, value in {**_SETTINGS, "port": self.port}.items()]
+        settings = [f"--{name}={value}" for name, value in {**self._settings, "port": self.port}.items()]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [self._bin / "postgres", "-D", self._data, *settings],

@@ -434,10 +434,52 @@ async def test_too_large_bodies_are_refused() -> None:
         part = b"1f4\r\n" + b"x" * 500 + b"\r\n"
         assert await ask(server, chunked, part, part, b"0\r\n\r\n") == 200
         assert await ask(server, chunked, part, part, part) == 413
-        zeros = gzip.compress(bytes(10**6))
-        packed = head("POST", "/length", Content_Length=str(len(zeros)), Content_Encoding="gzip")
-        assert await ask(server, packed + zeros) == 413
         assert server.body_bytes == 0
+
+
+async def test_compressed_bodies_are_refused_unread() -> None:
+    async with serving(access=Access(token="secret")) as server:
+        zeros = gzip.compress(bytes(10**8))
+        for encoding, shown, status in (
+            ("gzip", TOKEN, 415),
+            ("Deflate", TOKEN, 415),
+            ("gzip", {}, 401),
+            ("Identity", TOKEN, 200),
+        ):
+            more = {"Content_Length": str(len(zeros)), "Content_Encoding": encoding, **shown}
+            connection = await Connection.to(server)
+            await connection.send(head("POST", "/length", **more))
+            if status == 200:
+                await connection.send(zeros)
+            assert await connection.status() == status
+            if status == 200:
+                assert await connection.body() == len(zeros)
+            else:
+                await connection.send(zeros)
+                assert await connection.closed()
+        assert server.body_bytes == 0
+
+
+async def test_what_comes_after_a_broken_head_is_dropped() -> None:
+    go_on = asyncio.Event()
+
+    async def wait(request: Request) -> web.Response:
+        await go_on.wait()
+        return json_response("done")
+
+    async with serving([Route("GET", "/hello", wait)]) as server:
+        connection = await Connection.to(server)
+        await connection.send(head())
+        for _ in range(100):
+            await connection.send(b"x" * 10_000)
+            await asyncio.sleep(0.001)
+        (broken,) = server._connections
+        await eventually(lambda: broken._is_broken)
+        assert len(broken._messages) == 1
+        go_on.set()
+        assert await connection.status() == 200
+        assert await connection.body() == "done"
+        assert await connection.status() == 400
 
 
 async def test_bodies_share_a_budget() -> None:

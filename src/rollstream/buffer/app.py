@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 import rollstream
+from rollstream.buffer.hooks import HookError
 from rollstream.buffer.items import ItemError
 from rollstream.buffer.routes_native import NativeRoutes
 from rollstream.buffer.routes_slime import SlimeRoutes, render_slime_error
@@ -16,6 +17,7 @@ from rollstream.errors import (
     BufferFullError,
     ConfigError,
     ConflictError,
+    DamageError,
     DataError,
     NotFoundError,
     StorageError,
@@ -157,6 +159,8 @@ def _translate(error: Exception) -> HTTPError | None:
         return HTTPError(400, str(error), "bad_item", error.where)
     if isinstance(error, ConfigError):
         return HTTPError(400, str(error), "bad_request", str(error).partition(":")[0])
+    if isinstance(error, DamageError | HookError):
+        return HTTPError(503, str(error), "damaged" if isinstance(error, DamageError) else "hooks_fail")
     if isinstance(error, DataError):
         return HTTPError(400, str(error), "bad_item")
     if isinstance(error, NotFoundError):

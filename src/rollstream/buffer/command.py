@@ -202,19 +202,28 @@ async def _serve(server: "BufferServer", options: argparse.Namespace) -> None:
     from rollstream.stop_signals import stop_signals
 
     stop = stop_signals()
-    url = await server.start(options.host, options.port)
+    asked = asyncio.ensure_future(stop.wait())
+    # Whatever user code or a database does then: the process ends.
+    last = threading.Timer(GRACE_S + _EXIT_S, os._exit, (1,))
+    last.daemon = True
+    asked.add_done_callback(lambda done: None if done.cancelled() else last.start())
+    starting = asyncio.ensure_future(server.start(options.host, options.port))
+    await asyncio.wait({asked, starting}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():  # a generator file may hang
+        starting.cancel()
+        await asyncio.wait({starting})
+        last.cancel()
+        return
+    url = starting.result()
     gc.collect()
     gc.freeze()  # what was loaded stays: the collector need not walk it again
     line = orjson.dumps({"url": url, "pid": os.getpid()}).decode() if options.json else f"buffer at {url}"
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-    await stop.wait()
+    await asked
     logging.getLogger(__name__).info("stopping")
-    last = threading.Timer(GRACE_S + _EXIT_S, os._exit, (1,))
-    last.daemon = True
-    last.start()
-    async with asyncio.timeout(None):
-        await server.stop(GRACE_S)
+    await server.stop(GRACE_S)
+    last.cancel()
 
 
 def _run(main: Any) -> None:

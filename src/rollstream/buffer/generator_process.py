@@ -176,8 +176,7 @@ def _write_netrc(path: Path, url: str, token: str) -> None:
         entries = ""
     with open(path, "x", opener=_open_private) as file:
         file.write(entries + "\n")
-        for host in dict.fromkeys(("127.0.0.1", "localhost", urlsplit(url).hostname)):
-            file.write(f"machine {host} login rollstream password {token}\n")
+        file.write(f"machine {urlsplit(url).hostname} login rollstream password {token}\n")
 
 
 def _open_private(path: str, flags: int) -> int:

@@ -6,6 +6,7 @@ room (see each function). Hooks of a generator file may call them.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, NamedTuple
@@ -180,13 +181,14 @@ def summarize_rewards(groups: Iterable[Sequence[float | None]], *, raw: bool = F
         total += len(rewards)
         scored += [reward for reward in rewards if reward is not None and (raw or reward >= 0)]
     mean = math.fsum(reward / len(scored) for reward in scored)  # divided first: 1e308 has a mean, too
-    variance = math.fsum((reward - mean) ** 2 / len(scored) for reward in scored if abs(reward) < 1e150)
+    largest = max(map(abs, scored), default=0.0) or 1.0  # divided by it: the square of 1e308 is no number
+    spread = math.sqrt(math.fsum((reward / largest - mean / largest) ** 2 / len(scored) for reward in scored))
     return {
         "total_samples": total,
         "num_groups": num_groups,
         "avg_group_size": total / num_groups if num_groups else 0,
         "avg_reward": mean,
-        "reward_std": math.sqrt(variance),
+        "reward_std": min(spread * largest, sys.float_info.max),
         "reward_min": min(scored, default=0),
         "reward_max": max(scored, default=0),
         "unscored": total - len(scored),

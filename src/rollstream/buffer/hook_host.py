@@ -1,7 +1,7 @@
 """The child process that runs users' generator files and calls their hooks, and its client in the server.
 
-A message on the child's stdin and stdout is 4 bytes with its length, and msgpack. A request holds the source
-of the file that it needs, so a new child can go on where another one ended.
+A message on the child's stdin and stdout is 4 bytes with its length, and msgpack. A request is followed by a
+second message, the source of the file that it needs, so a new child can go on where another one ended.
 
 The time limit is faulthandler's, which also works while a hook holds the GIL: it writes where every thread is
 and ends the process. That text, or the one of a fatal signal, comes where a length is expected. Read as a
@@ -40,7 +40,8 @@ from rollstream.buffer.items import (
     ItemError,
     dump_item,
     load_item,
-    parse_items,
+    parse_item,
+    with_uid,
 )
 from rollstream.errors import ConfigError, RollstreamError
 
@@ -53,6 +54,9 @@ _TIMEOUT: Final = "Timeout"
 
 _SLACK_S: Final = 30.0
 """For the start of a child and for large messages, beside the limit of a call. Then the child is stuck."""
+
+_PART: Final = 1 << 20
+"""Bytes that are written at once: asyncio copies what a pipe does not take."""
 
 _CALLED: Final[Mapping[str, frozenset[str]]] = {
     "judge": frozenset({"is_valid_group"}),
@@ -78,7 +82,6 @@ class GeneratorFile(msgspec.Struct, frozen=True):
 class _Request(msgspec.Struct):
     call: str
     path: str
-    source: bytes
     settings: GroupSettings = GroupSettings()
     groups: Sequence[tuple[InstanceId, Stored]] = ()
     timed_out: bool = False
@@ -108,6 +111,8 @@ class HookHost:
         self._folders = [_folder_of(folder) for folder in folders]
         self._seconds = seconds
         self._looked: dict[Path, GeneratorFile] = {}
+        self._failed: dict[Path, tuple[bytes, str]] = {}
+        """Source and problem of files that could not be used."""
         self._last_usable: dict[str, GeneratorFile] = {}
         self._refreshing = asyncio.Lock()
         self._turn = asyncio.Lock()
@@ -124,8 +129,11 @@ class HookHost:
         """Names of a task type's own hooks: those of its file when it could last be used."""
         return self._last_usable[task_type].overridden if task_type in self._last_usable else frozenset()
 
-    async def refresh(self) -> None:
-        """Looks at the folders again, and runs files that are new, changed, or could not be used.
+    async def refresh(self, again: bool = False) -> None:
+        """Looks at the folders again, and runs files that are new or changed.
+
+        Args:
+            again: Also those that could not be used, for what they import may have changed.
 
         Raises:
             ConfigError: A folder is gone, or has no generator file.
@@ -134,16 +142,25 @@ class HookHost:
             looked: dict[Path, GeneratorFile] = {}
             usable: dict[str, GeneratorFile] = {}
             problems: list[str] = []
+            failed: dict[Path, tuple[bytes, str]] = {}
             for path in dict.fromkeys(path for folder in self._folders for path in _files_in(folder)):
                 try:
                     source = path.read_bytes()
+                    known, problem = self._failed.get(path, (None, ""))
+                    if known == source and not again:  # one that hangs would take its whole time limit
+                        failed[path] = source, problem
+                        problems.append(problem)
+                        continue
                     file = self._looked.get(path)
                     if file is None or file.source != source:
                         file = GeneratorFile(path, "", frozenset(), source)
                         task_type, hooks = await self._call("look", file)
                         file = GeneratorFile(path, task_type, frozenset(hooks), source)
                     looked[path] = file
-                except (HookError, OSError) as error:
+                except HookError as error:
+                    failed[path] = source, str(error)
+                    problems.append(str(error))
+                except OSError as error:
                     problems.append(str(error))
             for task_type in dict.fromkeys(file.task_type for file in looked.values()):
                 files = [file for file in looked.values() if file.task_type == task_type]
@@ -154,6 +171,7 @@ class HookHost:
                     fault = f"have the same TASK_TYPE {task_type!r}; rename all but one"
                     problems.append(f"generators: {names} {fault}")
             self.files, self.problems, self._looked = usable, tuple(problems), looked
+            self._failed = failed
             self._last_usable |= usable
 
     async def judge(
@@ -183,11 +201,13 @@ class HookHost:
         meta: bytes = await self._call("meta_info", self._last_usable[task_type], settings, groups)
         return dict(orjson.loads(meta))
 
-    async def parse(self, body: bytes, encoding: Encoding) -> list[Item]:
-        """`parse_items` for a large body, which would hold the server's GIL for long. Raises `ItemError`."""
+    async def parse(self, body: bytes, encoding: Encoding) -> Item:
+        """`parse_item` for a large body, which would hold the server's GIL for long. Raises `ItemError`."""
         file = GeneratorFile(Path("items"), "", frozenset(), body)
-        found = await self._call("parse", file, GroupSettings(), (), False, encoding)
-        return msgspec.convert(found, list[Item])
+        found, has_uid = await self._call("parse", file, GroupSettings(), (), False, encoding)
+        item = msgspec.convert(found, Item)
+        body = body if has_uid else with_uid(body, item.uid, encoding)
+        return msgspec.structs.replace(item, body=body)
 
     async def close(self) -> None:
         """Ends the child at once, whatever it does. Calls that wait raise `RollstreamError`."""
@@ -195,24 +215,28 @@ class HookHost:
         await self._end()
 
     async def _call(self, call: str, file: GeneratorFile, *values: Any) -> Any:
-        message = msgspec.msgpack.encode(_Request(call, str(file.path), file.source, *values))
-        if len(message) > _MAX_BYTES:
-            raise HookError(f"{file.path}: a group of {len(message)} bytes is too large for hooks")
         await self._turn.acquire()
         # An exchange goes to its end even if the caller is cancelled, so that the wire stays in order.
         self._task = asyncio.create_task(
-            self._exchange(message, file, file.overridden & _CALLED.get(call, frozenset()))
+            self._exchange(
+                _Request(call, str(file.path), *values),
+                file,
+                file.overridden & _CALLED.get(call, frozenset()),
+            )
         )
         self._task.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(self._task)
 
-    async def _exchange(self, message: bytes, file: GeneratorFile, hooks: frozenset[str]) -> Any:
+    async def _exchange(self, request: _Request, file: GeneratorFile, hooks: frozenset[str]) -> Any:
+        message = msgspec.msgpack.encode(request)
+        if len(message) > _MAX_BYTES:
+            raise HookError(f"{file.path}: a group of {len(message)} bytes is too large for hooks")
         fresh = False
         while not self._closed:
             if self._process is None:
                 self._process, fresh = await _start(self._seconds), True
                 continue  # closed meanwhile?
-            reply = await _ask(self._process, message, self._seconds + _SLACK_S)
+            reply = await _ask(self._process, message, file.source, self._seconds + _SLACK_S)
             if isinstance(reply, _Reply):
                 if reply.error is not None:
                     raise HookError(*reply.error)
@@ -271,14 +295,16 @@ async def _start(seconds: float) -> Process:
     )
 
 
-async def _ask(process: Process, message: bytes, seconds: float) -> _Reply | str:
+async def _ask(process: Process, message: bytes, source: bytes, seconds: float) -> _Reply | str:
     """The reply, or what faulthandler wrote instead; "" if the child ended without a word."""
     assert process.stdin is not None and process.stdout is not None
     try:
         async with asyncio.timeout(seconds):
-            process.stdin.write(len(message).to_bytes(4))
-            process.stdin.write(message)
-            await process.stdin.drain()
+            for one in (message, source):
+                process.stdin.write(len(one).to_bytes(4))
+                for start in range(0, len(one), _PART):
+                    process.stdin.write(memoryview(one)[start : start + _PART])
+                    await process.stdin.drain()
             head = await process.stdout.readexactly(4)
             if (size := int.from_bytes(head)) > _MAX_BYTES:
                 return (head + await process.stdout.read()).decode(errors="replace")
@@ -298,36 +324,47 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # users' code reads nothing,
     os.dup2(2, 1)  # and what it prints goes to the server's stderr
     faulthandler.enable(replies_out)
-    waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(os.fdopen(requests_in, "rb"), waiting), daemon=True).start()
     loaded: dict[tuple[str, bytes], tuple[str, Hooks]] = {}
     with os.fdopen(replies_out, "wb") as wire:
         while True:
-            request = msgspec.msgpack.decode(waiting.get(), type=_Request)
+            message, source = waiting.get()
+            request = msgspec.msgpack.decode(message, type=_Request)
             faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True, file=replies_out)
-            reply = _reply(request, loaded)
+            reply = _reply(request, source, loaded)
+            del message, source, request  # they may be large
             faulthandler.cancel_dump_traceback_later()
             wire.write(len(reply).to_bytes(4))
             wire.write(reply)
             wire.flush()
 
 
-def _receive(wire: IO[bytes], waiting: "queue.SimpleQueue[bytes]") -> None:
+def _receive(wire: IO[bytes], waiting: "queue.SimpleQueue[tuple[bytes, bytes]]") -> None:
     """Ends the process when the server is gone, also while a hook runs."""
     try:
-        while len(head := wire.read(4)) == 4 and len(body := wire.read(size := int.from_bytes(head))) == size:
-            waiting.put(body)
+        while True:
+            waiting.put((_read(wire), _read(wire)))
     finally:
         os._exit(0)
 
 
-def _reply(request: _Request, loaded: dict[tuple[str, bytes], tuple[str, Hooks]]) -> bytes:
+def _read(wire: IO[bytes]) -> bytes:
+    head = wire.read(4)
+    message = wire.read(size := int.from_bytes(head))
+    if len(head) < 4 or len(message) < size:
+        raise EOFError
+    return message
+
+
+def _reply(request: _Request, source: bytes, loaded: dict[tuple[str, bytes], tuple[str, Hooks]]) -> bytes:
     try:
         if request.call == "parse":
-            result: Any = parse_items(request.source, request.encoding)
+            item = parse_item(source, request.encoding)
+            result: Any = msgspec.structs.replace(item, body=b""), item.body is source
         else:
-            if (key := (request.path, request.source)) not in loaded:
-                loaded[key] = _load(Path(request.path), request.source)
+            if (key := (request.path, source)) not in loaded:
+                loaded[key] = _load(Path(request.path), source)
             result = _result(request, *loaded[key])
         reply = msgspec.msgpack.encode(_Reply(result))
         if len(reply) > _MAX_BYTES:

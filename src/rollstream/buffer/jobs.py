@@ -63,8 +63,9 @@ class JobStore(Protocol):
     @property
     def items_written(self) -> int: ...
 
-    async def save_job(self, record: JobRecord, /) -> None: ...
+    async def save_job(self, record: JobRecord, /) -> JobRecord: ...
     async def jobs(self) -> list[JobRecord]: ...
+    async def live_jobs(self) -> list[JobRecord]: ...
     async def claim_job(self, job: str, server: str, stale_after_s: float, /) -> bool: ...
     async def finished(self, job: str, /) -> list[InstanceId]: ...
     async def has_groups(self, job: str, /) -> bool: ...
@@ -168,7 +169,7 @@ class Jobs:
         payload["num_repeat_per_sample"] = self._group_defaults.for_job(payload).group_size
         await self._host.refresh()
         async with self._changing:
-            last = next(reversed(await self._store.jobs()), None)
+            last = next(reversed(await self._store.live_jobs()), None)
             left = last is not None and await self._store.has_groups(last.id)
             same = last if last is not None and _work(last.payload) == _work(payload) else None
             moved = same is None or any(same.payload.get(key) != payload.get(key) for key in _HOW)
@@ -185,7 +186,7 @@ class Jobs:
             else:
                 record = JobRecord(
                     id=uuid4().hex[:12],
-                    number=1 + (last.number if last is not None else 0),
+                    number=0,
                     task=payload["task_type"],
                     payload=payload,
                     state="running",
@@ -197,7 +198,7 @@ class Jobs:
                         f'POST /v1/read {{"job": "{last.id}"}} reads them, /v1/jobs/{last.id}/drop drops them'
                     )
             await self._end_generator()  # what it still writes is its own job's
-            await self._save(record)
+            record = await self._save(record)
             self._wake.set()  # the loop starts it, and stops the one before
         for warning in warnings:
             _LOG.warning("job %s: %s", record.id, warning)
@@ -269,7 +270,7 @@ class Jobs:
 
     async def _look(self) -> None:
         """Makes what runs here agree with the store."""
-        records = await self._store.jobs()
+        records = await self._store.live_jobs()
         self._last = record = records[-1] if records else None
         for earlier in records[:-1]:
             if earlier.state == "running":
@@ -360,7 +361,7 @@ class Jobs:
         self._run = None
 
     async def _save(self, record: JobRecord) -> JobRecord:
-        await self._store.save_job(record)
+        record = await self._store.save_job(record)
         if self._last is None or record.number >= self._last.number:
             self._last = record
         return record

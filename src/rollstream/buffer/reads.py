@@ -355,14 +355,14 @@ class Reads:
     # -- telling
 
     async def meta_info(
-        self, groups: Sequence[Group], task: str | None, jobs: Sequence[str] | None
+        self, groups: Sequence[Group], scope: tuple[str | None, Sequence[str] | None] | None = None
     ) -> tuple[dict[str, Any], int]:
         """Of a read of slime's wire: about the groups that leave by it, or were dropped since the last one.
 
         Returns:
             The `meta_info`, and what to give to `ack` as `told`.
         """
-        drops, told = await self._store.unread_drops(task, jobs, _DROPS)
+        drops, told = ([], 0) if scope is None else await self._store.unread_drops(*scope, _DROPS)
         gone = [*groups, *drops]
         meta = None
         if groups and "get_group_data_meta_info" in self._host.overridden(groups[0].task):

@@ -1,5 +1,6 @@
 """The native API, below /v1."""
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Annotated, Any, Final, TypeVar
@@ -25,6 +26,9 @@ MSGPACK: Final = ("application/msgpack", "application/x-msgpack", "application/v
 
 _MAX_ASKED: Final = 2**20
 """Bytes of a body that is no item: it is parsed in the event loop."""
+
+MAX_PAYLOAD: Final = 16 * 2**20
+"""Bytes of a job's payload: slime's trainer names every instance that it had in `skip_instance_ids`."""
 
 _MAX_UIDS: Final = MAX_ITEMS * (MAX_TEXT + 4)
 
@@ -212,12 +216,6 @@ class NativeRoutes:
         def gone() -> bool:
             return request.gone or service.closing
 
-        taken = await reads.take(
-            lambda: wanted, asked.timeout, gone=gone, blocked=lambda: service.is_blocked(wanted.task, jobs)
-        )
-        if request.gone:
-            await self._give_back(taken)
-            raise ConnectionResetError
         form = (
             _Frames() if any(kind in request.headers.get("accept", "") for kind in MSGPACK) else _Document()
         )
@@ -225,9 +223,25 @@ class NativeRoutes:
         response = web.StreamResponse(headers={"content-type": form.media_type})
         items = 0
         given: list[Group] = []
+        ends = time.monotonic() + asked.timeout
+        part, taken = None, Taken(lease=None, groups=[], available=0)
         try:
-            async with aclosing(reads.parts(taken, form.encoding)) as parts:
+            while part is None:
+                taken = await reads.take(
+                    lambda: wanted,
+                    max(0.0, ends - time.monotonic()),
+                    gone=gone,
+                    blocked=lambda: service.is_blocked(wanted.task, jobs),
+                )
+                if request.gone:
+                    raise ConnectionResetError
+                parts = reads.parts(taken, form.encoding)
                 part = await _next(parts)
+                if part is None and taken.groups:
+                    await self._give_back(taken)  # its hooks left nothing of them: the next ones
+                elif part is None:
+                    break
+            async with aclosing(parts):
                 if part is not None and taken.lease is not None:
                     head |= {
                         "lease": taken.lease.id,
@@ -245,7 +259,7 @@ class NativeRoutes:
                     given += [ready.group for ready in part]
                     items += sum(ready.n for ready in part)
                     part = await _next(parts)
-            meta, _ = await reads.meta_info(given, wanted.task, jobs)
+            meta, _ = await reads.meta_info(given)
             await response.write(form.end({"groups": len(given), "items": items, "meta_info": meta}))
             await response.write_eof()
         except HookStoppedError as error:
@@ -326,7 +340,7 @@ class NativeRoutes:
     # -- jobs
 
     async def start_job(self, request: Request) -> web.Response:
-        payload = await read_json(request, dict)
+        payload = await read_json(request, dict, MAX_PAYLOAD)
         record, warnings = await self._service.jobs.start(payload, request.shown_token)
         return json_response({**msgspec.to_builtins(record), "warnings": warnings})
 
@@ -354,7 +368,7 @@ class NativeRoutes:
         if isinstance(identity, JobIdentity) and identity.job != record.id:
             raise HTTPError(403, "this token is another job's", "forbidden")
         items = (await read_json(request, Expected)).items
-        await self._store.save_job(msgspec.structs.replace(record, expected=items))
+        await self._store.expect(record.id, items)
         return json_response({"job": record.id, "expected": items})
 
     async def _job(self, request: Request) -> JobRecord:
@@ -391,7 +405,7 @@ class NativeRoutes:
 
     async def retry(self, request: Request) -> web.Response:
         asked = await read_json(request, GroupNumbers)
-        await self._service.host.refresh()
+        await self._service.host.refresh(again=True)
         self._service.reads.try_again()
         back = await self._store.retry(asked.groups)
         return json_response({"groups": len(back), "unknown": sorted(set(asked.groups or ()) - set(back))})

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from rollstream.buffer.items import InstanceId, plain_item
 from rollstream.buffer.reads import HookStoppedError
-from rollstream.buffer.routes_native import JSON, MOST_GROUPS, cut_off, read_json
+from rollstream.buffer.routes_native import JSON, MAX_PAYLOAD, MOST_GROUPS, cut_off, read_json
 from rollstream.buffer.service import Service
 from rollstream.buffer.store.base import Group, Taken, Wanted
 from rollstream.web import HTTPError, Request, Route, json_response, render_json_error
@@ -85,7 +85,7 @@ class SlimeRoutes:
 
     async def start_rollout(self, request: Request) -> web.Response:
         try:
-            payload = await read_json(request, dict)
+            payload = await read_json(request, dict, MAX_PAYLOAD)
             record, warnings = await self._service.jobs.start(payload, request.shown_token)
         except Exception:
             await asyncio.sleep(_START_ERROR_S)
@@ -240,7 +240,7 @@ class SlimeRoutes:
                 return await self._nothing(
                     nothing.format(asked, taken.available * service.group_size(task)), taken, fine
                 )
-            meta, told = await reads.meta_info(given, task, jobs)
+            meta, told = await reads.meta_info(given, (task, jobs))
             if last := self._store.last_job:
                 stats = await self._store.stats()
                 meta["progress"] = {"job": last.id, "written": stats.items_of_job, "expected": last.expected}

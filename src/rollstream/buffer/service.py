@@ -45,6 +45,9 @@ _ROOM_S: Final = 1.0
 _BIG: Final = 2**20
 """A body from this size on is parsed in a process of its own."""
 
+_PARSE_S: Final = 60.0
+"""For that process to parse one item."""
+
 _HINTS: Final = {
     "equal_rewards": "all rewards of the group are equal, which teaches nothing",
     "out_of_range": "no reward is from 0 to 1: scale them, start with --raw, or define hooks",
@@ -94,7 +97,7 @@ class Service:
     def __init__(self, options: BufferOptions, token: str | None) -> None:
         self.options = options
         self.host = HookHost(options.generators, options.hook_seconds)
-        self._parser = HookHost((), options.hook_seconds)
+        self._parser = HookHost((), _PARSE_S)
         self.policy = TaskPolicy(options.settings, self.host)
         self.store = SqlStore(_driver(options), self.policy, options.limits)
         self.reads = Reads(self.store, self.host, self.policy, lambda: self.store.known_jobs)
@@ -111,6 +114,8 @@ class Service:
         self._tasks: list[asyncio.Task[None]] = []
         self._readied = 0
         self._dropped: Counter[str] = Counter()
+        self._dropped_unread: Counter[str] = Counter()
+        """Since a reader got something last."""
         self._hinted: set[str] = set()
         self.store.changed = self._on_change
 
@@ -145,7 +150,7 @@ class Service:
             self.store,
             self.host,
             directory=options.directory,
-            buffer_url=url.replace("://0.0.0.0:", "://127.0.0.1:").replace("://[::]:", "://[::1]:"),
+            buffer_url=_own_url(url),
             rules=self._rules,
             server_id=_server_id(options.directory),
             group_defaults=options.settings,
@@ -188,13 +193,13 @@ class Service:
             return parse_items(body, encoding)
         bodies = split_batch(body, encoding)
         if bodies is None:
-            return await self._parser.parse(body, encoding)
+            return [await self._parser.parse(body, encoding)]
         items: list[Item] = []
         parsed = 0
         for number, one in enumerate(bodies):
             if len(one) >= _BIG:
                 try:
-                    items += await self._parser.parse(one, encoding)
+                    items.append(await self._parser.parse(one, encoding))
                 except ItemError as error:
                     raise error.within(number) from None
                 continue
@@ -310,13 +315,11 @@ class Service:
             )
         if taken.stale:
             found.append(f"{taken.stale} groups are older than max_staleness allows")
-        drops, _ = await self.store.unread_drops(task, jobs, 10_000)
-        if drops:
-            counts = Counter(group.reason or "" for group in drops)
+        if counts := self._dropped_unread:
             said = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
             hint = _HINTS.get(counts.most_common(1)[0][0], "")
             found.append(
-                f"{len(drops)} groups were dropped since the last read: {said}{hint and f' ({hint})'}; "
+                f"{counts.total()} groups were dropped since the last read: {said}{hint and f' ({hint})'}; "
                 "GET /v1/dropped lists them"
             )
         last = self.store.last_job
@@ -335,6 +338,7 @@ class Service:
             mean = math.fsum(one / len(rewards) for one in rewards) if rewards else math.nan
             items = sum(group.n for group in groups)
             _LOG.info("read by %s: %d groups, %d items, mean reward %.3f", consumer, len(groups), items, mean)
+            self._dropped_unread.clear()
 
     # -- in the background
 
@@ -359,6 +363,7 @@ class Service:
             self._room.set()
         for reason, count in change.dropped.items():
             self._dropped[reason] += count
+            self._dropped_unread[reason] += count
             if reason not in self._hinted:
                 self._hinted.add(reason)
                 _LOG.info("the first group dropped as %s: %s", reason, _HINTS.get(reason, ""))
@@ -399,6 +404,17 @@ class Service:
             *(now.groups_delivered - before.groups_delivered, dropped or "none"),
             *(now.groups[state] for state in ("open", "ready", "leased", "quarantined")),
         )
+
+
+def _own_url(url: str) -> str:
+    """Where generators on this machine reach the server.
+
+    By a name of its own, `localhost`: HTTP clients that send the generator's token to a host send it to all of
+    its ports, and engines are mostly at 127.0.0.1.
+    """
+    for host in ("0.0.0.0", "127.0.0.1"):
+        url = url.replace(f"://{host}:", "://localhost:")
+    return url.replace("://[::]:", "://[::1]:")
 
 
 def closing_error() -> HTTPError:

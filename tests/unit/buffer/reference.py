@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from rollstream.buffer.groups import StoredItem, drop_reason, judge_rewards
 from rollstream.buffer.items import InstanceId, Item
 from rollstream.buffer.store.base import (
@@ -200,9 +202,17 @@ class ReferenceStore:
         back = [g for g in self.in_state("quarantined") if groups is None or g.id in groups]
         for group in back:
             group.reason = group.cause = group.lease = None
-            group.state = "ready"
             if self.policy.has_own_judge(group.task):
                 group.state, group.judged = "full", 0
+            elif group.judged == len(group.items):
+                group.state = "ready"
+            else:
+                name = (group.task, group.job, type(group.instance_id), group.instance_id)
+                group.timed_out |= name in [
+                    (g.task, g.job, type(g.instance_id), g.instance_id) for g in self.in_state("open")
+                ]
+                group.state = "open"
+                self.judge_by_default(group)
         return {group.id for group in back}
 
     def drop_quarantined(self, groups: Sequence[int], reason: str) -> int:
@@ -243,6 +253,7 @@ class ReferenceStore:
             self.drop_all(stale, "stale")
         if not chosen or (wanted.exact and len(chosen) < wanted.groups):
             return [], len(chosen), len(stale)
+        passed = len(stale) if wanted.drop_stale else 0
         assert lease is not None
         for group in chosen:
             group.state, group.lease, group.left_out = "leased", lease, ()
@@ -250,7 +261,7 @@ class ReferenceStore:
         self.leases[lease] = RefLease(
             *(wanted.consumer, wanted.read_id, wanted.seconds, self.now + wanted.seconds, len(chosen), items)
         )
-        return chosen, len(chosen), len(stale)
+        return chosen, len(chosen), passed
 
     def load(self, group: RefGroup) -> list[StoredItem] | None:
         """None: its bodies are not kept any more."""
@@ -346,10 +357,12 @@ class ReferenceStore:
 
     # -- jobs and looking
 
-    def save_job(self, job: JobRecord) -> None:
-        if self.last is None or job.number > self.last.number:
+    def save_job(self, job: JobRecord) -> JobRecord:
+        number = self.jobs[job.id].number if job.id in self.jobs else len(self.jobs) + 1
+        if self.last is None or number > self.last.number:
             self.items_of_job = 0
-        self.jobs[job.id] = job
+        self.jobs[job.id] = msgspec.structs.replace(job, number=number)
+        return self.jobs[job.id]
 
     def seen_leases(self) -> list[Lease]:
         out = sorted((x.deadline, key) for key, x in self.leases.items() if x.state == "out")

@@ -17,7 +17,7 @@ import pytest
 from rollstream.buffer.groups import GroupSettings, Verdict
 from rollstream.buffer.hook_host import HookHost
 from rollstream.buffer.hooks import HookError
-from rollstream.buffer.items import Encoding, ItemError, dump_item, load_item, parse_items
+from rollstream.buffer.items import Encoding, ItemError, dump_item, load_item, parse_item
 from rollstream.errors import ConfigError, RollstreamError
 
 SETTINGS = GroupSettings(group_size=2, min_valid_item_size_ratio=0.5)
@@ -223,6 +223,29 @@ def filter_item(item):
         assert await uids() == ["u0", "u1", "u2"]
 
 
+async def test_a_file_that_could_not_be_used_is_not_run_again_until_it_changes(tmp_path: Path) -> None:
+    count = "with open(__file__ + '.runs', 'a') as f: f.write('x')\n"
+    file = write(tmp_path, "hangs", count + "time.sleep(600 if not os.path.exists(__file__ + '.go') else 0)")
+    runs = file.with_name(file.name + ".runs")
+    write(tmp_path, "math")
+    async with a_host(tmp_path, seconds=1.0) as host:
+        for _ in range(3):
+            await host.refresh()
+            assert (list(host.files), len(host.problems)) == (["math"], 1)
+            assert runs.read_text() == "x"
+        await host.refresh(again=True)
+        assert runs.read_text() == "xx"
+        file.with_name(file.name + ".go").touch()
+        await host.refresh(again=True)
+        assert (sorted(host.files), host.problems) == (["hangs", "math"], ())
+        file.write_text("1 / 0")
+        await host.refresh()
+        assert "ZeroDivisionError" in host.problems[0]
+        write(tmp_path, "hangs")
+        await host.refresh()
+        assert (sorted(host.files), host.problems) == (["hangs", "math"], ())
+
+
 async def test_a_child_that_was_killed_between_calls_costs_nothing(tmp_path: Path) -> None:
     write(tmp_path, "math", WHO)
     async with a_host(tmp_path) as host:
@@ -262,10 +285,16 @@ async def test_items_are_parsed_in_the_child() -> None:
     async with a_host() as host:
         for encoding in ("json", "msgpack"):
             ((_, body),) = stored(0.5, encoding=encoding)
-            assert await host.parse(body, encoding) == parse_items(body, encoding)
-        with pytest.raises(ItemError, match=r"items\[0\].messages: ") as caught:
-            await host.parse(b'{"items": [{"instance_id": 1, "messages": [], "reward": 1}]}', "json")
-        assert caught.value.where == "items[0].messages"
+            assert await host.parse(body, encoding) == parse_item(body, encoding)
+            plain = load_item(body, encoding)
+            del plain["uid"]
+            plain["extra_info"]["text"] = "x" * 3_000_000  # more than is written at once
+            item = await host.parse(dump_item(plain, encoding), encoding)
+            assert load_item(item.body, encoding) == {"uid": item.uid, **plain}
+            assert item == parse_item(item.body, encoding)
+        with pytest.raises(ItemError, match="messages: ") as caught:
+            await host.parse(b'{"instance_id": 1, "messages": [], "reward": 1}', "json")
+        assert caught.value.where == "messages"
 
 
 async def test_close_ends_a_hanging_hook_at_once(tmp_path: Path) -> None:

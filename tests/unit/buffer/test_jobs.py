@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 
@@ -47,10 +48,16 @@ class MemoryStore:
             if error is not None:
                 raise error
 
-    async def save_job(self, record: JobRecord) -> None:
+    async def save_job(self, record: JobRecord) -> JobRecord:
         await asyncio.sleep(0)
         self._check(self.away)
-        self.records[record.id] = record
+        number = self.records[record.id].number if record.id in self.records else len(self.records) + 1
+        self.records[record.id] = record = msgspec.structs.replace(record, number=number)
+        return record
+
+    async def live_jobs(self) -> list[JobRecord]:
+        jobs = await self.jobs()
+        return [one for one in jobs if one is jobs[-1] or one.state == "running"]
 
     async def jobs(self) -> list[JobRecord]:
         await asyncio.sleep(0)
@@ -272,9 +279,9 @@ async def test_a_generator_has_ended_before_the_next_job_is_the_one(world: World
     alive: list[set[int]] = []
     save = world.store.save_job
 
-    async def noting(record: JobRecord) -> None:
+    async def noting(record: JobRecord) -> JobRecord:
         alive.append(world.alive(old))
-        await save(record)
+        return await save(record)
 
     world.store.save_job = noting  # type: ignore[method-assign]
     new, _ = await jobs.start({**PAYLOAD, "model": 2})

@@ -28,7 +28,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     number: int
-    """Later jobs have larger ones, whatever the clock says."""
+    """Later jobs have larger ones, whatever the clock says. 0: the store gives it one."""
     task: str
     payload: dict[str, Any]
     """Checked, as `PayloadRules.check` gives it."""
@@ -120,7 +120,7 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
     available: int
     """Groups that there were for an exact read that got none."""
     stale: int = 0
-    """Groups that were too old."""
+    """Groups that were too old: dropped ones, or those that a read passed over which got nothing."""
 
 
 class Removal(NamedTuple):

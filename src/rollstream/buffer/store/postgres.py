@@ -23,7 +23,10 @@ _COMMAND_S: Final = 10.0
 """For a statement: a server that does not answer in this time is taken for lost."""
 
 _MANY_S: Final = 120.0
-"""For many rows at once, 64 MiB of items on a slow network; also for the turn of another server."""
+"""For many rows at once, 64 MiB of items on a slow network."""
+
+_TURN_S: Final = 15.0
+"""For the turns of other servers. One that froze or vanished loses its turn after ten seconds."""
 
 _SETTINGS: Final = {
     "application_name": "rollstream",
@@ -35,6 +38,12 @@ _SETTINGS: Final = {
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
     "jit": "off",
+    "idle_in_transaction_session_timeout": "10s",
+    "lock_timeout": f"{_TURN_S:.0f}s",
+    "tcp_user_timeout": "10s",
+    "tcp_keepalives_idle": "4",
+    "tcp_keepalives_interval": "2",
+    "tcp_keepalives_count": "3",
 }
 
 _HIDDEN: Final = "the PostgreSQL database"
@@ -115,7 +124,7 @@ class PostgresDriver:
                     "SELECT extract(epoch FROM clock_timestamp())::float8 FROM "
                     "(SELECT pg_advisory_xact_lock($1) OFFSET 0) AS turn",
                     self._lock,
-                    timeout=_MANY_S,
+                    timeout=_TURN_S + 2,  # the database's own word comes first, if it can speak
                 )
                 return await work(_Tx(connection, now))
 

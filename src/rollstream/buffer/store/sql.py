@@ -56,6 +56,7 @@ SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS totals (name TEXT PRIMARY KEY, value BIGINT NOT NULL);
 CREATE TABLE IF NOT EXISTS jobs (
   id TEXT PRIMARY KEY, number BIGINT NOT NULL, record TEXT NOT NULL, server TEXT, claimed DOUBLE PRECISION);
+CREATE UNIQUE INDEX IF NOT EXISTS jobs_number ON jobs (number);
 CREATE TABLE IF NOT EXISTS groups (
   id {key}, key TEXT NOT NULL, task TEXT NOT NULL, job TEXT NOT NULL, instance TEXT NOT NULL,
   size BIGINT NOT NULL, n BIGINT NOT NULL, bytes BIGINT NOT NULL, rewards TEXT NOT NULL, failed BIGINT NOT NULL,
@@ -67,6 +68,7 @@ CREATE INDEX IF NOT EXISTS groups_due ON groups (deadline) WHERE state = 'open';
 CREATE INDEX IF NOT EXISTS groups_unjudged ON groups (task) WHERE state IN ('open', 'full') AND judged < n;
 CREATE INDEX IF NOT EXISTS groups_ready ON groups (line, n) WHERE state = 'ready';
 CREATE INDEX IF NOT EXISTS groups_ready_of_job ON groups (job, line) WHERE state = 'ready';
+CREATE INDEX IF NOT EXISTS groups_ready_of_task ON groups (task, line) WHERE state = 'ready';
 CREATE INDEX IF NOT EXISTS groups_of_lease ON groups (lease) WHERE state IN ('ready', 'leased');
 CREATE INDEX IF NOT EXISTS groups_quarantined ON groups (id) WHERE state = 'quarantined';
 CREATE INDEX IF NOT EXISTS groups_here ON groups (state) WHERE gone IS NULL;
@@ -99,7 +101,7 @@ _SLICE: Final = 256
 """Groups that a sweep or a drop works off in one transaction: some milliseconds."""
 
 _LOOKS: Final = 64
-"""A read that passes over groups (of another task, of an instance that it has) looks so often for more."""
+"""A read that passes over groups (of an instance that it has, too old ones) looks so often for more."""
 
 _CAUSE_CHARS: Final = 8_000
 """Of a traceback, its end."""
@@ -460,7 +462,8 @@ class SqlStore:
             if stale and wanted.drop_stale:
                 await self._drop(session, stale, "stale")
             if not chosen or (wanted.exact and len(chosen) < wanted.groups):
-                return Taken(lease=None, groups=[], available=len(chosen), stale=len(stale))
+                passed = len(stale) if wanted.drop_stale else await self._count_stale(session.tx, wanted)
+                return Taken(lease=None, groups=[], available=len(chosen), stale=passed)
             lease = uuid.uuid4().hex
             ids = [group.id for group in chosen]
             await session.tx.run(
@@ -482,20 +485,24 @@ class SqlStore:
         return await self._commit(op)  # type: ignore[no-any-return]
 
     async def _choose(self, tx: Tx, wanted: Wanted) -> tuple[list[Group], list[int]]:
-        """Groups for a read, first in line first, and those that are too old for it."""
+        """Groups for a read, first in line first, and those that are to be dropped as too old for it."""
         chosen: list[Group] = []
         stale: list[int] = []
         seen = set(wanted.without)
         places: dict[str | None, int] = dict.fromkeys((None,) if wanted.jobs is None else wanted.jobs, 0)
+        which, values = _matching(wanted, 2)
+        if wanted.min_version is not None and not wanted.drop_stale:
+            values.append(wanted.min_version)
+            which += f" AND (version IS NULL OR version >= ${len(values) + 2})"
         limit = min(wanted.groups + 16, 4096)
         for _ in range(_LOOKS):
             found: list[Group] = []
             for job, place in places.items():
-                of_job = "" if job is None else "AND job = $3 "
+                of_job = "" if job is None else f" AND job = ${len(values) + 3}"
                 rows = await tx.rows(
-                    f"SELECT {_GROUP} FROM groups WHERE state = 'ready' AND line > $1 {of_job}"
+                    f"SELECT {_GROUP} FROM groups WHERE state = 'ready' AND line > $1{which}{of_job} "
                     "ORDER BY line LIMIT $2",
-                    *(place, limit, *(() if job is None else (job,))),
+                    *(place, limit, *values, *(() if job is None else (job,))),
                 )
                 found += map(_group_of, rows)
             # A job that has more than this look saw is not looked past: the line's order holds over all jobs.
@@ -505,10 +512,6 @@ class SqlStore:
             for group in sorted(found, key=lambda one: one.line):
                 if len(chosen) == wanted.groups or (end is not None and group.line > end):
                     break
-                if wanted.task not in (None, group.task) or wanted.size not in (None, group.size):
-                    continue
-                if group.task in wanted.skip_tasks:
-                    continue
                 if (
                     wanted.min_version is not None
                     and (group.version or 0) < wanted.min_version
@@ -522,6 +525,19 @@ class SqlStore:
                 break
             places, limit = dict.fromkeys(places, end), 1024
         return chosen, stale
+
+    async def _count_stale(self, tx: Tx, wanted: Wanted) -> int:
+        if wanted.min_version is None:
+            return 0
+        which, values = _matching(wanted, 1)
+        if wanted.jobs is not None:
+            values.append(list(wanted.jobs))
+            which += f" AND job IN :texts(${len(values) + 1})"
+        rows = await tx.rows(
+            f"SELECT count(*) FROM groups WHERE state = 'ready' AND version < $1{which}",
+            *(wanted.min_version, *values),
+        )
+        return int(rows[0][0])
 
     async def look(self, wanted: Wanted) -> list[Group]:
         """What `take` would lease."""
@@ -798,24 +814,50 @@ class SqlStore:
         """Quarantined groups (None: all) are judged or handed out again; which ones."""
 
         async def op(session: _Session) -> list[int]:
-            rows = await session.tx.rows("SELECT id, task, job FROM groups WHERE state = 'quarantined'")
-            back = [row for row in rows if groups is None or row[0] in set(groups)]
-            own = [row[0] for row in back if self._policy.has_own_judge(row[1])]
-            other = [row for row in back if not self._policy.has_own_judge(row[1])]
+            tx, asked = session.tx, None if groups is None else set(groups)
+            own, judged, orphans = [], [], []
+            for id_, task, job, is_judged in await tx.rows(
+                "SELECT id, task, job, judged = n FROM groups WHERE state = 'quarantined'"
+            ):
+                if asked is not None and id_ not in asked:
+                    continue
+                if self._policy.has_own_judge(task):
+                    own.append(id_)
+                elif is_judged:
+                    judged.append(id_)
+                    session.ready[task, job] += 1
+                else:
+                    orphans.append(id_)
             session.unjudged = session.unjudged or bool(own)
-            session.ready.update((task, job) for _, task, job in other)
-            await session.tx.run(
-                "UPDATE groups SET state = 'full', judged = 0, lease = NULL, reason = NULL, cause = NULL "
-                "WHERE id IN :ids($1)",
-                own,
-            )
-            await session.tx.run(
-                "UPDATE groups SET state = 'ready', lease = NULL, reason = NULL, cause = NULL WHERE id IN :ids($1)",
-                [row[0] for row in other],
-            )
-            return [row[0] for row in back]
+            back = own + judged + orphans
+            await tx.run("UPDATE groups SET lease = NULL, reason = NULL, cause = NULL WHERE id IN :ids($1)", back)
+            await tx.run("UPDATE groups SET state = 'full', judged = 0 WHERE id IN :ids($1)", own)
+            await tx.run("UPDATE groups SET state = 'ready' WHERE id IN :ids($1)", judged)
+            await self._judge_orphans(session, orphans)
+            return back
 
         return await self._commit(op)  # type: ignore[no-any-return]
+
+    async def _judge_orphans(self, session: _Session, ids: Sequence[int]) -> None:
+        """By the default rule, of tasks whose hook failed on them and is gone. Short ones wait for more items."""
+        if not ids:
+            return
+        rows = await session.tx.rows(f"SELECT {_ROW} FROM groups WHERE id IN :ids($1)", ids)
+        found = sorted(map(_row_of, rows), key=lambda one: one.line)
+        keys = [row.key for row in found]
+        open_keys = {
+            key
+            for (key,) in await session.tx.rows(
+                "SELECT key FROM groups WHERE state = 'open' AND key IN :texts($1)", keys
+            )
+        }
+        for row in found:
+            row.state, row.judged = "open", row.n
+            row.timed_out = row.timed_out or row.key in open_keys  # its items go into the other group
+            self._judge_by_default(session, row)
+            if row.state == "open":
+                open_keys.add(row.key)
+        await self._save(session, found)
 
     # -- time
 
@@ -923,7 +965,9 @@ class SqlStore:
         last = self.last_job
         ids: list[int] = []
         for job in await self._forgettable_jobs(session.tx) if over > 0 else ():
-            if over <= 0 or len(ids) >= _SLICE or (last is not None and job == last.id):
+            if over <= 0 or len(ids) >= _SLICE:
+                break
+            if last is not None and job == last.id:
                 continue
             for group, n in await session.tx.rows(
                 "SELECT id, n FROM groups WHERE gone IS NOT NULL AND bytes = 0 AND job = $1 ORDER BY gone LIMIT $2",
@@ -940,15 +984,16 @@ class SqlStore:
         return len(ids)
 
     async def _forgettable_jobs(self, tx: Tx) -> list[str]:
-        """Jobs with groups to forget, oldest first; groups may name a job that nobody started."""
-        jobs: list[str] = []
-        sql = "SELECT min(job) FROM groups WHERE gone IS NOT NULL AND bytes = 0"
-        rows = await tx.rows(sql)
-        while rows[0][0] is not None:
-            jobs.append(rows[0][0])
-            rows = await tx.rows(f"{sql} AND job > $1", jobs[-1])
-        known = self.known_jobs
-        return sorted(jobs, key=lambda one: known[one].number if one in known else -1)
+        """The oldest jobs with groups to forget, enough for a slice; groups may name a job that nobody started."""
+        first = "SELECT min(job) FROM groups WHERE gone IS NOT NULL AND bytes = 0"
+        rows = await tx.rows(
+            f"WITH RECURSIVE names (job) AS ({first} UNION ALL "
+            f"SELECT ({first} AND groups.job > names.job) FROM names WHERE names.job IS NOT NULL) "
+            "SELECT names.job FROM names LEFT JOIN jobs ON jobs.id = names.job WHERE names.job IS NOT NULL "
+            "ORDER BY coalesce(jobs.number, -1), names.job LIMIT $1",
+            _SLICE + 1,
+        )
+        return [job for (job,) in rows]
 
     # -- jobs
 
@@ -972,27 +1017,63 @@ class SqlStore:
         if version > self._jobs.version:  # a slow look must not bring back what a transaction has replaced
             self._jobs = _Jobs(version, jobs, max(jobs.values(), key=lambda one: one.number, default=None))
 
-    async def save_job(self, record: JobRecord) -> None:
-        async def op(session: _Session) -> None:
-            newest = await session.tx.rows("SELECT record FROM jobs ORDER BY number DESC LIMIT 1")
+    async def save_job(self, record: JobRecord) -> JobRecord:
+        """As it is stored: `number` is given to a new record that has 0, and `expected` stays once it is known."""
+
+        async def op(session: _Session) -> JobRecord:
+            tx = session.tx
+            newest = await tx.rows("SELECT record FROM jobs ORDER BY number DESC LIMIT 1")
             before = _decode_job(newest[0][0]) if newest else None
-            text = msgspec.json.encode(record).decode()
-            await session.tx.run(
-                "INSERT INTO jobs (id, number, record) VALUES ($1, $2, $3) "
-                "ON CONFLICT (id) DO UPDATE SET number = excluded.number, record = excluded.record",
-                *(record.id, record.number, text),
+            known = await self._job(tx, record.id)
+            top = before.number if before is not None else 0
+            stored = msgspec.structs.replace(
+                record,
+                number=known.number if known is not None else record.number or top + 1,
+                expected=known.expected if known is not None and record.expected is None else record.expected,
             )
-            if before is not None and before.id != record.id and before.number < record.number:
-                rows = await session.tx.rows(
-                    "SELECT sum(n) FROM groups WHERE gone IS NOT NULL AND bytes = 0 AND job = $1", before.id
-                )
-                session.count("items_remembered", int(rows[0][0] or 0))
-            if before is None or before.number < record.number:
+            await self._put_job(session, stored if stored.number >= top else _replaced(stored))
+            if before is None or before.number < stored.number:
                 session.totals["items_of_job"] = 0
-            session.count("jobs")
+                if before is not None:
+                    await self._put_job(session, _replaced(before))
+                    rows = await tx.rows(
+                        "SELECT sum(n) FROM groups WHERE gone IS NOT NULL AND bytes = 0 AND job = $1", before.id
+                    )
+                    session.count("items_remembered", int(rows[0][0] or 0))
+            return stored
+
+        stored: JobRecord = await self._commit(op)
+        await self._driver.read(self._refresh_jobs)
+        return stored
+
+    async def expect(self, job: str, items: int) -> None:
+        """Sets `expected` of a job, and nothing else. Raises `NotFoundError`."""
+
+        async def op(session: _Session) -> None:
+            record = await self._job(session.tx, job)
+            if record is None:
+                raise NotFoundError(f"there is no job {job!r:.100}")
+            await self._put_job(session, msgspec.structs.replace(record, expected=items))
 
         await self._commit(op)
+
+    async def _job(self, tx: Tx, job: str) -> JobRecord | None:
+        rows = await tx.rows("SELECT record FROM jobs WHERE id = $1", job)
+        return _decode_job(rows[0][0]) if rows else None
+
+    async def _put_job(self, session: _Session, record: JobRecord) -> None:
+        await session.tx.run(
+            "INSERT INTO jobs (id, number, record) VALUES ($1, $2, $3) "
+            "ON CONFLICT (id) DO UPDATE SET record = excluded.record",
+            *(record.id, record.number, msgspec.json.encode(record).decode()),
+        )
+        session.count("jobs")
+
+    async def live_jobs(self) -> list[JobRecord]:
+        """The last one, and those that run, oldest first. Records are read only when one has changed."""
         await self._driver.read(self._refresh_jobs)
+        jobs = self._jobs
+        return [one for one in jobs.by_id.values() if one is jobs.last or one.state == "running"]
 
     async def jobs(self) -> list[JobRecord]:
         async def work(tx: Tx) -> list[JobRecord]:
@@ -1191,6 +1272,27 @@ def _group_of(row: Sequence[Any]) -> Group:
 
 def _decode_job(text: str) -> JobRecord:
     return msgspec.json.decode(text, type=JobRecord)
+
+
+def _replaced(record: JobRecord) -> JobRecord:
+    """A job that another one has replaced never goes on: it needs no list of what it skips, which may be long."""
+    if not record.payload.get("skip_instance_ids"):
+        return record
+    return msgspec.structs.replace(record, payload={**record.payload, "skip_instance_ids": []})
+
+
+def _matching(wanted: Wanted, taken: int) -> tuple[str, list[Any]]:
+    """The SQL for what a read asks of groups, and its arguments, which follow so many others."""
+    which, values = "", []
+    for condition, value in (
+        ("task = {}", wanted.task),
+        ("size = {}", wanted.size),
+        ("NOT (task IN :texts({}))", list(wanted.skip_tasks) or None),
+    ):
+        if value is not None:
+            values.append(value)
+            which += " AND " + condition.format(f"${taken + len(values)}")
+    return which, values
 
 
 def _by_reason(totals: Mapping[str, int], prefix: str) -> dict[str, int]:

@@ -222,7 +222,8 @@ def _told(path: Path) -> Any:
         yield
     except sqlite3.Error as error:
         name = getattr(error, "sqlite_errorname", "") or ""
-        if name == "SQLITE_FULL":
+        # A quota or a limit of a file's size shows as a write error (EDQUOT, EFBIG).
+        if name in ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"):
             raise StorageFullError(f"{path}: no room on the disk; nothing of this was stored") from error
         if name.startswith(("SQLITE_CONSTRAINT", "SQLITE_TOOBIG")):
             raise DataError(f"{path} cannot store this: {error}") from error
