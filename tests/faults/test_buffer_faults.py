@@ -244,8 +244,8 @@ BODIES: dict[str, tuple[str, Callable[[], Any], int]] = {
     ),
     "an item of 56 MB": ("/buffer/write", lambda: large_item(56_000_000), 200),
     "a msgpack item of 40 MB": ("/v1/items", packed_item, 200),
-    "a start with 200,000 keys": ("/start_rollout", lambda: {f"{n}": n for n in range(200_000)}, 413),
-    "a job with 200,000 keys": ("/v1/jobs", lambda: {f"input_fil{n}": n for n in range(200_000)}, 413),
+    "a start with 200,000 keys": ("/start_rollout", lambda: {f"{n}": n for n in range(200_000)}, 400),
+    "a job with 200,000 keys": ("/v1/jobs", lambda: {f"input_fil{n}": n for n in range(200_000)}, 400),
     "a job with many near misses": (
         "/v1/jobs",
         lambda: {"task_type": "math", **{f"group_timeout_second{n}": n for n in range(250)}},

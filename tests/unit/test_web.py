@@ -461,15 +461,17 @@ async def test_compressed_bodies_are_refused_unread() -> None:
 
 
 async def test_what_comes_after_a_broken_head_is_dropped() -> None:
-    go_on = asyncio.Event()
+    began, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait(request: Request) -> web.Response:
+        began.set()
         await go_on.wait()
         return json_response("done")
 
     async with serving([Route("GET", "/hello", wait)]) as server:
         connection = await Connection.to(server)
         await connection.send(head())
+        await began.wait()
         for _ in range(100):
             await connection.send(b"x" * 10_000)
             await asyncio.sleep(0.001)
