@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import msgspec
 import pytest
 
 from rollstream.buffer.items import MAX_TEXT, Item
@@ -236,6 +238,113 @@ async def test_a_job_is_run_by_one_server(new_driver: Callable[[], Driver]) -> N
         assert not await store.claim_job("j1", "one", 30.0)
 
 
+async def test_what_a_job_expects_is_changed_alone_and_stays(open_store: OpenStore) -> None:
+    async with open_store() as store:
+        running = await store.save_job(new_job(1))
+        await store.save_job(msgspec.structs.replace(running, state="stopped"))
+        await store.expect("j1", 7)
+        assert [(one.state, one.expected) for one in await store.jobs()] == [("stopped", 7)]
+        assert (await store.save_job(running)).expected == 7
+        with pytest.raises(NotFoundError):
+            await store.expect("nobody", 1)
+
+
+async def test_a_replaced_job_keeps_no_list_of_what_it_skips(open_store: OpenStore) -> None:
+    async with open_store() as store, open_store() as other:
+        old = msgspec.structs.replace(new_job(1), payload={"a": 1, "skip_instance_ids": [1, 2]})
+        assert await store.save_job(old) == old
+        new = await store.save_job(msgspec.structs.replace(old, id="j2", number=0))
+        assert new.payload == old.payload and new.number == 2
+        await store.save_job(msgspec.structs.replace(old, state="stopped"))
+        assert [one.payload["skip_instance_ids"] for one in await store.jobs()] == [[], [1, 2]]
+        assert await store.live_jobs() == [new] == await other.live_jobs()
+
+
+async def test_a_reader_finds_its_groups_behind_many_of_another_task(open_store: OpenStore) -> None:
+    async with open_store() as store:
+        await store.save_job(msgspec.structs.replace(new_job(1), payload={"group_size": 1}))
+        for part in range(0, 70_000, 10_000):
+            await store.write([item(f"r{n}", n, version=1) for n in range(part, part + 10_000)])
+        await store.write([item(f"mine-{n}", version=5, task="raw") for n in range(2)])
+        for wanted in (
+            Wanted(groups=1, task="raw"),
+            Wanted(groups=1, size=2),
+            Wanted(groups=1, skip_tasks=("t",)),
+            Wanted(groups=1, min_version=5),
+            Wanted(groups=1, min_version=5, jobs=("", "j1"), task="raw", size=2),
+        ):
+            assert [group.task for group in await store.look(wanted)] == ["raw"]
+        nothing = await store.take(Wanted(groups=1, min_version=6, task="t", jobs=("j1",)))
+        assert (nothing.lease, nothing.stale) == (None, 70_000)
+
+
+class LostJudge(FixedPolicy):
+    judged = True
+
+    def has_own_judge(self, task: str) -> bool:
+        return task == "own" and self.judged
+
+
+async def test_a_group_whose_judge_failed_and_is_gone_is_judged_by_default(
+    new_driver: Callable[[], Driver],
+) -> None:
+    policy = LostJudge()
+    store = SqlStore(new_driver(), policy)
+    await store.open()
+    rewards = {"good": [0.0, 1.0], "equal": [1.0, 1.0], "short": [1.0], "again": [1.0]}
+    await store.write([
+        item(f"{name}-{n}", name, reward, task="own")
+        for name, some in rewards.items() for n, reward in enumerate(some)
+    ])  # fmt: skip
+    await store.judge([], [Removal(one.id, "is_valid_group", "No") for one in await store.groups()])
+    await store.write([item("again-1", "again", 1.0, task="own")])
+    policy.judged = False
+    assert len(await store.retry(None)) == 4
+    states = {(one.instance_id, one.n): [one.state, one.reason] for one in await store.groups(limit=4)}
+    assert states == {
+        ("good", 2): ["ready", None],
+        ("equal", 2): ["dropped", "equal_rewards"],
+        ("short", 1): ["open", None],
+        ("again", 1): ["dropped", "timed_out"],
+    }
+    await store.write([item("short-1", "short", 0.0, task="own")])
+    assert len((await store.take(Wanted(groups=9))).groups) == 2
+    await store.close()
+
+
+async def test_a_limit_of_a_files_size_is_a_full_disk(tmp_path: Path) -> None:
+    async with opened(SqliteDriver(tmp_path)) as store:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, limits[1]))
+        try:
+            with pytest.raises(StorageFullError):
+                await store.write([item("a", body=bytes(2**22))])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert await store.write(pair("a")) == [True, True]
+
+
+async def test_a_server_that_froze_loses_its_turn(postgres: PostgresServer) -> None:
+    schema = new_schema()
+    async with opened(PostgresDriver(postgres.url, schema)) as store:
+        frozen = PostgresDriver(postgres.url, schema)
+        await frozen.open("")
+        begun = asyncio.Event()
+
+        async def freeze(tx: Tx) -> None:
+            begun.set()
+            await asyncio.sleep(12)
+            await tx.rows("SELECT 1")
+
+        freezing = asyncio.create_task(frozen.transaction(freeze))
+        await begun.wait()
+        async with asyncio.timeout(14):
+            assert await store.write(pair("a")) == [True, True]
+        with pytest.raises(StorageError):
+            await freezing
+        await frozen.close()
+
+
 async def test_a_read_without_jobs_gets_nothing(open_store: OpenStore) -> None:
     async with open_store() as store:
         await store.write(pair("a"))
@@ -297,13 +406,15 @@ async def test_items_left_out_by_an_earlier_read_do_not_count(open_store: OpenSt
 
 async def test_jobs_that_start_at_once_are_counted_once(open_store: OpenStore) -> None:
     async with open_store(archive_bytes=0, remembered_uids=5) as store:
-        await store.save_job(new_job(0))
+        await store.save_job(new_job(1))
         for name in "ab":
             await store.write(pair(name))
             await store.ack([await lease_of(store)])
         while await store.sweep():
             pass
-        await asyncio.gather(*(store.save_job(new_job(n)) for n in (1, 2, 3)))
+        new = [msgspec.structs.replace(new_job(n), number=0) for n in (2, 3, 4)]
+        stored = await asyncio.gather(*map(store.save_job, new))
+        assert sorted(one.number for one in stored) == [2, 3, 4]
         while await store.sweep():
             pass
         assert await store.known(["a-0", "b-1"]) == [True, True], "four uids of at most five"
@@ -367,6 +478,11 @@ async def test_no_statement_reads_a_whole_table(new_driver: Callable[[], Driver]
             await store.finish(taken.lease.id, [], {taken.lease.groups[0]: ["a"]})
             await store.extend(taken.lease.id, 5)
             await store.ack([taken.lease.id])
+        for wanted in (
+            Wanted(groups=1, task="no", size=3, min_version=1, skip_tasks=("x",)),
+            Wanted(groups=1, task="no", jobs=("j1",), min_version=1),
+        ):
+            assert (await store.take(wanted)).lease is None
         await store.nack(await lease_of(store))
         await store.release("c")
         await store.return_read("r")

@@ -830,7 +830,9 @@ class SqlStore:
                     orphans.append(id_)
             session.unjudged = session.unjudged or bool(own)
             back = own + judged + orphans
-            await tx.run("UPDATE groups SET lease = NULL, reason = NULL, cause = NULL WHERE id IN :ids($1)", back)
+            await tx.run(
+                "UPDATE groups SET lease = NULL, reason = NULL, cause = NULL WHERE id IN :ids($1)", back
+            )
             await tx.run("UPDATE groups SET state = 'full', judged = 0 WHERE id IN :ids($1)", own)
             await tx.run("UPDATE groups SET state = 'ready' WHERE id IN :ids($1)", judged)
             await self._judge_orphans(session, orphans)
@@ -1031,13 +1033,15 @@ class SqlStore:
                 number=known.number if known is not None else record.number or top + 1,
                 expected=known.expected if known is not None and record.expected is None else record.expected,
             )
-            await self._put_job(session, stored if stored.number >= top else _replaced(stored))
+            stored = stored if stored.number >= top else _replaced(stored)
+            await self._put_job(session, stored)
             if before is None or before.number < stored.number:
                 session.totals["items_of_job"] = 0
                 if before is not None:
                     await self._put_job(session, _replaced(before))
                     rows = await tx.rows(
-                        "SELECT sum(n) FROM groups WHERE gone IS NOT NULL AND bytes = 0 AND job = $1", before.id
+                        "SELECT sum(n) FROM groups WHERE gone IS NOT NULL AND bytes = 0 AND job = $1",
+                        before.id,
                     )
                     session.count("items_remembered", int(rows[0][0] or 0))
             return stored
@@ -1056,6 +1060,7 @@ class SqlStore:
             await self._put_job(session, msgspec.structs.replace(record, expected=items))
 
         await self._commit(op)
+        await self._driver.read(self._refresh_jobs)
 
     async def _job(self, tx: Tx, job: str) -> JobRecord | None:
         rows = await tx.rows("SELECT record FROM jobs WHERE id = $1", job)
