@@ -82,7 +82,10 @@ class _Served:
         command = [sys.executable, "-m", "rollstream.cli", "serve", "--port", "0", "--json"]
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, env={**without_torch(), "OMP_NUM_THREADS": "1"}
+                command,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**without_torch(), "OMP_NUM_THREADS": "1"},
             )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

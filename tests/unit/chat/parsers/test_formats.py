@@ -74,10 +74,9 @@ def test_thinking_and_content_before_calls(form: Format) -> None:
 
 def test_content_alone(form: Format) -> None:
     content = "It is <b>4 < 5</b>; [see] {this}."
-    if form.parser == "gpt_oss":
-        text = f"<|channel|>final<|message|>{content}<|return|>"
-    else:
-        text = content + form.end
+    text = (
+        f"<|channel|>final<|message|>{content}<|return|>" if form.parser == "gpt_oss" else content + form.end
+    )
     parsed = read(form, text)
     assert parsed.content == content
     assert parsed.calls == () and parsed.reasoning == ""
