@@ -10,13 +10,14 @@ that raises leaves nothing behind for the others of its transaction.
 """
 
 import asyncio
+import functools
 import hashlib
 import uuid
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import msgspec
 import orjson
@@ -48,6 +49,7 @@ from rollstream.errors import (
     StorageFullError,
 )
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 FORMAT: Final = 1
@@ -210,6 +212,31 @@ class _Session:
 _Op = Callable[[_Session], Awaitable[Any]]
 
 
+def _change(
+    method: Callable[Concatenate["SqlStore", _Session, P], Awaitable[T]],
+) -> Callable[Concatenate["SqlStore", P], Coroutine[Any, Any, T]]:
+    """A call of the store that is a part of a transaction."""
+
+    @functools.wraps(method)
+    async def call(self: "SqlStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        done: T = await self._commit(lambda session: method(self, session, *args, **kwargs))
+        return done
+
+    return call
+
+
+def _look(
+    method: Callable[Concatenate["SqlStore", Tx, P], Awaitable[T]],
+) -> Callable[Concatenate["SqlStore", P], Coroutine[Any, Any, T]]:
+    """A call of the store that changes nothing."""
+
+    @functools.wraps(method)
+    async def call(self: "SqlStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._driver.read(lambda tx: method(self, tx, *args, **kwargs))
+
+    return call
+
+
 class SqlStore:
     """Keeps items, groups, leases and jobs. Lives in one event loop.
 
@@ -239,13 +266,10 @@ class SqlStore:
             await asyncio.wait({self._committing})
         await self._driver.close()
 
-    async def check_writable(self) -> None:
+    @_change
+    async def check_writable(self, session: _Session) -> None:
         """Raises `StorageError` where nothing can be written now."""
-
-        async def op(session: _Session) -> None:
-            session.count("checks")
-
-        await self._commit(op)
+        session.count("checks")
 
     # -- committing
 
@@ -340,14 +364,10 @@ class SqlStore:
         result: list[bool] = await self._commit(items)
         return result
 
-    async def known(self, uids: Sequence[str]) -> list[bool]:
-        async def work(tx: Tx) -> list[bool]:
-            found = {
-                uid for (uid,) in await tx.rows("SELECT uid FROM items WHERE uid IN :texts($1)", list(uids))
-            }
-            return [uid in found for uid in uids]
-
-        return await self._driver.read(work)
+    @_look
+    async def known(self, tx: Tx, uids: Sequence[str]) -> list[bool]:
+        found = {uid for (uid,) in await tx.rows("SELECT uid FROM items WHERE uid IN :texts($1)", list(uids))}
+        return [uid in found for uid in uids]
 
     async def _write(
         self, session: _Session, writes: Sequence[Sequence[Item]]
@@ -454,35 +474,32 @@ class SqlStore:
 
     # -- reading
 
-    async def take(self, wanted: Wanted) -> Taken:
+    @_change
+    async def take(self, session: _Session, wanted: Wanted) -> Taken:
         """Leases groups, first in line first."""
-
-        async def op(session: _Session) -> Taken:
-            chosen, stale = await self._choose(session.tx, wanted)
-            if stale and wanted.drop_stale:
-                await self._drop(session, stale, "stale")
-            if not chosen or (wanted.exact and len(chosen) < wanted.groups):
-                passed = len(stale) if wanted.drop_stale else await self._count_stale(session.tx, wanted)
-                return Taken(lease=None, groups=[], available=len(chosen), stale=passed)
-            lease = uuid.uuid4().hex
-            ids = [group.id for group in chosen]
-            await session.tx.run(
-                "INSERT INTO leases (id, consumer, read_id, seconds, deadline, state, groups, items) "
-                "VALUES ($1, $2, $3, $4, $5, 'out', $6, $7)",
-                *(lease, wanted.consumer, wanted.read_id, wanted.seconds, session.tx.now + wanted.seconds),
-                *(len(ids), sum(group.n for group in chosen)),
-            )
-            await session.tx.run(
-                "UPDATE groups SET state = 'leased', lease = $1, left_out = NULL WHERE id IN :ids($2)",
-                lease,
-                ids,
-            )
-            given = Lease(
-                id=lease, consumer=wanted.consumer, seconds=wanted.seconds, left_s=wanted.seconds, groups=ids
-            )
-            return Taken(lease=given, groups=chosen, available=len(chosen), stale=len(stale))
-
-        return await self._commit(op)  # type: ignore[no-any-return]
+        chosen, stale = await self._choose(session.tx, wanted)
+        if stale and wanted.drop_stale:
+            await self._drop(session, stale, "stale")
+        if not chosen or (wanted.exact and len(chosen) < wanted.groups):
+            passed = len(stale) if wanted.drop_stale else await self._count_stale(session.tx, wanted)
+            return Taken(lease=None, groups=[], available=len(chosen), stale=passed)
+        lease = uuid.uuid4().hex
+        ids = [group.id for group in chosen]
+        await session.tx.run(
+            "INSERT INTO leases (id, consumer, read_id, seconds, deadline, state, groups, items) "
+            "VALUES ($1, $2, $3, $4, $5, 'out', $6, $7)",
+            *(lease, wanted.consumer, wanted.read_id, wanted.seconds, session.tx.now + wanted.seconds),
+            *(len(ids), sum(group.n for group in chosen)),
+        )
+        await session.tx.run(
+            "UPDATE groups SET state = 'leased', lease = $1, left_out = NULL WHERE id IN :ids($2)",
+            lease,
+            ids,
+        )
+        given = Lease(
+            id=lease, consumer=wanted.consumer, seconds=wanted.seconds, left_s=wanted.seconds, groups=ids
+        )
+        return Taken(lease=given, groups=chosen, available=len(chosen), stale=len(stale))
 
     async def _choose(self, tx: Tx, wanted: Wanted) -> tuple[list[Group], list[int]]:
         """Groups for a read, first in line first, and those that are to be dropped as too old for it."""
@@ -539,13 +556,10 @@ class SqlStore:
         )
         return int(rows[0][0])
 
-    async def look(self, wanted: Wanted) -> list[Group]:
+    @_look
+    async def look(self, tx: Tx, wanted: Wanted) -> list[Group]:
         """What `take` would lease."""
-
-        async def work(tx: Tx) -> list[Group]:
-            return (await self._choose(tx, wanted))[0]
-
-        return await self._driver.read(work)
+        return (await self._choose(tx, wanted))[0]
 
     async def load(self, groups: Sequence[int]) -> dict[int, list[StoredItem] | str]:
         """Items of groups, in order of arrival; a text says why a group cannot be read (damage)."""
@@ -559,37 +573,38 @@ class SqlStore:
             loaded |= await self.load([group])
         return loaded
 
+    @_change
     async def finish(
-        self, lease: str, removals: Sequence[Removal], left_out: Mapping[int, Sequence[str]]
+        self,
+        session: _Session,
+        lease: str,
+        removals: Sequence[Removal],
+        left_out: Mapping[int, Sequence[str]],
     ) -> None:
         """Takes groups out of a lease; notes uids of items that others are handed out without.
 
         Raises:
             ConflictError: The lease ended meanwhile.
         """
-
-        async def op(session: _Session) -> None:
-            tx = session.tx
-            if (await self._lease_rows(tx, [lease]))[lease][0] != "out":
-                raise ConflictError(f"lease {lease} ended before all of its groups were finished")
-            rows = await tx.rows(
-                f"SELECT {_ROW} FROM groups WHERE state = 'leased' AND lease = $1 AND id IN :ids($2)",
-                *(lease, [one.group for one in removals]),
+        tx = session.tx
+        if (await self._lease_rows(tx, [lease]))[lease][0] != "out":
+            raise ConflictError(f"lease {lease} ended before all of its groups were finished")
+        rows = await tx.rows(
+            f"SELECT {_ROW} FROM groups WHERE state = 'leased' AND lease = $1 AND id IN :ids($2)",
+            *(lease, [one.group for one in removals]),
+        )
+        removed = {row.id: row for row in map(_row_of, rows)}
+        await self._remove(session, removed, removals)
+        if removed:
+            await tx.run(
+                "UPDATE leases SET groups = groups - $2, items = items - $3 WHERE id = $1",
+                *(lease, len(removed), sum(row.n for row in removed.values())),
             )
-            removed = {row.id: row for row in map(_row_of, rows)}
-            await self._remove(session, removed, removals)
-            if removed:
-                await tx.run(
-                    "UPDATE leases SET groups = groups - $2, items = items - $3 WHERE id = $1",
-                    *(lease, len(removed), sum(row.n for row in removed.values())),
-                )
-            if left_out:
-                await tx.many(
-                    "UPDATE groups SET left_out = $3 WHERE id = $1 AND state = 'leased' AND lease = $2",
-                    [(group, lease, orjson.dumps(list(uids)).decode()) for group, uids in left_out.items()],
-                )
-
-        await self._commit(op)
+        if left_out:
+            await tx.many(
+                "UPDATE groups SET left_out = $3 WHERE id = $1 AND state = 'leased' AND lease = $2",
+                [(group, lease, orjson.dumps(list(uids)).decode()) for group, uids in left_out.items()],
+            )
 
     async def _remove(self, session: _Session, rows: Mapping[int, _Row], removals: Sequence[Removal]) -> None:
         causes = []
@@ -605,82 +620,73 @@ class SqlStore:
         if causes:
             await session.tx.many("UPDATE groups SET cause = $2 WHERE id = $1", causes)
 
-    async def ack(self, leases: Sequence[str], *, told: int | None = None) -> Acked:
+    @_change
+    async def ack(self, session: _Session, leases: Sequence[str], *, told: int | None = None) -> Acked:
         """The groups leave: of all leases, or of none. `told`: see `unread_drops`.
 
         Raises:
             NotFoundError: There is no such lease.
             ConflictError: Its groups went back, and some are not there any more.
         """
-
-        async def op(session: _Session) -> Acked:
-            tx = session.tx
-            states = await self._lease_rows(tx, leases)
-            left = [lease for lease in leases if states[lease][0] != "acked"]
-            rows = await tx.rows(
-                "SELECT id, n, bytes, left_out, lease FROM groups WHERE state IN ('ready', 'leased') "
-                "AND lease IN :texts($1) ORDER BY line",
-                left,
-            )
-            have = Counter(row[4] for row in rows)
-            for lease in left:
-                if have[lease] != states[lease][1]:
-                    raise ConflictError(
-                        f"lease {lease} ended, and {states[lease][1] - have[lease]} of its groups are not there "
-                        "any more: what was read by it must not count"
-                    )
-            if told is not None:
-                session.totals["told"] = max(told, session.totals["told"])
-            if rows:
-                session.room = True
-                await tx.many(
-                    "UPDATE groups SET state = 'delivered', gone = $2 WHERE id = $1",
-                    [(row[0], session.count("left")) for row in rows],
+        tx = session.tx
+        states = await self._lease_rows(tx, leases)
+        left = [lease for lease in leases if states[lease][0] != "acked"]
+        rows = await tx.rows(
+            "SELECT id, n, bytes, left_out, lease FROM groups WHERE state IN ('ready', 'leased') "
+            "AND lease IN :texts($1) ORDER BY line",
+            left,
+        )
+        have = Counter(row[4] for row in rows)
+        for lease in left:
+            if have[lease] != states[lease][1]:
+                raise ConflictError(
+                    f"lease {lease} ended, and {states[lease][1] - have[lease]} of its groups are not there "
+                    "any more: what was read by it must not count"
                 )
-            items = sum(row[1] for row in rows)
-            out = sum(len(orjson.loads(row[3])) for row in rows if row[3])
-            session.count("items_left", items)
-            session.count("items_delivered", items - out)
-            session.count("groups_delivered", len(rows))
-            session.count("archive_bytes", sum(row[2] for row in rows))
-            if out:
-                session.count("items_dropped:filtered", out)
-            await tx.run("UPDATE leases SET state = 'acked' WHERE id IN :texts($1)", left)
-            return Acked(
-                sum(groups for _, groups, _ in states.values()),
-                sum(n for _, _, n in states.values()),
-                not left,
+        if told is not None:
+            session.totals["told"] = max(told, session.totals["told"])
+        if rows:
+            session.room = True
+            await tx.many(
+                "UPDATE groups SET state = 'delivered', gone = $2 WHERE id = $1",
+                [(row[0], session.count("left")) for row in rows],
             )
+        items = sum(row[1] for row in rows)
+        out = sum(len(orjson.loads(row[3])) for row in rows if row[3])
+        session.count("items_left", items)
+        session.count("items_delivered", items - out)
+        session.count("groups_delivered", len(rows))
+        session.count("archive_bytes", sum(row[2] for row in rows))
+        if out:
+            session.count("items_dropped:filtered", out)
+        await tx.run("UPDATE leases SET state = 'acked' WHERE id IN :texts($1)", left)
+        return Acked(
+            sum(groups for _, groups, _ in states.values()),
+            sum(n for _, _, n in states.values()),
+            not left,
+        )
 
-        return await self._commit(op)  # type: ignore[no-any-return]
-
-    async def nack(self, lease: str) -> None:
+    @_change
+    async def nack(self, session: _Session, lease: str) -> None:
         """The groups go back to their places. Raises `NotFoundError`, `ConflictError`."""
+        (state, _, _) = (await self._lease_rows(session.tx, [lease]))[lease]
+        if state == "acked":
+            raise ConflictError(f"lease {lease} was acked")
+        if state == "out":
+            await self._give_back(session, [lease])
 
-        async def op(session: _Session) -> None:
-            (state, _, _) = (await self._lease_rows(session.tx, [lease]))[lease]
-            if state == "acked":
-                raise ConflictError(f"lease {lease} was acked")
-            if state == "out":
-                await self._give_back(session, [lease])
-
-        await self._commit(op)
-
-    async def extend(self, lease: str, seconds: float) -> None:
+    @_change
+    async def extend(self, session: _Session, lease: str, seconds: float) -> None:
         """The lease ends that much from now. Raises `NotFoundError`, `ConflictError`."""
-
-        async def op(session: _Session) -> None:
-            (state, _, _) = (await self._lease_rows(session.tx, [lease]))[lease]
-            if state != "out":
-                raise ConflictError(f"lease {lease} has ended")
-            await session.tx.run(
-                "UPDATE leases SET deadline = $2, seconds = $3 WHERE id = $1",
-                lease,
-                session.tx.now + seconds,
-                seconds,
-            )
-
-        await self._commit(op)
+        (state, _, _) = (await self._lease_rows(session.tx, [lease]))[lease]
+        if state != "out":
+            raise ConflictError(f"lease {lease} has ended")
+        await session.tx.run(
+            "UPDATE leases SET deadline = $2, seconds = $3 WHERE id = $1",
+            lease,
+            session.tx.now + seconds,
+            seconds,
+        )
 
     async def release(self, consumer: str) -> int:
         """Gives back all leases of a reader; how many groups that were."""
@@ -690,12 +696,10 @@ class SqlStore:
         """Gives back what an earlier attempt at the same read took."""
         await self._return_leases("read_id = $1", read_id)
 
-    async def _return_leases(self, which: str, argument: str) -> int:
-        async def op(session: _Session) -> int:
-            rows = await session.tx.rows(f"SELECT id FROM leases WHERE state = 'out' AND {which}", argument)
-            return await self._give_back(session, [lease for (lease,) in rows])
-
-        return await self._commit(op)  # type: ignore[no-any-return]
+    @_change
+    async def _return_leases(self, session: _Session, which: str, argument: str) -> int:
+        rows = await session.tx.rows(f"SELECT id FROM leases WHERE state = 'out' AND {which}", argument)
+        return await self._give_back(session, [lease for (lease,) in rows])
 
     async def _give_back(self, session: _Session, leases: list[str]) -> int:
         """Groups go back to their places. They still know their lease, so a late ack finds them."""
@@ -722,27 +726,22 @@ class SqlStore:
                 raise NotFoundError(f"there is no lease {lease!r:.100}")
         return found
 
-    async def leases(self, consumer: str | None = None) -> list[Lease]:
+    @_look
+    async def leases(self, tx: Tx, consumer: str | None = None) -> list[Lease]:
         """Those that are out."""
-
-        async def work(tx: Tx) -> list[Lease]:
-            rows = await tx.rows(
-                "SELECT id, consumer, seconds, deadline FROM leases WHERE state = 'out' ORDER BY deadline, id"
-            )
-            groups = defaultdict(list)
-            for group, lease in await tx.rows(
-                f"SELECT id, lease FROM groups WHERE {_LEASED} AND lease IS NOT NULL ORDER BY line"
-            ):
-                groups[lease].append(group)
-            return [
-                Lease(
-                    id=id_, consumer=owner, seconds=seconds, left_s=max(0.0, end - tx.now), groups=groups[id_]
-                )
-                for id_, owner, seconds, end in rows
-                if consumer in (None, owner)
-            ]
-
-        return await self._driver.read(work)
+        rows = await tx.rows(
+            "SELECT id, consumer, seconds, deadline FROM leases WHERE state = 'out' ORDER BY deadline, id"
+        )
+        groups = defaultdict(list)
+        for group, lease in await tx.rows(
+            f"SELECT id, lease FROM groups WHERE {_LEASED} AND lease IS NOT NULL ORDER BY line"
+        ):
+            groups[lease].append(group)
+        return [
+            Lease(id=id_, consumer=owner, seconds=seconds, left_s=max(0.0, end - tx.now), groups=groups[id_])
+            for id_, owner, seconds, end in rows
+            if consumer in (None, owner)
+        ]
 
     # -- judging and dropping
 
@@ -753,36 +752,31 @@ class SqlStore:
             limit,
         )
 
-    async def judge(self, judged: Sequence[Judged], removals: Sequence[Removal]) -> None:
-        async def op(session: _Session) -> None:
-            ids = [*(one.group for one in judged), *(one.group for one in removals)]
-            rows = await session.tx.rows(
-                f"SELECT {_ROW} FROM groups WHERE state IN ('open', 'full') AND id IN :ids($1)", ids
-            )
-            groups = {row.id: row for row in map(_row_of, rows)}
-            removed = {one.group for one in removals}
-            await self._remove(session, {k: row for k, row in groups.items() if k in removed}, removals)
-            for one in judged:
-                row = groups.get(one.group)
-                if row is None or row.n != one.n:
-                    continue
-                row.judged = row.n
-                if one.valid:
-                    row.state = "ready"
-                    session.ready[row.task, row.job] += 1
-                elif one.finished or row.state == "full":
-                    self._leave(session, row, "timed_out" if row.timed_out else "not_valid")
-            await self._save(session, [row for k, row in groups.items() if k not in removed])
+    @_change
+    async def judge(self, session: _Session, judged: Sequence[Judged], removals: Sequence[Removal]) -> None:
+        ids = [*(one.group for one in judged), *(one.group for one in removals)]
+        rows = await session.tx.rows(
+            f"SELECT {_ROW} FROM groups WHERE state IN ('open', 'full') AND id IN :ids($1)", ids
+        )
+        groups = {row.id: row for row in map(_row_of, rows)}
+        removed = {one.group for one in removals}
+        await self._remove(session, {k: row for k, row in groups.items() if k in removed}, removals)
+        for one in judged:
+            row = groups.get(one.group)
+            if row is None or row.n != one.n:
+                continue
+            row.judged = row.n
+            if one.valid:
+                row.state = "ready"
+                session.ready[row.task, row.job] += 1
+            elif one.finished or row.state == "full":
+                self._leave(session, row, "timed_out" if row.timed_out else "not_valid")
+        await self._save(session, [row for k, row in groups.items() if k not in removed])
 
-        await self._commit(op)
-
-    async def drop(self, groups: Sequence[int], reason: str) -> int:
+    @_change
+    async def drop(self, session: _Session, groups: Sequence[int], reason: str) -> int:
         """Only quarantined ones."""
-
-        async def op(session: _Session) -> int:
-            return await self._drop(session, groups, reason, "quarantined")
-
-        return await self._commit(op)  # type: ignore[no-any-return]
+        return await self._drop(session, groups, reason, "quarantined")
 
     async def _drop(self, session: _Session, groups: Sequence[int], reason: str, state: str = "ready") -> int:
         rows = await session.tx.rows(
@@ -810,35 +804,30 @@ class SqlStore:
             dropped += some
         return dropped
 
-    async def retry(self, groups: Sequence[int] | None) -> list[int]:
+    @_change
+    async def retry(self, session: _Session, groups: Sequence[int] | None) -> list[int]:
         """Quarantined groups (None: all) are judged or handed out again; which ones."""
-
-        async def op(session: _Session) -> list[int]:
-            tx, asked = session.tx, None if groups is None else set(groups)
-            own, judged, orphans = [], [], []
-            for id_, task, job, is_judged in await tx.rows(
-                "SELECT id, task, job, judged = n FROM groups WHERE state = 'quarantined'"
-            ):
-                if asked is not None and id_ not in asked:
-                    continue
-                if self._policy.has_own_judge(task):
-                    own.append(id_)
-                elif is_judged:
-                    judged.append(id_)
-                    session.ready[task, job] += 1
-                else:
-                    orphans.append(id_)
-            session.unjudged = session.unjudged or bool(own)
-            back = own + judged + orphans
-            await tx.run(
-                "UPDATE groups SET lease = NULL, reason = NULL, cause = NULL WHERE id IN :ids($1)", back
-            )
-            await tx.run("UPDATE groups SET state = 'full', judged = 0 WHERE id IN :ids($1)", own)
-            await tx.run("UPDATE groups SET state = 'ready' WHERE id IN :ids($1)", judged)
-            await self._judge_orphans(session, orphans)
-            return back
-
-        return await self._commit(op)  # type: ignore[no-any-return]
+        tx, asked = session.tx, None if groups is None else set(groups)
+        own, judged, orphans = [], [], []
+        for id_, task, job, is_judged in await tx.rows(
+            "SELECT id, task, job, judged = n FROM groups WHERE state = 'quarantined'"
+        ):
+            if asked is not None and id_ not in asked:
+                continue
+            if self._policy.has_own_judge(task):
+                own.append(id_)
+            elif is_judged:
+                judged.append(id_)
+                session.ready[task, job] += 1
+            else:
+                orphans.append(id_)
+        session.unjudged = session.unjudged or bool(own)
+        back = own + judged + orphans
+        await tx.run("UPDATE groups SET lease = NULL, reason = NULL, cause = NULL WHERE id IN :ids($1)", back)
+        await tx.run("UPDATE groups SET state = 'full', judged = 0 WHERE id IN :ids($1)", own)
+        await tx.run("UPDATE groups SET state = 'ready' WHERE id IN :ids($1)", judged)
+        await self._judge_orphans(session, orphans)
+        return back
 
     async def _judge_orphans(self, session: _Session, ids: Sequence[int]) -> None:
         """By the default rule, of tasks whose hook failed on them and is gone. Short ones wait for more items."""
@@ -1080,51 +1069,38 @@ class SqlStore:
         jobs = self._jobs
         return [one for one in jobs.by_id.values() if one is jobs.last or one.state == "running"]
 
-    async def jobs(self) -> list[JobRecord]:
-        async def work(tx: Tx) -> list[JobRecord]:
-            return [_decode_job(text) for (text,) in await tx.rows("SELECT record FROM jobs ORDER BY number")]
+    @_look
+    async def jobs(self, tx: Tx) -> list[JobRecord]:
+        return [_decode_job(text) for (text,) in await tx.rows("SELECT record FROM jobs ORDER BY number")]
 
-        return await self._driver.read(work)
-
-    async def claim_job(self, job: str, server: str, stale_after_s: float) -> bool:
-        async def op(session: _Session) -> bool:
-            now = session.tx.now
-            return bool(
-                await session.tx.run(
-                    "UPDATE jobs SET server = $2, claimed = $3 WHERE id = $1 "
-                    "AND (server IS NULL OR server = $2 OR claimed < $4)",
-                    *(job, server, now, now - stale_after_s),
-                )
+    @_change
+    async def claim_job(self, session: _Session, job: str, server: str, stale_after_s: float) -> bool:
+        now = session.tx.now
+        return bool(
+            await session.tx.run(
+                "UPDATE jobs SET server = $2, claimed = $3 WHERE id = $1 "
+                "AND (server IS NULL OR server = $2 OR claimed < $4)",
+                *(job, server, now, now - stale_after_s),
             )
+        )
 
-        return await self._commit(op)  # type: ignore[no-any-return]
-
-    async def finished(self, job: str) -> list[InstanceId]:
+    @_look
+    async def finished(self, tx: Tx, job: str) -> list[InstanceId]:
         """One entry for each group that is complete, or timed out."""
+        rows = await tx.rows(
+            "SELECT instance FROM groups WHERE job = $1 AND state <> 'open' ORDER BY id", job
+        )
+        return [orjson.loads(text) for (text,) in rows]
 
-        async def work(tx: Tx) -> list[InstanceId]:
-            rows = await tx.rows(
-                "SELECT instance FROM groups WHERE job = $1 AND state <> 'open' ORDER BY id", job
-            )
-            return [orjson.loads(text) for (text,) in rows]
-
-        return await self._driver.read(work)
-
-    async def has_groups(self, job: str) -> bool:
-        async def work(tx: Tx) -> bool:
-            return bool(await tx.rows("SELECT id FROM groups WHERE job = $1 AND gone IS NULL LIMIT 1", job))
-
-        return await self._driver.read(work)
+    @_look
+    async def has_groups(self, tx: Tx, job: str) -> bool:
+        return bool(await tx.rows("SELECT id FROM groups WHERE job = $1 AND gone IS NULL LIMIT 1", job))
 
     # -- looking
 
-    async def _groups(self, which: str, *arguments: Any) -> list[Group]:
-        async def work(tx: Tx) -> list[Group]:
-            return list(
-                map(_group_of, await tx.rows(f"SELECT {_GROUP} FROM groups WHERE {which}", *arguments))
-            )
-
-        return await self._driver.read(work)
+    @_look
+    async def _groups(self, tx: Tx, which: str, *arguments: Any) -> list[Group]:
+        return list(map(_group_of, await tx.rows(f"SELECT {_GROUP} FROM groups WHERE {which}", *arguments)))
 
     async def groups(
         self,
@@ -1161,23 +1137,20 @@ class SqlStore:
         """Groups that left undelivered, in the order in which they left, after a `left`."""
         return await self._groups("state = 'dropped' AND gone > $1 ORDER BY gone LIMIT $2", after, limit)
 
+    @_look
     async def unread_drops(
-        self, task: str | None, jobs: Sequence[str] | None, limit: int
+        self, tx: Tx, task: str | None, jobs: Sequence[str] | None, limit: int
     ) -> tuple[list[Group], int]:
         """What was dropped since a trainer on slime's wire was told last, and what `ack` takes as `told`."""
-
-        async def work(tx: Tx) -> tuple[list[Group], int]:
-            totals = dict(await tx.rows("SELECT name, value FROM totals"))
-            rows = await tx.rows(
-                f"SELECT {_GROUP} FROM groups WHERE state = 'dropped' AND gone > $1 ORDER BY gone LIMIT $2",
-                *(totals.get("told", 0), limit),
-            )
-            groups = list(map(_group_of, rows))
-            told = groups[-1].left if len(groups) == limit else totals.get("left", 0)
-            assert told is not None
-            return [g for g in groups if task in (None, g.task) and (jobs is None or g.job in jobs)], told
-
-        return await self._driver.read(work)
+        totals = dict(await tx.rows("SELECT name, value FROM totals"))
+        rows = await tx.rows(
+            f"SELECT {_GROUP} FROM groups WHERE state = 'dropped' AND gone > $1 ORDER BY gone LIMIT $2",
+            *(totals.get("told", 0), limit),
+        )
+        groups = list(map(_group_of, rows))
+        told = groups[-1].left if len(groups) == limit else totals.get("left", 0)
+        assert told is not None
+        return [g for g in groups if task in (None, g.task) and (jobs is None or g.job in jobs)], told
 
     async def stats(self) -> Stats:
         disk_bytes = await self._driver.disk_bytes()
