@@ -29,8 +29,14 @@ demo-buffer: .venv-demo/.buffer
 	.venv-demo/bin/python examples/buffer/demo.py --store $(STORE) $(DEMO_ARGS)
 demo-train: .venv-train/.done
 	.venv-train/bin/python -m demo_model.grpo $(DEMO_ARGS)
+# Unit tests two at a time; the others fill both cores themselves, and some watch the clock.
 test: .venv/.done
+ifdef TEST_ARGS
 	.venv/bin/python -m pytest $(TEST_ARGS)
+else
+	.venv/bin/python -m pytest tests/unit -n 2
+	.venv/bin/python -m pytest tests/faults tests/integration tests/conformance tests/compat
+endif
 test-quick: .venv/.done
 	.venv/bin/python -m pytest tests/unit -m "not slow and not soak" $(TEST_ARGS)
 test-soak: .venv/.done
