@@ -627,7 +627,7 @@ class _Gate:
         if self._bearer is None or request.shown_token or (route is not None and route.open):
             return
         if request.identity is None:
-            text = "the token or API key is missing or wrong"
+            text = "the token or API key is missing or wrong: send authorization: Bearer TOKEN, or http://x:TOKEN@host"
             raise HTTPError(401, text, "unauthorized", headers={"www-authenticate": "Bearer"})
         if route is not None and request.identity.scope not in route.scopes:
             raise HTTPError(403, "this token may not do that", "forbidden")

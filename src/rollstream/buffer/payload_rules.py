@@ -117,7 +117,8 @@ class PayloadRules:
         path = self._resolve("input_file", given)
         if not self._is_allowed(path):
             raise ConfigError(
-                f"input_file: {given!r:.200} is not below {self._folders()}; --inputs DIR allows others"
+                f"input_file: {given!r:.200} is not below {self._folders()}, or is in the server's own --dir; "
+                "--inputs DIR allows other folders"
             )
         return str(path)
 

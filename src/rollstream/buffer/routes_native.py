@@ -248,6 +248,7 @@ class NativeRoutes:
                         "lease_seconds": wanted.seconds,
                         "groups": len(taken.groups),
                     }
+                    head["notices"] = service.drop_notices()
                     response.headers["rollstream-lease"] = taken.lease.id
                 else:
                     head["failures"] = await service.failures(wanted.task, jobs)

@@ -53,7 +53,7 @@ _HINTS: Final = {
     "out_of_range": "no reward is from 0 to 1: scale them, start with --raw, or define hooks",
     "unscored": "no item has a reward",
     "failed": "its rollouts failed, see extra_info.failure of its items",
-    "too_few_valid": "too few of its rewards are from 0 to 1 (--min-valid-item-size-ratio)",
+    "too_few_valid": "too few of its rewards are from 0 to 1: scale them, start with --raw, or define hooks",
     "timed_out": "too few items came in time (--group-timeout-seconds, --min-timeout-group-size-ratio)",
     "filtered": "filter_item left too few items",
     "not_valid": "is_valid_group did not want it",
@@ -306,22 +306,15 @@ class Service:
 
     async def notices(self, taken: Taken, task: str | None, jobs: tuple[str, ...] | None) -> list[str]:
         """Why there may be nothing for a reader although nothing fails."""
-        found = []
-        stats = await self.store.stats()
-        if ready := stats.groups["ready"]:
+        found = self.drop_notices()
+        ready = (await self.store.stats()).groups["ready"]
+        if ready and not self.is_blocked(task, jobs):
             found.append(
                 f"{ready} groups are ready, {taken.available} of them fit this read; others are of another task, "
                 "job or size, or of an instance that it has already"
             )
         if taken.stale:
             found.append(f"{taken.stale} groups are older than max_staleness allows")
-        if counts := self._dropped_unread:
-            said = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
-            hint = _HINTS.get(counts.most_common(1)[0][0], "")
-            found.append(
-                f"{counts.total()} groups were dropped since the last read: {said}{hint and f' ({hint})'}; "
-                "GET /v1/dropped lists them"
-            )
         last = self.store.last_job
         mine = last is not None and task in (None, last.task) and (jobs is None or last.id in jobs)
         if last is not None and mine and self.is_job_over() and not await self.store.has_groups(last.id):
@@ -330,6 +323,18 @@ class Service:
                 "nothing more comes of it until a job is started"
             )
         return found
+
+    def drop_notices(self) -> list[str]:
+        """What was dropped since a reader got something last, and why."""
+        counts = self._dropped_unread
+        if not counts:
+            return []
+        said = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+        hint = _HINTS.get(counts.most_common(1)[0][0], "")
+        return [
+            f"{counts.total()} groups were dropped since the last read: {said}{hint and f' ({hint})'}; "
+            "GET /v1/dropped lists them"
+        ]
 
     def note_read(self, groups: Sequence[Group], consumer: str | None) -> None:
         """Logs what a reader got."""
