@@ -396,7 +396,9 @@ class PoolEngine:
             flight.seat = None
 
     async def _ask_health(self, name: str) -> bool:
-        replica = self._replicas[name]
+        replica = self._replicas.get(name)
+        if replica is None:  # it went away since it was chosen to be asked
+            return False
         if not self._fitting.is_fit(name):
             if not self._weights.ledger.must_load(name) and not await replica.health():
                 return False
