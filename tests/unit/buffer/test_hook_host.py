@@ -304,7 +304,7 @@ async def test_close_ends_a_hanging_hook_at_once(tmp_path: Path) -> None:
         await until(file.with_name(file.name + ".began").exists)
         start = time.monotonic()
         await host.close()
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 15  # a deadline: the hook would hang for an hour
         for call in [*calls, who(host, 1)]:
             with pytest.raises(RollstreamError, match="the server is ending") as caught:
                 await call
