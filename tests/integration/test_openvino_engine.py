@@ -265,21 +265,24 @@ async def test_cancelling_frees_the_place_and_leaves_the_others_alone(tmp_path: 
 
 async def test_abort_returns_what_was_sampled(tmp_path: Path) -> None:
     engine = await started(tmp_path, max_num_seqs=2)
-    tasks = [asyncio.create_task(engine.generate([1], LONG, request_id=str(i))) for i in range(4)]
-    watched = SamplingParams(3000, ignore_eos=True, seed=1, stop=("no such text",))
+    await engine.generate([1], SamplingParams(2, seed=1), request_id="first")  # what comes first is slow
+
+    long = SamplingParams(4000, ignore_eos=True, seed=1)
+    tasks = [asyncio.create_task(engine.generate([1], long, request_id=str(i))) for i in range(4)]
+    watched = SamplingParams(4000, ignore_eos=True, seed=1, stop=("no such text",))
     tasks.append(asyncio.create_task(engine.generate([1], watched, request_id="4")))
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.2)  # for some tokens; 4,000 take more than a second
     for i in (0, 1, 3):
         await engine.abort(str(i))
     first, second, queued = await asyncio.gather(tasks[0], tasks[1], tasks[3])
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.2)
     await engine.abort("2")
     await engine.abort("4")
     third, fifth = await asyncio.wait_for(asyncio.gather(tasks[2], tasks[4]), 10)
     await engine.abort("unknown")
     for part in (first, second, third, fifth):
         assert part.finish_reason == "abort"
-        assert 0 < len(part.token_ids) == len(part.logprobs or []) < 3000
+        assert 0 < len(part.token_ids) == len(part.logprobs or []) < 4000
     assert queued.finish_reason == "abort"
     assert queued.token_ids == []
     parts = sorted((first, second, third, fifth), key=lambda c: len(c.token_ids))
