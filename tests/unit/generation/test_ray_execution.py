@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from rollstream.generation.ray_execution import SetupRecipe, _worker_config
 
 from rollstream.config.load import compose
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.ray_execution import SetupRecipe, _worker_config
 from rollstream.trajectory import PromptRow, Rollout
 
 ROLLOUT = "actor_rollout_ref.rollout"
