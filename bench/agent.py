@@ -36,7 +36,7 @@ from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import Capabilities
 from rollstream.engine.sglang_wire import request_body
-from rollstream.rollout.gate import EngineGate
+from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.trajectory import Completion, PromptRow, Rollout, SamplingParams, Trajectory
@@ -200,7 +200,7 @@ class Stack:
             default_agent_loop=loop,
             retry=RetryPolicy(1, 0.0, 0.0),
             attempt_timeout=600.0,
-            gate=EngineGate(self.engine, timeout=60.0),
+            gate=EngineAvailability(self.engine, timeout=60.0),
             loops=AgentLoops({"rerender": LoopEntry(RerenderAgent)}),
         )
 

@@ -26,7 +26,7 @@ from bench.report import parse_options, print_table, write_json
 from bench.simulated_engine import Lengths, Machine, SimulatedEngine, lognormal, simulate
 from rollstream.demo import MODEL_PATH
 from rollstream.generation import main
-from rollstream.rollout.concurrency import ConcurrencyCap
+from rollstream.rollout.concurrency import ConcurrencyPolicy
 
 MAXIMUM = 256
 FIXED = (32, 64, 128, MAXIMUM)
@@ -55,9 +55,9 @@ def simulated(rollouts: int) -> list[dict[str, Any]]:
     """A line for each case and each way to choose the number in flight."""
     rows = []
     for case in CASES:
-        ways: list[tuple[str, ConcurrencyCap | int, bool]] = [(f"fixed {cap}", cap, True) for cap in FIXED]
-        ways.append(("adaptive", ConcurrencyCap(MAXIMUM), True))
-        ways.append(("adaptive, mute server", ConcurrencyCap(MAXIMUM), False))
+        ways: list[tuple[str, ConcurrencyPolicy | int, bool]] = [(f"fixed {cap}", cap, True) for cap in FIXED]
+        ways.append(("adaptive", ConcurrencyPolicy(MAXIMUM), True))
+        ways.append(("adaptive, mute server", ConcurrencyPolicy(MAXIMUM), False))
         for name, cap, says_load in ways:
             engine = SimulatedEngine(case.machine())
             limit = 10 * rollouts  # a run that throws most of its work away may take for ever

@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,13 @@ from rollstream.agent.base import AgentResources
 from rollstream.agent.prompt import PromptRenderer
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
-from rollstream.rollout.gate import EngineGate
+from rollstream.rollout.availability import EngineAvailability
+from rollstream.rollout.instrumented import InstrumentedEngine
 from rollstream.rollout.local import LocalExecutor
-from rollstream.rollout.meter import MeteredEngine
-from rollstream.rollout.ray_worker import BuiltWorker
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
+from rollstream.rollout.worker_host import BuiltWorker
+from rollstream.rollout.workers import WorkersExecutor
 from rollstream.store.manifest import new_manifest
 from rollstream.store.run_dir import lock_run, open_run
 from rollstream.store.writer import StoreWriter
@@ -71,8 +72,8 @@ class ScriptedRecipe:
 
         engine = ScriptedEngine(answer, record=False)
         await engine.start()
-        metered, tokenizer = MeteredEngine(engine), load_tokenizer(str(MODEL_PATH))
-        gate = EngineGate(engine, timeout=30)
+        metered, tokenizer = InstrumentedEngine(engine), load_tokenizer(str(MODEL_PATH))
+        gate = EngineAvailability(engine, timeout=30)
         prompts = PromptRenderer(tokenizer, prompt_length=self.sizes.prompt, truncation="left")
         worker = RolloutWorker(
             AgentResources(metered, tokenizer, prompts, self.sizes.response),
@@ -117,24 +118,30 @@ async def measure(workers: int, sizes: Sizes, rollouts: int) -> dict[str, Any]:
         keys = run.state.keys
         recipe = ScriptedRecipe(sizes)
         warm = max(64, rollouts // 20)
-        close: Callable[[], Awaitable[None]]
         if workers:
-            from rollstream.rollout.ray import RayExecutor
+            from rollstream.rollout.ray import RayBackend
             from rollstream.rollout.ray_cluster import RayCluster
 
-            ray_executor = RayExecutor(
-                recipe,
+            cluster = RayCluster({"num_cpus": max(workers, os.cpu_count() or 1)})
+            await cluster.start()
+            ray_executor = WorkersExecutor(
+                lambda: recipe,
                 writer,
+                RayBackend(),
                 load_row=lambda index: load_row(index, sizes),
                 max_in_flight=IN_FLIGHT,
                 workers=workers,
-                cluster=RayCluster({"num_cpus": max(workers, os.cpu_count() or 1)}),
                 attempt_timeout=60,
             )
             await ray_executor.start()
             while len(ray_executor.pids) < workers:  # noqa: ASYNC110 (a count)
                 await asyncio.sleep(0.05)
-            execute, close = ray_executor.run, ray_executor.close
+
+            async def close() -> None:
+                await ray_executor.close()
+                await cluster.close()
+
+            execute = ray_executor.run
         else:
             built = await recipe.build(0)
             execute = LocalExecutor(
@@ -143,7 +150,7 @@ async def measure(workers: int, sizes: Sizes, rollouts: int) -> dict[str, Any]:
                 load_row=lambda index: load_row(index, sizes),
                 max_in_flight=IN_FLIGHT,
             ).run
-            close = built.close
+            close = built.close  # type: ignore[assignment]
         try:
             await execute(keys.owed(range(warm), retry_failed=False))
             cpu, own, started = cpu_of_family(), time.process_time(), time.perf_counter()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollstream.engine.base import EngineLoad
-from rollstream.rollout.concurrency import ConcurrencyCap, Observation
+from rollstream.rollout.concurrency import ConcurrencyPolicy, Observation
 
 Lengths = Callable[[random.Random], int]
 """Draws the number of response tokens of a request."""
@@ -187,7 +187,7 @@ class Outcome:
 
 def simulate(
     engine: SimulatedEngine,
-    cap: ConcurrencyCap | int,
+    cap: ConcurrencyPolicy | int,
     *,
     lengths: Lengths,
     rollouts: int,
@@ -314,9 +314,6 @@ def simulate(
                         in_flight=in_flight,
                         calls=len(engine.running) + len(engine.queue),
                         finished=finished,
-                        tokens=tokens,
-                        seconds=seconds,
-                        call_seconds=call_seconds,
                         overloads=rejected,
                         timeouts=timeouts,
                         load=engine.load if says_load else None,

@@ -1,31 +1,15 @@
-"""Ray nodes on this machine for tests, and what kills them; recipes of workers, importable where they run."""
+"""Ray nodes on this machine for tests, and what kills them."""
 
-import asyncio
 import contextlib
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import pytest
 
-from rollstream.agent.base import AgentLoop, AgentResources
-from rollstream.agent.prompt import PromptRenderer
-from rollstream.agent.registry import register
-from rollstream.chat.tokenizer import load_tokenizer
-from rollstream.demo import MODEL_PATH
-from rollstream.errors import ConfigError, EngineOverloadedError, EngineUnavailableError
-from rollstream.rollout.gate import EngineGate
-from rollstream.rollout.meter import MeteredEngine
-from rollstream.rollout.ray_worker import BuiltWorker
-from rollstream.rollout.retry import RetryPolicy
-from rollstream.rollout.worker import RolloutWorker
-from rollstream.testing.scripted import ScriptedEngine
-from rollstream.trajectory import PromptRow, SamplingParams, Trajectory
 from tests.without_torch import without_torch
 
 NOTICED_SOON = {
@@ -79,7 +63,7 @@ def working_pids() -> list[int]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-            if process.cmdline()[0].startswith(("ray::RayWorker.reports", "ray::RayWorker.give")):
+            if process.cmdline()[0].startswith(("ray::WorkerHost.reports", "ray::WorkerHost.give")):
                 found.append((process.create_time(), process.pid))
     return [pid for _, pid in sorted(found)]
 
@@ -98,72 +82,3 @@ def wait_for(condition: Any, seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.02)
-
-
-@register("deadly_agent")
-class DeadlyAgent(AgentLoop):
-    """Ends its process in row 7, and is an answer of one token elsewhere."""
-
-    async def run(self, sampling: SamplingParams, *, raw_prompt: Any, **row: Any) -> Trajectory:
-        if row["index"] == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
-        await asyncio.sleep(0.02)
-        return Trajectory([1], [2], [1], [-0.5], raw_prompt, "stop")
-
-
-class LostEngine(ScriptedEngine):
-    """One that has gone for good."""
-
-    async def health(self) -> bool:
-        return False
-
-    async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        raise EngineUnavailableError("it has gone")
-
-
-class FullEngine(ScriptedEngine):
-    """One that refuses two of three requests for want of room."""
-
-    async def generate(self, *args: Any, request_id: str, **kwargs: Any) -> Any:
-        if random.random() < 2 / 3:
-            raise EngineOverloadedError("no room")
-        return await super().generate(*args, request_id=request_id, **kwargs)
-
-
-@dataclass(frozen=True)
-class ScriptedRecipe:
-    """A worker on a scripted engine."""
-
-    loop: str = "single_turn_agent"
-    latency: float = 0.0
-    broken: str = ""
-    """What is wrong with the configuration."""
-    lost: tuple[int, ...] = ()
-    """Numbers of workers whose engine has gone."""
-    full: bool = False
-
-    async def build(self, number: int) -> BuiltWorker:
-        if self.broken:
-            raise ConfigError(self.broken)
-        kind = LostEngine if number in self.lost else FullEngine if self.full else ScriptedEngine
-        engine = kind(latency=self.latency, record=False)
-        await engine.start()
-        metered = MeteredEngine(engine)
-        tokenizer = load_tokenizer(str(MODEL_PATH))
-        gate = EngineGate(engine, timeout=0.3 if self.lost else 30)
-        worker = RolloutWorker(
-            AgentResources(
-                metered, tokenizer, PromptRenderer(tokenizer, prompt_length=64, truncation="error"), 16
-            ),
-            sampling=SamplingParams(16),
-            seed=3,
-            default_agent_loop=self.loop,
-            retry=RetryPolicy(100 if self.full else 3, 0.001, 0.002),
-            attempt_timeout=30,
-            gate=gate,
-        )
-        return BuiltWorker(worker, metered, gate, close=engine.close)
-
-
-def load_row(index: int) -> PromptRow:
-    return PromptRow(index, f"{index:032x}", [{"role": "user", "content": f"{index} + 1 ="}], "test")

@@ -10,7 +10,7 @@ import signal
 import threading
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,19 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
-from rollstream.errors import ConfigError, DataError, EngineLostError
+from rollstream.errors import ConfigError
 from rollstream.generation.runner import run_generation
-from rollstream.rollout import ray_crew
+from rollstream.rollout import supervisor
 from rollstream.rollout.ray_cluster import RayCluster
 from rollstream.store.summary import read_failures, read_status
-from rollstream.store.writer import StoreWriter
-from rollstream.trajectory import PromptRow
-from tests.faults.ray_nodes import ScriptedRecipe, load_row, lose_node, nodes, wait_for, working_pids
+from tests.faults.ray_nodes import lose_node, nodes, wait_for, working_pids
 from tests.faults.runs import has_rollouts, overrides, stub_server, write_prompts
-from tests.unit.store.fabric import N, keys_on_disk, open_dir
+from tests.support.workers import Harness, ScriptedRecipe, every_key
+from tests.unit.store.fabric import keys_on_disk
 
 pytest.importorskip("ray")
 
-from rollstream.rollout.ray import RayExecutor
+from rollstream.rollout.ray import RayBackend
 
 REPEATS = 4
 
@@ -123,48 +122,21 @@ def test_kills_cost_nothing_but_time(
     assert rows == artifact(tmp_path / "local", "index", "repeat", "attempts", "prompt_ids", "response_ids")
 
 
-class Harness:
-    """A Ray executor over a run directory."""
-
-    def __init__(self, root: Path, cluster: Any, recipe: ScriptedRecipe, **settings: Any) -> None:
-        self.run = open_dir(root)
-        self.writer = StoreWriter(self.run, save_batch_size=1000, pull_timeout=60)
-        self.executor = RayExecutor(
-            recipe,
-            self.writer,
-            **{
-                "load_row": load_row,
-                "max_in_flight": 16,
-                "workers": 2,
-                "cluster": RayCluster({"address": cluster.address}),
-                "attempt_timeout": 30,
-                **settings,
-            },
-        )
-
-    async def __aenter__(self) -> "Harness":
-        self.writer.start()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.executor.close()
-        await self.writer.close()
-        self.run.close()
-
-    async def work(self, rows: int) -> None:
-        await self.executor.run(self.run.state.keys.owed(range(rows), retry_failed=False))
-
-
-def every_key(rows: int) -> list[tuple[int, int, int]]:
-    return [(index, repeat, 0) for index in range(rows) for repeat in range(N)]
+@pytest.fixture
+async def joined(cluster: Any) -> AsyncIterator[None]:
+    """This process is a driver of the cluster."""
+    connection = RayCluster({"address": cluster.address})
+    await connection.start()
+    yield
+    await connection.close()
 
 
 async def test_a_rollout_that_kills_its_worker_hurts_itself_only(
-    tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, joined: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_crew, "_RESTART_S_MAX", 0.5)  # it dies again and again, and soon
+    monkeypatch.setattr(supervisor, "_RESTART_S_MAX", 0.5)  # it dies again and again, and soon
     recipe = ScriptedRecipe(loop="deadly_agent")
-    async with Harness(tmp_path, cluster, recipe, workers=2, max_attempts=1) as harness:
+    async with Harness(tmp_path, RayBackend(), recipe, workers=2, max_attempts=1) as harness:
         await harness.executor.start()
         async with asyncio.timeout(300):
             await harness.work(12)
@@ -177,110 +149,20 @@ async def test_a_rollout_that_kills_its_worker_hurts_itself_only(
     assert keys_on_disk(tmp_path) == [key for key in every_key(12) if key[0] != 7]
 
 
-async def test_workers_are_added_and_killed_while_it_runs(tmp_path: Path, cluster: Any) -> None:
-    async with Harness(tmp_path, cluster, ScriptedRecipe(latency=0.3), workers=1) as harness:
-        executor = harness.executor
-        await executor.start()
-        assert list(executor.pids) == [0]
-        work = asyncio.create_task(harness.work(250))
-        executor.add_workers(1)
-        async with asyncio.timeout(150):
-            while len(executor.pids) < 2:
-                await asyncio.sleep(0.05)
-            os.kill(executor.pids[0], signal.SIGKILL)
-            await work
-        assert executor.deaths == 1
-        assert executor.counters.completed == 500
-    assert keys_on_disk(tmp_path) == every_key(250)
-
-
-async def test_a_stop_finishes_what_is_in_flight_and_a_drop_does_not(tmp_path: Path, cluster: Any) -> None:
-    async with Harness(tmp_path, cluster, ScriptedRecipe(latency=0.3), max_in_flight=8) as harness:
-        executor = harness.executor
-        await executor.start()
-        work = asyncio.create_task(harness.work(100))
-        while executor.counters.completed < 8:
-            await asyncio.sleep(0.01)
-        executor.stop()
-        in_flight = executor.in_flight
-        done = executor.counters.completed
-        await work
-        assert executor.counters.completed == done + in_flight
-        assert executor.counters.dropped == 0
-    async with Harness(tmp_path, cluster, ScriptedRecipe(latency=30), max_in_flight=8) as harness:
-        executor = harness.executor
-        await executor.start()
-        work = asyncio.create_task(harness.work(100))
-        while executor.in_flight < 8:
-            await asyncio.sleep(0.01)
-        executor.drop()
-        async with asyncio.timeout(5):
-            await work
-        assert executor.counters.dropped == 8
-        assert executor.counters.completed == 0
-
-
-async def test_who_has_lost_its_engine_leaves_its_work_to_others(tmp_path: Path, cluster: Any) -> None:
+async def test_who_has_lost_its_engine_leaves_its_work_to_others(tmp_path: Path, joined: None) -> None:
     """However often it comes back without: no rollout is charged, and none taken for what killed it."""
     recipe = ScriptedRecipe(latency=0.05, lost=(0,))
-    async with Harness(tmp_path, cluster, recipe, max_attempts=1, max_in_flight=4) as harness:
-        await harness.executor.start()
+    async with Harness(tmp_path, RayBackend(), recipe, max_attempts=1, max_in_flight=4) as harness:
+        await harness.start(2)
         async with asyncio.timeout(200):
-            while len(harness.executor.pids) < 2:
-                await asyncio.sleep(0.05)
             await harness.work(150)
         assert harness.executor.counters.failed == 0
         assert harness.executor.deaths >= 1
     assert keys_on_disk(tmp_path) == every_key(150)
 
 
-async def test_when_all_have_lost_their_engine_the_run_says_so(tmp_path: Path, cluster: Any) -> None:
-    async with Harness(tmp_path, cluster, ScriptedRecipe(lost=(0, 1))) as harness:
-        await harness.executor.start()
-        with pytest.raises(EngineLostError, match="it has gone"):
-            async with asyncio.timeout(60):
-                await harness.work(20)
-    assert list(read_failures(tmp_path)) == []
-
-
-async def test_the_cap_falls_where_the_workers_engines_are_full(tmp_path: Path, cluster: Any) -> None:
-    recipe = ScriptedRecipe(latency=0.05, full=True)
-    async with Harness(tmp_path, cluster, recipe, adaptive=True, max_in_flight=64) as harness:
-        executor = harness.executor
-        await executor.start()
-        work = asyncio.create_task(harness.work(2000))
-        async with asyncio.timeout(60):
-            while executor.cap == 64:
-                await asyncio.sleep(0.05)
-        executor.stop()
-        await work
-        assert executor.fleet.overloads > 0
-        assert executor.counters.failed == 0
-
-
-async def test_rows_that_cannot_travel_fail_alone(tmp_path: Path, cluster: Any) -> None:
-    def rows(index: int) -> PromptRow:
-        if index == 2:
-            raise DataError("row 2 is no row")
-        row = load_row(index)
-        if index == 4:
-            row.columns["lock"] = asyncio.Lock().acquire  # no pickle of it
-            row.columns["function"] = lambda: None
-        return row
-
-    async with Harness(tmp_path, cluster, ScriptedRecipe(), workers=1, load_row=rows) as harness:
-        await harness.executor.start()
-        async with asyncio.timeout(30):
-            await harness.work(6)
-    failures = {(one.index, one.repeat): one for one in read_failures(tmp_path)}
-    assert set(failures) == {(2, 0), (2, 1), (4, 0), (4, 1)}
-    assert {one.stage for one in failures.values()} == {"prompt"}
-    assert failures[4, 0].prompt_key == load_row(4).prompt_key
-    assert keys_on_disk(tmp_path) == [key for key in every_key(6) if key[0] not in (2, 4)]
-
-
-async def test_what_is_wrong_with_the_configuration_is_said_at_start(tmp_path: Path, cluster: Any) -> None:
-    async with Harness(tmp_path, cluster, ScriptedRecipe(broken="no such tool")) as harness:
+async def test_what_is_wrong_with_the_configuration_is_said_at_start(tmp_path: Path, joined: None) -> None:
+    async with Harness(tmp_path, RayBackend(), ScriptedRecipe(broken="no such tool")) as harness:
         with pytest.raises(ConfigError, match="no such tool"):
             async with asyncio.timeout(60):
                 await harness.executor.start()

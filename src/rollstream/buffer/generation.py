@@ -34,7 +34,7 @@ from rollstream.engine.detect import detect_server
 from rollstream.errors import ConfigError, DataError
 from rollstream.reward.base import ComputeScore, FunctionReward
 from rollstream.reward.rules import find_rule
-from rollstream.rollout.adaptation import Adaptation
+from rollstream.rollout.concurrency import ConcurrencyController
 from rollstream.rollout.local import LocalExecutor, Worker
 from rollstream.rollout.setup import build_setup, load_agents
 from rollstream.store.records import EncodingError
@@ -151,7 +151,7 @@ async def _generate(
         if engine.capabilities.logprobs == "none" and "logprobs" not in _sampling(data):
             setup.sampling = replace(setup.sampling, logprobs=False)
         setup.check_engine(engine, longest="max_prompt_length" in data)
-        worker, metered, gate = setup.make_worker(engine, [loop])
+        built = setup.make_worker(engine, [loop])
         url = _text(data, "remote_buffer_url")
         client = await stack.enter_async_context(AsyncBufferClient(url, backoff=_FOR_EVER))
         known = await _known(client, plan)
@@ -159,7 +159,7 @@ async def _generate(
         with contextlib.suppress(BufferClientError):  # no such job: a generator that was started by hand
             await client.expect_items(plan.job, len(known))
         progress = Progress(plan, known=sum(known))
-        order = EpochOrder(worker, plan.repeats)
+        order = EpochOrder(built.worker, plan.repeats)
         most = settings.generation.max_in_flight
 
         def on_durable(result: Rollout | Failure) -> None:
@@ -172,7 +172,7 @@ async def _generate(
             load_row=rows.row,
             max_in_flight=most,
             on_durable=on_durable,
-            adaptation=Adaptation(most, metered, gate, worker.counters),
+            controller=ConcurrencyController(most, built),
         )
         await executor.run(order.opened(itertools.compress(plan.keys(), (not one for one in known))))
         progress.end()

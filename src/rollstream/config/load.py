@@ -288,6 +288,7 @@ def _check_values(settings: Settings) -> None:
         ("data.max_prompt_length", data.max_prompt_length, 1),
         ("data.train_max_samples", data.train_max_samples, -1),
         ("generation.max_in_flight", generation.max_in_flight, 1),
+        ("generation.processes", generation.processes, 1),
         ("generation.max_attempts", generation.max_attempts, 1),
         ("generation.save_batch_size", generation.save_batch_size, 1),
         ("generation.retry_delay", generation.retry_delay, 0),

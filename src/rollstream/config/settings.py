@@ -166,6 +166,7 @@ class GenerationSettings:
     """`i/k`; see `shard_of`."""
     seed: int | None
     executor: Literal["local", "ray", "verl"]
+    processes: int
     verl_overrides: list[str]
     max_in_flight: int
     adaptive_in_flight: bool

@@ -1,27 +1,61 @@
-"""What executes a run's rollouts: one event loop in this process, or workers on a Ray cluster."""
+"""What executes a run's rollouts: one event loop in this process, or workers: processes here, actors on Ray."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from rollstream.engine.base import HasReplicas
-from rollstream.generation.executors import executor_elsewhere
-from rollstream.generation.ray_cluster import join_cluster
+from omegaconf import DictConfig, OmegaConf
+
+from rollstream.config.load import compose, to_settings
+from rollstream.config.settings import Settings
+from rollstream.engine.base import Engine, HasReplicas
+from rollstream.engine.launch import replica_maker
+from rollstream.engine.launched import LaunchedEngine
+from rollstream.engine.pool import PoolEngine
+from rollstream.engine.ray_package import import_ray
+from rollstream.engine.ray_plan import read_options
+from rollstream.errors import ConfigError, EngineError
+from rollstream.generation.executors import EMBEDDED_ENGINES, executor_elsewhere
 from rollstream.generation.replicas import launches_on_ray
 from rollstream.generation.setup import Prepared
-from rollstream.generation.stopping import StopSignals
-from rollstream.rollout.adaptation import Adaptation
+from rollstream.generation.stopping import StopSignals, in_daemon_thread
+from rollstream.rollout.concurrency import ConcurrencyController
 from rollstream.rollout.local import LocalExecutor, WindowCounters
+from rollstream.rollout.processes import ProcessBackend
+from rollstream.rollout.ray import RayBackend, default_workers, here
+from rollstream.rollout.ray_cluster import RayCluster
+from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
+from rollstream.rollout.supervisor import WorkerBackend
+from rollstream.rollout.worker_host import BuiltWorker
+from rollstream.rollout.workers import WorkersExecutor
 from rollstream.store.records import EncodedRollout
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, Rollout, RolloutKey
 
+logger = logging.getLogger(__name__)
+
+_LAUNCHING = (
+    "launch",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "gpu_memory_utilization",
+    "dtype",
+    "load_format",
+)
+"""Settings of `actor_rollout_ref.rollout` for whoever launches servers."""
+
+_PER_MINUTE = ("requests_per_minute", "tokens_per_minute")
+"""Limits of an endpoint, which all workers share."""
+
 
 class Executor(Protocol):
-    """Runs owed rollouts; see `LocalExecutor` and `RayExecutor`."""
+    """Runs owed rollouts; see `LocalExecutor` and `WorkersExecutor`."""
 
     counters: WindowCounters
 
@@ -90,10 +124,8 @@ async def start_execution(
             prepared, writer, log_dir=log_dir, stop=stop, stack=stack, on_durable=on_durable
         )
     stack.push_async_callback(prepared.close)
-    if prepared.settings.generation.executor == "ray":
-        from rollstream.generation.ray_execution import start_ray
-
-        return await start_ray(
+    if prepared.settings.generation.executor == "ray" or prepared.settings.generation.processes > 1:
+        return await _start_workers(
             prepared, writer, log_dir=log_dir, stop=stop, stack=stack, on_durable=on_durable
         )
     settings = prepared.settings.generation
@@ -104,23 +136,229 @@ async def start_execution(
     await stop.unless_stopped(asyncio.gather(engine.start(), prepared.prepare_reward()))
     prepared.check_engine(engine)
     prepared.check_rows()
-    worker, metered, gate = prepared.make_worker(engine, prepared.loop_names)
-    adaptation = None
-    if settings.adaptive_in_flight:
-        adaptation = Adaptation(settings.max_in_flight, metered, gate, worker.counters)
+    built = prepared.make_worker(engine, prepared.loop_names)
     executor = LocalExecutor(
-        worker,
+        built.worker,
         writer,
         load_row=prepared.dataset.row,
         max_in_flight=settings.max_in_flight,
         on_durable=on_durable,
-        adaptation=adaptation,
+        controller=ConcurrencyController(settings.max_in_flight, built)
+        if settings.adaptive_in_flight
+        else None,
     )
     return Execution(
         executor,
-        waits=lambda: not gate.is_open,
-        retries=lambda: worker.counters.retries,
-        unscored=lambda: worker.counters.reward_errors,
+        waits=lambda: not built.is_open,
+        retries=lambda: built.counts.retries,
+        unscored=lambda: built.counts.reward_errors,
         engine=engine,
         replicas=engine.replica_counts if isinstance(engine, HasReplicas) else lambda: None,
     )
+
+
+async def join_cluster(settings: Settings, *, stop: StopSignals, stack: AsyncExitStack) -> RayCluster:
+    """Joins or starts the cluster that `ray_kwargs` names.
+
+    Args:
+        settings: of the run.
+        stop: ends the start early.
+        stack: gets what leaves it again, also after an error here.
+
+    Raises:
+        ConfigError: Ray does not take these arguments.
+        EngineUnavailableError: no cluster is there.
+    """
+    ray_kwargs = settings.ray_kwargs
+    cluster = RayCluster(ray_kwargs.ray_init, ray_kwargs.timeline_json_file)
+    stack.push_async_callback(cluster.close)
+    await stop.unless_stopped(cluster.start())
+    return cluster
+
+
+@dataclass(frozen=True, slots=True)
+class SetupRecipe:
+    """A worker made from a run's configuration, as in the process that drives the run."""
+
+    config_yaml: str
+    """Resolved; with the URLs of servers that the driver has launched."""
+    loop_names: tuple[str, ...]
+    shows_images: bool
+    first_data_source: str
+    log_dir: str
+    """Of the run; its engine's log goes below it where the worker's machine has that folder."""
+    follows: bool
+    """Whether the URLs may change."""
+
+    async def build(self, number: int) -> BuiltWorker:
+        """See `WorkerRecipe`."""
+        config = OmegaConf.create(self.config_yaml)
+        assert isinstance(config, DictConfig)
+        setup = await in_daemon_thread(self._build, config)
+        rollout = setup.settings.actor_rollout_ref.rollout
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(setup.close)
+            await setup.agents.tools.describe()
+            plain = setup.create_plain_engine(self._log_dir(number))
+            engine = setup.interruptible(plain)
+            stack.push_async_callback(engine.close)
+            await asyncio.gather(engine.start(), setup.prepare_reward_for(self.first_data_source))
+            setup.check_engine(engine)
+            return replace(
+                setup.make_worker(engine, list(self.loop_names)),
+                close=stack.pop_all().aclose,
+                owns_engine=rollout.name in EMBEDDED_ENGINES,
+                follow=_follower(setup, plain) if self.follows else None,
+            )
+
+    def _build(self, config: DictConfig) -> RolloutSetup:
+        settings = to_settings(config)
+        return build_setup(settings, load_agents(settings), shows_images=self.shows_images)
+
+    def _log_dir(self, number: int) -> Path:
+        if Path(self.log_dir).is_dir():
+            folder = Path(self.log_dir) / f"worker-{number}"
+            folder.mkdir(exist_ok=True)
+            return folder
+        return Path(tempfile.mkdtemp(prefix="rollstream-worker-"))
+
+
+async def _start_workers(
+    prepared: Prepared,
+    writer: StoreWriter,
+    *,
+    log_dir: Path,
+    stop: StopSignals,
+    stack: AsyncExitStack,
+    on_durable: OnDurable,
+) -> Execution:
+    """Starts the workers; see `start_execution`."""
+    settings, rollout = prepared.settings.generation, prepared.settings.actor_rollout_ref.rollout
+    prepared.check_rows()
+    on_ray = launches_on_ray(prepared.settings)
+    # Left last, so that what runs on it can end first.
+    cluster = await join_cluster(prepared.settings, stop=stop, stack=stack) if on_ray else None
+    engine: Engine | None = None
+    urls: Callable[[], Sequence[str]] | None = None
+    if rollout.name not in EMBEDDED_ENGINES:
+        # Started here, too: what servers cannot give shows before a worker starts, and they are asked how
+        # busy they are once, not by each worker. What is launched is launched here.
+        engine = prepared.create_plain_engine(log_dir)
+        stack.push_async_callback(engine.close)
+        await stop.unless_stopped(asyncio.gather(engine.start(), prepared.prepare_reward()))
+        prepared.check_engine(engine)
+        if isinstance(engine, LaunchedEngine):
+            launched = engine
+            urls = lambda: launched.urls  # noqa: E731
+    backend: WorkerBackend
+    if settings.executor == "ray":
+        if cluster is None:  # after the engine: what is wrong with that shows sooner
+            await join_cluster(prepared.settings, stop=stop, stack=stack)
+        claimed = _claimed_cpus(prepared, engine) if on_ray else 0.0
+        workers = rollout.agent.num_workers or default_workers(claimed)
+        options = dict(prepared.settings.ray_kwargs.worker)
+        if urls is not None and not on_ray:
+            options = {"scheduling_strategy": here(), **options}  # launched servers listen on this machine
+        backend = RayBackend(options)
+    else:
+        workers, backend = settings.processes, ProcessBackend()
+    recipe = SetupRecipe(
+        config_yaml=_worker_config(prepared, workers, urls),
+        loop_names=tuple(prepared.loop_names),
+        shows_images=prepared.shows_images,
+        first_data_source=prepared.dataset.row(int(prepared.dataset.order[0])).data_source,
+        log_dir=str(log_dir.absolute()),
+        follows=urls is not None,
+    )
+    executor = WorkersExecutor(
+        # Servers may be others by the time that a worker is replaced.
+        lambda: replace(recipe, config_yaml=_worker_config(prepared, workers, urls)) if urls else recipe,
+        writer,
+        backend,
+        load_row=prepared.dataset.row,
+        max_in_flight=settings.max_in_flight,
+        workers=workers,
+        attempt_timeout=settings.attempt_timeout,
+        max_attempts=settings.max_attempts,
+        engine_timeout=settings.engine_timeout,
+        adaptive=settings.adaptive_in_flight,
+        engine=engine,
+        urls=urls,
+        on_durable=on_durable,
+    )
+    stack.push_async_callback(executor.close)
+    await stop.unless_stopped(executor.start())
+    stats = executor.stats
+    return Execution(
+        executor,
+        waits=lambda: not stats.is_open,
+        retries=lambda: stats.counts.retries,
+        unscored=lambda: stats.counts.reward_errors,
+        engine=stats.engine,
+        # Of servers by URL the workers know whether they are there, not this process.
+        replicas=engine.replica_counts if isinstance(engine, LaunchedEngine) else lambda: None,
+    )
+
+
+def _claimed_cpus(prepared: Prepared, engine: Engine | None) -> float:
+    """CPUs of the cluster that replicas hold. Raises `ConfigError` when they leave none for a worker."""
+    assert isinstance(engine, LaunchedEngine)
+    each = read_options(prepared.settings.ray_kwargs.replica).resources.get("CPU", 0.0)
+    claimed = len(engine.supervisors) * each
+    there = float(import_ray().cluster_resources().get("CPU", 0.0))
+    if there - claimed < (needed := prepared.settings.ray_kwargs.worker.get("num_cpus", 1)):
+        raise ConfigError(
+            f"the cluster has {there:g} CPUs, of which {len(engine.supervisors)} replicas claim {each:g} "
+            f"each: that leaves no worker the {needed} that it needs. Lower ray_kwargs.replica.num_cpus or "
+            "ray_kwargs.worker.num_cpus; or set generation.executor=local, which needs no workers"
+        )
+    return claimed
+
+
+def _worker_config(prepared: Prepared, workers: int, urls: Callable[[], Sequence[str]] | None) -> str:
+    """The run's configuration as a worker needs it that starts now."""
+    config = OmegaConf.create(OmegaConf.to_container(prepared.config, resolve=True))
+    assert isinstance(config, DictConfig)
+    rollout: Any = config.actor_rollout_ref.rollout
+    if urls is not None:
+        rollout.server_urls = list(urls())
+        # What is said of launching is said to the driver; a worker would be told that it has servers.
+        defaults: Any = compose().actor_rollout_ref.rollout
+        for key in _LAUNCHING:
+            rollout[key] = defaults[key]
+    if rollout.name == "openai":
+        for key in _PER_MINUTE:
+            if limit := rollout.engine_kwargs.get(key):
+                share = int(limit) // workers
+                if share < 1:
+                    raise ConfigError(
+                        f"engine_kwargs.{key}={limit} is less than one for each of {workers} workers: set "
+                        f"actor_rollout_ref.rollout.agent.num_workers (or generation.processes) to {limit} at most"
+                    )
+                rollout.engine_kwargs[key] = share
+    return OmegaConf.to_yaml(config)
+
+
+def _follower(setup: RolloutSetup, engine: Engine) -> Any:
+    """Takes in servers that have come and leaves out those that have gone."""
+    assert isinstance(engine, PoolEngine)
+    settings = setup.settings.actor_rollout_ref
+    assert settings.model.path is not None
+    make = replica_maker(
+        settings.rollout.name, model_path=settings.model.path, engine_kwargs=settings.rollout.engine_kwargs
+    )
+
+    async def follow(urls: Sequence[str]) -> None:
+        for url in urls:
+            if url not in engine.replicas:
+                replica = make(url)
+                try:
+                    await engine.add_replica(replica)
+                except EngineError as error:  # not there yet, or not any more: it is told again
+                    logger.warning("cannot take in %s: %s", url, error)
+                    await replica.close()
+        for url in engine.replicas:
+            if url not in urls and len(engine.replicas) > 1:
+                await engine.remove_replica(url)
+
+    return follow

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from rollstream.config.settings import Settings
 from rollstream.engine.ray_package import import_ray
+from rollstream.errors import ConfigError
 from rollstream.generation.replicas import launches_on_ray
 from rollstream.generation.stopping import StopSignals
 from rollstream.store.records import EncodedRollout
@@ -23,6 +24,9 @@ from rollstream.trajectory import Failure, Rollout
 if TYPE_CHECKING:
     from rollstream.generation.execution import Execution
     from rollstream.generation.setup import Prepared
+
+EMBEDDED_ENGINES = ("hf", "openvino")
+"""Engines that run in the process that uses them."""
 
 _ELSEWHERE = {"verl": "rollstream.integrations.verl.execution:VerlExecutor"}
 """Executors above this room: module and class."""
@@ -63,13 +67,32 @@ def executor_elsewhere(settings: Settings) -> ExecutorElsewhere | None:
     return executor
 
 
-def check_executor_installed(settings: Settings) -> None:
-    """Refuses an executor whose packages are missing, before anything is made on disk.
+def check_executor(settings: Settings) -> None:
+    """Refuses an executor that cannot work, before anything is made on disk.
 
     Raises:
-        ConfigError: with the command that installs them.
+        ConfigError: naming what to change, or the command that installs what is missing.
     """
+    _check_processes(settings)
     if settings.generation.executor == "ray" or launches_on_ray(settings):
         import_ray()
     if (elsewhere := executor_elsewhere(settings)) is not None:
         elsewhere.check_installed()
+
+
+def _check_processes(settings: Settings) -> None:
+    """Refuses `generation.processes` where it cannot work. Raises `ConfigError`."""
+    generation, engine = settings.generation, settings.actor_rollout_ref.rollout.name
+    if generation.processes == 1:
+        return
+    if generation.executor != "local":
+        raise ConfigError(
+            f"generation.processes={generation.processes} is for generation.executor=local; with "
+            f"{generation.executor} set actor_rollout_ref.rollout.agent.num_workers"
+        )
+    if engine in EMBEDDED_ENGINES:
+        raise ConfigError(
+            f"generation.processes={generation.processes}: engine {engine!r} runs in the process that uses it "
+            "and takes all cores; for several processes start it as a server (rollstream serve) and give its "
+            "URL by actor_rollout_ref.rollout.server_urls, or leave processes at 1"
+        )

@@ -20,7 +20,7 @@ from rollstream.data.prompts import KnownDataset, PromptDataset, load_prompts
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.registry import data_deciding_kwargs
 from rollstream.errors import ConfigError, DataError
-from rollstream.generation.executors import check_executor_installed, executor_elsewhere
+from rollstream.generation.executors import check_executor, executor_elsewhere
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.stopping import in_daemon_thread
@@ -123,7 +123,7 @@ async def prepare(config: DictConfig, run_dir_manifest: Manifest | None = None) 
         DataError: a file or row cannot be used.
     """
     settings = to_settings(config)
-    check_executor_installed(settings)
+    check_executor(settings)
     upload = bool(settings.generation.upload_artifact)
     await in_daemon_thread(partial(check_trackers, settings.trainer.logger, upload=upload))
     if (elsewhere := executor_elsewhere(settings)) is not None:

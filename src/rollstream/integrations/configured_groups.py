@@ -125,8 +125,7 @@ class ConfiguredGroups:
             show_tools=rollout.multi_turn.show_tools,
             images=setup.shows_images,
         )
-        worker, _, _ = setup.make_worker(engine, sorted(names))
-        return worker
+        return setup.make_worker(engine, sorted(names)).worker
 
 
 def check_scores(setup: RolloutSetup, rows: Iterable[PromptRow]) -> None:

@@ -1,6 +1,6 @@
-"""How many rollouts may be in flight: a pure state machine that owns no task and no clock.
+"""How many rollouts may be in flight: a pure policy (`ConcurrencyPolicy`) and the task that feeds it.
 
-It is told what was observed and answers with a cap. The cap begins at the user's number, which it never
+The policy is told what was observed and answers with a cap. The cap begins at the user's number, which it never
 passes, shrinks on evidence of overload, and grows back where there is room:
 
     drained after a change? --no--> nothing counts yet
@@ -13,17 +13,24 @@ passes, shrinks on evidence of overload, and grows back where there is room:
 
 What is evidence: requests refused or timed out; an engine that takes memory away from requests to give it to
 others (preemptions, each of which computes something twice); a queue that stays and is longer than what the
-engine works on. An engine that says nothing of that is judged by its pace (`pace`).
+engine works on. An engine that reports no load is judged by refusals and time-outs alone.
 
 What is none: a queue that comes and goes (rollouts come back from their tools together), one that is there
 while the engine still takes in its first prompts, a few long answers, an outage, a window that is not full.
 """
 
+import asyncio
+import logging
+import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from rollstream.engine.base import EngineLoad
-from rollstream.rollout.pace import Pace
+from rollstream.engine.load import ask_load
+from rollstream.rollout.stats import Counts
+
+logger = logging.getLogger(__name__)
 
 _WINDOW_S = 10.0
 """Evidence is of the last so many seconds. The shortest queue in it is the one that stays, as in CoDel
@@ -80,8 +87,13 @@ _PATIENCE_S = 30.0
 that does not change is overshot a few times, then every five minutes, by 5 %."""
 
 _PATIENCE_S_MAX = 300.0
-_DOUBLINGS = 10
-"""Beyond the longest patience whatever the first is; keeps the power small."""
+
+EVERY_S = 2.0
+"""Between observations: long against a step of an engine, short against an answer; a busy run asks a server
+for its metrics this often."""
+
+_LOGGED = 50
+"""Changes that are logged as they come, in a run that may have thousands; then only for the curious."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +108,6 @@ class Observation:
     """Of those, requests at the engine."""
     finished: int
     """Requests that were answered."""
-    tokens: int
-    """Sampled in them."""
-    seconds: float
-    """They took together."""
-    call_seconds: float
-    """Requests at the engine, over time: `calls` integrated."""
     overloads: int = 0
     """Requests refused for want of room: HTTP 429, 503."""
     timeouts: int = 0
@@ -110,12 +116,12 @@ class Observation:
     """What the engine says; None when it does not."""
 
 
-class ConcurrencyCap:
+class ConcurrencyPolicy:
     """The cap on rollouts in flight.
 
     Example:
-        >>> cap = ConcurrencyCap(256)
-        >>> cap.observe(observation)
+        >>> policy = ConcurrencyPolicy(256)
+        >>> policy.observe(observation)
         256
 
     Args:
@@ -133,7 +139,6 @@ class ConcurrencyCap:
         self._changed_at = float("-inf")
         self._too_high: int | None = None
         self._patience = _PATIENCE_S
-        self._pace = Pace()
 
     def observe(self, now: Observation) -> int:
         """Takes an observation, later than the last one, and returns the cap."""
@@ -145,6 +150,7 @@ class ConcurrencyCap:
                 return self.cap
             # What was seen before says nothing about this cap.
             self._drained = True
+            self._changed_at = now.at
             self.interrupt()
         seen.append(now)
         while now.at - seen[1].at >= _WINDOW_S if len(seen) > 2 else False:
@@ -156,7 +162,6 @@ class ConcurrencyCap:
     def interrupt(self) -> None:
         """Forgets what was seen: the engine was away, or is another now. The cap stays."""
         self._seen.clear()
-        self._pace.interrupt()
 
     def _judge(self) -> None:
         first, now = self._seen[0], self._seen[-1]
@@ -169,7 +174,8 @@ class ConcurrencyCap:
         elif len(self._seen) < _LEAST_OBSERVATIONS:
             return
         elif now.load is None:
-            self._judge_pace()
+            if not refused and not timed_out and self._was_full():
+                self._grow(_GROWTH, patience=self._patience)
         else:
             self._judge_load(ended)
 
@@ -200,21 +206,13 @@ class ConcurrencyCap:
             usage = max((load.kv_usage for load in loads if load.kv_usage is not None), default=0.0)
             self._grow(min(_GROWTH, _FULL_USAGE / usage if usage else _GROWTH))
 
-    def _judge_pace(self) -> None:
-        if not self._was_full():
-            self._pace.interrupt()  # at the end of a run, say
-            return
-        now = self._seen[-1]
-        patience = min(_PATIENCE_S_MAX, _PATIENCE_S * 2.0 ** min(self._pace.failed_growths, _DOUBLINGS))
-        may_grow = self.cap < self.maximum and now.at - self._changed_at >= patience
-        cap = self._pace.judge(now, self.cap, may_grow=may_grow)
-        self._set(max(1, min(cap, self.maximum)), self._pace.reason)
-
     def _was_full(self) -> bool:
         """Whether the cap was what limits the run."""
         return all(one.in_flight >= self.cap for one in self._seen)
 
-    def _grow(self, factor: float) -> None:
+    def _grow(self, factor: float, patience: float = 0.0) -> None:
+        if self._seen[-1].at - self._changed_at < patience:
+            return
         cap = max(self.cap + 1, int(factor * self.cap))
         if self._too_high is not None and cap > _NEAR * self._too_high:
             if self._seen[-1].at - self._changed_at < self._patience:
@@ -241,3 +239,93 @@ class ConcurrencyCap:
             self._changed_at = self._seen[-1].at
             self._drained = False
             self._seen.clear()
+
+
+class ObservedWork(Protocol):
+    """What the controller looks at: a `BuiltWorker`, or all workers as one (`WorkerStats`)."""
+
+    @property
+    def engine(self) -> object:
+        """Asked how busy it is, see `ask_load`."""
+        ...
+
+    @property
+    def counts(self) -> Counts: ...
+    @property
+    def calls(self) -> int:
+        """Requests at the engine now."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine is there."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever the engine has come back."""
+        ...
+
+
+class Places(Protocol):
+    """A window whose places are counted: a `ResizableSemaphore`, an executor."""
+
+    cap: int
+
+    @property
+    def in_flight(self) -> int: ...
+
+
+class ConcurrencyController:
+    """Keeps the cap of a window where the engine is busy and not overloaded.
+
+    Args:
+        maximum: rollouts in flight at most.
+        work: what is observed.
+        every_s: seconds between observations.
+    """
+
+    def __init__(self, maximum: int, work: ObservedWork, *, every_s: float = EVERY_S) -> None:
+        self.policy = ConcurrencyPolicy(maximum)
+        self.changes = 0
+        """How often the cap was changed."""
+        self._work = work
+        self._every_s = every_s
+        self._generation = work.generation
+
+    async def run(self, window: Places) -> None:
+        """Works until it is cancelled."""
+        work = self._work
+        while True:
+            load = await ask_load(work.engine)
+            # An outage is no evidence, neither while it lasts nor in what was seen before it.
+            if work.is_open and work.generation == self._generation:
+                before = self.policy.cap
+                window.cap = self.policy.observe(self._observation(window, load))
+                if window.cap != before:
+                    self._log(before)
+            else:
+                self._generation = work.generation
+                self.policy.interrupt()
+            await asyncio.sleep(self._every_s)
+
+    def _observation(self, window: Places, load: EngineLoad | None) -> Observation:
+        counts = self._work.counts
+        return Observation(
+            at=time.monotonic(),
+            in_flight=window.in_flight,
+            calls=self._work.calls,
+            finished=counts.finished,
+            overloads=counts.overloads,
+            # A rollout that hangs in a tool says nothing about the engine.
+            timeouts=min(counts.timeouts, counts.cut_off),
+            load=load,
+        )
+
+    def _log(self, before: int) -> None:
+        self.changes += 1
+        level = logging.INFO if self.changes <= _LOGGED else logging.DEBUG
+        policy = self.policy
+        logger.log(level, "%d rollouts in flight at most, %d before: %s", policy.cap, before, policy.reason)
+        if self.changes == _LOGGED:
+            logger.info("further changes of the cap are logged at log_level=debug")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollstream.errors import DataError
-from rollstream.rollout.adaptation import Adaptation
-from rollstream.rollout.window import Window
+from rollstream.rollout.concurrency import ConcurrencyController
+from rollstream.rollout.semaphore import ResizableSemaphore
 from rollstream.rollout.worker import make_failure
 from rollstream.store.records import EncodingError
 from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey
@@ -59,7 +59,7 @@ class LocalExecutor:
         load_row: Callable[[int], PromptRow],
         max_in_flight: int,
         on_durable: Callable[[Rollout | Failure], None] | None = None,
-        adaptation: Adaptation | None = None,
+        controller: ConcurrencyController | None = None,
     ) -> None:
         """Args:
         worker: runs them.
@@ -67,15 +67,15 @@ class LocalExecutor:
         load_row: the prompt row of an index; may raise `DataError`.
         max_in_flight: rollouts at once.
         on_durable: called for each rollout or failure once it is durable (R2).
-        adaptation: keeps fewer in flight while the engine is overloaded; None always fills the window.
+        controller: keeps fewer in flight while the engine is overloaded; None always fills the window.
         """
         self._worker = worker
         self._sink = sink
         self._load_row = load_row
         self._max_in_flight = max_in_flight
         self._on_durable = on_durable
-        self._adaptation = adaptation
-        self._window = Window(max_in_flight)
+        self._controller = controller
+        self._window = ResizableSemaphore(max_in_flight)
         self._stopping = False
         self._slots: list[asyncio.Task[None]] = []
         self.counters = WindowCounters()
@@ -92,17 +92,17 @@ class LocalExecutor:
             StorageError: the sink is broken.
             EngineLostError: the engine stayed away too long.
         """
-        self._window = Window(self._window.cap)
+        self._window = ResizableSemaphore(self._window.cap)
         try:
             async with asyncio.TaskGroup() as companions:
-                adapting: asyncio.Task[None] | None = None
-                if self._adaptation is not None:
-                    adapting = companions.create_task(self._adaptation.run(self._window))
+                controlling: asyncio.Task[None] | None = None
+                if self._controller is not None:
+                    controlling = companions.create_task(self._controller.run(self._window))
                 try:
                     await self._run_slots(keys)
                 finally:
-                    if adapting is not None:
-                        adapting.cancel()
+                    if controlling is not None:
+                        controlling.cancel()
         except BaseExceptionGroup as errors:
             first = _first(errors)
             raise first from first.__cause__

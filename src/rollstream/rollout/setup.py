@@ -34,11 +34,12 @@ from rollstream.errors import ConfigError
 from rollstream.reward.base import FunctionReward
 from rollstream.reward.custom import load_reward
 from rollstream.reward.rules import RuleReward
-from rollstream.rollout.gate import EngineGate
-from rollstream.rollout.meter import MeteredEngine
+from rollstream.rollout.availability import EngineAvailability
+from rollstream.rollout.instrumented import InstrumentedEngine
 from rollstream.rollout.ray_cluster import joins_cluster
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
+from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.trajectory import SamplingParams
 from rollstream.user_code import source_digest
 
@@ -269,18 +270,16 @@ class RolloutSetup:
             images=self.images if engine.capabilities.images else None,
         )
 
-    def make_worker(
-        self, engine: Engine, loop_names: list[str]
-    ) -> tuple[RolloutWorker, MeteredEngine, EngineGate]:
-        """A worker on a started engine, with what counts its requests and the gate before it.
+    def make_worker(self, engine: Engine, loop_names: list[str]) -> BuiltWorker:
+        """A worker on a started engine.
 
         Raises:
             ConfigError: one of the agent loops cannot work with this engine.
         """
         settings = self.settings.generation
-        gate = EngineGate(engine, timeout=settings.engine_timeout)
-        metered = MeteredEngine(engine)
-        resources = self.agent_resources(metered)
+        availability = EngineAvailability(engine, timeout=settings.engine_timeout)
+        instrumented = InstrumentedEngine(engine)
+        resources = self.agent_resources(instrumented)
         self.agents.loops.check(loop_names, resources)
         worker = RolloutWorker(
             resources,
@@ -289,12 +288,13 @@ class RolloutSetup:
             default_agent_loop=self.settings.actor_rollout_ref.rollout.agent.default_agent_loop,
             retry=RetryPolicy(settings.max_attempts, settings.retry_delay, settings.retry_delay_max),
             attempt_timeout=settings.attempt_timeout,
-            gate=gate,
+            gate=availability,
             reward=self.reward,
             loops=self.agents.loops,
             refusal_patience=settings.engine_timeout,
+            counts=instrumented.counts,
         )
-        return worker, metered, gate
+        return BuiltWorker(worker, instrumented, availability)
 
 
 def build_setup(

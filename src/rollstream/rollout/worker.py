@@ -12,7 +12,7 @@ A worker never raises for what one rollout does; it raises when the engine is lo
 
 A request that brings its engine down would do so for ever, uncharged, with all others. So a rollout that
 was in flight at `_FREE_OUTAGES` outages is a suspect; a suspect that is alone in flight at an outage is
-charged an attempt (see `quarantine`).
+charged an attempt (see `isolation`).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import random
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rollstream.agent.base import AgentResources, SnapshotScoring
@@ -35,10 +35,11 @@ from rollstream.errors import (
     EngineOverloadedError,
     RewardError,
 )
-from rollstream.rollout.gate import EngineGate
-from rollstream.rollout.quarantine import Quarantine
+from rollstream.rollout.availability import EngineAvailability
+from rollstream.rollout.isolation import PoisonIsolator
 from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
-from rollstream.rollout.validity import check_trajectories
+from rollstream.rollout.stats import Counts
+from rollstream.rollout.validate import check_trajectories
 from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -65,20 +66,6 @@ class RewardScorer(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class WorkerCounters:
-    """What happened so far in this worker."""
-
-    retries: int = 0
-    """Attempts that failed and were followed by another."""
-    unavailable: int = 0
-    """Attempts cut off because the engine went away; charged to nobody."""
-    reward_errors: int = 0
-    """Rollouts that completed but could not be scored."""
-    timeouts: int = 0
-    """Attempts cut off by their time limit."""
-
-
 class RolloutWorker:
     """Runs rollouts, any number at once, in one event loop."""
 
@@ -91,10 +78,11 @@ class RolloutWorker:
         default_agent_loop: str,
         retry: RetryPolicy,
         attempt_timeout: float,
-        gate: EngineGate,
+        gate: EngineAvailability,
         reward: RewardScorer | None = None,
         loops: AgentLoops | None = None,
         refusal_patience: float = 0.0,
+        counts: Counts | None = None,
     ) -> None:
         """Args:
         resources: shared by all loops of this worker.
@@ -108,6 +96,7 @@ class RolloutWorker:
         loops: the agent loops by name; None knows the built-in and the registered ones.
         refusal_patience: seconds from the first time on that the engine refuses a rollout for want of room,
             for which its refusals are charged to no attempt.
+        counts: what this worker counts is counted there, too.
         """
         self._resources = resources
         self._sampling = sampling
@@ -119,9 +108,9 @@ class RolloutWorker:
         self._refusal_patience = refusal_patience
         self._reward = reward
         self._loops = loops or AgentLoops()
-        self._quarantine = Quarantine()
+        self._isolator = PoisonIsolator()
         self._jitter = random.Random()
-        self.counters = WorkerCounters()
+        self.counters = counts or Counts()
 
     async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
         """Executes one rollout to its end. Raises `EngineLostError` when the engine stays away."""
@@ -131,7 +120,7 @@ class RolloutWorker:
         try:
             while True:
                 await self._gate.wait()
-                alone = await self._quarantine.enter(suspected=suspected)
+                alone = await self._isolator.enter(suspected=suspected)
                 generation = self._gate.generation
                 started = time.monotonic()
                 unavailable = None
@@ -146,14 +135,14 @@ class RolloutWorker:
                     passed = True
                     break
                 finally:
-                    self._quarantine.leave(outage=unavailable is not None)
+                    self._isolator.leave(outage=unavailable is not None)
                 if unavailable is not None:
                     self._gate.close(unavailable, generation)
                     self.counters.unavailable += 1
                     outages += 1
                     if outages >= _FREE_OUTAGES and not suspected:
                         suspected = True
-                        self._quarantine.suspect()
+                        self._isolator.suspect()
                     if not alone:
                         continue
                 if isinstance(failure, EngineOverloadedError):
@@ -178,7 +167,7 @@ class RolloutWorker:
                 await asyncio.sleep(wait)
         finally:
             if suspected:
-                self._quarantine.resolve(passed=passed)
+                self._isolator.resolve(passed=passed)
         try:
             row_extra = {**row.columns, **({"extra_info": row.extra_info} if row.extra_info else {})}
             for trajectory in trajectories:

@@ -27,7 +27,7 @@ from rollstream.integrations.verl.workers import (
     StreamingLLMServerManager,
 )
 from rollstream.rollout import ray as ray_executor
-from rollstream.rollout.ray_worker import WorkerReport
+from rollstream.rollout.worker_host import WorkerReport
 from rollstream.store.records import EncodedRollout, RecordCodec
 from rollstream.trajectory import Failure, Rollout, Trajectory
 

@@ -13,7 +13,7 @@ from rollstream.agent.registry import AgentLoops
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.demo import MODEL_PATH
-from rollstream.rollout.gate import EngineGate
+from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RewardScorer, RolloutWorker
 from rollstream.testing.scripted import AnswerRule, ScriptedEngine, ScriptedRequest
@@ -85,7 +85,7 @@ def make_worker(
         default_agent_loop=loop,
         retry=RetryPolicy(max_attempts, 0.001, 0.002),
         attempt_timeout=attempt_timeout,
-        gate=EngineGate(given.engine, timeout=FAR),
+        gate=EngineAvailability(given.engine, timeout=FAR),
         reward=reward,
         loops=loops,
     )

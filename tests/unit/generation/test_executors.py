@@ -8,7 +8,7 @@ import pytest
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.executors import check_executor_installed
+from rollstream.generation.executors import check_executor
 from rollstream.generation.runner import run_generation
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -38,4 +38,4 @@ def test_without_ray_no_run_directory_is_made(tmp_path: Path, words: tuple[str, 
 @pytest.mark.usefixtures("no_ray")
 @pytest.mark.parametrize("words", [(), ("ray_kwargs.ray_init.address=auto",), ON_RAY[:2]])
 def test_who_needs_no_ray_is_not_asked_for_it(words: tuple[str, ...]) -> None:
-    check_executor_installed(to_settings(compose([f"actor_rollout_ref.model.path={MODEL_PATH}", *words])))
+    check_executor(to_settings(compose([f"actor_rollout_ref.model.path={MODEL_PATH}", *words])))

@@ -13,7 +13,7 @@ from rollstream.engine.base import EngineLoad
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.errors import EngineOverloadedError
 from rollstream.rollout import concurrency
-from rollstream.rollout.adaptation import Adaptation
+from rollstream.rollout.concurrency import ConcurrencyController
 from rollstream.store.find import find_trajectory
 from rollstream.store.summary import read_failures
 from rollstream.testing.scripted import ScriptedEngine
@@ -45,7 +45,7 @@ ROWS = [index for index in range(150) if index not in (3, 5)]  # those two fail 
 async def test_a_long_queue_is_cut_short_and_nothing_is_lost(
     tmp_path: Path, tokenizer: ChatTokenizer, metrics: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "rollstream.rollout.adaptation")
+    caplog.set_level(logging.INFO, "rollstream.rollout.concurrency")
     async with StubServer(response_tokens=8, latency=Latency("fixed", 0.02), max_running=4) as server:
         server.metrics = metrics  # else /get_load says it
         engine = SGLangEngine([server.url])
@@ -191,7 +191,7 @@ async def test_a_broken_adaptation_ends_the_run_with_its_error(
     def broken(*_: object) -> int:
         raise ZeroDivisionError("in the state machine")
 
-    monkeypatch.setattr(concurrency.ConcurrencyCap, "observe", broken)
+    monkeypatch.setattr(concurrency.ConcurrencyPolicy, "observe", broken)
     engine = await busy(latency=1e6)
     with open_dir(tmp_path) as run:
         harness = Harness(run, engine, tokenizer, max_in_flight=4, every_s=0.001)
@@ -206,14 +206,14 @@ async def test_while_the_engine_is_away_nothing_is_concluded(
 ) -> None:
     engine = await busy(latency=0.01)
     observed = 0
-    observe = concurrency.ConcurrencyCap.observe
+    observe = concurrency.ConcurrencyPolicy.observe
 
-    def counting(self: concurrency.ConcurrencyCap, now: concurrency.Observation) -> int:
+    def counting(self: concurrency.ConcurrencyPolicy, now: concurrency.Observation) -> int:
         nonlocal observed
         observed += 1
         return observe(self, now)
 
-    monkeypatch.setattr(concurrency.ConcurrencyCap, "observe", counting)
+    monkeypatch.setattr(concurrency.ConcurrencyPolicy, "observe", counting)
     with open_dir(tmp_path) as run:
         harness = Harness(run, engine, tokenizer, max_in_flight=8, every_s=0.001)
         work = asyncio.create_task(harness.executor.run(run.state.keys.owed(ROWS[:30], retry_failed=False)))
@@ -237,12 +237,12 @@ async def test_while_the_engine_is_away_nothing_is_concluded(
 async def test_changes_beyond_some_are_only_for_the_curious(
     tokenizer: ChatTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "rollstream.rollout.adaptation")
+    caplog.set_level(logging.INFO, "rollstream.rollout.concurrency")
     with open_dir(tmp_path) as run:
         harness = Harness(run, await busy(), tokenizer, every_s=1.0)
-        adaptation = harness.adaptation
-        assert isinstance(adaptation, Adaptation)
+        adaptation = harness.controller
+        assert isinstance(adaptation, ConcurrencyController)
         for _ in range(1000):
-            adaptation._say(9)
+            adaptation._log(9)
         await harness.work(1)
     assert len(caplog.records) == 51

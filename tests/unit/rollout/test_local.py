@@ -20,12 +20,13 @@ from rollstream.errors import (
     RewardError,
     TransientEngineError,
 )
-from rollstream.rollout.adaptation import Adaptation
-from rollstream.rollout.gate import EngineGate
+from rollstream.rollout.availability import EngineAvailability
+from rollstream.rollout.concurrency import ConcurrencyController
+from rollstream.rollout.instrumented import InstrumentedEngine
 from rollstream.rollout.local import LocalExecutor
-from rollstream.rollout.meter import MeteredEngine
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker, rollout_seed
+from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.store.find import find_trajectory
 from rollstream.store.run_dir import RunDirectory
 from rollstream.store.summary import read_failures
@@ -73,11 +74,11 @@ class Harness:
     ) -> None:
         self.run = run
         self.engine = engine
-        metered = MeteredEngine(engine)
+        metered = InstrumentedEngine(engine)
         resources = AgentResources(
             metered, tokenizer, PromptRenderer(tokenizer, prompt_length=64, truncation="error"), 16
         )
-        self.gate = EngineGate(engine, timeout=engine_timeout)
+        self.gate = EngineAvailability(engine, timeout=engine_timeout)
         self.worker = RolloutWorker(
             resources,
             sampling=SamplingParams(16),
@@ -88,20 +89,20 @@ class Harness:
             gate=self.gate,
             reward=LengthReward(),
             refusal_patience=refusal_patience,
+            counts=metered.counts,
         )
         self.writer = StoreWriter(run, save_batch_size=1000, pull_timeout=60)
         self.writer.start()
-        self.adaptation = None
+        self.controller = None
         if every_s is not None:
-            self.adaptation = Adaptation(
-                max_in_flight, metered, self.gate, self.worker.counters, every_s=every_s
-            )
+            built = BuiltWorker(self.worker, metered, self.gate)
+            self.controller = ConcurrencyController(max_in_flight, built, every_s=every_s)
         self.executor = LocalExecutor(
             self.worker,
             self.writer,
             load_row=load_row,
             max_in_flight=max_in_flight,
-            adaptation=self.adaptation,
+            controller=self.controller,
         )
 
     async def work(self, rows: int) -> None:
@@ -213,8 +214,8 @@ class CrashingEngine(ScriptedEngine):
 async def test_deadly_requests_are_found_and_nobody_else_is_charged(
     tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, deadly: set[int]
 ) -> None:
-    monkeypatch.setattr("rollstream.rollout.gate._FIRST_PROBE_S", 0.001)
-    monkeypatch.setattr("rollstream.rollout.gate._PROBE_S_MAX", 0.001)
+    monkeypatch.setattr("rollstream.rollout.availability._FIRST_PROBE_S", 0.001)
+    monkeypatch.setattr("rollstream.rollout.availability._PROBE_S_MAX", 0.001)
     engine = CrashingEngine(latency=0.002)
     await engine.start()
     engine.deadly = frozenset(deadly)
@@ -223,7 +224,7 @@ async def test_deadly_requests_are_found_and_nobody_else_is_charged(
         harness = Harness(run, engine, tokenizer, max_in_flight=8)
         try:
             await harness.executor.run(run.state.keys.owed(rows[:20], retry_failed=False))
-            assert harness.worker._quarantine.suspects == 0
+            assert harness.worker._isolator.suspects == 0
             engine.peak_in_flight = 0
             await harness.executor.run(run.state.keys.owed(rows, retry_failed=False))
             assert engine.peak_in_flight > 4  # full concurrency again

@@ -4,7 +4,7 @@ import asyncio
 from typing import Protocol
 
 from rollstream.errors import TrainingError
-from rollstream.rollout.gate import EngineGate
+from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.worker import RolloutWorker, make_failure
 from rollstream.trajectory import Failure, PromptRow, Rollout
 
@@ -44,7 +44,7 @@ class TimedWorker:
         seconds: for a rollout with all its attempts.
     """
 
-    def __init__(self, worker: RolloutWorker, gate: EngineGate, seconds: float) -> None:
+    def __init__(self, worker: RolloutWorker, gate: EngineAvailability, seconds: float) -> None:
         self._worker = worker
         self._gate = gate
         self._seconds = seconds

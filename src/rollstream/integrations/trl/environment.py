@@ -357,9 +357,10 @@ class EnvironmentGroups:
         names = {rollout.agent.default_agent_loop, *self._agent_names}
         show_tools = rollout.multi_turn.show_tools
         setup.agents.check(names, setup.tokenizer, show_tools=show_tools, images=False)
-        worker, _, gate = setup.make_worker(engine, sorted(names))
+        built = setup.make_worker(engine, sorted(names))
         seconds, forgives = self._rollout_timeout, self._failed_groups is not None
-        timed = worker if seconds is None else TimedWorker(worker, gate, seconds)
+        worker: RolloutWorker = built.worker
+        timed = worker if seconds is None else TimedWorker(worker, built.availability, seconds)
         # One number of places for both: an evaluation comes while groups are generated ahead.
         places = asyncio.Semaphore(setup.settings.generation.max_in_flight)
         self._worker = PlacedWorker(ForgivingWorker(worker) if forgives else worker, places)

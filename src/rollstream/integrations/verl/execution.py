@@ -1,6 +1,6 @@
 """`generation.executor=verl`: verl's dataset and agent loops, rollstream's store, workers and engines.
 
-    verl's dataset -> RayExecutor -> RayWorker(verl's AgentLoopWorker) -> verl's client, balancer
+    verl's dataset -> WorkersExecutor -> WorkerHost(verl's AgentLoopWorker) -> verl's client, balancer
                                         |                                        |
                                    trajectories                      RollstreamReplica's actor
                                         v                                        v
@@ -29,10 +29,9 @@ from rollstream.engine.base import Engine
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.registry import data_deciding_kwargs
 from rollstream.errors import ConfigError, DataError
-from rollstream.generation.execution import Execution, OnDurable
+from rollstream.generation.execution import Execution, OnDurable, join_cluster
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
-from rollstream.generation.ray_cluster import join_cluster
 from rollstream.generation.setup import Prepared, manifest_for, take_shard
 from rollstream.generation.stopping import StopSignals, in_daemon_thread
 from rollstream.integrations.verl.composed import compose_verl, own_servers
@@ -254,7 +253,7 @@ async def _start(
         prepared.check_engine(engine)
         launched = engine
         urls = (lambda: launched.urls) if isinstance(launched, LaunchedEngine) else None
-    cluster = await join_cluster(settings, stop=stop, stack=stack)
+    await join_cluster(settings, stop=stop, stack=stack)
     given = list(urls()) if urls is not None else settings.actor_rollout_ref.rollout.server_urls
     verl_config = _for_verl(prepared, given)
     starting = asyncio.create_task(start_verl(verl_config))
@@ -286,7 +285,6 @@ async def _start(
         writer,
         load_row=prepared.dataset.row,
         max_in_flight=generation.max_in_flight,
-        cluster=cluster,
         attempt_timeout=generation.attempt_timeout,
         max_attempts=generation.max_attempts,
         options=options,
@@ -296,13 +294,13 @@ async def _start(
     )
     stack.push_async_callback(executor.close)
     await stop.unless_stopped(executor.start())
-    fleet = executor.fleet
+    stats = executor.stats
     return Execution(
         executor,
-        waits=lambda: not fleet.is_open,
-        retries=lambda: fleet.retries,
-        unscored=lambda: fleet.reward_errors,
-        engine=fleet.engine,
+        waits=lambda: not stats.is_open,
+        retries=lambda: stats.counts.retries,
+        unscored=lambda: stats.counts.reward_errors,
+        engine=stats.engine,
         replicas=engine.replica_counts if isinstance(engine, LaunchedEngine) else lambda: None,
     )
 

@@ -13,7 +13,8 @@ from rollstream.errors import ConfigError, EngineError, EngineLostError
 from rollstream.integrations.verl.rows import VerlRow
 from rollstream.integrations.verl.streaming import SampleCalls
 from rollstream.integrations.verl.trajectories import to_trajectories
-from rollstream.rollout.worker import RolloutWorker, WorkerCounters
+from rollstream.rollout.stats import Counts
+from rollstream.rollout.worker import RolloutWorker
 from rollstream.trajectory import Completion, Failure, PromptRow, Rollout, SamplingParams, Trajectory
 
 _HEALTH_S = 10.0
@@ -94,7 +95,7 @@ class SampleWorker:
         self._worker = worker
 
     @property
-    def counters(self) -> WorkerCounters:
+    def counters(self) -> Counts:
         return self._worker.counters
 
     async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:

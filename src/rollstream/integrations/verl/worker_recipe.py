@@ -1,4 +1,4 @@
-"""How a worker with verl's loops is made: in a `RayWorker`, as the workers of `executor=ray` are.
+"""How a worker with verl's loops is made: in a `WorkerHost`, as the workers of `executor=ray` are.
 
 The actor, its reports and its window are rollstream's; inside it verl's own worker runs verl's own loops.
 """
@@ -15,8 +15,8 @@ from rollstream.config.load import compose, to_settings
 from rollstream.engine.base import Capabilities
 from rollstream.generation.stopping import in_daemon_thread
 from rollstream.integrations.verl.loop import SampleWorker, VerlLoops, VerlServers
-from rollstream.rollout.ray_worker import BuiltWorker
 from rollstream.rollout.setup import Agents, RolloutSetup, build_setup, load_agents
+from rollstream.rollout.worker_host import BuiltWorker
 
 VERL_SERVERS = Capabilities(
     token_ids=True,
@@ -67,12 +67,11 @@ class VerlRecipe:
             stack.callback(setup.reward.close)
             await setup.prepare_reward_for(self.first_data_source)
             servers = VerlServers(self.handles, self.capabilities, balancer=self.client.balancer)
-            rollout_worker, metered, gate = setup.make_worker(servers, list(self.loop_names))
-            self.client.meter = metered
-            return BuiltWorker(
-                SampleWorker(rollout_worker),  # type: ignore[arg-type]
-                metered,
-                gate,
+            built = setup.make_worker(servers, list(self.loop_names))
+            self.client.meter = built.instrumented
+            return replace(
+                built,
+                worker=SampleWorker(built.worker),  # type: ignore[arg-type]
                 close=stack.pop_all().aclose,
                 owns_engine=False,
             )

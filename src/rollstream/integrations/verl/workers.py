@@ -25,9 +25,10 @@ from rollstream.integrations.verl.streaming import (
     current_calls,
     token_limit,
 )
-from rollstream.rollout.meter import MeteredEngine
-from rollstream.rollout.ray import RayExecutor, here
+from rollstream.rollout.instrumented import InstrumentedEngine
+from rollstream.rollout.ray import RayBackend, here
 from rollstream.rollout.ray_cluster import RayCluster
+from rollstream.rollout.workers import WorkersExecutor
 from rollstream.store.records import EncodedRollout
 from rollstream.trajectory import Failure, RolloutKey
 
@@ -42,7 +43,7 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
     Outside of `run_sample` it is verl's.
     """
 
-    meter: MeteredEngine | None = None
+    meter: InstrumentedEngine | None = None
     """Counts requests, where somebody wants to know."""
 
     max_positions: int | None = None
@@ -296,8 +297,9 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
             load_row=lambda index: sample_row(index, rows[index]),
             max_in_flight=max_in_flight,
             max_attempts=max_attempts,
-            cluster=RayCluster({}),
         )
+        cluster = RayCluster({})
+        await cluster.start()
         try:
             await executor.start()
             work = asyncio.ensure_future(executor.run(keys()))
@@ -314,6 +316,7 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
                 await asyncio.gather(work, return_exceptions=True)
         finally:
             await executor.close()
+            await cluster.close()
 
     def make_executor(
         self,
@@ -322,23 +325,21 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
         *,
         load_row: Callable[[int], Any],
         max_in_flight: int,
-        cluster: RayCluster,
         attempt_timeout: float = 600.0,
         max_attempts: int = 3,
         options: Mapping[str, Any] | None = None,
         adaptive: bool = False,
         engine: object = None,
         on_durable: Callable[[EncodedRollout | Failure], None] | None = None,
-    ) -> RayExecutor:
-        """The executor of `recipe`'s workers, `agent.num_workers` of them; see `RayExecutor`."""
-        return RayExecutor(
-            recipe,
+    ) -> WorkersExecutor:
+        """The executor of `recipe`'s workers, `agent.num_workers` of them; see `WorkersExecutor`."""
+        return WorkersExecutor(
+            lambda: recipe,
             writer,
+            RayBackend(options),
             load_row=load_row,
             max_in_flight=max_in_flight,
             workers=self.rollout_config.agent.num_workers,
-            cluster=cluster,
-            options=options,
             attempt_timeout=attempt_timeout,
             max_attempts=max_attempts,
             adaptive=adaptive,

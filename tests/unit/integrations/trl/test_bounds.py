@@ -7,7 +7,7 @@ import pytest
 
 from rollstream.errors import EngineUnavailableError
 from rollstream.integrations.trl.bounds import TimedWorker
-from rollstream.rollout.gate import EngineGate
+from rollstream.rollout.availability import EngineAvailability
 from rollstream.trajectory import Failure, PromptRow
 
 ROW = PromptRow(index=4, prompt_key="k", messages=[{"role": "user", "content": "?"}], data_source="sums")
@@ -34,8 +34,8 @@ class Work:
         return (row.index, repeat)
 
 
-def make_gate() -> EngineGate:
-    return EngineGate(Health(), timeout=60.0)  # type: ignore[arg-type]
+def make_gate() -> EngineAvailability:
+    return EngineAvailability(Health(), timeout=60.0)  # type: ignore[arg-type]
 
 
 async def test_a_rollout_that_hangs_has_failed() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollstream.agent.base import AgentLoop
 from rollstream.errors import DataError, EngineUnavailableError
 from rollstream.integrations.verifiers.recorder import Recorder
-from rollstream.rollout.validity import check_trajectories
+from rollstream.rollout.validate import check_trajectories
 from rollstream.serving.refusals import RequestError
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import SamplingParams, Trajectory

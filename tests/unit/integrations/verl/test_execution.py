@@ -9,7 +9,7 @@ import pytest
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.executors import check_executor_installed
+from rollstream.generation.executors import check_executor
 from rollstream.generation.runner import run_generation
 from rollstream.integrations.verl import execution
 from rollstream.integrations.verl.execution import check_verl_servers, serving_config
@@ -39,7 +39,7 @@ def test_missing_packages_are_said_before_anything_is_made(
 
 def test_other_executors_ask_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    check_executor_installed(to_settings(compose(words(tmp_path, "generation.executor=local"))))
+    check_executor(to_settings(compose(words(tmp_path, "generation.executor=local"))))
 
 
 def test_an_embedded_engine_is_served(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from rollstream.errors import EngineLostError, EngineUnavailableError
 from rollstream.integrations.verl.loop import VerlServers
 from rollstream.integrations.verl.worker_recipe import VERL_SERVERS, verl_servers
-from rollstream.rollout.gate import EngineGate
+from rollstream.rollout.availability import EngineAvailability
 
 
 def remote(answer: Callable[[], Any]) -> Any:
@@ -79,7 +79,9 @@ async def _answer(answer: Callable[[], Any]) -> Any:
 async def test_a_balancer_that_ended_for_good_ends_the_run() -> None:
     """Not, one after the other, every rollout that is left (R5)."""
     balancer = actor(raising(ActorDiedError()))
-    gate = EngineGate(VerlServers([actor(well, health=True)], VERL_SERVERS, balancer=balancer), timeout=600)
+    gate = EngineAvailability(
+        VerlServers([actor(well, health=True)], VERL_SERVERS, balancer=balancer), timeout=600
+    )
     gate.close(EngineUnavailableError("verl's load balancer is gone"), gate.generation)
     waiting: Awaitable[None] = asyncio.wait_for(gate.wait(), 20)
     with pytest.raises(EngineLostError, match=r"load balancer has ended.*run the same command again"):

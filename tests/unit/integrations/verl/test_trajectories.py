@@ -21,7 +21,7 @@ from rollstream.integrations.verl.trajectories import (
     read_messages,
     to_trajectories,
 )
-from rollstream.rollout.validity import check_trajectories
+from rollstream.rollout.validate import check_trajectories
 
 METRICS = SimpleNamespace(generate_sequences=1.5, tool_calls=0.25, compute_score=0.0, num_preempted=-1)
 

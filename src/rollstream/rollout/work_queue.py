@@ -2,13 +2,13 @@
 
 The life of a key, and of the place that it takes in the window:
 
-    owed --assign--> in flight at a worker --arrive--> at the store --settle--> settled
+    owed --assign--> in flight at a worker --receive--> at the store --commit--> settled
       ^                        |
-      +---- lose (it died) ----+
+      +---- worker lost ----+
 
 A key has one owner. What a worker delivers that is not its own any more (it was declared dead, and its keys
-went to others) is refused by `arrive`: so whatever dies when, each key is settled once. A place is taken from
-`assign` to `settle`: at most `cap` are, and of them a worker holds at most its share.
+went to others) is refused by `receive`: so whatever dies when, each key is settled once. A place is taken from
+`assign` to `commit`: at most `cap` are, and of them a worker holds at most its share.
 
 A rollout that brings its worker down would do so for ever. So one that was in flight at `free_deaths` deaths
 is a suspect, and is tried: on a worker that has nothing but suspects, one alone at first, twice as many after
@@ -31,13 +31,13 @@ _TRIED_MOST = 1 << 20
 """Suspects in flight at one worker; more than any share, so that the doubling ends."""
 
 
-class Dispatch:
+class WorkQueue:
     """Binds keys to workers as late as possible.
 
     Example:
-        >>> dispatch = Dispatch(iter([RolloutKey(0, 0)]), cap=8, max_charges=3)
-        >>> dispatch.add(1)
-        >>> dispatch.assign()
+        >>> queue = WorkQueue(iter([RolloutKey(0, 0)]), cap=8, max_charges=3)
+        >>> queue.add(1)
+        >>> queue.assign()
         {1: [RolloutKey(index=0, repeat=0)]}
 
     Args:
@@ -123,7 +123,7 @@ class Dispatch:
             room -= 1
         return given
 
-    def arrive(self, worker: int, key: RolloutKey) -> bool:
+    def receive(self, worker: int, key: RolloutKey) -> bool:
         """A worker has delivered; False if the key is not its own: then it must be thrown away."""
         keys = self._workers.get(worker)
         if keys is None or key not in keys:
@@ -137,11 +137,11 @@ class Dispatch:
             self._limit = min(2 * self._limit, _TRIED_MOST)
         return True
 
-    def settle(self, key: RolloutKey) -> None:
+    def commit(self, key: RolloutKey) -> None:
         """What has arrived is durable."""
         self._at_store.remove(key)
 
-    def lose(self, worker: int, *, suspect: bool = True) -> list[tuple[RolloutKey, int]]:
+    def worker_lost(self, worker: int, *, suspect: bool = True) -> list[tuple[RolloutKey, int]]:
         """A worker is gone; its keys are owed again. Unknown workers: fine.
 
         Args:

@@ -7,36 +7,36 @@ from hypothesis import strategies as st
 
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.load import ask_load
-from rollstream.rollout.fleet import Fleet, WorkerStatus
+from rollstream.rollout.stats import Counts, WorkerStats, WorkerStatus
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans()), max_size=40))
 def test_counts_and_generations_only_rise(events: list[tuple[int, int, bool]]) -> None:
-    fleet = Fleet()
+    stats = WorkerStats()
     totals, ids = dict.fromkeys(range(4), 0), dict.fromkeys(range(4), 0)
     expected = 0
     for worker, more, dies in events:
         totals[worker] += more
         expected += more
-        fleet.tell(ids[worker] * 4 + worker, WorkerStatus(finished=totals[worker], gate_generation=more))
-        before = fleet.generation
+        stats.update(ids[worker] * 4 + worker, WorkerStatus(Counts(finished=totals[worker]), outages=more))
+        before = stats.generation
         if dies:
-            fleet.forget(ids[worker] * 4 + worker)
+            stats.remove(ids[worker] * 4 + worker)
             totals[worker], ids[worker] = 0, ids[worker] + 1
-            assert fleet.generation > before
-        assert fleet.finished == expected
-    fleet.forget(99)  # nobody
-    assert fleet.finished == expected
+            assert stats.generation > before
+        assert stats.counts.finished == expected
+    stats.remove(99)  # nobody
+    assert stats.counts.finished == expected
 
 
 def test_whether_work_waits() -> None:
-    fleet = Fleet()
-    assert fleet.is_open and not fleet.all_wait
-    fleet.tell(1, WorkerStatus(gate_open=False))
-    fleet.tell(2, WorkerStatus())
-    assert not fleet.is_open and not fleet.all_wait
-    fleet.forget(2)
-    assert fleet.all_wait
+    stats = WorkerStats()
+    assert stats.is_open and not stats.all_wait
+    stats.update(1, WorkerStatus(engine_available=False))
+    stats.update(2, WorkerStatus())
+    assert not stats.is_open and not stats.all_wait
+    stats.remove(2)
+    assert stats.all_wait
 
 
 async def test_loads_are_added_up_unless_workers_share_an_engine() -> None:
@@ -50,11 +50,11 @@ async def test_loads_are_added_up_unless_workers_share_an_engine() -> None:
         2: WorkerStatus(load=EngineLoad(4, 0)),
         3: WorkerStatus(),
     }
-    own = Fleet()
-    shared = Fleet(shared_engine=Shared())
+    own = WorkerStats()
+    shared = WorkerStats(shared_engine=Shared())
     for worker, status in statuses.items():
-        own.tell(worker, status)
-        shared.tell(worker, status)
+        own.update(worker, status)
+        shared.update(worker, status)
     assert await ask_load(own.engine) == EngineLoad(7, 1)
     assert await ask_load(shared.engine) == EngineLoad(7, 0)
-    assert await ask_load(Fleet().engine) is None
+    assert await ask_load(WorkerStats().engine) is None

@@ -6,7 +6,7 @@ import pytest
 
 from rollstream.engine.base import ChatEngine, ChatPrompt, Engine, ReportsLoad
 from rollstream.errors import EngineError, EngineOverloadedError
-from rollstream.rollout.meter import MeteredEngine
+from rollstream.rollout.instrumented import InstrumentedEngine
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import Completion, SamplingParams
 
@@ -18,18 +18,18 @@ class SpeakingEngine(ScriptedEngine):
 
 async def test_engines_that_speak_messages_are_counted_too() -> None:
     prompt = ChatPrompt([{"role": "user", "content": "1 + 1 ="}], [1])
-    engine = MeteredEngine(SpeakingEngine())
+    engine = InstrumentedEngine(SpeakingEngine())
     assert isinstance(engine, ChatEngine)
     await engine.chat(prompt, SamplingParams(8), request_id="a")
-    assert (engine.calls, engine.finished, engine.tokens) == (0, 1, 2)
-    engine = MeteredEngine(ScriptedEngine())
+    assert (engine.calls, engine.counts.finished, engine.counts.tokens) == (0, 1, 2)
+    engine = InstrumentedEngine(ScriptedEngine())
     with pytest.raises(EngineError, match="token ids"):
         await engine.chat(prompt, SamplingParams(8), request_id="a")
 
 
 async def test_everything_is_counted_once() -> None:
     inner = ScriptedEngine(latency=lambda request: 1e6 if request.request_id == "slow" else 0.02)
-    engine = MeteredEngine(inner)
+    engine = InstrumentedEngine(inner)
     await engine.start()
     assert isinstance(engine, Engine)
     assert not isinstance(engine, ReportsLoad)
@@ -45,10 +45,11 @@ async def test_everything_is_counted_once() -> None:
     await asyncio.gather(tasks[4], return_exceptions=True)
     assert isinstance(answers[2], EngineOverloadedError)
     assert isinstance(answers[3], EngineError)
-    assert (engine.calls, engine.finished, engine.overloads, engine.cut_off) == (0, 2, 1, 1)
-    assert engine.tokens == sum(len(answer.token_ids) for answer in answers[:2])  # type: ignore[union-attr]
-    assert 0.04 <= engine.seconds <= engine.call_seconds
-    assert engine.call_seconds == engine.call_seconds  # nothing is there any more: time adds nothing
+    counts = engine.counts
+    assert (engine.calls, counts.finished, counts.overloads, counts.cut_off) == (0, 2, 1, 1)
+    assert counts.tokens == sum(len(answer.token_ids) for answer in answers[:2])  # type: ignore[union-attr]
+    assert 0.04 <= counts.seconds <= counts.call_seconds
+    assert engine.counts.call_seconds == counts.call_seconds  # nothing is there any more: time adds nothing
     assert engine.requests is inner.requests  # what an engine has besides stays in reach
     with pytest.raises(AttributeError):
         _ = engine.no_such_thing

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rollstream.rollout.window import Window
+from rollstream.rollout.semaphore import ResizableSemaphore
 
 
 async def settle() -> None:
@@ -17,7 +17,7 @@ async def settle() -> None:
 async def test_places_are_given_to_all_who_want_one_and_never_twice(seed: int) -> None:
     """Visitors come, go, give up; the cap moves; then the window is wide open and all who stayed get in."""
     rng = random.Random(seed)
-    window = Window(rng.randint(1, 5))
+    window = ResizableSemaphore(rng.randint(1, 5))
     inside = 0
     leaving = [asyncio.Event() for _ in range(40)]
     entered: set[int] = set()
@@ -62,7 +62,7 @@ async def test_places_are_given_to_all_who_want_one_and_never_twice(seed: int) -
 
 
 async def test_a_closed_window_lets_nobody_in_and_nobody_wait() -> None:
-    window = Window(1)
+    window = ResizableSemaphore(1)
     assert await window.enter()
     waiting = [asyncio.create_task(window.enter()) for _ in range(3)]
     await settle()

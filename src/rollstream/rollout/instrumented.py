@@ -1,4 +1,4 @@
-"""Counts what goes through an engine."""
+"""Counts the requests that go through an engine."""
 
 import asyncio
 import time
@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from rollstream.engine.base import Capabilities, ChatEngine, ChatPrompt, Engine
 from rollstream.errors import EngineError, EngineOverloadedError
+from rollstream.rollout.stats import Counts
 from rollstream.trajectory import Completion, SamplingParams
 
 
@@ -22,24 +23,14 @@ class Answered(Protocol):
 _Answered = TypeVar("_Answered", bound=Answered)
 
 
-class MeteredEngine:
-    """An engine as it is, whose requests are counted. All counts only ever rise, but for `calls`."""
+class InstrumentedEngine:
+    """An engine as it is, whose requests are counted."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.calls = 0
         """Requests at the engine now."""
-        self.finished = 0
-        """Requests that were answered."""
-        self.tokens = 0
-        """Sampled in them."""
-        self.seconds = 0.0
-        """They took together."""
-        self.overloads = 0
-        """Requests that were refused for want of room."""
-        self.cut_off = 0
-        """Requests that were cancelled."""
-        self._call_seconds = 0.0
+        self._counts = Counts()
         self._counted_at = time.monotonic()
 
     @property
@@ -47,10 +38,10 @@ class MeteredEngine:
         return self.engine.capabilities
 
     @property
-    def call_seconds(self) -> float:
-        """`calls`, integrated until now."""
+    def counts(self) -> Counts:
+        """Of requests until now; a worker that uses this engine counts here, too."""
         self._count(0)
-        return self._call_seconds
+        return self._counts
 
     async def start(self) -> None:
         await self.engine.start()
@@ -78,16 +69,16 @@ class MeteredEngine:
         try:
             completion = await request
         except EngineOverloadedError:
-            self.overloads += 1
+            self._counts.overloads += 1
             raise
         except asyncio.CancelledError:
-            self.cut_off += 1
+            self._counts.cut_off += 1
             raise
         finally:
             ended = self._count(-1)
-        self.finished += 1
-        self.tokens += len(completion.token_ids)
-        self.seconds += ended - started
+        self._counts.finished += 1
+        self._counts.tokens += len(completion.token_ids)
+        self._counts.seconds += ended - started
         return completion
 
     async def abort(self, request_id: str) -> None:
@@ -104,7 +95,7 @@ class MeteredEngine:
 
     def _count(self, change: int) -> float:
         now = time.monotonic()
-        self._call_seconds += self.calls * (now - self._counted_at)
+        self._counts.call_seconds += self.calls * (now - self._counted_at)
         self._counted_at = now
         self.calls += change
         return now

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 
 
-class Window:
+class ResizableSemaphore:
     """Places for rollouts in flight; how many there are may change at any time.
 
     A lower cap takes no place away from who has one: it is not given again. All calls from one event loop.

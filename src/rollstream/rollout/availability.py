@@ -1,7 +1,7 @@
-"""The gate before the engine: closed while no engine is there.
+"""Whether the engine is there: a circuit breaker that work waits at while it is open.
 
-One of those who wait at a closed gate probes the engine; when it is cancelled, the next one takes over.
-So there is no background task, and when the engine is back all go on at once.
+One of the waiting rollouts probes the engine; when it is cancelled, the next one takes over. So there is no
+background task, and when the engine is back all go on at once.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _QUIET_S = 10.0
 """After an opening that held this long, the next closing is a new one: pauses begin short again."""
 
 
-class EngineGate:
+class EngineAvailability:
     """Lets work through while the engine is there."""
 
     def __init__(self, engine: Engine, *, timeout: float) -> None:

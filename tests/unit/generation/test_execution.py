@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from rollstream.config.load import compose
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.ray_execution import SetupRecipe, _worker_config
+from rollstream.generation.execution import SetupRecipe, _worker_config
 from rollstream.trajectory import PromptRow, Rollout
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -70,12 +70,12 @@ async def test_each_worker_has_a_transformers_engine_of_its_own(tmp_path: Path) 
     )
     built = [await recipe.build(number) for number in range(2)]
     try:
-        assert built[0].engine.engine is not built[1].engine.engine
+        assert built[0].engine is not built[1].engine
         for one in built:
             assert one.owns_engine and one.follow is None
             row = PromptRow(0, f"{0:032x}", [{"role": "user", "content": "1 + 1 ="}], "test")
             assert isinstance(await one.worker.run(row, 0), Rollout)
-            assert one.engine.finished == 1
+            assert one.counts.finished == 1
     finally:
         for one in built:
             await one.close()

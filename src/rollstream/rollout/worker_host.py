@@ -1,13 +1,11 @@
-"""A rollout worker as a Ray actor: its own event loop, tokenizer, agent loops and, if embedded, engine.
+"""The worker's side of a run with several workers: executes rollouts and reports what became of them.
 
-    give(rows) --> a task for each --> encoded result --> the next report, at most 20 ms later
-
-Results travel as the bytes that the store appends, so the driver neither decodes nor encodes them, and many
-in one report: Ray moves some hundred small objects a second, and thousands of results in lists. A report
-without results comes every second; it says how the worker is.
+The same host runs in a process of this machine (`processes`) and as a Ray actor (`ray`): only how orders and
+reports travel differs.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import pickle
@@ -16,15 +14,16 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.load import ask_load
-from rollstream.rollout.fleet import WorkerStatus
-from rollstream.rollout.gate import EngineGate
-from rollstream.rollout.meter import MeteredEngine
+from rollstream.rollout.availability import EngineAvailability
+from rollstream.rollout.instrumented import InstrumentedEngine
+from rollstream.rollout.stats import Counts, WorkerStatus
 from rollstream.rollout.worker import RolloutWorker, make_failure
 from rollstream.store.records import EncodedRollout, EncodingError, RecordCodec
 from rollstream.trajectory import Failure, PromptRow, Rollout
@@ -34,9 +33,6 @@ _REPORT_ROLLOUTS = 32
 
 _REPORT_BYTES = 8 << 20
 """At most in one report, but for a single result: results with images' tokens are large."""
-
-_LINGER_S = 0.02
-"""How long a result waits for company. Short against any answer, and fifty reports a second at most."""
 
 HEARTBEAT_S = 1.0
 """Between reports when there are no results."""
@@ -48,19 +44,47 @@ _LOG_LINES = 200
 """Kept for the next report: a worker that logs more loses the oldest."""
 
 
+async def _nothing_to_close() -> None:
+    return
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltWorker:
-    """What a worker is made of, once it runs."""
+    """A worker on a started engine, with what it is observed by."""
 
     worker: RolloutWorker
-    engine: MeteredEngine
-    gate: EngineGate
-    close: Callable[[], Awaitable[None]]
+    instrumented: InstrumentedEngine
+    availability: EngineAvailability
+    close: Callable[[], Awaitable[None]] = _nothing_to_close
     """Releases all of it."""
     owns_engine: bool = True
     """Whether the engine is this worker's own, so that its load is added to the others'."""
     follow: Callable[[Sequence[str]], Awaitable[None]] | None = None
-    """Told the URLs of the engine's servers when they change."""
+    """Takes the URLs of the engine's servers when they change."""
+
+    @property
+    def engine(self) -> object:
+        """Asked how busy it is."""
+        return self.instrumented.engine
+
+    @property
+    def counts(self) -> Counts:
+        return self.instrumented.counts
+
+    @property
+    def calls(self) -> int:
+        """Requests at the engine now."""
+        return self.instrumented.calls
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine is believed to be there."""
+        return self.availability.is_open
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever the engine has come back."""
+        return self.availability.generation
 
 
 class WorkerRecipe(Protocol):
@@ -125,16 +149,18 @@ class WorkerReport:
     """Level, logger, message."""
 
 
-class RayWorker:
-    """The actor. All methods run in its one event loop.
+class WorkerHost:
+    """All methods run in one event loop.
 
     Args:
         recipe: what it is made from.
         number: see `WorkerRecipe.build`.
         place: of the driver.
+        linger_s: how long a result waits for company before it is reported.
     """
 
-    def __init__(self, recipe: WorkerRecipe, number: int, place: WorkerPlace) -> None:
+    def __init__(self, recipe: WorkerRecipe, number: int, place: WorkerPlace, *, linger_s: float) -> None:
+        self._linger_s = linger_s
         self._recipe = recipe
         self._number = number
         self._place = place
@@ -156,6 +182,9 @@ class RayWorker:
         logger.addHandler(self._logs)
         logger.propagate = False
         self._built = await self._recipe.build(self._number)
+        # What the start made stays: walking it again and again would cost a tenth of the worker's CPU.
+        gc.collect()
+        gc.freeze()
         return os.getpid()
 
     async def give(self, items: Sequence[WorkItem]) -> None:
@@ -176,7 +205,7 @@ class RayWorker:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._news.wait()
             if len(self._results) < _REPORT_ROLLOUTS and not self._fatal:
-                await asyncio.sleep(_LINGER_S)
+                await asyncio.sleep(self._linger_s)
             self._news.clear()
             report = await self._report()
             if report.results or not self._fatal:
@@ -243,24 +272,14 @@ class RayWorker:
 
     async def _status(self) -> WorkerStatus:
         built = self._running
-        engine, counters, gate = built.engine, built.worker.counters, built.gate
         if built.owns_engine and time.monotonic() - self._load_asked >= _LOAD_EVERY_S:
             self._load_asked = time.monotonic()
-            self._load = await ask_load(engine.engine)
+            self._load = await ask_load(built.engine)
         return WorkerStatus(
-            calls=engine.calls,
-            finished=engine.finished,
-            tokens=engine.tokens,
-            seconds=engine.seconds,
-            call_seconds=engine.call_seconds,
-            overloads=engine.overloads,
-            cut_off=engine.cut_off,
-            retries=counters.retries,
-            unavailable=counters.unavailable,
-            reward_errors=counters.reward_errors,
-            timeouts=counters.timeouts,
-            gate_open=gate.is_open,
-            gate_generation=gate.generation,
+            counts=copy(built.counts),
+            calls=built.calls,
+            engine_available=built.is_open,
+            outages=built.generation,
             load=self._load,
         )
 
@@ -284,8 +303,8 @@ class _LogTail(logging.Handler):
 
 __all__ = [
     "BuiltWorker",
-    "RayWorker",
     "WorkItem",
+    "WorkerHost",
     "WorkerPlace",
     "WorkerRecipe",
     "WorkerReport",

@@ -11,7 +11,7 @@ Owns no task and no clock; all calls from one event loop.
 import asyncio
 
 
-class Quarantine:
+class PoisonIsolator:
     """Who may be in flight."""
 
     def __init__(self) -> None:

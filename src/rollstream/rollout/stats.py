@@ -1,0 +1,117 @@
+"""What all workers of a run count, as one. Pure.
+
+Workers come, end and are replaced; what they counted until then stays counted.
+"""
+
+from dataclasses import dataclass, field, fields
+
+from rollstream.engine.base import EngineLoad
+from rollstream.engine.load import LoadSum
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a worker counts in its life. Numbers only ever rise."""
+
+    finished: int = 0
+    """Requests that the engine answered."""
+    tokens: int = 0
+    """Sampled in them."""
+    seconds: float = 0.0
+    """Sum of their durations."""
+    call_seconds: float = 0.0
+    """Requests in flight, integrated over time."""
+    overloads: int = 0
+    """Requests that the engine refused for want of room."""
+    cut_off: int = 0
+    """Requests that were cancelled."""
+    retries: int = 0
+    """Attempts that failed and were followed by another."""
+    unavailable: int = 0
+    """Attempts cut off because the engine went away; charged to no rollout."""
+    reward_errors: int = 0
+    """Rollouts that completed but could not be scored."""
+    timeouts: int = 0
+    """Attempts cut off by their time limit."""
+
+    def add(self, other: "Counts") -> None:
+        """Adds another worker's."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+@dataclass(slots=True)
+class WorkerStatus:
+    """What one worker reports of itself."""
+
+    counts: Counts = field(default_factory=Counts)
+    calls: int = 0
+    """Requests at the engine now."""
+    engine_available: bool = True
+    outages: int = 0
+    """How often its engine has come back."""
+    load: EngineLoad | None = None
+    """Of its own engine; None when it has none of its own, or the engine does not say."""
+
+
+class WorkerStats:
+    """The workers as one: an engine's counters, its availability and a worker's counters, added up.
+
+    Args:
+        shared_engine: asked how busy it is, where workers share one; None: each has its own and reports it.
+    """
+
+    def __init__(self, shared_engine: object = None) -> None:
+        self._shared_engine = shared_engine
+        self._statuses: dict[int, WorkerStatus] = {}
+        self._ended = Counts()
+        self._loads = LoadSum()
+        self._changes = 0
+
+    @property
+    def engine(self) -> object:
+        """What to ask for the load of all engines."""
+        return self if self._shared_engine is None else self._shared_engine
+
+    async def load(self) -> EngineLoad | None:
+        """As `ReportsLoad` has it, of the workers' own engines; None when none reports it."""
+        return self._loads.add((str(worker), status.load) for worker, status in self._statuses.items())
+
+    def update(self, worker: int, status: WorkerStatus) -> None:
+        """A worker has reported."""
+        self._statuses[worker] = status
+
+    def remove(self, worker: int) -> None:
+        """A worker has ended: what it counted stays."""
+        status = self._statuses.pop(worker, None)
+        if status is not None:
+            self._ended.add(status.counts)
+            self._changes += 1 + status.outages
+
+    @property
+    def counts(self) -> Counts:
+        """Of all workers, the ended ones included."""
+        total = Counts()
+        for counts in (self._ended, *(status.counts for status in self._statuses.values())):
+            total.add(counts)
+        return total
+
+    @property
+    def calls(self) -> int:
+        """Requests at engines now."""
+        return sum(status.calls for status in self._statuses.values())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no worker waits for its engine."""
+        return all(status.engine_available for status in self._statuses.values())
+
+    @property
+    def all_wait(self) -> bool:
+        """Whether there are workers, and all of them wait for their engine."""
+        return bool(self._statuses) and not any(one.engine_available for one in self._statuses.values())
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever an engine has come back or a worker has ended; only ever rises."""
+        return self._changes + sum(status.outages for status in self._statuses.values())

@@ -1,0 +1,109 @@
+"""A run of several worker processes is the run of one: the same artifact, stopped, killed and resumed."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.demo import MODEL_PATH
+from rollstream.errors import ConfigError
+from rollstream.generation.runner import run_generation
+from tests.faults.runs import overrides, stub_server, write_prompts
+from tests.integration.test_ray import Command
+
+REPEATS = 2
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with stub_server("--response-tokens", "16", "--latency", "fixed:0.1") as url:
+        yield url
+
+
+def test_the_artifact_is_that_of_one_process(tmp_path: Path, url: str) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 60)
+    tables = []
+    for processes in (1, 2):
+        root = tmp_path / str(processes)
+        result = run_generation(
+            overrides(
+                root,
+                prompts,
+                url,
+                actor_rollout_ref__rollout__n=REPEATS,
+                generation__processes=processes,
+                generation__show_progress="false",
+            )
+        )
+        assert (result.completed, result.failed) == (60 * REPEATS, 0)
+        tables.append(pq.read_table(root / "trajectories.parquet").drop_columns(["metrics"]))
+    assert tables[0].equals(tables[1])
+
+
+def workers(command: Command) -> list[psutil.Process]:
+    return [one for one in command.family() if "rollstream.rollout.processes" in one.cmdline()]
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.soak)])
+def test_workers_and_driver_killed(tmp_path: Path, url: str, kills: int) -> None:
+    """A worker that is killed is replaced; workers end with their driver; nothing is lost or there twice."""
+    count = 100 * kills
+    prompts = write_prompts(tmp_path / "prompts.jsonl", count)
+    arguments = overrides(
+        tmp_path / "run",
+        prompts,
+        url,
+        actor_rollout_ref__rollout__n=REPEATS,
+        generation__processes=2,
+        generation__max_in_flight=8,
+        generation__adaptive_in_flight="false",
+    )
+    each = count * REPEATS // (2 * kills + 2)
+    for round_ in range(kills):
+        with Command(arguments, tmp_path) as command:
+            command.wait_for(tmp_path / "run", (2 * round_ + 1) * each)
+            family = workers(command)
+            assert len(family) == 2
+            family[0].kill()
+            command.wait_for(tmp_path / "run", (2 * round_ + 2) * each)
+            family = command.family()
+            command.process.kill()
+            command.process.communicate(timeout=20)
+        assert psutil.wait_procs(family, timeout=20)[1] == []
+    with Command(arguments, tmp_path) as command:
+        command.wait_for(tmp_path / "run", 2 * kills * each + 20)
+        os.killpg(command.process.pid, signal.SIGINT)  # as from a terminal
+        command.process.communicate(timeout=60)
+        assert command.process.returncode == 130, command.log.read_text()[-3000:]
+    with Command(arguments, tmp_path) as command:
+        output, _ = command.process.communicate(timeout=300)
+        assert command.process.returncode == 0, command.log.read_text()[-3000:]
+    result = orjson.loads(output)
+    assert (result["completed"], result["failed"]) == (count * REPEATS, 0)
+    rows = pq.read_table(tmp_path / "run" / "trajectories.parquet").select(["index", "repeat", "attempts"])
+    assert rows.to_pylist() == [
+        {"index": index, "repeat": repeat, "attempts": 1}
+        for index in range(count)
+        for repeat in range(REPEATS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generation.processes=2"], r"processes=2: engine 'openvino' runs in the process that uses it"),
+        (["generation.processes=2", "generation.executor=ray"], r"num_workers"),
+        (["generation.processes=0"], r"generation\.processes"),
+    ],
+)
+def test_where_processes_cannot_work_the_run_says_so(tmp_path: Path, words: list[str], message: str) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 2)
+    more = [f"actor_rollout_ref.model.path={MODEL_PATH}", f"data.train_files={prompts}"]
+    with pytest.raises(ConfigError, match=message):
+        run_generation([*more, f"trainer.default_local_dir={tmp_path / 'run'}", *words])
+    assert not (tmp_path / "run").exists()
