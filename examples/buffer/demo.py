@@ -205,7 +205,7 @@ async def read_all(buffer_url: str, payload: dict[str, Any]) -> tuple[Summary, d
                     sys.exit("\n".join(one["message"] for one in lease.failures))
                 if lease.id is None and (finished or left < 0):
                     break
-                async for group in lease:
+                for group in lease.groups:
                     summary.waited = summary.waited or time.monotonic() - began
                     # Here a trainer would take its step, and then say that it has it.
                     summary.groups += 1
