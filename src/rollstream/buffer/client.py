@@ -139,6 +139,7 @@ class AsyncBufferClient(AbstractAsyncContextManager["AsyncBufferClient"]):
         timeout: float = 0.0,
         task_type: str | None = None,
         job: str | None = None,
+        distinct: bool | None = None,
         consumer: str | None = None,
         lease_seconds: float | None = None,
         policy_version: int | None = None,
@@ -148,9 +149,9 @@ class AsyncBufferClient(AbstractAsyncContextManager["AsyncBufferClient"]):
         """Takes groups on a lease; its `id` is None if there was nothing.
 
         At most `max_groups`; or exactly `batch_size` items, rounded down to whole groups, or nothing. Waits
-        up to `timeout` seconds for them. `release(consumer)` gives back what that reader has not acked.
-        Groups with an item older than `policy_version - max_staleness` are left to other readers, or dropped
-        (`drop_stale`).
+        up to `timeout` seconds for them. `distinct`: no instance twice. Groups with an item older than
+        `policy_version - max_staleness` are left to other readers, or dropped (`drop_stale`).
+        `release(consumer)` gives back what that reader has not acked.
         """
         asked = {name: value for name, value in locals().items() if name != "self" and value is not None}
         asked["read_id"] = uuid.uuid4().hex  # sent again, it gives back what an answer that was lost took

@@ -117,7 +117,7 @@ async def test_writes_and_reads(buffer: Served, client: AsyncBufferClient, kind:
         async with await client.read(consumer=consumer):
             raise ZeroDivisionError
     assert await client.leases() == []
-    async with await client.read(consumer=consumer, timeout=5, max_groups=1, drop_stale=False) as lease:
+    async with await client.read(consumer=consumer, timeout=5, max_groups=1, distinct=True) as lease:
         pass  # it stays
     (read,) = lease.groups
     assert (read.instance_id, read.task_type, read.job, read.timed_out) == (7, "", None, False)
