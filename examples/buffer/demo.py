@@ -21,7 +21,6 @@ To do the same by hand:
 """
 
 import argparse
-import asyncio
 import contextlib
 import os
 import shutil
@@ -37,17 +36,12 @@ from typing import Any
 
 import orjson
 
-from rollstream.buffer.client import AsyncBufferClient
+from rollstream.buffer.client import BufferClient
 from rollstream.data.task_cache import make_task
 
-GROUPS_A_STEP = 8
-"""What the reading loop asks for at once, as a trainer would for one step."""
-
-MARK = "made-by-demo.txt"
-"""In the demo's folder: says that it may be deleted."""
-
-PATIENCE_S = 300.0
-"""For anything to come: a machine that is busy needs a while to load the model."""
+GROUPS_A_STEP = 8  # what the reading loop asks for at once, as a trainer would for one step
+MARK = "made-by-demo.txt"  # in the demo's folder: says that it may be deleted
+PATIENCE_S = 300.0  # for the job to end: a machine that is busy needs a while to load the model
 
 
 @dataclass
@@ -58,42 +52,37 @@ class Summary:
     items: int = 0
     raw_rewards: list[float] = field(default_factory=list)
     leases: int = 0
-    waited: float = 0.0
-    """Seconds until the first group: the generator has to start."""
-    seconds: float = 0.0
-    """From then on."""
+    first_after: float = 0.0
+    """Seconds from the start of the job to the first groups: the generator has to start."""
+    last_after: float = 0.0
 
 
 def main() -> int:
     """Runs the demo; the exit code."""
     parser = argparse.ArgumentParser(description="The rollout buffer, end to end, with the demo model.")
     parser.add_argument("--dir", type=Path, default=Path("outputs/demo-buffer"), help="made anew each time")
-    parser.add_argument("--prompts", type=count, default=64, help="prompts (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts (default: %(default)s)")
     parser.add_argument(
-        "--repeats", type=count, default=8, help="answers to each, a group (default: %(default)s)"
+        "--repeats", type=int, default=8, help="answers to each, a group (default: %(default)s)"
     )
     parser.add_argument("--store", choices=["sqlite", "postgres"], default="sqlite")
     options = parser.parse_args()
-    make_folder(options.dir)
-    prompts = write_prompts(options.dir / "prompts.jsonl", options.prompts)
+    folder: Path = options.dir
+    if folder.exists() and not (folder / MARK).exists():
+        sys.exit(f"--dir {folder} was made by no demo: choose another one, or delete it yourself")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / MARK).write_text(
+        "Made by examples/buffer/demo.py, which deletes this folder at its next run.\n"
+    )
+    prompts = write_prompts(folder / "prompts.jsonl", options.prompts)
     with contextlib.ExitStack() as stack:
-        words = [
-            "--dir",
-            str(options.dir / "buffer"),
-            "--generators",
-            "builtin",
-            "--inputs",
-            str(options.dir),
-        ]
-        if options.store == "postgres":
-            words += ["--store", stack.enter_context(postgres())]
-        engine_url = stack.enter_context(
-            server("serve", "--log-dir", str(options.dir), log=options.dir / "serve.log")
-        )
-        buffer_url = stack.enter_context(server("buffer", "serve", *words, log=options.dir / "buffer.log"))
+        store = ["--store", stack.enter_context(postgres())] if options.store == "postgres" else []
+        words = ["--dir", f"{folder}/buffer", "--generators", "builtin", "--inputs", str(folder), *store]
+        engine_url = stack.enter_context(server(folder / "serve.log", "serve", "--log-dir", str(folder)))
+        buffer_url = stack.enter_context(server(folder / "buffer.log", "buffer", "serve", *words))
         print(
-            f"engine at {engine_url}, buffer at {buffer_url} on {options.store}, folder {options.dir}",
-            flush=True,
+            f"engine at {engine_url}, buffer at {buffer_url} on {options.store}, folder {folder}", flush=True
         )
         payload = {
             "task_type": "math",
@@ -103,27 +92,36 @@ def main() -> int:
             "num_process": 64,
             "sampling_params": {"max_tokens": 64, "temperature": 1.0, "seed": 1},
         }
-        summary, stats = asyncio.run(read_all(buffer_url, payload))
+        with BufferClient(buffer_url) as client:
+            client.start_job(payload)
+            summary = read_all(client)
+            stats = client.stats()["store"]
     return report(summary, stats, wanted=options.prompts * options.repeats)
 
 
-def count(text: str) -> int:
-    """A number from 1 on."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}, want 1 or more")
-    return number
-
-
-def make_folder(folder: Path) -> None:
-    """Makes the folder anew. Only what an earlier demo made is deleted."""
-    if folder.exists() and not (folder / MARK).exists() and (not folder.is_dir() or any(folder.iterdir())):
-        sys.exit(f"--dir {folder} holds what no demo made: choose another one, or delete it yourself")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / MARK).write_text(
-        "Made by examples/buffer/demo.py, which deletes this folder at its next run.\n"
-    )
+def read_all(client: BufferClient) -> Summary:
+    """Reads until the job is finished and all is read."""
+    summary = Summary()
+    began = time.monotonic()
+    while True:
+        late = time.monotonic() - began > PATIENCE_S
+        finished = client.stats()["job"]["state"] != "running"
+        with client.read(max_groups=GROUPS_A_STEP, timeout=2.0, consumer="demo") as lease:
+            if lease.failures:
+                sys.exit("\n".join(one["message"] for one in lease.failures))
+            if lease.id is None:
+                if finished or late:
+                    return summary
+                continue
+            for group in lease.groups:
+                summary.items += len(group.items)
+                summary.raw_rewards += [item["raw_reward"] for item in group.items]
+            # Here a trainer would take its step, and then say that it has it.
+            lease.ack()
+        summary.groups += len(lease.groups)
+        summary.leases += 1
+        summary.last_after = time.monotonic() - began
+        summary.first_after = summary.first_after or summary.last_after
 
 
 def write_prompts(path: Path, rows: int) -> Path:
@@ -143,7 +141,7 @@ def write_prompts(path: Path, rows: int) -> Path:
 
 
 @contextlib.contextmanager
-def server(*command: str, log: Path) -> Iterator[str]:
+def server(log: Path, *command: str) -> Iterator[str]:
     """A rollstream server in a process of its own; its URL."""
     full = [sys.executable, "-m", "rollstream.cli", *command, "--port", "0", "--json"]
     with log.open("wb") as errors:
@@ -191,34 +189,6 @@ def postgres() -> Iterator[str]:
             subprocess.run([*control, "-m", "fast", "stop"], check=True, stdout=subprocess.DEVNULL, **owner)
 
 
-async def read_all(buffer_url: str, payload: dict[str, Any]) -> tuple[Summary, dict[str, Any]]:
-    """Starts the job and reads until all is read; what that was, and the buffer's counts."""
-    summary = Summary()
-    began = time.monotonic()
-    async with AsyncBufferClient(buffer_url) as client:
-        await client.start_job(payload)
-        while True:
-            left = PATIENCE_S - (time.monotonic() - began)
-            finished = (await client.stats())["job"]["state"] != "running"
-            async with await client.read(max_groups=GROUPS_A_STEP, timeout=2.0, consumer="demo") as lease:
-                if lease.failures:
-                    sys.exit("\n".join(one["message"] for one in lease.failures))
-                if lease.id is None and (finished or left < 0):
-                    break
-                async for group in lease:
-                    summary.waited = summary.waited or time.monotonic() - began
-                    # Here a trainer would take its step, and then say that it has it.
-                    summary.groups += 1
-                    summary.items += len(group.items)
-                    summary.raw_rewards += [item["raw_reward"] for item in group.items]
-                await lease.ack()
-                if lease.id is not None:
-                    summary.leases += 1
-                    summary.seconds = time.monotonic() - began - summary.waited
-        counts: dict[str, Any] = (await client.stats())["store"]
-        return summary, counts
-
-
 def report(summary: Summary, stats: dict[str, Any], *, wanted: int) -> int:
     """Prints what came of it; the exit code."""
     dropped = {reason: items for reason, items in stats["items_dropped"].items() if items}
@@ -226,8 +196,7 @@ def report(summary: Summary, stats: dict[str, Any], *, wanted: int) -> int:
     print(f"groups read        {summary.groups} in {summary.leases} leases, {summary.items} items")
     print(f"mean raw reward    {mean:.3f} (of the groups that were read)")
     print(f"items generated    {stats['items_written']} of {wanted}")
-    rate = stats["items_written"] / max(summary.seconds, 0.001)
-    print(f"items a second     {rate:.1f} (the first group came after {summary.waited:.1f} s)")
+    print(f"first, last group  after {summary.first_after:.1f} and {summary.last_after:.1f} s")
     for reason, count in dropped.items() or [("nothing", 0)]:
         print(f"items dropped      {count} {WHY.get(reason, reason)}")
     accounted = stats["items_delivered"] + sum(dropped.values())

@@ -350,9 +350,9 @@ def _ask(options: argparse.Namespace, question: Callable[[Any], Awaitable[Any]])
 
 def _opened(where: str) -> Any:
     if where.startswith(("http://", "https://")):
-        from rollstream.buffer.client import AsyncBufferClient, Backoff
+        from rollstream.buffer.client import AsyncBufferClient
 
-        return AsyncBufferClient(where, backoff=Backoff(give_up_after=5.0))
+        return AsyncBufferClient(where, give_up_after=5.0)
     from rollstream.buffer.folder import BufferFolder
 
     return BufferFolder(Path(where))

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import math
 import operator
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ import orjson
 from omegaconf import OmegaConf
 
 from rollstream.agent.registry import AgentLoops
-from rollstream.buffer.client import AsyncBufferClient, Backoff, BufferClientError
+from rollstream.buffer.client import AsyncBufferClient, BufferClientError
 from rollstream.buffer.items import InstanceId, ItemError
 from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
@@ -71,7 +72,6 @@ _TEXTS = ("agent_name", "tool_format", "tokenizer_path", "prompt_key")
 _NO_LIMIT = 2**31 - 1  # of a prompt's tokens: what does not fit the server leaves no room for a response
 _UIDS_AT_ONCE = 1000
 _LABEL_ROWS = 100  # looked at for a label: one row without it is its own fault, a hundred are the file's
-_FOR_EVER = Backoff(first=0.2, longest=5.0, give_up_after=None)  # the buffer ends its generators with itself
 _NOT_THE_ITEM = (401, 403, 404, 405)  # statuses that say nothing about an item
 _FAILED_REWARD = -1.0  # outside of 0 to 1: the default filter lets no failed rollout through to a trainer
 _ALL_FAIL, _ALL_FAIL_INSTANCES = 64, 16
@@ -153,7 +153,8 @@ async def _generate(
         setup.check_engine(engine, longest="max_prompt_length" in data)
         built = setup.make_worker(engine, [loop])
         url = _text(data, "remote_buffer_url")
-        client = await stack.enter_async_context(AsyncBufferClient(url, backoff=_FOR_EVER))
+        # It never gives up: the buffer ends its generators with itself.
+        client = await stack.enter_async_context(AsyncBufferClient(url, give_up_after=math.inf))
         known = await _known(client, plan)
         _LOG.info("%d rollouts of %d rows, %d are there", len(known), len(rows.instance_ids), sum(known))
         with contextlib.suppress(BufferClientError):  # no such job: a generator that was started by hand
