@@ -26,6 +26,7 @@ from uuid import uuid4
 import msgspec
 from msgspec.structs import replace
 
+from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.generator_process import (
     STOP_TIMEOUT_S,
     GeneratorEnd,
@@ -33,7 +34,7 @@ from rollstream.buffer.generator_process import (
     cut_log,
 )
 from rollstream.buffer.groups import GroupSettings
-from rollstream.buffer.hook_host import GeneratorFile, HookHost
+from rollstream.buffer.hook_process import GeneratorFile
 from rollstream.buffer.items import InstanceId
 from rollstream.buffer.payload_rules import PayloadRules
 from rollstream.buffer.store.base import JobRecord
@@ -119,7 +120,7 @@ class Jobs:
     def __init__(
         self,
         store: JobStore,
-        host: HookHost,
+        host: GeneratorFiles,
         *,
         directory: Path,
         buffer_url: str,

@@ -1,6 +1,7 @@
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.buffer import groups
-from rollstream.buffer.groups import Group, GroupSettings, Verdict
+from rollstream.buffer.groups import Group, GroupSettings, StoredItem, Verdict, finish_group
 from rollstream.buffer.hooks import CONVENTIONS, HookError, Hooks
+from rollstream.buffer.items import dump_item, load_item
 from rollstream.errors import ConfigError
 from rollstream.user_code import run_file
 
@@ -55,41 +57,33 @@ def a_group(rewards: list[Any]) -> Group:
 
 
 def hooks_of(**functions: Any) -> Hooks:
-    return Hooks(functions, "math", "/g/math_generator.py")
+    return Hooks(SimpleNamespace(**functions), "math", "/g/math_generator.py")  # type: ignore[arg-type]
 
 
-def hooks_in(file: Path) -> Hooks:
-    return Hooks.of_module(run_file(file, key="hooks"), "math", str(file))
+def hooks_in(folder: Path, code: str) -> Hooks:
+    file = folder / "math_generator.py"
+    return Hooks(run_file(file, key="hooks", source=code.encode()), "math", str(file))
 
 
-def test_the_default_hooks() -> None:
-    instance_id, items = a_group([0, 1, 1, -1.0])
-    kept = [item for item in items if groups.filter_item(item)]
-    scored = groups.pad_group_data(groups.normalize_group_data((instance_id, kept)), 4)
-    assert Hooks().finish((instance_id, items), SETTINGS) == scored[1]
-    assert Hooks().judge((instance_id, items), SETTINGS) == Verdict(True, True)
-    assert Hooks().meta_info({"q": items}, SETTINGS) == groups.get_group_data_meta_info({"q": items})
+def finish_by_default(group: Group) -> list[dict[str, Any]]:
+    stored = [StoredItem(one["uid"], one["reward"], "msgpack", dump_item(one, "msgpack")) for one in group[1]]
+    return [load_item(body, "msgpack") for body in finish_group(stored, SETTINGS, "msgpack").items]
 
 
-def test_raw_groups_are_left_as_they_are() -> None:
-    settings = GroupSettings(group_size=2, raw=True)
-    group = a_group([7.0, None])
-    hooks = hooks_of(filter_item=lambda item: 1 / 0, is_valid_group=lambda group: 1 / 0)
-    assert hooks.judge(group, settings) == Verdict(True, True)
-    assert hooks.finish(group, settings) == group[1]
+def test_raw_groups_are_not_judged_by_a_hook() -> None:
+    hooks = hooks_of(is_valid_group=lambda group: 1 / 0)
+    assert hooks.judge(a_group([7.0, None]), GroupSettings(group_size=2, raw=True)) == Verdict(True, True)
 
 
 def test_a_file_written_for_slime(tmp_path: Path) -> None:
-    file = tmp_path / "math_generator.py"
-    file.write_text(SLIME_STYLE)
-    hooks = hooks_in(file)
+    hooks = hooks_in(tmp_path, SLIME_STYLE)
     assert hooks.overridden == {"normalize_group_data", "is_valid_group"}
     assert hooks.judge(a_group([0, 1, 1]), SETTINGS) == Verdict(False, False)
     assert hooks.judge(a_group([0, 1, 1]), SETTINGS, timed_out=True) == Verdict(True, True)
     assert hooks.judge(a_group([0, 1]), SETTINGS, timed_out=True) == Verdict(False, True)
     assert hooks.judge(a_group([1, 1, 1, 1]), SETTINGS) == Verdict(True, True)
     items = hooks.finish(a_group([0, 1, 1]), SETTINGS)
-    default = Hooks().finish(a_group([0, 1, 1]), SETTINGS)
+    default = finish_by_default(a_group([0, 1, 1]))
     assert [item["reward"] for item in items] == pytest.approx([item["reward"] for item in default])
 
 
@@ -104,20 +98,19 @@ def test_hooks_that_only_call_the_default_ones_change_nothing(group: Any, timed_
         pad_group_data=groups.pad_group_data,
         get_group_data_meta_info=groups.get_group_data_meta_info,
     )
-    default = Hooks()
-    whole = timed_out or len(group[1]) >= 4
-    assert hooks.judge(group, SETTINGS, timed_out=timed_out) == default.judge(
-        group, SETTINGS, timed_out=timed_out
-    )
-    assert default.judge(group, SETTINGS, timed_out=timed_out).finished == whole
     before = copy.deepcopy(group)
-    got, expected = hooks.finish(group, SETTINGS), default.finish(group, SETTINGS)
-    assert [item["uid"] for item in got] == [item["uid"] for item in expected]
-    for one, other in zip(got, expected, strict=True):
-        assert one["reward"] == pytest.approx(other["reward"])
-        assert one["raw_reward"] == one["extra_info"]["raw_reward"] == other["raw_reward"]
+    verdict = groups.is_valid_group(group, SETTINGS, timed_out=timed_out)
+    assert hooks.judge(group, SETTINGS, timed_out=timed_out) == verdict
+    expected = finish_by_default(group)
+    for some in (hooks, hooks_of(pad_group_data=groups.pad_group_data)):
+        got = some.finish(group, SETTINGS)
+        assert [(item["uid"], item["raw_reward"]) for item in got] == [
+            (item["uid"], item["raw_reward"]) for item in expected
+        ]
+        assert all(item["extra_info"]["raw_reward"] == item["raw_reward"] for item in got)
+        assert [item["reward"] for item in got] == pytest.approx([item["reward"] for item in expected])
     assert group == before
-    assert hooks.meta_info({"q": group[1]}, SETTINGS) == default.meta_info({"q": group[1]}, SETTINGS)
+    assert hooks.meta_info({"q": group[1]}, SETTINGS) == groups.get_group_data_meta_info({"q": group[1]})
 
 
 @pytest.mark.parametrize(
@@ -181,9 +174,14 @@ def test_hooks_are_given_what_they_ask_for() -> None:
     assert seen["own"] == (0.5, "mine", "math")
 
 
+async def an_async_hook(item: Any) -> bool:
+    return True
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
+        (an_async_hook, "is async"),
         (3, "is a value of type int"),
         (bool, "has no signature"),
         (lambda: True, "takes no positional argument"),
@@ -198,14 +196,6 @@ def test_hooks_that_cannot_be_called_are_refused(function: Any, said: str) -> No
     ) as caught:
         hooks_of(filter_item=function)
     assert said in str(caught.value)
-
-
-async def test_async_hooks_are_refused() -> None:
-    async def filter_item(item: Any, task_type: str) -> bool:
-        return True
-
-    with pytest.raises(ConfigError, match="is async"):
-        hooks_of(filter_item=filter_item)
 
 
 def test_transform_group_stands_for_all_three() -> None:
@@ -245,17 +235,21 @@ def test_a_hooks_raw_reward_is_in_both_places() -> None:
     )
 
 
+def call_all(hooks: Hooks, group: Group) -> None:
+    if "get_group_data_meta_info" in hooks.overridden:
+        hooks.meta_info({"q": group[1]}, SETTINGS)
+    if "is_valid_group" in hooks.overridden:
+        hooks.judge(group, SETTINGS)
+    hooks.finish(group, SETTINGS)
+
+
 @pytest.mark.parametrize("name", CONVENTIONS)
 def test_a_hook_that_raises_is_named_with_its_traceback(tmp_path: Path, name: str) -> None:
-    file = tmp_path / "bad_generator.py"
-    file.write_text(f"def {name}({', '.join(CONVENTIONS[name])}):\n    return 1 / 0\n")
-    hooks, group = hooks_in(file), a_group([0, 1, 1, 1])
-    with pytest.raises(HookError, match=f"bad_generator.py: {name} raised ZeroDivisionError") as caught:
-        hooks.meta_info({"q": group[1]}, SETTINGS)
-        hooks.judge(group, SETTINGS)
-        hooks.finish(group, SETTINGS)
+    hooks = hooks_in(tmp_path, f"def {name}({', '.join(CONVENTIONS[name])}):\n    return 1 / 0\n")
+    with pytest.raises(HookError, match=f"math_generator.py: {name} raised ZeroDivisionError") as caught:
+        call_all(hooks, a_group([0, 1, 1, 1]))
     assert caught.value.hook == name
-    assert f'{file}", line 2, in {name}' in caught.value.traceback
+    assert f'math_generator.py", line 2, in {name}' in caught.value.traceback
 
 
 @pytest.mark.parametrize(
@@ -278,11 +272,8 @@ def test_a_hook_that_raises_is_named_with_its_traceback(tmp_path: Path, name: st
 )
 def test_what_cannot_be_handed_out_is_refused(name: str, give_back: Any, said: str) -> None:
     hooks = hooks_of(**{name: give_back})
-    group = a_group([0, 1, 1, 0.5])
     with pytest.raises(HookError, match=said) as caught:
-        hooks.meta_info({"q": group[1]}, SETTINGS)
-        hooks.judge(group, SETTINGS)
-        hooks.finish(group, SETTINGS)
+        call_all(hooks, a_group([0, 1, 1, 0.5]))
     assert str(caught.value).startswith(f"/g/math_generator.py: {name} gave back")
     assert caught.value.traceback
 
@@ -321,18 +312,14 @@ def test_items_that_a_reader_cannot_use_are_refused(change: dict[str, Any], said
     ],
 )
 def test_a_misspelt_hook_is_an_error(tmp_path: Path, name: str, meant: str) -> None:
-    file = tmp_path / "math_generator.py"
-    file.write_text(f"def {name}(group): return group\n")
     with pytest.raises(ConfigError, match=f"{name} is no hook, did you mean {meant}"):
-        hooks_in(file)
+        hooks_in(tmp_path, f"def {name}(group): return group\n")
 
 
 def test_other_functions_are_no_misspelt_hooks(tmp_path: Path) -> None:
-    file = tmp_path / "math_generator.py"
     names = ["_filter_items", "filter_rows", "default_filter_item", "my_is_valid_group", "pad_messages"]
     names += ["compute_score", "filter_item_by_length", "transform_row", "normalize_answer", "run_rollout"]
     code = "".join(f"def {name}(*_): return True\n" for name in names)
     code += "class FilterItems: pass\nfilter_itms = 5\n"
     code += "def filter_item(item): return filter_items([item])\ndef filter_items(items): return True\n"
-    file.write_text(code)
-    assert hooks_in(file).overridden == {"filter_item"}
+    assert hooks_in(tmp_path, code).overridden == {"filter_item"}

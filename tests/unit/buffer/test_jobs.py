@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import orjson
 import pytest
+from rollstream.buffer.hook_process import GeneratorFile
 
 from rollstream.buffer.groups import GroupSettings
-from rollstream.buffer.hook_host import GeneratorFile
 from rollstream.buffer.jobs import JobFailure, Jobs
 from rollstream.buffer.payload_rules import PayloadRules
 from rollstream.buffer.store.base import JobRecord
