@@ -1,12 +1,11 @@
 import asyncio
 import contextlib
-import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ from rollstream.buffer.groups import GroupSettings, Verdict
 from rollstream.buffer.hook_process import HookProcess
 from rollstream.buffer.hooks import HookError
 from rollstream.buffer.items import Encoding, ItemError, dump_item, load_item, parse_item
+from rollstream.engine.launch_guard import begun, still
 from rollstream.errors import ConfigError, RollstreamError
+from tests.support.until import until
 
 SETTINGS = GroupSettings(group_size=2, min_valid_item_size_ratio=0.5)
 GOOD = "import os, signal, time\nTASK_TYPE = '{task}'\ndef run_rollout(data): pass\n"
@@ -48,12 +49,6 @@ async def finish(host: GeneratorFiles, task: str = "math") -> list[dict[str, Any
 
 async def who(host: GeneratorFiles, *ids: int, task: str = "math") -> dict[str, Any]:
     return await host.meta_info(task, [(one, stored(1.0)) for one in ids], SETTINGS)
-
-
-async def until(check: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not check():
-            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
@@ -207,10 +202,11 @@ def filter_item(item):
         await host.refresh()
         assert await uids() == ["u1", "u2"]
 
-        file.write_text("1 / 0")
-        await host.refresh()
-        assert host.files == {}
-        assert "ZeroDivisionError" in host.problems[0]
+        file.write_text(count + "1 / 0")
+        for runs, again in (("xx", False), ("xx", False), ("xxx", True)):  # not again for nothing
+            await host.refresh(again)
+            assert host.files == {} and "ZeroDivisionError" in host.problems[0]
+            assert file.with_name(file.name + ".runs").read_text() == runs
         assert host.overridden("math") == {"filter_item"}
         assert await uids() == ["u1", "u2"]
         with pytest.raises(HookError, match="exit status 1"):
@@ -223,28 +219,6 @@ def filter_item(item):
         assert await uids() == ["u0", "u1", "u2"]
 
 
-async def test_a_file_that_cannot_be_used_is_run_again_when_it_changes_or_on_request(tmp_path: Path) -> None:
-    count = "with open(__file__ + '.runs', 'a') as f: f.write('x')\n"
-    file = write(tmp_path, "late", count + "if not os.path.exists(__file__ + '.go'): raise OSError")
-    runs = file.with_name(file.name + ".runs")
-    async with a_host(tmp_path) as host:
-        await host.refresh()
-        assert (host.files, len(host.problems), runs.read_text()) == ({}, 1, "x")
-        file.with_name(file.name + ".go").touch()
-        await host.refresh(again=True)
-        assert (list(host.files), host.problems, runs.read_text()) == (["late"], (), "xx")
-
-
-async def test_a_child_that_was_killed_between_calls_costs_nothing(tmp_path: Path) -> None:
-    write(tmp_path, "math", WHO)
-    async with a_host(tmp_path) as host:
-        before = await who(host, 1)
-        os.kill(before["pid"], signal.SIGKILL)
-        after = await who(host, 2)
-        assert after["ids"] == [2]
-        assert after["pid"] != before["pid"]
-
-
 WAITS = """
 def get_group_data_meta_info(groups):
     if 0 in groups:
@@ -255,13 +229,16 @@ def get_group_data_meta_info(groups):
 """
 
 
-async def test_a_cancelled_caller_leaves_the_answers_in_order(tmp_path: Path) -> None:
+async def test_calls_of_one_task_wait_for_each_other_and_are_answered_in_order(tmp_path: Path) -> None:
     file = write(tmp_path, "math", WAITS)
     write(tmp_path, "code", WHO)
     async with a_host(tmp_path) as host:
+        before = await who(host, 1, task="code")
+        os.kill(before["pid"], signal.SIGKILL)  # between calls: the next one does not fail
         running = asyncio.create_task(who(host, 0))
         await until(file.with_name(file.name + ".began").exists)
-        assert (await who(host, 1, task="code"))["ids"] == [1]  # another task's hooks do not wait for it
+        after = await who(host, 2, task="code")  # another task's hooks do not wait for it
+        assert after["ids"] == [2] and after["pid"] != before["pid"]
         queued = [asyncio.create_task(who(host, n)) for n in range(1, 9)]
         for cancelled in (running, queued[3]):
             cancelled.cancel()
@@ -305,7 +282,7 @@ async def test_close_ends_a_hanging_hook_at_once(tmp_path: Path) -> None:
 
 
 async def test_the_child_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
-    code = "import fcntl\nlock = open(__file__ + '.lock', 'w')\nfcntl.flock(lock, fcntl.LOCK_EX)\n"
+    code = "open(__file__ + '.pid', 'w').write(str(os.getpid()))\n"
     file = write(tmp_path, "math", code + WAITS)
     script = f"""
 import asyncio
@@ -323,11 +300,5 @@ asyncio.run(main())
     finally:
         server.kill()
         server.wait()
-
-    def is_free() -> bool:
-        with file.with_name(file.name + ".lock").open("w") as lock, contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
-
-    await until(is_free)
+    child = begun([int(file.with_name(file.name + ".pid").read_text())])
+    await until(lambda: not still(child))

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from rollstream.engine.launch_guard import marked
 from rollstream.errors import ConfigError, NotFoundError, StorageError, StorageFullError
 from rollstream.rollout.retry import RetryPolicy
 from tests.support.stores import Clock, ClockedDriver, FixedPolicy, item
-
-PATIENCE_S = 30.0
+from tests.support.until import until
 
 
 class FailingDriver(ClockedDriver):
@@ -139,12 +137,6 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     await world.store.close()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 PAYLOAD: dict[str, Any] = {"task_type": "math", "num_repeat_per_sample": "8", "input_file": "x", "model": 1}
 WAIT = "time.sleep(600)"
 
@@ -167,7 +159,6 @@ async def test_a_job_runs_in_its_process_and_finishes(world: World) -> None:
     ]
     assert jobs.failures() == []
     assert f"hello token-of-{record.id}" in world.log(record).read_text()
-    assert stat.S_IMODE(world.log(record).stat().st_mode) == 0o600
     assert "elsewhere" not in repr(world.record(record))
     again, _ = await jobs.start(PAYLOAD)
     assert again.id != record.id and again.number == 2  # it was done: this is another one
