@@ -132,46 +132,39 @@ def test_a_verdict_may_be_one_word_or_two(said: Any, verdict: tuple[bool, bool])
     assert hooks.judge(a_group([0, 1, 0, 1]), SETTINGS).finished
 
 
-def test_hooks_are_given_what_they_ask_for() -> None:
-    seen: dict[str, Any] = {}
+ASKING = """
+seen = {}
+def filter_item(item, kind, *, group_size):
+    seen["filter"] = (kind, group_size)
+    return True
+def normalize_group_data(group, eps, *, algo, epsilon=3, extra=5):
+    seen["normalize"] = (eps, algo, epsilon, extra)
+    return group
+def pad_group_data(group, *rest):
+    seen["pad"] = rest
+    return group[0], group[1] * 2
+def is_valid_group(group, unused=3, *, timed_out, settings):
+    seen["valid"] = (unused, timed_out, settings)
+    return True
+"""
+OWN_DEFAULTS = """
+seen = {}
+def normalize_group_data(group, epsilon=0.5, algo="mine", task_type=""):
+    seen["own"] = (epsilon, algo, task_type)
+    return group
+"""
 
-    def filter_item(item: Any, kind: str, *, group_size: int) -> bool:
-        seen["filter"] = (kind, group_size)
-        return True
 
-    def normalize_group_data(group: Any, eps: float, *, algo: str, epsilon: float = 3, extra: int = 5) -> Any:
-        seen["normalize"] = (eps, algo, epsilon, extra)
-        return group
-
-    def pad_group_data(group: Any, *rest: Any) -> Any:
-        seen["pad"] = rest
-        return groups.pad_group_data(group, *rest)
-
-    def is_valid_group(group: Any, unused: Any = 3, *, timed_out: bool, settings: GroupSettings) -> bool:
-        seen["valid"] = (unused, timed_out, settings)
-        return True
-
-    hooks = hooks_of(
-        filter_item=filter_item,
-        normalize_group_data=normalize_group_data,
-        pad_group_data=pad_group_data,
-        is_valid_group=is_valid_group,
-    )
+def test_hooks_are_given_what_they_ask_for(tmp_path: Path) -> None:
+    module = run_file(tmp_path / "a.py", key="hooks", source=ASKING.encode())
+    hooks = Hooks(module, "math", "a.py")
     hooks.judge(a_group([0, 1]), SETTINGS, timed_out=True)
-    hooks.finish(a_group([0, 1, -1.0]), SETTINGS)
-    assert seen == {
-        "filter": ("math", 4),
-        "normalize": (1e-8, "grpo", 3, 5),
-        "pad": (4,),
-        "valid": (3, True, SETTINGS),
-    }
-
-    def own_default(group: Any, epsilon: float = 0.5, algo: str = "mine", task_type: str = "") -> Any:
-        seen["own"] = (epsilon, algo, task_type)
-        return group
-
-    hooks_of(normalize_group_data=own_default).finish(a_group([0, 1, 1]), SETTINGS)
-    assert seen["own"] == (0.5, "mine", "math")
+    hooks.finish(a_group([0, 1]), GroupSettings(group_size=4, min_valid_item_size_ratio=0.5))
+    seen = {"filter": ("math", 4), "normalize": (1e-8, "grpo", 3, 5), "pad": (4,)}
+    assert module.seen == {**seen, "valid": (3, True, SETTINGS)}
+    module = run_file(tmp_path / "b.py", key="hooks", source=OWN_DEFAULTS.encode())
+    Hooks(module, "math", "b.py").finish(a_group([0, 1, 1]), SETTINGS)
+    assert module.seen["own"] == (0.5, "mine", "math")
 
 
 async def an_async_hook(item: Any) -> bool:
@@ -198,41 +191,35 @@ def test_hooks_that_cannot_be_called_are_refused(function: Any, said: str) -> No
     assert said in str(caught.value)
 
 
-def test_transform_group_stands_for_all_three() -> None:
-    def transform_group(group: Any, task_type: str) -> Any:
-        assert task_type == "math"
-        instance_id, items = group
-        for item in items:
-            item["reward"] *= 2
-        return [instance_id, items[:2]]
+TRANSFORM = """
+def transform_group(group, task_type):
+    assert task_type == "math"
+    for item in group[1]:
+        item["reward"] *= 2
+    return [group[0], group[1][:2]]
+def filter_item(item, task_type):
+    return 1 / 0
+"""
+RAW_REWARD = """
+def normalize_group_data(group):
+    return group[0], [{**item, "reward": 0.5, "raw_reward": 9.0} for item in group[1]]
+"""
 
-    hooks = hooks_of(transform_group=transform_group, filter_item=lambda item, task_type: 1 / 0)
-    items = hooks.finish(a_group([0, -1.0, 1]), SETTINGS)
-    assert [item["reward"] for item in items] == [0, -2.0]
-    assert [item["raw_reward"] for item in items] == [0, -1.0]
+
+def test_items_have_their_raw_reward_in_both_places_whatever_hooks_do(tmp_path: Path) -> None:
+    items = hooks_in(tmp_path, TRANSFORM).finish(a_group([0, -1.0, 1]), SETTINGS)  # in place of the others
+    assert [(item["reward"], item["raw_reward"]) for item in items] == [(0, 0), (-2.0, -1.0)]
     assert [item["extra_info"]["raw_reward"] for item in items] == [0, -1.0]
-    assert (
-        hooks_of(transform_group=lambda group, task_type: (group[0], [])).finish(a_group([1]), SETTINGS) == []
-    )
+    none = hooks_of(transform_group=lambda group, task_type: (group[0], []))
+    assert none.finish(a_group([1]), SETTINGS) == []
+    items = hooks_in(tmp_path, RAW_REWARD).finish(a_group([0, 1, 1, 1]), SETTINGS)
+    assert {(item["raw_reward"], item["extra_info"]["raw_reward"]) for item in items} == {(9.0, 9.0)}
 
 
-def test_too_few_left_by_a_filter_is_none() -> None:
-    hooks = hooks_of(filter_item=lambda item, task_type: item["uid"] in ("u0", "u1"))
-    assert hooks.finish(a_group([0, 1, 0.5, 0.7]), SETTINGS) == []
-    hooks = hooks_of(filter_item=lambda item, task_type: item["uid"] != "u0")
-    assert len(hooks.finish(a_group([0, 1, 0.5, 0.7]), SETTINGS)) == 4
-
-
-def test_a_hooks_raw_reward_is_in_both_places() -> None:
-    def normalize_group_data(group: Any) -> Any:
-        return group[0], [{**item, "reward": 0.5, "raw_reward": 9.0} for item in group[1]]
-
-    items = hooks_of(normalize_group_data=normalize_group_data).finish(a_group([0, 1, 1, 1]), SETTINGS)
-    assert (
-        {item["raw_reward"] for item in items}
-        == {item["extra_info"]["raw_reward"] for item in items}
-        == {9.0}
-    )
+@pytest.mark.parametrize(("stay", "size"), [(("u0", "u1"), 0), (("u0", "u1", "u2"), 4)])
+def test_too_few_left_by_a_filter_is_none(stay: tuple[str, ...], size: int) -> None:
+    hooks = hooks_of(filter_item=lambda item, task_type: item["uid"] in stay)
+    assert len(hooks.finish(a_group([0, 1, 0.5, 0.7]), SETTINGS)) == size
 
 
 def call_all(hooks: Hooks, group: Group) -> None:

@@ -78,12 +78,12 @@ def test_input_files_by_example(folders: Folders, monkeypatch: pytest.MonkeyPatc
         assert folders.checked("input_file", path) == str(folders.more / "x.jsonl")
     with pytest.raises(ConfigError, match=f"^input_file: there is no {data}/not/there.jsonl"):
         folders.checked("input_file", "not/there.jsonl")
-    refused: list[Any] = [
-        *("../secret/key", "out/key", str(folders.secret / "key"), "/etc/passwd", "buffer/logs", "own/logs"),
-        *("..", "/proc/self/environ", f"/proc/self/root{folders.secret}/key", "../database", "loop/x", "~/x"),
-        *("a\0b", "x" * 5000, "\ud800", "", 7, ["a.jsonl"], {"path": "a.jsonl"}, True),
-    ]
-    for path in refused:
+    paths = f"""
+        ../secret/key out/key {folders.secret}/key /etc/passwd buffer/logs own/logs .. /proc/self/environ
+        /proc/self/root{folders.secret}/key ../database loop/x ~/x
+    """
+    others: list[Any] = ["a\0b", "x" * 5000, "\ud800", "", 7, ["a.jsonl"], {"path": "a.jsonl"}, True]
+    for path in [*paths.split(), *others]:
         with pytest.raises(ConfigError, match=r"^input_file: "):
             print(path, folders.checked("input_file", path))
     monkeypatch.chdir(folders.more)  # which is allowed where nothing else is
@@ -167,23 +167,11 @@ def test_tokenizers_are_folders_that_are_allowed_or_names_on_the_hub(
     for name in ("sub", str(folders.data / "sub")):
         assert folders.checked("tokenizer_path", name) == str(folders.data / "sub")
     assert folders.checked("tokenizer_path", "back") == str(folders.more)
-    left_out = [
-        *(
-            "/models/qwen",
-            "./sub2",
-            "../secret",
-            "out",
-            "~/model",
-            "~root",
-            "a/b/c",
-            "..",
-            "buffer",
-            "own/logs",
-        ),
-        *("secret", "secret/key", str(folders.secret), "a.jsonl", "https://evil/x", "a\\b", "org/../x"),
-        *("a b", "x" * 200),
-    ]
-    for name in left_out:
+    left_out = f"""
+        /models/qwen ./sub2 ../secret out ~/model ~root a/b/c .. buffer own/logs secret secret/key
+        {folders.secret} a.jsonl https://evil/x a\\b org/../x
+    """
+    for name in [*left_out.split(), "a b", "x" * 200]:
         assert folders.checked("tokenizer_path", name) is None, name
     for wrong in (7, [], {}, True, "", "a\0"):
         with pytest.raises(ConfigError, match=r"^tokenizer_path: "):
