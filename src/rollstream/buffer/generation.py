@@ -320,7 +320,7 @@ class Plan:
         return cls(str(own.get("job", "job")), instance_ids, repeats, epochs, Counter(skips))
 
     def keys(self) -> Iterator[RolloutKey]:
-        """By epoch, then by row, then by repeat, which counts through the epochs."""
+        """The keys by epoch, then by row, then by repeat, which counts through the epochs."""
         for epoch in range(self.epochs):
             for row, instance_id in enumerate(self.instance_ids):
                 if epoch >= self.skips[instance_id]:
@@ -336,7 +336,7 @@ class Plan:
 
 
 async def _known(client: AsyncBufferClient, plan: Plan) -> bytearray:
-    """For each key of the plan, whether the buffer has its item."""
+    """Says for each key of the plan whether the buffer has its item."""
     known, uids = bytearray(), (plan.uid(key.index, key.repeat) for key in plan.keys())  # noqa: SIM118
     try:
         while asked := list(itertools.islice(uids, _UIDS_AT_ONCE)):
@@ -355,7 +355,7 @@ class EpochOrder:
     def __init__(self, worker: Worker, repeats: int) -> None:
         self._worker, self._repeats = worker, repeats
         self._open: dict[int, Counter[int]] = {}
-        """By row and epoch: rollouts that have begun and are not written."""
+        """How many rollouts have begun and are not written, by row and epoch."""
         self._changed = asyncio.Event()
 
     def opened(self, keys: Iterator[RolloutKey]) -> Iterator[RolloutKey]:

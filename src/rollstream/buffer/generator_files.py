@@ -25,9 +25,9 @@ class GeneratorFiles:
 
     def __init__(self, folders: Sequence[str | Path], seconds: float = 60.0) -> None:
         self.files: Mapping[str, GeneratorFile] = {}
-        """By task type, those that can be used now."""
+        """The files that can be used now, by task type."""
         self.problems: tuple[str, ...] = ()
-        """One for each file that cannot be used: where and why."""
+        """Which files cannot be used, and why."""
         self._folders = [_folder_of(folder) for folder in folders]
         self._seconds = seconds
         self._looked: dict[Path, GeneratorFile] = {}

@@ -30,7 +30,7 @@ from rollstream.errors import ConfigError, DataError
 from rollstream.user_code import run_file
 
 STOP_TIMEOUT_S = launch_guard.GRACE_S + 3.0
-"""For the guard, which kills after its own grace; then its process group is killed."""
+"""The guard kills after its own grace period. If it has not ended by then, its process group is killed."""
 
 _HEADER = " run_rollout of "
 _LAST_LINES = 20
@@ -42,12 +42,12 @@ class GeneratorEnd(msgspec.Struct, frozen=True):
     """How a run ended."""
 
     finished: bool = False
-    hopeless: bool = False
+    permanent: bool = False
     """A restart would end in the same way."""
     error: str = ""
     """In one line; empty when it finished."""
     traceback: str = ""
-    """Or the end of the log, where the generator could not say more."""
+    """The end of the log stands here if the generator could not report more."""
 
 
 class GeneratorProcess:

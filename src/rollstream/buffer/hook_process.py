@@ -49,7 +49,7 @@ _TIMEOUT: Final = "Timeout"
 """How faulthandler's text begins after the time limit."""
 
 _SLACK_S: Final = 30.0
-"""For the start of a child and for large messages, beside the limit of a call. Then the child is stuck."""
+"""A child has so much beside the limit of a call, to start and to read large messages. Then it is stuck."""
 
 _PART: Final = 1 << 20
 """Bytes that are written at once: asyncio copies what a pipe does not take."""
@@ -81,7 +81,7 @@ class _Request(msgspec.Struct):
     call: str
     path: str
     source: bytes
-    """Of the file, or a body to parse."""
+    """What the file says, or the body to parse."""
     settings: GroupSettings = GroupSettings()
     groups: Sequence[tuple[InstanceId, Stored]] = ()
     timed_out: bool = False

@@ -5,7 +5,7 @@ starts, so it goes on after a restart of the server, or on another server of the
 
     start --> record durable --> claimed --> process --+-- run_rollout returned --> finished
                                     ^                  +-- stop, other payload ---> stopped
-                                    |                  +-- hopeless error --------> failed
+                                    |                  +-- permanent error -------> failed
                                     +-- back-off <-----+-- crashed ---------------> failed, after six in a row
 
 Each server has one loop. Every few seconds, and when something happens, it reconciles its own process with the
@@ -48,7 +48,7 @@ _LOST_S = STALE_AFTER_S - STOP_TIMEOUT_S
 """Without the store for so long, a server ends its generator: it is gone before another server starts one."""
 
 _HOW = ("remote_engine_url", "num_process")
-"""How the work is done, not which: a trainer that was started again comes with other ports."""
+"""These keys say how the work is done, not which: a trainer that was started again comes with other ports."""
 
 
 class JobFailure(msgspec.Struct, frozen=True):
@@ -60,9 +60,9 @@ class JobFailure(msgspec.Struct, frozen=True):
     traceback: str
     crashes: int
     final: bool
-    """It was given up; if not, it is started again."""
+    """The job was given up; if not, its generator is started again."""
     log: str
-    """A path, if the log is on this machine."""
+    """The path of its log, if that is on this machine."""
 
     def __str__(self) -> str:
         fate = "it was given up" if self.final else "it is started again"
@@ -278,7 +278,7 @@ class Jobs:
         finished = await self._store.finished(record.id)
         try:
             file = self._find_file(record.task)
-            # Once more: the operator may allow less than when it was started.
+            # It is checked again: the operator may allow less than when the job was started.
             payload, _ = self._rules.check(record.payload, shown_token=True)
             skips = payload["skip_instance_ids"]
             own = {"job": record.id, "skip_instance_ids": skips}
@@ -294,7 +294,7 @@ class Jobs:
                 mark=f"{self._server_id}-{record.id}",
             )
         except ConfigError as error:
-            await self._settle(run, record, GeneratorEnd(hopeless=True, error=f"ConfigError: {error}"))
+            await self._settle(run, record, GeneratorEnd(permanent=True, error=f"ConfigError: {error}"))
         except OSError as error:
             await self._settle(run, record, GeneratorEnd(error=f"its process cannot be started: {error}"))
         else:
@@ -309,12 +309,12 @@ class Jobs:
             _LOG.info("job %s is finished", record.id)
             return
         in_a_row = 1 if self._has_progress(run) else run.in_a_row + 1
-        is_over = end.hopeless or in_a_row >= self._crashes.max_attempts
+        is_over = end.permanent or in_a_row >= self._crashes.max_attempts
         crashed = replace(record, crashes=record.crashes + 1, error=end.error, traceback=end.traceback)
         if is_over:
             crashed = await self._store.save_job(replace(crashed, state="failed"))
             self._run = None
-            _LOG.error("%s%s", self._failure(crashed), "" if end.hopeless else f"\n{end.traceback}")
+            _LOG.error("%s%s", self._failure(crashed), "" if end.permanent else f"\n{end.traceback}")
         else:
             await self._store.save_job(crashed)
             wait = self._crashes.wait(in_a_row, self._random)

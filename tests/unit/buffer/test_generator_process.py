@@ -137,13 +137,13 @@ async def test_it_reports_how_it_ended(world: World) -> None:
     for line in ("sys.exit()", "sys.exit(0)", "return 7"):
         assert await end_of(line) == GeneratorEnd(finished=True)
     crash = await end_of("raise ValueError('two\\nlines')")
-    assert not crash.finished and not crash.hopeless
+    assert not crash.finished and not crash.permanent
     assert crash.error == "ValueError: two lines"
     assert "math_generator.py" in crash.traceback and "in run_rollout" in crash.traceback
     for name in ("ConfigError", "DataError"):
-        assert (await end_of(f"raise {name}('x: no')")).hopeless
+        assert (await end_of(f"raise {name}('x: no')")).permanent
     assert (await end_of("sys.exit('no')")).error == "SystemExit: no"
-    assert "raised NameError" in (end := await world.run("nothing\n")).error and end.hopeless
+    assert "raised NameError" in (end := await world.run("nothing\n")).error and end.permanent
     for line, how in (
         ("os._exit(7)", "ended with exit code 7"),
         ("os._exit(0)", "ended with exit code 0"),  # it has not returned
