@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.groups import GroupSettings, StoredItem, finish_group, summarize_rewards
-from rollstream.buffer.hook_host import HookHost
 from rollstream.buffer.hooks import FINISHING, HookError
 from rollstream.buffer.items import Encoding, dump_list
 from rollstream.buffer.store.base import Change, Group, JobRecord, Judged, Removal, Taken, Wanted
@@ -79,7 +79,7 @@ class _Waiter:
 class TaskPolicy:
     """What the store has to know of tasks: settings of the server and of jobs, and which hooks judge."""
 
-    def __init__(self, defaults: GroupSettings, host: HookHost) -> None:
+    def __init__(self, defaults: GroupSettings, host: GeneratorFiles) -> None:
         self.defaults = defaults
         self._host = host
         self._of_jobs: dict[str, GroupSettings] = {}
@@ -107,7 +107,11 @@ class Reads:
     """
 
     def __init__(
-        self, store: SqlStore, host: HookHost, policy: TaskPolicy, jobs: Callable[[], Mapping[str, JobRecord]]
+        self,
+        store: SqlStore,
+        host: GeneratorFiles,
+        policy: TaskPolicy,
+        jobs: Callable[[], Mapping[str, JobRecord]],
     ) -> None:
         self._store = store
         self._host = host
