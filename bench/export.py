@@ -23,11 +23,10 @@ import orjson
 import pyarrow as pa
 
 from bench.report import parse_options, peak_rss_mb, print_table, write_json
-from rollstream.store.batch import build_table, write_table_durably
+from rollstream.store.batch import batch_metadata, build_table, write_table_durably
 from rollstream.store.manifest import SHARD_IDENTITY, new_manifest
 from rollstream.store.records import RecordCodec, RolloutRecord
 from rollstream.store.run_dir import lock_run, open_run
-from rollstream.store.sealing import batch_metadata
 from rollstream.store.summary import write_checkpoint
 from rollstream.trajectory import Metrics, Rollout, Trajectory
 

@@ -20,11 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bench.report import parse_options, peak_rss_mb, print_table, write_json
-from rollstream.store.batch import build_table, write_table_durably
+from rollstream.store.batch import batch_metadata, build_table, write_table_durably
 from rollstream.store.manifest import Manifest, new_manifest
 from rollstream.store.records import RecordCodec
 from rollstream.store.run_dir import lock_run, open_run
-from rollstream.store.sealing import batch_metadata
 from rollstream.trajectory import Rollout, Trajectory
 
 N = 4

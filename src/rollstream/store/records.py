@@ -15,7 +15,6 @@ import orjson
 import zstandard
 
 from rollstream.errors import RollstreamError
-from rollstream.store.facts import RolloutFacts, rollout_facts
 from rollstream.trajectory import Failure, Rollout, RolloutKey, Trajectory
 
 _COMPRESSION_LEVEL = 1
@@ -71,6 +70,33 @@ class FailureRecord(msgspec.Struct, frozen=True):
     error: str
     traceback: str
     failed_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFacts:
+    """What statistics of a run are made of, for one rollout; small, so that it travels where tokens need not."""
+
+    data_source: str
+    response_lengths: tuple[int, ...]
+    """Of its trajectories: tokens of the response, sampled or not."""
+    at_limit: int
+    """Trajectories that ended because there was no room for more tokens."""
+    seconds: float
+    """From dispatch to scored."""
+    versions: tuple[int, int]
+    """The lowest and the highest policy version that made its tokens."""
+
+
+def rollout_facts(rollout: Rollout) -> RolloutFacts:
+    """What is counted of a rollout."""
+    versions = [version for one in rollout.trajectories for _, version in one.policy_versions] or [0]
+    return RolloutFacts(
+        data_source=rollout.data_source,
+        response_lengths=tuple(len(one.response_ids) for one in rollout.trajectories),
+        at_limit=sum(one.finish_reason == "length" for one in rollout.trajectories),
+        seconds=float(rollout.final.metrics.total_s),
+        versions=(min(versions), max(versions)),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from rollstream.errors import StorageError
+from rollstream.store.batch import seal_journal
 from rollstream.store.journal import JournalFile, encode_frame, sync_folder
 from rollstream.store.records import EncodedRollout, EncodingError, RecordCodec
 from rollstream.store.run_dir import RunDirectory
-from rollstream.store.sealing import seal_journal
 from rollstream.trajectory import Failure, Rollout
 
 logger = logging.getLogger(__name__)

@@ -36,6 +36,7 @@ import pyarrow.compute as pc
 
 from rollstream.errors import ConfigError, StorageError
 from rollstream.store.batch import open_parquet, reading
+from rollstream.store.export.files import note_export
 from rollstream.store.export.room import available_memory
 from rollstream.store.export.verl_pickle import write_dataproto
 from rollstream.store.export.verl_rows import (
@@ -148,6 +149,7 @@ def export_dataproto(
         for old in set(dataproto_files(target)) - set(names):
             old.unlink()
         sync_folder(target.parent)
+        note_export(artifact, *names)
     except OSError as error:
         raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
     finally:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import pyarrow.parquet as pq
 
 from rollstream.errors import StorageError
 from rollstream.store.batch import DamagedFileError, open_parquet, reading
+from rollstream.store.export.files import note_export
 from rollstream.store.merge import MergeCancelledError
 
 JSON_COLUMNS = ("messages", "reward_extra", "ground_truth", "extra")
@@ -64,13 +64,9 @@ def export_jsonl(artifact: Path, target: Path, cancelled: Callable[[], bool] = l
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(target)
+        note_export(artifact, target)
     except OSError as error:
         raise StorageError(f"cannot write {target}: {error.strerror}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return lines
-
-
-def artifact_rows(artifact: Path) -> int:
-    """Rows of an artifact, from its footer."""
-    return int(pq.read_metadata(artifact).num_rows)

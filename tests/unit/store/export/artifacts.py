@@ -6,9 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rollstream.store.batch import build_table, write_table_durably
+from rollstream.store.batch import batch_metadata, build_table, write_table_durably
 from rollstream.store.records import RecordCodec
-from rollstream.store.sealing import batch_metadata
 from rollstream.trajectory import Metrics, Rollout, Trajectory
 
 
