@@ -94,7 +94,7 @@ def _record(seed: int, longest: int) -> RolloutRecord:
         metrics=Metrics(engine_calls=1),
     )
     rollout = Rollout(seed, seed % N, f"{seed:032x}", [trajectory], "bench", ground_truth=str(seed))
-    return codec.decode_rollout(codec.encode_rollout(rollout)[0])
+    return codec.decode_rollout(codec.encode(rollout).body)
 
 
 def measure_merge(folder: Path) -> dict[str, float]:

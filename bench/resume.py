@@ -38,9 +38,9 @@ def make_run(root: Path, rollouts: int) -> None:
         codec = RecordCodec()
         records = [
             codec.decode_rollout(
-                codec.encode_rollout(
+                codec.encode(
                     Rollout(i // N, i % N, f"{i // N:032x}", [_trajectory(i)], "bench", ground_truth=str(i))
-                )[0]
+                ).body
             )
             for i in range(BATCH_ROWS)
         ]

@@ -266,7 +266,7 @@ def test_command_line_from_generate_to_export(
     assert cli(["validate", str(run_dir)]) == 1
     assert "rollstream validate --repair" in capsys.readouterr().out
     cli(["validate", "--repair", str(run_dir)])
-    assert "kept aside" in capsys.readouterr().out
+    assert "taken from trajectories.parquet" in capsys.readouterr().out
     assert cli(["generate", "--config", str(run_dir / "config.yaml")]) == 0
     assert "12/12 rollouts done" in capsys.readouterr().out
     assert cli(["validate", str(run_dir)]) == 0

@@ -356,7 +356,7 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Tells damage from a passing failure to read: only the former makes a file be kept aside.
+    """Tells damage from a passing failure to read: only the former quarantines a file.
 
     Arrow says both with the same exceptions; an operating system's error has an errno, a checksum's has not.
     """

@@ -63,7 +63,7 @@ def extend_run(
 
     Raises:
         IdentityMismatchError: more than the dataset differs; nothing was touched.
-        DamageError: a batch is damaged; it was kept aside, and the run is as it was otherwise.
+        DamageError: a batch is damaged; it was quarantined, and the run is as it was otherwise.
         StorageError: the disk is full; the run is as it was.
     """
     manifest = read_manifest(root)

@@ -44,7 +44,7 @@ _BUCKET_BYTES = 16 << 20
 _MAX_BUCKETS = 512
 """Open files while rows are spread; in artifacts above 8 GB buckets are cut twice."""
 
-_SORTED_AT_ONCE = 1 << 20
+_SORTED_AT_ONCE = 1 << 16
 """Rows whose ranks are told at once, after all were sorted."""
 
 _LEFT_OUT = 0xFFFFFFFF

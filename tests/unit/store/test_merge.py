@@ -27,7 +27,7 @@ codec = RecordCodec()
 
 def write_batch(root: Path, number: int, rollouts: list[Rollout]) -> None:
     (root / "batches").mkdir(exist_ok=True)
-    table = build_table([codec.decode_rollout(codec.encode_rollout(one)[0]) for one in rollouts])
+    table = build_table([codec.decode_rollout(codec.encode(one).body) for one in rollouts])
     write_table_durably(RunPaths(root).batch(number), table, batch_metadata(RUN_ID))
 
 

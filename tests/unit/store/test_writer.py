@@ -230,7 +230,7 @@ async def test_a_run_that_holds_nothing_gives_way(tmp_path: Path) -> None:
         open_dir(tmp_path, **{"engine": "mistyped"})
 
 
-@pytest.mark.parametrize("where", ["encode_rollout", "append", "mark_done"])
+@pytest.mark.parametrize("where", ["append", "mark_done"])
 async def test_an_unforeseen_error_in_the_writer_thread_reaches_everyone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -241,9 +241,7 @@ async def test_an_unforeseen_error_in_the_writer_thread_reaches_everyone(
         writer = StoreWriter(run, save_batch_size=10, pull_timeout=float("inf"))
         writer.start()
         await writer.commit(rollout(0))
-        target = {"encode_rollout": RecordCodec, "append": JournalFile, "mark_done": type(run.state.keys)}[
-            where
-        ]
+        target = {"append": JournalFile, "mark_done": type(run.state.keys)}[where]
         monkeypatch.setattr(target, where, fail)
         async with asyncio.timeout(20):
             results = await asyncio.gather(

@@ -13,7 +13,7 @@ from rollstream.trajectory import Metrics, Rollout, Trajectory
 
 def write_artifact(path: Path, rollouts: Sequence[Rollout]) -> Path:
     codec = RecordCodec()
-    records = [codec.decode_rollout(codec.encode_rollout(one)[0]) for one in rollouts]
+    records = [codec.decode_rollout(codec.encode(one).body) for one in rollouts]
     write_table_durably(path, build_table(records), batch_metadata(bytes(16)))
     return path
 
