@@ -320,7 +320,7 @@ def _export(options: argparse.Namespace) -> int:
         if given and options.format != name:
             raise ConfigError(f"{', '.join(given)}: for --format {name}, not {options.format}")
     if options.push is not None:
-        from rollstream.store.export.hub import check_login, push_folder
+        from rollstream.store.export.hf import check_login, push_folder
 
         if options.format != "hf":
             raise ConfigError("--push uploads a dataset: --format hf")
