@@ -369,7 +369,7 @@ class StoreWriter:
         if report.damage or report.torn:
             raise StorageError(
                 f"{journal} changed under the run ({report.damage or 'torn'}); its whole frames are in "
-                f"{self._paths.batch(number).name}. Run the same command again: it keeps that file aside."
+                f"{self._paths.batch(number).name}. Run the same command again: it quarantines that file."
             )
         journal.unlink()
         sync_folder(journal.parent)

@@ -113,7 +113,7 @@ def export_run(
                 f"{root}: {status.completed} of {total} rollouts done; the run is unfinished. To export what "
                 "is there, name a file outside with --output; or run `rollstream generate` to its end"
             )
-        with _merged_aside(RunPaths(root), manifest, target, status) as artifact:
+        with _merged_copy(RunPaths(root), manifest, target, status) as artifact:
             return Export(target, _write(artifact, name, target, options, manifest, root), status)
 
 
@@ -138,29 +138,29 @@ def _check_output(root: Path, target: Path, own: Path, name: str, *, force: bool
 
 
 @contextmanager
-def _merged_aside(paths: RunPaths, manifest: Manifest, target: Path, status: RunStatus) -> Iterator[Path]:
+def _merged_copy(paths: RunPaths, manifest: Manifest, target: Path, status: RunStatus) -> Iterator[Path]:
     """An artifact of what is done so far, in a temporary folder on the disk of `target`."""
     try:
         folder = tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.resolve().parent)
     except OSError as error:
         raise StorageError(f"cannot write beside {target}: {error.strerror}") from error
-    aside = RunPaths(Path(folder))
+    copy = RunPaths(Path(folder))
     try:
         try:
-            aside.batches.mkdir()
+            copy.batches.mkdir()
             batches = paths.batch_numbers()
             for number in batches:
-                aside.batch(number).symlink_to(paths.batch(number).resolve())
+                copy.batch(number).symlink_to(paths.batch(number).resolve())
             for number in paths.journal_numbers():
                 if number in batches:  # sealed already; a crash came before the journal was deleted
                     continue
-                seal_journal(paths.journal(number), aside.batch(number), manifest.run_id_bytes)
+                seal_journal(paths.journal(number), copy.batch(number), manifest.run_id_bytes)
             if status.artifact_rows:  # the last one: of a key in two batches the first counts
-                aside.batch(paths.next_number()).symlink_to(paths.artifact.resolve())
+                copy.batch(paths.next_number()).symlink_to(paths.artifact.resolve())
         except OSError as error:
             raise StorageError(f"cannot write beside {target}: {error.strerror}") from error
-        merge_batches(aside, manifest.run_id_bytes)
-        yield aside.artifact
+        merge_batches(copy, manifest.run_id_bytes)
+        yield copy.artifact
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
