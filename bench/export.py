@@ -23,11 +23,10 @@ import orjson
 import pyarrow as pa
 
 from bench.report import parse_options, peak_rss_mb, print_table, write_json
-from rollstream.store.batch import build_table, write_table_durably
+from rollstream.store.batch import batch_metadata, build_table, write_table_durably
 from rollstream.store.manifest import SHARD_IDENTITY, new_manifest
 from rollstream.store.records import RecordCodec, RolloutRecord
 from rollstream.store.run_dir import lock_run, open_run
-from rollstream.store.sealing import batch_metadata
 from rollstream.store.summary import write_checkpoint
 from rollstream.trajectory import Metrics, Rollout, Trajectory
 
@@ -95,7 +94,7 @@ def _record(seed: int, longest: int) -> RolloutRecord:
         metrics=Metrics(engine_calls=1),
     )
     rollout = Rollout(seed, seed % N, f"{seed:032x}", [trajectory], "bench", ground_truth=str(seed))
-    return codec.decode_rollout(codec.encode_rollout(rollout)[0])
+    return codec.decode_rollout(codec.encode(rollout).body)
 
 
 def measure_merge(folder: Path) -> dict[str, float]:

@@ -34,7 +34,7 @@ from bench.report import cpu_seconds, parse_options, peak_rss_mb, print_table, w
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.demo import MODEL_PATH
 from rollstream.generation import main
-from rollstream.store.export.jsonl import artifact_rows
+from rollstream.store.batch import file_rows
 
 PROMPT_TOKENS = RESPONSE_TOKENS = 512
 IN_FLIGHT = 256
@@ -190,7 +190,7 @@ def run_rollstream(
     code = main.main([f"{key}={value}" for key, value in settings.items()])
     figures = _figures(rollouts, time.perf_counter() - started, cpu_seconds() - cpu)
     assert code == 0
-    assert artifact_rows(folder / "trajectories.parquet") == max(n, rollouts)
+    assert file_rows(folder / "trajectories.parquet") == max(n, rollouts)
     return figures
 
 

@@ -20,11 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bench.report import parse_options, peak_rss_mb, print_table, write_json
-from rollstream.store.batch import build_table, write_table_durably
+from rollstream.store.batch import batch_metadata, build_table, write_table_durably
 from rollstream.store.manifest import Manifest, new_manifest
 from rollstream.store.records import RecordCodec
 from rollstream.store.run_dir import lock_run, open_run
-from rollstream.store.sealing import batch_metadata
 from rollstream.trajectory import Rollout, Trajectory
 
 N = 4
@@ -39,9 +38,9 @@ def make_run(root: Path, rollouts: int) -> None:
         codec = RecordCodec()
         records = [
             codec.decode_rollout(
-                codec.encode_rollout(
+                codec.encode(
                     Rollout(i // N, i % N, f"{i // N:032x}", [_trajectory(i)], "bench", ground_truth=str(i))
-                )[0]
+                ).body
             )
             for i in range(BATCH_ROWS)
         ]

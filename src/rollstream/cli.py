@@ -123,9 +123,21 @@ def build_parser() -> argparse.ArgumentParser:
     validate.add_argument(
         "--repair",
         action="store_true",
-        help="move damaged files to damaged/, so that the run's own command generates their rollouts again",
+        help="move damaged files to damaged/ and take their rollouts from whatever intact copy there is",
     )
     validate.add_argument("--json", action="store_true")
+
+    prune = add(
+        "prune",
+        _prune,
+        "delete what a merged run holds twice: batches that are whole in trajectories.parquet",
+        epilog="Without --yes it only says what would be deleted. The artifact is read to its last byte first, "
+        "and\nbecomes the run's batch (a second name of the same file), so that the run still resumes, extends\n"
+        "and exports. Damaged files, exports and removed/ stay.\n",
+    )
+    prune.add_argument("run_dir", type=Path)
+    prune.add_argument("--yes", action="store_true", help="delete")
+    prune.add_argument("--json", action="store_true")
 
     export = add("export", _export, "write a run's trajectories in another format")
     export.add_argument("run_dir", type=Path)
@@ -234,11 +246,15 @@ def _status(options: argparse.Namespace) -> int:
         where = f"{status.saved_batches} batches, {status.pending_rows} rows in the journal"
         print(f"trajectories    {status.rows} ({where})")
         print(f"artifact        {'trajectories.parquet' if status.artifact else 'not merged yet'}")
+        if status.artifact_rows:
+            print(f"                {status.artifact_rows} trajectories in it are in no batch any more")
+        for name in status.stale:
+            print(f"stale           {name}: of an earlier state of the run")
         print(f"written by      {status.writer or 'nobody right now'}")
         for line in status.damage:
             print(f"damaged         {line}")
-        for name in status.kept_aside:
-            print(f"kept aside      damaged/{name}")
+        for name in status.quarantined:
+            print(f"quarantined     damaged/{name}")
     return 1 if status.damage else 0
 
 
@@ -267,8 +283,25 @@ def _validate(options: argparse.Namespace) -> int:
         where = shlex.quote(str(options.run_dir))
         print(f"to mend it: rollstream validate --repair {where}, then the run's own command again")
     if repaired:
-        print("now the run's own command generates what is owed again and merges anew")
+        print("now the run's own command generates what is owed and merges anew")
     return 0 if result.sound else 1
+
+
+def _prune(options: argparse.Namespace) -> int:
+    from rollstream.store.prune import prune_run
+
+    pruned = prune_run(options.run_dir, dry_run=not options.yes)
+    names = [path.name for path in pruned.batches]
+    if options.json:
+        print(orjson.dumps({"batches": names, "bytes": pruned.bytes, "deleted": options.yes}).decode())
+    elif not names:
+        print(f"{options.run_dir} holds nothing twice")
+    else:
+        done = "deleted" if options.yes else "would delete"
+        print(f"{done} {len(names)} batches of {pruned.bytes / 1e6:.1f} MB, whole in trajectories.parquet")
+        if not options.yes:
+            print("nothing was deleted; --yes deletes them")
+    return 0
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -287,7 +320,7 @@ def _export(options: argparse.Namespace) -> int:
         if given and options.format != name:
             raise ConfigError(f"{', '.join(given)}: for --format {name}, not {options.format}")
     if options.push is not None:
-        from rollstream.store.export.hub import check_login, push_folder
+        from rollstream.store.export.hf import check_login, push_folder
 
         if options.format != "hf":
             raise ConfigError("--push uploads a dataset: --format hf")

@@ -53,5 +53,5 @@ def test_full_disk_stops_the_run_and_resume_finishes_it(tmp_path: Path, what: st
             assert 0 < before.completed < 600
         run_to_end(command, tmp_path / "resumed.log")
     after = read_status(run_dir)
-    assert (after.completed, after.kept_aside) == (600, [])
+    assert (after.completed, after.quarantined) == (600, [])
     assert validate_run(run_dir).sound

@@ -187,7 +187,7 @@ def test_damage_is_redone(tmp_path: Path, sums: Path) -> None:
     result = run_generation(config(run_dir, sums))
     assert (result.completed, result.exit_code) == (24, 0)
     assert "batch_000001.parquet" in result.damage[0]
-    assert read_status(run_dir).kept_aside == ["batch_000001.parquet"]
+    assert read_status(run_dir).quarantined == ["batch_000001.parquet"]
     assert pq.read_table(run_dir / "trajectories.parquet", columns=["response_ids"]).equals(whole)
     assert validate_run(run_dir).sound
 
@@ -266,7 +266,7 @@ def test_command_line_from_generate_to_export(
     assert cli(["validate", str(run_dir)]) == 1
     assert "rollstream validate --repair" in capsys.readouterr().out
     cli(["validate", "--repair", str(run_dir)])
-    assert "kept aside" in capsys.readouterr().out
+    assert "taken from trajectories.parquet" in capsys.readouterr().out
     assert cli(["generate", "--config", str(run_dir / "config.yaml")]) == 0
     assert "12/12 rollouts done" in capsys.readouterr().out
     assert cli(["validate", str(run_dir)]) == 0

@@ -8,14 +8,15 @@ from pathlib import Path
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.config.settings import GenerationSettings
 from rollstream.errors import ConfigError, RunDirectoryError, StorageError
+from rollstream.store.batch import file_rows
 from rollstream.store.export.dataproto import (
     NO_IMAGES,
     DataProtoOptions,
     check_packages,
     export_dataproto,
 )
-from rollstream.store.export.jsonl import artifact_rows, export_jsonl
-from rollstream.store.export.run import FILE_NAMES
+from rollstream.store.export.files import FILE_NAMES
+from rollstream.store.export.jsonl import export_jsonl
 from rollstream.store.manifest import read_manifest
 from rollstream.store.paths import RunPaths
 
@@ -76,7 +77,7 @@ async def export_artifact(
 def _explained(artifact: Path, name: str, error: ConfigError) -> ConfigError:
     key = "generation.export_unscored, " if name == "dataproto" else ""
     explained = ConfigError(
-        f"{artifact} is there with {artifact_rows(artifact)} rows, but generation.export={name} of it "
+        f"{artifact} is there with {file_rows(artifact)} rows, but generation.export={name} of it "
         f"failed: {error}. Options: {key}rollstream export --format {name} (docs/export.md)"
     )
     explained.__cause__ = error

@@ -25,7 +25,7 @@ class GenerationResult:
     artifact_rows: int
     elapsed_s: float
     damage: list[str]
-    """What was found damaged, kept aside and owed again."""
+    """What was found damaged or missing when the run was opened."""
     signal: int | None = None
     """The signal that stopped the run before its end."""
     max_failed_share: float = 0.0

@@ -27,8 +27,8 @@ from rollstream.rollout.local import WindowCounters
 from rollstream.store.batch import DamagedFileError
 from rollstream.store.extend import extend_run, finish_extend
 from rollstream.store.merge import merge_batches
-from rollstream.store.paths import set_aside
 from rollstream.store.records import EncodedRollout
+from rollstream.store.recovery import quarantine_batch
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.summary import write_checkpoint
 from rollstream.store.writer import StoreWriter
@@ -105,7 +105,9 @@ async def generate(
         # Before the lock is given back: trackers write into the run directory, too.
         stack.push_async_callback(lambda: telemetry.close(succeeded=succeeded, stop=stop.requested))
         for line in run.state.damage:
-            logger.warning("damaged, kept aside, owed again: %s", line)
+            logger.warning("damaged: %s", line)
+        for line in run.state.restored:
+            logger.warning("restored: %s", line)
         if run.state.torn:
             logger.info("cut an unfinished frame of %d bytes, as a crash leaves it", run.state.torn)
         one = _Run(prepared, run, stop, console or progress_console(), on_ready, telemetry)
@@ -299,11 +301,8 @@ class _Run:
                 lambda cancelled: merge_batches(run.paths, run.manifest.run_id_bytes, cancelled=cancelled)
             )
         except DamagedFileError as error:
-            kept = set_aside(run.paths, error.path)
-            raise DamageError(
-                f"{error}. It was kept aside as {kept}; its rollouts are owed again: run the same command "
-                "once more."
-            ) from error
+            kept, _ = quarantine_batch(run.paths, run.manifest, error.path)
+            raise DamageError(f"{error}. It was moved to {kept}; run the same command once more.") from error
         if rows != run.state.rows:
             raise StorageError(
                 f"{run.paths.root} has {run.state.rows} trajectories, but its batches {rows}: not everything "

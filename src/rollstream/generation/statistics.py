@@ -5,8 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from rollstream.metrics_text import Histogram
-from rollstream.store.facts import RolloutFacts, rollout_facts
-from rollstream.store.records import EncodedRollout
+from rollstream.store.records import EncodedRollout, RolloutFacts, rollout_facts
 from rollstream.trajectory import Failure, Rollout
 
 MOST_NAMES = 16

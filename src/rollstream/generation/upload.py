@@ -16,7 +16,7 @@ from rollstream.errors import RollstreamError, StorageError
 from rollstream.generation.stopping import StoppedEarly, StopSignals, in_daemon_thread
 from rollstream.generation.trackers import Staged, check_trackers, load_uploader, tracked_run_of
 from rollstream.generation.tracking import TrackedRun
-from rollstream.store.export.run import FILE_NAMES
+from rollstream.store.export.files import FILE_NAMES
 from rollstream.store.export.zip import export_zip, zip_batches
 from rollstream.store.journal import write_file_durably
 from rollstream.store.merge import source_digest
@@ -67,7 +67,7 @@ async def upload_trajectories(
     # By the batches and not by the zip: that has the time of `checkpoint.json` in it, new at each command.
     what = {
         **{"project": run.project, "name": name, "merged": merged},
-        "batches": source_digest(paths, paths.batch_numbers()),
+        "batches": source_digest(paths),
     }
     note = paths.logs / "uploaded.json"
     if (place := _place_of(note, what)) is not None:

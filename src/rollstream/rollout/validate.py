@@ -1,10 +1,12 @@
 """Whether what a rollout gave can be trained on: checked before it is stored, whoever wrote the loop."""
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rollstream.trajectory import Trajectory
 
@@ -48,7 +50,8 @@ def check_trajectory(trajectory: Trajectory, *, logprobs: bool) -> None:
     if not trajectory.prompt_ids:
         raise ValueError("prompt_ids is empty")
     for name in ("prompt_ids", "response_ids"):
-        if any(not 0 <= token_id < 2**31 for token_id in getattr(trajectory, name)):
+        ids = _as_array("i", getattr(trajectory, name))
+        if ids is None or (len(ids) and ids.min() < 0):
             raise ValueError(f"{name} has an id below 0, or of more than 31 bits")
     if not isinstance(trajectory.messages, list) or not all(isinstance(m, dict) for m in trajectory.messages):
         raise TypeError("messages must be a list of mappings")
@@ -61,13 +64,14 @@ def check_trajectory(trajectory: Trajectory, *, logprobs: bool) -> None:
     for name, found in lengths.items():
         if found != length:
             raise ValueError(f"lengths differ: {length} response_ids, {found} {name}")
-    if not set(trajectory.response_mask) <= {0, 1}:
+    mask_values = set(trajectory.response_mask)
+    if not mask_values <= {0, 1}:
         raise ValueError("response_mask has values other than 0 and 1")
     if trajectory.response_logprobs is not None and length:
-        values = np.asarray(trajectory.response_logprobs, np.float64)
-        if not np.isfinite(values).all():
+        values = _as_array("f", trajectory.response_logprobs)
+        if values is None or not np.isfinite(values).all():
             raise ValueError("response_logprobs has values that are not finite")
-        if values[np.asarray(trajectory.response_mask) == 0].any():
+        if 0 in mask_values and values[np.asarray(trajectory.response_mask) == 0].any():
             raise ValueError("response_logprobs must be 0 where response_mask is 0")
     starts = [start for start, _ in trajectory.policy_versions]
     if starts != sorted(set(starts)) or any(not 0 <= start <= length for start in starts):
@@ -82,3 +86,14 @@ def check_trajectory(trajectory: Trajectory, *, logprobs: bool) -> None:
         trajectory.reward = float(given)
         if not math.isfinite(trajectory.reward):
             raise ValueError(f"the reward must be finite, not {trajectory.reward}")
+
+
+def _as_array(code: str, values: Sequence[float]) -> npt.NDArray[Any] | None:
+    """Numbers as an array of 32-bit ones; None when one does not fit.
+
+    `struct` reads a list of Python numbers in a third of the time that numpy takes.
+    """
+    try:
+        return np.frombuffer(struct.pack(f"{len(values)}{code}", *values), code)
+    except (struct.error, OverflowError):
+        return None

@@ -1,15 +1,16 @@
 """Batches: sealed Parquet files of trajectories, sorted by key, zstd, with page checksums.
 
-The schema is the same in every batch and in the merged artifact. Beside them stand `_SHA256SUMS`
-(batches) and `trajectories.parquet.sha256`, for `rollstream validate` and for `sha256sum -c`: page
-checksums do not cover a Parquet file's footer. A line is durable before its file has its name, so a file
-that has its name has a line. (Readers of Parquet folders pass over names that begin with an underscore.)
+Journal file N becomes batch N (`seal_journal`). The schema is the same in every batch and in the merged
+artifact. Beside them stand `_SHA256SUMS` (batches) and `trajectories.parquet.sha256`, for `rollstream
+validate` and for `sha256sum -c`: page checksums do not cover a Parquet file's footer. A line is durable
+before its file has its name, so a file that has its name has a line. (Readers of Parquet folders pass over
+names that begin with an underscore.)
 """
 
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,8 +23,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollstream.errors import DamageError, RunDirectoryError, StorageError
-from rollstream.store.journal import sync_folder, write_all, write_file_durably
-from rollstream.store.records import RolloutRecord, TrajectoryRecord, scoring_failed
+from rollstream.store.journal import ScanReport, scan, sync_folder, write_all, write_file_durably
+from rollstream.store.records import RecordCodec, RolloutRecord, TrajectoryRecord, scoring_failed
 from rollstream.trajectory import Metrics
 
 METRIC_NAMES = tuple(field.name for field in fields(Metrics))
@@ -66,8 +67,11 @@ KEY_COLUMNS = ["index", "repeat", "trajectory"]
 _COMPRESSION_LEVEL = 1
 """Ids and log-probs are as small at level 1 as at 3 (the default), and written in two thirds of the time."""
 
-ROW_GROUP_ROWS = 1 << 14
-"""Rows of a row group at most; a reader holds one row group of a file at a time."""
+_ROW_GROUP_ROWS = 1 << 10
+"""Rows of a row group at most: who looks at one trajectory reads its row group."""
+
+_ROW_GROUP_BYTES = 4 << 20
+"""Uncompressed bytes of a row group, about: with long rows it has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +84,35 @@ class BatchKeys:
     reward: npt.NDArray[np.float64]
     """NaN = not scored."""
     final: npt.NDArray[np.bool_]
-    unscored: int
+    unscored: npt.NDArray[np.bool_]
     """Final trajectories whose reward function failed."""
+
+    @staticmethod
+    def join(parts: Sequence["BatchKeys"]) -> "BatchKeys":
+        """The rows of all parts, one after another."""
+        dtypes = (np.int64, np.int32, np.int32, np.float64, np.bool_, np.bool_)
+        return BatchKeys(
+            *(
+                np.concatenate([getattr(part, one.name) for part in parts] or [np.zeros(0, dtype)])
+                for one, dtype in zip(fields(BatchKeys), dtypes, strict=True)
+            )
+        )
+
+    def select(self, mask: npt.NDArray[np.bool_]) -> "BatchKeys":
+        """The rows where `mask` is true."""
+        return BatchKeys(*(getattr(self, one.name)[mask] for one in fields(self)))
+
+    def of_whole_rollouts(self) -> npt.NDArray[np.bool_]:
+        """Which rows belong to rollouts that are here from their first trajectory to their final one."""
+        if not len(self.index):
+            return np.zeros(0, bool)
+        begins = np.ones(len(self.index), bool)
+        begins[1:] = (np.diff(self.index) != 0) | (np.diff(self.repeat) != 0)
+        starts = np.flatnonzero(begins)
+        sizes = np.diff(np.append(starts, len(begins)))
+        lasts = starts + sizes - 1
+        whole = (self.trajectory[starts] == 0) & (self.trajectory[lasts] == sizes - 1) & self.final[lasts]
+        return np.repeat(whole, sizes)
 
 
 def build_table(records: Sequence[RolloutRecord]) -> pa.Table:
@@ -157,16 +188,55 @@ def parquet_writer(path: Path, metadata: dict[str, str]) -> pq.ParquetWriter:
     )
 
 
+def seal_journal(journal: Path, batch: Path, run_id: bytes) -> ScanReport:
+    """Writes the whole frames of a journal file as a batch, durably; the journal is left to the caller.
+
+    A batch is written even when some frames are damaged; the report says so. When there is no whole
+    frame, no batch is written. Of frames with the same key, the first counts.
+    """
+    report = ScanReport()
+    codec = RecordCodec()
+    records: dict[tuple[int, int], RolloutRecord] = {}
+    for frame in scan(journal, run_id, report):
+        if (frame.index, frame.repeat) not in records:
+            records[frame.index, frame.repeat] = codec.decode_rollout(frame.body)
+    if records:
+        write_table_durably(batch, build_table(list(records.values())), batch_metadata(run_id))
+    return report
+
+
+def batch_metadata(run_id: bytes) -> dict[str, str]:
+    """Key-value metadata of every Parquet file of a run."""
+    return {"rollstream.format": BATCH_FORMAT, "rollstream.run_id": run_id.hex()}
+
+
 def write_table_durably(path: Path, table: pa.Table, metadata: dict[str, str]) -> None:
     """Writes one batch: temporary name, fsync, rename, fsync of the folder."""
+    write_tables_durably(path, [table], metadata)
+
+
+def write_tables_durably(path: Path, tables: Iterable[pa.Table], metadata: dict[str, str]) -> int:
+    """Writes a batch or an artifact of sorted tables, one in memory at a time; returns its rows."""
     temporary = path.with_name(path.name + ".tmp")
+    rows = 0
     try:
         with parquet_writer(temporary, metadata) as writer:
-            writer.write_table(table.replace_schema_metadata(metadata), row_group_size=ROW_GROUP_ROWS)
+            for table in tables:
+                if len(table):
+                    write_table(writer, table, metadata)
+                rows += len(table)
         commit_file(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    return rows
+
+
+def write_table(writer: pq.ParquetWriter, table: pa.Table, metadata: dict[str, str]) -> None:
+    """Appends a table that is not empty, in row groups of the usual size."""
+    row_bytes = max(1, table.nbytes // len(table))
+    group = max(1, min(_ROW_GROUP_ROWS, _ROW_GROUP_BYTES // row_bytes))
+    writer.write_table(table.replace_schema_metadata(metadata), row_group_size=group)
 
 
 def commit_file(temporary: Path, path: Path) -> None:
@@ -180,6 +250,18 @@ def commit_file(temporary: Path, path: Path) -> None:
     _append_line(_sums_file(path), line)
     temporary.rename(path)
     sync_folder(path.parent)
+
+
+def link_file(source: Path, path: Path) -> bool:
+    """Gives a file a second name, durably; False where the file system cannot."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.hardlink_to(source)
+    except OSError:
+        return False
+    commit_file(temporary, path)
+    return True
 
 
 def _append_line(path: Path, line: bytes) -> None:
@@ -199,7 +281,11 @@ def _append_line(path: Path, line: bytes) -> None:
 
 
 def _sums_file(path: Path) -> Path:
-    return path.with_name("_SHA256SUMS") if path.parent.name == "batches" else Path(f"{path}.sha256")
+    return (
+        path.with_name("_SHA256SUMS")
+        if path.parent.name in ("batches", "removed")
+        else Path(f"{path}.sha256")
+    )
 
 
 def note_digest(path: Path) -> None:
@@ -270,7 +356,7 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Tells damage from a passing failure to read: only the former makes a file be kept aside.
+    """Tells damage from a passing failure to read: only the former quarantines a file.
 
     Arrow says both with the same exceptions; an operating system's error has an errno, a checksum's has not.
     """
@@ -291,12 +377,31 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def read_tables(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """A batch's or artifact's rows, row group by row group; raises as `open_parquet`."""
-    with open_parquet(path) as file:
+def read_tables(
+    path: Path, columns: Sequence[str] | None = None, *, skip_damaged: bool = False
+) -> Iterator[pa.Table]:
+    """A batch's or artifact's rows, row group by row group; raises as `open_parquet`.
+
+    Args:
+        path: the file.
+        columns: None for all.
+        skip_damaged: give what can be read instead of raising `DamagedFileError`.
+    """
+    try:
+        file = open_parquet(path)
+    except DamagedFileError:
+        if skip_damaged:
+            return
+        raise
+    with file:
         for group in range(file.num_row_groups):
-            with reading(path):
-                table = file.read_row_group(group, columns=columns, use_threads=False)
+            try:
+                with reading(path):
+                    table = file.read_row_group(group, columns=columns, use_threads=False)
+            except DamagedFileError:
+                if skip_damaged:
+                    continue
+                raise
             yield table
 
 
@@ -308,21 +413,35 @@ class DamagedFileError(DamageError):
         self.path = path
 
 
+def file_rows(path: Path) -> int:
+    """Rows of a batch or artifact, by its footer."""
+    with reading(path):
+        return int(pq.read_metadata(path).num_rows)
+
+
 def read_keys(path: Path) -> BatchKeys:
-    """Reads the key columns of a batch. Raises as `open_parquet`."""
+    """Reads the key columns of a batch or artifact. Raises as `open_parquet`."""
     with open_parquet(path) as file, reading(path):
         table = file.read([*KEY_COLUMNS, "reward", "is_snapshot"], use_threads=False)
-        unscored = 0
         if table["reward"].null_count:
             extras = file.read(["reward_extra"], use_threads=False)["reward_extra"]
-            failed = pc.and_(pc.is_null(table["reward"]), pc.match_substring(extras, '"error":'))
-            texts = extras.filter(pc.and_(failed, pc.invert(table["is_snapshot"]))).to_pylist()
-            unscored = sum(scoring_failed(orjson.loads(text)) for text in texts)
+            table = table.append_column("reward_extra", extras)
+    return table_keys(table)
+
+
+def table_keys(table: pa.Table) -> BatchKeys:
+    """The keys of rows; without `reward_extra` among them, no reward function has failed."""
+    final = ~table["is_snapshot"].to_numpy()
+    unscored = np.zeros(len(table), bool)
+    if "reward_extra" in table.column_names:
+        likely = pc.and_(pc.is_null(table["reward"]), pc.match_substring(table["reward_extra"], '"error":'))
+        for row in np.flatnonzero(likely.to_numpy() & final):
+            unscored[row] = scoring_failed(orjson.loads(table["reward_extra"][row].as_py()))
     return BatchKeys(
         index=table["index"].to_numpy(),
         repeat=table["repeat"].to_numpy(),
         trajectory=table["trajectory"].to_numpy(),
         reward=table["reward"].to_numpy().astype(np.float64, copy=False),
-        final=~table["is_snapshot"].to_numpy(),
+        final=final,
         unscored=unscored,
     )

@@ -2,15 +2,16 @@
 
 What was done stays with its prompt row, found by content hash (prompt key). Where a row stands at another
 position now, its rollouts are renumbered; rows with the same content are matched in order of position.
-Rollouts of rows that are gone, or not selected any more, leave the run; their batches are kept in
-`replaced/`.
+Rollouts of rows that are gone, or not selected any more, leave the run for `removed/` (batches whose
+`index` counts on from extension to extension); when their row comes back, so do they.
 
 When nothing moves (rows were only appended), only the manifest changes. Otherwise everything is written
 anew beside the old, and one rename makes it count:
 
-    extend.tmp/  --rename-->  extend.ready/  --finish_extend-->  batches/, failed/, run.json, config.yaml
+    extend.tmp/  --rename-->  extend.ready/  --finish_extend-->  batches/, removed/, failed/, run.json, config.yaml
 
-A crash before the rename leaves the old run, a crash after it is finished by the next opening.
+A crash before the rename leaves the old run, a crash after it is finished by the next opening. The artifact
+goes, since it has the old positions: all its rows are in the batches.
 """
 
 import logging
@@ -21,11 +22,17 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rollstream.errors import DamageError, StorageError
-from rollstream.store.batch import DamagedFileError, read_tables, write_table_durably
+from rollstream.store.batch import (
+    DamagedFileError,
+    batch_metadata,
+    read_tables,
+    seal_journal,
+    write_table_durably,
+)
 from rollstream.store.journal import (
     ScanReport,
     encode_file_header,
@@ -35,10 +42,9 @@ from rollstream.store.journal import (
     write_file_durably,
 )
 from rollstream.store.manifest import Manifest, check_identity, read_manifest, write_manifest
-from rollstream.store.paths import RunPaths, set_aside
+from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
-from rollstream.store.recovery import recover
-from rollstream.store.sealing import batch_metadata, seal_journal
+from rollstream.store.recovery import quarantine_batch, recover
 from rollstream.trajectory import Failure
 
 logger = logging.getLogger(__name__)
@@ -57,7 +63,7 @@ def extend_run(
 
     Raises:
         IdentityMismatchError: more than the dataset differs; nothing was touched.
-        DamageError: a batch is damaged; it was kept aside, and the run is as it was otherwise.
+        DamageError: a batch is damaged; it was quarantined, and the run is as it was otherwise.
         StorageError: the disk is full; the run is as it was.
     """
     manifest = read_manifest(root)
@@ -74,26 +80,25 @@ def extend_run(
             seal_journal(paths.journal(number), paths.batch(number), manifest.run_id_bytes)
             paths.journal(number).unlink()
         sync_folder(paths.journals)
-        moved = _match(_old_keys(paths, manifest), prompt_keys())
-        if all(old == target for old, target in moved.items()):
+        old = _old_keys(paths, manifest)
+        moved = _match(old, prompt_keys())
+        if all(target == (index if folder == _RUN else None) for (folder, index), target in moved.items()):
             write_file_durably(root / "config.yaml", config_yaml.encode())
             write_manifest(root, new)
             return
-        gone = sum(target is None for target in moved.values())
-        if gone:
+        gone = sum(folder == _RUN and target is None for (folder, _), target in moved.items())
+        back = sum(folder == _REMOVED and target is not None for (folder, _), target in moved.items())
+        if gone or back:
             logger.warning(
-                "%d of %d prompt rows with finished rollouts are not in the dataset any more; their rollouts "
-                "leave the run and are kept in %s",
-                *(gone, len(moved), root / "replaced"),
+                "%d prompt rows with finished rollouts are not in the dataset any more, their rollouts are "
+                "kept in %s; those of %d rows come back from there",
+                *(gone, paths.removed, back),
             )
         _rewrite(paths, manifest, new, moved, config_yaml)
         finish_extend(root)
     except DamagedFileError as error:
-        kept = set_aside(paths, error.path)
-        raise DamageError(
-            f"{error}. It was kept aside as {kept}; its rollouts are owed again: run the same command "
-            "once more."
-        ) from error
+        kept, _ = quarantine_batch(paths, manifest, error.path)
+        raise DamageError(f"{error}. It was moved to {kept}; run the same command once more.") from error
     except OSError as error:
         raise StorageError(
             f"cannot extend {root}: {error.strerror}; nothing was lost. Free space and run the same command "
@@ -107,12 +112,12 @@ def finish_extend(root: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     if not ready.is_dir():
         return
-    replaced = root / "replaced" / orjson.loads((ready / "name.json").read_bytes())["name"]
-    replaced.mkdir(parents=True, exist_ok=True)
-    for name in ("batches", "failed"):
+    artifact = RunPaths(root).artifact
+    for stale in (artifact, artifact.with_name(f"{artifact.name}.sha256")):
+        stale.unlink(missing_ok=True)
+    for name in ("batches", "removed", "failed"):
         if (ready / name).is_dir():
-            if (root / name).is_dir() and not (replaced / name).exists():
-                (root / name).rename(replaced / name)
+            shutil.rmtree(root / name, ignore_errors=True)
             (ready / name).rename(root / name)
     for name in ("config.yaml", "run.json"):
         if (ready / name).exists():
@@ -123,54 +128,77 @@ def finish_extend(root: Path) -> None:
     shutil.rmtree(temporary)
 
 
-def _old_keys(paths: RunPaths, manifest: Manifest) -> dict[int, str]:
-    """Prompt key of every row with a finished rollout, by index."""
-    keys: dict[int, str] = {}
-    for number in paths.batch_numbers():
-        for table in read_tables(paths.batch(number), ["index", "prompt_key"]):
-            keys.update(zip(table["index"].to_pylist(), table["prompt_key"].to_pylist(), strict=True))
+_PIECE_BYTES = 64 << 20
+"""Of a file that is rewritten, decoded, held at once."""
+
+_RUN, _REMOVED = 0, 1
+
+_Row = tuple[int, int]
+"""A prompt row with finished rollouts: `_RUN` or `_REMOVED`, and its index there."""
+
+
+def _old_keys(paths: RunPaths, manifest: Manifest) -> dict[_Row, str]:
+    """Prompt key of every row with a finished rollout."""
+    keys: dict[_Row, str] = {}
+    for folder, path in _files(paths):
+        for table in read_tables(path, ["index", "prompt_key"]):
+            rows = ((folder, index) for index in table["index"].to_pylist())
+            keys.update(zip(rows, table["prompt_key"].to_pylist(), strict=True))
     codec = RecordCodec()
     for path in paths.failure_files():
         for frame in scan(path, manifest.run_id_bytes, ScanReport()):
-            keys.setdefault(frame.index, codec.decode_failure(frame.body).prompt_key)
+            keys.setdefault((_RUN, frame.index), codec.decode_failure(frame.body).prompt_key)
     return keys
 
 
-def _match(old: dict[int, str], new_keys: Iterable[str | None]) -> dict[int, int | None]:
-    """New index of every old one, None for a row that is gone.
+def _files(paths: RunPaths) -> Iterator[tuple[int, Path]]:
+    yield from ((_RUN, paths.batch(number)) for number in paths.batch_numbers())
+    yield from ((_REMOVED, path) for path in sorted(paths.removed.glob("*.parquet")))
+
+
+def _match(old: dict[_Row, str], new_keys: Iterable[str | None]) -> dict[_Row, int | None]:
+    """New index of every old row, None for one that is not in the dataset.
 
     A row that still stands at its position stays there; others go to the first free positions of their
-    content.
+    content, those of the run before those that had left it.
     """
     wanted = set(old.values())
     places: dict[str, list[int]] = defaultdict(list)
     staying: set[int] = set()
     for index, key in enumerate(new_keys):
         if key is not None and key in wanted:
-            if old.get(index) == key:
+            if old.get((_RUN, index)) == key:
                 staying.add(index)
             else:
                 places[key].append(index)
     free = {key: iter(indices) for key, indices in places.items()}
     return {
-        index: index if index in staying else next(free.get(old[index], iter(())), None)
-        for index in sorted(old)
+        row: row[1] if row[0] == _RUN and row[1] in staying else next(free.get(old[row], iter(())), None)
+        for row in sorted(old)
     }
 
 
 def _rewrite(
-    paths: RunPaths, manifest: Manifest, new: Manifest, moved: dict[int, int | None], config_yaml: str
+    paths: RunPaths, manifest: Manifest, new: Manifest, moved: dict[_Row, int | None], config_yaml: str
 ) -> None:
     temporary = paths.root / "extend.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     target = RunPaths(temporary)
-    target.batches.mkdir(parents=True)
-    target.failures.mkdir()
+    for made in (target.batches, target.removed, target.failures):
+        made.mkdir(parents=True)
+    left = {row: number for number, row in enumerate(row for row in moved if moved[row] is None)}
     metadata = batch_metadata(manifest.run_id_bytes)
-    for number in paths.batch_numbers():
-        table = _renumber(pa.concat_tables(read_tables(paths.batch(number))), moved)
-        if len(table):
-            write_table_durably(target.batch(number), table, metadata)
+    pieces = ((folder, piece) for folder, path in _files(paths) for piece in _pieces(path))
+    for number, (folder, table) in enumerate(pieces):
+        rows = [(folder, index) for index in table["index"].to_pylist()]
+        name = target.batch(number).name
+        for part, numbers in (
+            (target.batches, [moved[row] for row in rows]),
+            (target.removed, [left.get(row) for row in rows]),
+        ):
+            kept = _renumber(table, numbers)
+            if len(kept):
+                write_table_durably(part / name, kept, metadata)
     failures = b"".join(_moved_failures(paths, manifest, moved))
     if failures:
         write_file_durably(
@@ -178,28 +206,40 @@ def _rewrite(
         )
     write_file_durably(temporary / "config.yaml", config_yaml.encode())
     write_manifest(temporary, new)
-    taken = {path.name for path in (paths.root / "replaced").glob("*")}
-    name = next(name for name in (f"{count:06d}" for count in range(len(taken) + 1)) if name not in taken)
-    write_file_durably(temporary / "name.json", orjson.dumps({"name": name}))
     sync_folder(temporary)
     temporary.rename(paths.root / "extend.ready")
     sync_folder(paths.root)
 
 
-def _renumber(table: pa.Table, moved: dict[int, int | None]) -> pa.Table:
-    targets = [moved[index] for index in table["index"].to_pylist()]
-    kept = table.filter(pa.array([target is not None for target in targets]))
-    indices = pa.array([target for target in targets if target is not None], pa.int64())
+def _pieces(path: Path) -> Iterator[pa.Table]:
+    """The rows of a file in tables of some size, each rollout in one of them."""
+    held: list[pa.Table] = []
+    for table in read_tables(path):
+        held.append(table)
+        if sum(one.nbytes for one in held) > _PIECE_BYTES:
+            whole = pa.concat_tables(held)
+            same = (pc.equal(whole[name], whole[name][-1]) for name in ("index", "repeat"))
+            cut = pc.index(pc.and_(*same), True).as_py()  # where its last rollout begins
+            yield whole.slice(0, cut)
+            held = [whole.slice(cut)]
+    if held:
+        yield pa.concat_tables(held)
+
+
+def _renumber(table: pa.Table, numbers: list[int | None]) -> pa.Table:
+    """The rows that have a number, under it, sorted by key."""
+    kept = table.filter(pa.array([number is not None for number in numbers]))
+    indices = pa.array([number for number in numbers if number is not None], pa.int64())
     kept = kept.set_column(0, kept.schema.field(0), indices)
     order = np.lexsort([kept[name].to_numpy() for name in ("trajectory", "repeat", "index")])
     return kept.take(pa.array(order))
 
 
-def _moved_failures(paths: RunPaths, manifest: Manifest, moved: dict[int, int | None]) -> Iterator[bytes]:
+def _moved_failures(paths: RunPaths, manifest: Manifest, moved: dict[_Row, int | None]) -> Iterator[bytes]:
     codec = RecordCodec()
     for path in paths.failure_files():
         for frame in scan(path, manifest.run_id_bytes, ScanReport()):
-            target = moved.get(frame.index)
+            target = moved.get((_RUN, frame.index))
             if target is not None:
                 record = msgspec.structs.asdict(codec.decode_failure(frame.body))
                 body = codec.encode_failure(Failure(**{**record, "index": target}))

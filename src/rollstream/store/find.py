@@ -1,14 +1,14 @@
 """Finding one trajectory in a run directory, wherever it is."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 
 from rollstream.errors import DamageError, RunDirectoryError
-from rollstream.store.batch import build_table, read_keys, read_tables
+from rollstream.store.batch import KEY_COLUMNS, build_table, open_parquet, reading
 from rollstream.store.export.jsonl import decode_row
 from rollstream.store.journal import ScanReport, scan
 from rollstream.store.manifest import DATASET_IDENTITY, Manifest, read_manifest
@@ -41,83 +41,79 @@ def find_trajectory(
         raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
     paths = RunPaths(root)
     damaged: list[str] = []
-    journals = paths.journal_numbers()  # before the batches: one sealed meanwhile is then seen as batch
-    for path in map(paths.batch, paths.batch_numbers()):
+    for path in _files(paths):
+        source = f"{path.parent.name}/{path.name}" if path.parent != root else path.name
         try:
-            found = _in_batch(path, index, repeat, trajectory, manifest)
-        except DamagedKeysError:
-            damaged.append(f"batches/{path.name}")
+            if path.suffix == ".rsj":
+                rows = _in_journal(path, manifest, index, repeat)
+            else:
+                rows = _in_parquet(path, index, repeat)
+        except FileNotFoundError:  # sealed, or merged anew, since the files were listed
             continue
-        if found is not None:
-            return found
-    for number in journals:
-        path, report = paths.journal(number), ScanReport()
-        try:
-            found = _in_journal(path, report, index, repeat, trajectory, manifest)
-        except FileNotFoundError:  # sealed since we listed it
-            found = _in_batch(paths.batch(number), index, repeat, trajectory, manifest)
-        if found is not None:
-            return found
-        if report.damage:
-            damaged.append(f"journal/{path.name}")
+        except DamageError:
+            damaged.append(source)
+            continue
+        if rows:
+            if trajectory is not None and not 0 <= trajectory < len(rows):
+                raise RunDirectoryError(
+                    f"rollout (index {index}, repeat {repeat}) has {len(rows)} trajectories, numbered from 0"
+                )
+            row = rows[-1 if trajectory is None else trajectory]
+            return FoundTrajectory(decode_row(row, path), source, len(rows), manifest)
+    wanted = "no rollout" if index is None else f"rollout (index {index}, repeat {repeat})"
     if damaged:
-        wanted = (
-            "no rollout was found"
-            if index is None
-            else f"rollout (index {index}, repeat {repeat}) was not found"
-        )
         raise DamageError(
-            f"{wanted}, but {', '.join(damaged)} cannot be read: damaged. The same `rollstream generate` "
-            "keeps it aside and generates its rollouts again"
+            f"{wanted} was found, but {', '.join(damaged)} cannot be read: damaged. The same `rollstream "
+            "generate` takes what is intact from there, and generates the other rollouts again"
         )
     if index is None:
         raise RunDirectoryError(f"{root} holds no finished rollout yet")
-    raise RunDirectoryError(
-        f"rollout (index {index}, repeat {repeat}) is not in {root}: "
-        + _why_missing(paths, manifest, index, repeat)
-    )
+    raise RunDirectoryError(f"{wanted} is not in {root}: {_why_missing(paths, manifest, index, repeat)}")
 
 
-class DamagedKeysError(DamageError):
-    """The keys of a batch cannot be read, so that nobody knows what is in it."""
+def _files(paths: RunPaths) -> Iterator[Path]:
+    """Where a rollout may be. Journals are listed before the batches: one sealed meanwhile is seen as batch."""
+    journals = [paths.journal(number) for number in paths.journal_numbers()]
+    yield from map(paths.batch, paths.batch_numbers())
+    for journal in journals:
+        yield journal
+        yield paths.batch(int(journal.stem))
+    yield paths.artifact
 
 
-def _in_batch(
-    path: Path, index: int | None, repeat: int, trajectory: int | None, manifest: Manifest
-) -> FoundTrajectory | None:
-    try:
-        keys = read_keys(path)
-    except DamageError as error:
-        raise DamagedKeysError(str(error)) from error
-    hits = _hits(keys.index, keys.repeat, index, repeat)
-    if not len(hits):
-        return None
-    at = _choose(hits, trajectory, index, repeat)
-    for table in read_tables(path):
-        if at < len(table):
-            row = decode_row(table.slice(at, 1).to_pylist()[0], path)
-            return FoundTrajectory(row, f"batches/{path.name}", len(hits), manifest)
-        at -= len(table)
-    raise DamagedKeysError(f"{path.name} has fewer rows than keys")
+def _in_parquet(path: Path, index: int | None, repeat: int) -> list[dict[str, Any]]:
+    """The rows of a rollout in a batch or artifact; of the first rollout without `index`.
+
+    Only row groups that can hold it are read, by the statistics in the footer.
+    """
+    rows: list[dict[str, Any]] = []
+    if not path.exists():
+        return rows
+    with open_parquet(path) as file, reading(path):
+        for group in range(file.num_row_groups):
+            column = file.metadata.row_group(group).column(0).statistics
+            if index is not None and column is not None and not column.min <= index <= column.max:
+                continue
+            keys = file.read_row_group(group, columns=KEY_COLUMNS, use_threads=False)
+            if index is None:
+                index, repeat = keys["index"][0].as_py(), keys["repeat"][0].as_py()
+            same = (keys["index"].to_numpy() == index) & (keys["repeat"].to_numpy() == repeat)
+            if same.any():
+                rows += file.read_row_group(group, use_threads=False).filter(pa.array(same)).to_pylist()
+    return rows
 
 
-def _in_journal(
-    path: Path,
-    report: ScanReport,
-    index: int | None,
-    repeat: int,
-    trajectory: int | None,
-    manifest: Manifest,
-) -> FoundTrajectory | None:
+def _in_journal(path: Path, manifest: Manifest, index: int | None, repeat: int) -> list[dict[str, Any]]:
+    report = ScanReport()
     for frame in scan(path, manifest.run_id_bytes, report):
         if index is None or (frame.index, frame.repeat) == (index, repeat):
             try:
-                rows = build_table([RecordCodec().decode_rollout(frame.body)]).to_pylist()
+                return build_table([RecordCodec().decode_rollout(frame.body)]).to_pylist()  # type: ignore[no-any-return]
             except ValueError as error:
                 raise DamageError(f"{path.name}: frame at offset {frame.offset}: {error}") from error
-            at = _choose(np.arange(len(rows)), trajectory, index, repeat)
-            return FoundTrajectory(decode_row(rows[at], path), f"journal/{path.name}", len(rows), manifest)
-    return None
+    if report.damage:
+        raise DamageError(str(report.damage[0]))
+    return []
 
 
 def _why_missing(paths: RunPaths, manifest: Manifest, index: int, repeat: int) -> str:
@@ -137,23 +133,3 @@ def _why_missing(paths: RunPaths, manifest: Manifest, index: int, repeat: int) -
     return (
         f"it is not done yet, or its prompt row is not part of the run; see `rollstream status {paths.root}`"
     )
-
-
-def _hits(
-    indices: npt.NDArray[np.int64], repeats: npt.NDArray[np.int32], index: int | None, repeat: int
-) -> npt.NDArray[np.intp]:
-    if index is None:
-        if not len(indices):
-            return np.zeros(0, np.intp)
-        index, repeat = int(indices[0]), int(repeats[0])
-    return np.flatnonzero((indices == index) & (repeats == repeat))
-
-
-def _choose(hits: npt.NDArray[Any], trajectory: int | None, index: int | None, repeat: int) -> int:
-    if trajectory is None:
-        return int(hits[-1])
-    if not 0 <= trajectory < len(hits):
-        raise RunDirectoryError(
-            f"rollout (index {index}, repeat {repeat}) has {len(hits)} trajectories, numbered from 0"
-        )
-    return int(hits[trajectory])

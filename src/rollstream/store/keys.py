@@ -35,6 +35,14 @@ class KeyStates:
         at = index * self.n + repeat
         return at < len(self._states) and bool(self._states[at] == _DONE)
 
+    def are_done(self, index: npt.NDArray[np.int64], repeat: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Which of these keys are done. Shape of the arguments."""
+        at = index * self.n + repeat
+        known = at < len(self._states)
+        done = np.zeros(len(at), bool)
+        done[known] = self._states[at[known]] == _DONE
+        return done
+
     def mark_done(self, index: int, repeat: int) -> bool:
         """Marks one key; False when it was done before."""
         at = index * self.n + repeat

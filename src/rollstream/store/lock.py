@@ -5,6 +5,8 @@ import fcntl
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
@@ -51,6 +53,22 @@ class RunLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Holds the lock of a run directory that is there. Raises `RunDirectoryError`."""
+    if not root.is_dir():
+        raise RunDirectoryError(f"{root} is not a run directory: there is no such folder")
+    lock = RunLock(root / "run.lock")
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise RunDirectoryError(f"cannot lock {root}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _lock_patiently(fd: int) -> None:

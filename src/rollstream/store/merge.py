@@ -1,8 +1,8 @@
 """The merge: all batches into one artifact, sorted by key, in bounded memory.
 
-A bucket sort on disk. The keys alone (16 bytes a row) are sorted first; they say where in the artifact each
-row goes. Then every batch is read once and its rows are spread over buckets of consecutive ranks (Arrow IPC
-files in a temporary folder), and every bucket is read, sorted and appended to the artifact. A bucket that
+A bucket sort on disk. The keys alone are sorted first; they say where in the artifact each row goes. Then
+every batch is read once and its rows are spread over buckets of consecutive ranks (Arrow IPC files in a
+temporary folder), and every bucket is read, sorted and appended to the artifact. A bucket that
 turns out too large is cut again in the same way. Where one bucket is enough, nothing is spread.
 
 Rows of keys that stand in several batches come from the batch with the lowest number.
@@ -11,8 +11,9 @@ Rows of keys that stand in several batches come from the batch with the lowest n
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,17 +24,17 @@ import pyarrow.parquet as pq
 
 from rollstream.errors import StorageError
 from rollstream.store.batch import (
-    ROW_GROUP_ROWS,
     SCHEMA,
-    BatchKeys,
-    commit_file,
+    DamagedFileError,
+    batch_metadata,
+    file_rows,
     forget_old_digests,
-    parquet_writer,
-    read_keys,
     read_tables,
+    reading,
+    recorded_digests,
+    write_tables_durably,
 )
 from rollstream.store.paths import MERGE_FOLDER, RunPaths
-from rollstream.store.sealing import batch_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -43,27 +44,83 @@ _BUCKET_BYTES = 16 << 20
 _MAX_BUCKETS = 512
 """Open files while rows are spread; in artifacts above 8 GB buckets are cut twice."""
 
-SOURCE_KEY = b"rollstream.source"
-"""Metadata key of the artifact: which batches it was made of."""
+_SORTED_AT_ONCE = 1 << 16
+"""Rows whose ranks are told at once, after all were sorted."""
+
+_LEFT_OUT = 0xFFFFFFFF
+"""Rank of a row that is not in the artifact."""
+
+_MERGED_KEY = b"rollstream.batches"
+"""Metadata key of the artifact: the batches it was made of, as `_batch_names` has them."""
 
 
-def source_digest(paths: RunPaths, numbers: list[int]) -> str:
-    """Names the set of batches an artifact is made of; equal digests mean nothing to merge."""
-    digest = hashlib.blake2b(digest_size=16)
-    for number in numbers:
-        stat = paths.batch(number).stat()
-        digest.update(f"{number}:{stat.st_size}:{stat.st_mtime_ns};".encode())
-    return digest.hexdigest()
+def source_digest(paths: RunPaths) -> str:
+    """Names the content of a run's batches; with equal digests there is nothing new to upload."""
+    names = _batch_names(paths, paths.batch_numbers())
+    return hashlib.blake2b(" ".join(sorted(names.values())).encode(), digest_size=16).hexdigest()
 
 
-def artifact_source(path: Path) -> str | None:
-    """The source digest in an artifact's footer; None when there is no readable artifact."""
+def _batch_names(paths: RunPaths, numbers: Iterable[int]) -> dict[int, str]:
+    """`000012:0123456789abcdef`: number and checksum of each batch, so that its content is known, too.
+
+    A batch that has lost its checksum is not among them.
+    """
+    digests = recorded_digests(paths.batch(0))
+    found = {number: digests.get(paths.batch(number).name) for number in numbers}
+    return {
+        number: f"{number:06d}:{'+'.join(sorted(digest[:16] for digest in one))}"
+        for number, one in found.items()
+        if one
+    }
+
+
+def _merged_from(artifact: Path, run_id: str) -> set[str] | None:
+    """The batches an artifact was made of; None where no artifact of this run says so."""
     try:
-        metadata = pq.read_metadata(path).metadata or {}
+        metadata = pq.read_metadata(artifact).metadata or {}
     except (OSError, pa.ArrowException):
         return None
-    value = metadata.get(SOURCE_KEY)
-    return None if value is None else value.decode()
+    if metadata.get(b"rollstream.run_id", b"").decode() != run_id or _MERGED_KEY not in metadata:
+        return None
+    return set(metadata[_MERGED_KEY].decode().split())
+
+
+def is_current(paths: RunPaths, run_id: str) -> bool:
+    """Whether the artifact holds the rows of all batches that there are."""
+    if _merged_from(paths.artifact, run_id) is None:
+        return False
+    numbers = set(paths.batch_numbers())
+    return numbers == {*merged_batches(paths, run_id), *_links(paths, numbers)}
+
+
+def merged_batches(paths: RunPaths, run_id: str) -> list[int]:
+    """Numbers of the batches whose rows the artifact holds, too, under a file of its own."""
+    merged = _merged_from(paths.artifact, run_id) or set()
+    numbers = paths.batch_numbers()
+    links = _links(paths, numbers)
+    names = _batch_names(paths, set(numbers) - links)
+    return [number for number, name in sorted(names.items()) if name in merged]
+
+
+def holds_other_batches(paths: RunPaths, run_id: str, numbers: Collection[int]) -> bool:
+    """Whether the artifact may hold rollouts that are in none of these batches, by its footer."""
+    if not paths.artifact.exists() or _links(paths, numbers):
+        return False
+    merged = _merged_from(paths.artifact, run_id)
+    return merged is None or not merged <= {*_batch_names(paths, numbers).values()}
+
+
+def is_merged(paths: RunPaths, run_id: str, name: str) -> bool:
+    """Whether the artifact holds the rows of the batch that once had this file name."""
+    number = int(name.removeprefix("batch_").removesuffix(".parquet"))
+    return _batch_names(paths, [number]).get(number) in (_merged_from(paths.artifact, run_id) or ())
+
+
+def _links(paths: RunPaths, numbers: Iterable[int]) -> set[int]:
+    """Those of the batches that are the artifact itself, under a second name."""
+    own = recorded_digests(paths.artifact).get(paths.artifact.name, set())
+    digests = recorded_digests(paths.batch(0))
+    return {number for number in numbers if own & digests.get(paths.batch(number).name, set())}
 
 
 class MergeCancelledError(Exception):
@@ -87,137 +144,191 @@ def merge_batches(
 
     Raises:
         DamagedFileError: a batch is damaged. The old artifact, if any, stays.
-        StorageError: the disk is full. The old artifact, if any, stays.
-        MergeCancelledError: `cancelled` said so.
+        StorageError: the disk is full, or the artifact holds more than the batches. It stays.
+        MergeCancelledError: `cancelled` said so. The old artifact, if any, stays.
     """
+    if is_current(paths, run_id.hex()):
+        return file_rows(paths.artifact)
     numbers = paths.batch_numbers()
-    source = source_digest(paths, numbers)
-    if artifact_source(paths.artifact) == source:
-        return int(pq.read_metadata(paths.artifact).num_rows)
     batches = [paths.batch(number) for number in numbers]
-    temporary = paths.artifact.with_name("trajectories.parquet.tmp")
     spread = paths.root / MERGE_FOLDER
     shutil.rmtree(spread, ignore_errors=True)
     logger.info("merging %d batches into %s", len(batches), paths.artifact)
 
-    def rows_of_batches() -> Iterator[pa.Table]:
+    def tables() -> Iterator[pa.Table]:
         for path in batches:
-            for table in read_tables(path):
-                if cancelled():
-                    raise MergeCancelledError
+            for table in until(read_tables(path), cancelled):
                 yield table.replace_schema_metadata(None)
 
     try:
-        order = _order([read_keys(path) for path in batches])
-        total = sum(_decoded_bytes(path) for path in batches)
-        metadata = {**batch_metadata(run_id), SOURCE_KEY.decode(): source}
-        done = 0
-        with parquet_writer(temporary, metadata) as writer:
-            for table in _sorted_tables(rows_of_batches, order, total, bucket_bytes, spread):
-                if cancelled():
-                    raise MergeCancelledError
-                writer.write_table(table.replace_schema_metadata(metadata), row_group_size=ROW_GROUP_ROWS)
-                done += len(table)
-        if done != int((order >= 0).sum()):
-            raise StorageError(f"merging gave {done} rows instead of {int((order >= 0).sum())}")
-        commit_file(temporary, paths.artifact)
+        sizes = [_survey(path) for path in batches]
+        ranks = _ranks(batches, sizes)
+        count = int((ranks != _LEFT_OUT).sum())
+        _refuse_fewer(paths, run_id, count)
+        metadata = batch_metadata(run_id)
+        metadata[_MERGED_KEY.decode()] = " ".join(sorted(_batch_names(paths, numbers).values()))
+        parts = _sorted_tables(
+            tables, ranks, range(count), sum(size.bytes for size in sizes), bucket_bytes, spread
+        )
+        write_tables_durably(paths.artifact, until(parts, cancelled), metadata)
         forget_old_digests(paths.artifact)
-        return done
+        return count
     except OSError as error:
         raise StorageError(
             f"cannot write {paths.artifact}: {error.strerror or error}. The batches are safe; free space and "
             "run the same command again."
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
         shutil.rmtree(spread, ignore_errors=True)
 
 
-def _order(keys: list[BatchKeys]) -> npt.NDArray[np.int64]:
-    """Where each row goes in the artifact, batch by batch, row by row; -1 for one that is left out.
+def _refuse_fewer(paths: RunPaths, run_id: bytes, rows: int) -> None:
+    """What holds rollouts is never overwritten by fewer of them: opening the run takes them back first."""
+    if _merged_from(paths.artifact, run_id.hex()) is not None and file_rows(paths.artifact) > rows:
+        raise StorageError(
+            f"{paths.artifact} holds {file_rows(paths.artifact)} trajectories, and the batches only {rows}; "
+            f"it was left as it is. `rollstream validate --repair {paths.root}` takes them back from it"
+        )
 
-    Shape (rows of all batches,).
+
+def until(tables: Iterator[pa.Table], cancelled: Callable[[], bool]) -> Iterator[pa.Table]:
+    """The same tables; raises `MergeCancelledError` as soon as `cancelled` says so."""
+    for table in tables:
+        if cancelled():
+            raise MergeCancelledError
+        yield table
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What the footer of a batch says."""
+
+    rows: int
+    bytes: int
+    """Decoded, about."""
+    max_index: int
+    max_repeat: int
+
+
+def _survey(path: Path) -> _Size:
+    with reading(path):
+        metadata = pq.read_metadata(path)
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        index, repeat = ([group.column(at).statistics for group in groups] for at in (0, 1))
+        if not all((*index, *repeat)):
+            raise DamagedFileError(path, f"{path.name} is damaged: its footer has no statistics")
+        return _Size(
+            rows=metadata.num_rows,
+            bytes=sum(group.total_byte_size for group in groups),
+            max_index=max((one.max for one in index), default=0),
+            max_repeat=max((one.max for one in repeat), default=0),
+        )
+
+
+def _ranks(batches: Sequence[Path], sizes: Sequence[_Size]) -> npt.NDArray[np.uint32]:
+    """Where each row goes in the artifact, batch by batch, row by row; `_LEFT_OUT` for one that does not.
+
+    Shape (rows of all batches,). Key and row stand in one 64-bit number each, which are sorted in place: the
+    peak is 12 bytes a row.
     """
-    index = np.concatenate([one.index for one in keys] or [np.zeros(0, np.int64)])
-    repeat = np.concatenate([one.repeat for one in keys] or [np.zeros(0, np.int32)])
-    batch = np.repeat(np.arange(len(keys), dtype=np.int32), [len(one.index) for one in keys])
-    by_key = np.lexsort((batch, repeat, index))  # stable: within a rollout in the order of its trajectories
-    new_key = np.ones(len(by_key), bool)
-    new_key[1:] = (np.diff(index[by_key]) != 0) | (np.diff(repeat[by_key]) != 0)
-    first = np.maximum.accumulate(np.where(new_key, np.arange(len(by_key)), 0))
-    kept = by_key[batch[by_key] == batch[by_key[first]]] if len(by_key) else by_key
-    order = np.full(len(by_key), -1, np.int64)
-    order[kept] = np.arange(len(kept))
-    return order
-
-
-def _decoded_bytes(path: Path) -> int:
-    metadata = pq.read_metadata(path)
-    return sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+    total = sum(size.rows for size in sizes)
+    row_bits = total.bit_length()
+    repeat_bits = max((size.max_repeat for size in sizes), default=0).bit_length()
+    index_bits = max((size.max_index for size in sizes), default=0).bit_length()
+    if index_bits + repeat_bits + row_bits > 64 or total >= _LEFT_OUT:
+        raise StorageError(f"{total} rows are more than can be merged; merge fewer shards at a time")
+    packed = np.empty(total, np.uint64)
+    at = 0
+    for path, size in zip(batches, sizes, strict=True):
+        for table in read_tables(path, ["index", "repeat"]):
+            index, repeat = (table[name].to_numpy().astype(np.uint64) for name in ("index", "repeat"))
+            if index.max(initial=0) > size.max_index or repeat.max(initial=0) > size.max_repeat:
+                raise DamagedFileError(path, f"{path.name} is damaged: its footer has other keys")
+            rows = np.arange(at, at + len(table), dtype=np.uint64)
+            packed[at : at + len(table)] = ((index << repeat_bits | repeat) << row_bits) | rows
+            at += len(table)
+    packed.sort()
+    ends = np.cumsum([size.rows for size in sizes])
+    ranks = np.full(total, _LEFT_OUT, np.uint32)
+    done, last_key, last_batch = 0, np.uint64(0), -1
+    for start in range(0, total, _SORTED_AT_ONCE):
+        chunk = packed[start : start + _SORTED_AT_ONCE]
+        keys, row = chunk >> row_bits, chunk & ((1 << row_bits) - 1)
+        batch = np.searchsorted(ends, row, side="right")
+        begins = np.ones(len(keys), bool)
+        begins[1:] = keys[1:] != keys[:-1]
+        begins[0] = last_batch < 0 or keys[0] != last_key
+        first = np.maximum.accumulate(np.where(begins, np.arange(len(keys)), -1))
+        first_batch = np.where(first >= 0, batch[first], last_batch)
+        kept = row[batch == first_batch]
+        ranks[kept] = np.arange(done, done + len(kept))
+        done += len(kept)
+        last_key, last_batch = keys[-1], int(first_batch[-1])
+    return ranks
 
 
 def _sorted_tables(
     tables: Callable[[], Iterator[pa.Table]],
-    order: npt.NDArray[np.int64],
+    ranks: npt.NDArray[np.uint32],
+    wanted: range,
     total_bytes: int,
     bucket_bytes: int,
     folder: Path,
 ) -> Iterator[pa.Table]:
-    """The rows of `tables` in order, as tables of about `bucket_bytes`.
+    """The rows of `tables` by rank, as tables of about `bucket_bytes`.
 
     Args:
         tables: gives the rows, each time it is called, in the same order.
-        order: rank of each row, -1 to leave it out; shape (rows,).
+        ranks: rank of each row, or `_LEFT_OUT`; shape (rows,).
+        wanted: the ranks there are, each once.
         total_bytes: of all rows, about.
         bucket_bytes: sorted in memory at once.
         folder: for temporary files.
     """
-    kept = np.sort(order[order >= 0])
-    buckets = int(min(-(-total_bytes // bucket_bytes), _MAX_BUCKETS, len(kept)))
+    buckets = int(min(-(-total_bytes // bucket_bytes), _MAX_BUCKETS, len(wanted)))
     if buckets <= 1:
         picked, held = [], 0
-        for rows, table in _kept_rows(tables(), order):
+        for rank, table in _kept_rows(tables(), ranks):
             if len(table):
-                picked.append((rows, table))
+                picked.append((rank, table))
                 held += table.nbytes
-            if held > 4 * bucket_bytes and len(kept) > 1:
+            if held > 4 * bucket_bytes and len(wanted) > 1:
                 # Encoded it was small, decoded it is not (a long text in every row, say).
                 picked.clear()
-                decoded = sum(table.nbytes for _, table in _kept_rows(tables(), order))
-                yield from _sorted_tables(tables, order, decoded, bucket_bytes, folder)
+                decoded = sum(table.nbytes for _, table in _kept_rows(tables(), ranks))
+                yield from _sorted_tables(tables, ranks, wanted, decoded, bucket_bytes, folder)
                 return
         if picked:
-            rank = np.concatenate([rows for rows, _ in picked])
-            yield _take(pa.concat_tables([table for _, table in picked]), np.argsort(rank))
+            order = np.argsort(np.concatenate([rank for rank, _ in picked]))
+            yield _take(pa.concat_tables([table for _, table in picked]), order)
         return
     folder.mkdir()
     # Cut by rank: bucket b has the ranks from edges[b] on.
-    edges = kept[np.arange(buckets) * len(kept) // buckets]
-    ranks: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(buckets)]
-    sizes = np.zeros(buckets, np.int64)
+    edges = [wanted.start + number * len(wanted) // buckets for number in range(buckets + 1)]
+    ranks_of: list[list[npt.NDArray[np.uint32]]] = [[] for _ in range(buckets)]
+    sizes = [0] * buckets
     with ExitStack() as files:
         writers = [
             files.enter_context(pa.ipc.new_file(str(folder / f"{number}.arrow"), SCHEMA))
             for number in range(buckets)
         ]
-        for rows, table in _kept_rows(tables(), order):
-            bucket_of = np.searchsorted(edges, rows, side="right") - 1
+        for rank, table in _kept_rows(tables(), ranks):
+            bucket_of = np.searchsorted(edges, rank, side="right") - 1
             for number in np.unique(bucket_of):
                 chosen = bucket_of == number
                 part = table.filter(pa.array(chosen))
                 writers[number].write_table(part)
-                ranks[number].append(rows[chosen])
+                ranks_of[number].append(rank[chosen])
                 sizes[number] += part.nbytes
     for number in range(buckets):
         path = folder / f"{number}.arrow"
         inner = folder / f"{number}"
-        rank = np.concatenate(ranks[number]) if ranks[number] else np.zeros(0, np.int64)
-        ranks[number] = []
         # A bucket of unusually long rows, or one of very many, is cut again.
-        again = sizes[number] > 2 * bucket_bytes
-        yield from _sorted_tables(
-            partial(_read_ipc, path), rank, int(sizes[number]) if again else 0, bucket_bytes, inner
-        )
+        again = sizes[number] if sizes[number] > 2 * bucket_bytes else 0
+        rank = np.concatenate(ranks_of[number] or [np.zeros(0, np.uint32)])
+        ranks_of[number] = []
+        here = range(edges[number], edges[number + 1])
+        yield from _sorted_tables(partial(_read_ipc, path), rank, here, again, bucket_bytes, inner)
         shutil.rmtree(inner, ignore_errors=True)
         path.unlink()
 
@@ -229,16 +340,16 @@ def _read_ipc(path: Path) -> Iterator[pa.Table]:
 
 
 def _kept_rows(
-    tables: Iterator[pa.Table], order: npt.NDArray[np.int64]
-) -> Iterator[tuple[npt.NDArray[np.int64], pa.Table]]:
+    tables: Iterator[pa.Table], ranks: npt.NDArray[np.uint32]
+) -> Iterator[tuple[npt.NDArray[np.uint32], pa.Table]]:
     """Tables with the rank of each row, without the rows that are left out."""
     at = 0
     for table in tables:
-        rows = order[at : at + len(table)]
+        rank = ranks[at : at + len(table)]
         at += len(table)
-        kept = rows >= 0
-        yield (rows, table) if kept.all() else (rows[kept], table.filter(pa.array(kept)))
+        kept = rank != _LEFT_OUT
+        yield (rank, table) if kept.all() else (rank[kept], table.filter(pa.array(kept)))
 
 
-def _take(table: pa.Table, order: npt.NDArray[np.int64]) -> pa.Table:
+def _take(table: pa.Table, order: npt.NDArray[np.intp]) -> pa.Table:
     return table if (np.diff(order) == 1).all() else table.take(pa.array(order))

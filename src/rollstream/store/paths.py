@@ -14,7 +14,7 @@ _WRITTEN_WHOLE = (
     "checkpoint.json",
     "trajectories.parquet",
     "trajectories.parquet.sha256",
-    "trajectories.jsonl",
+    "exports.json",
 )
 """Files of the run's root that are written by way of a temporary name."""
 
@@ -47,8 +47,13 @@ class RunPaths:
 
     @property
     def damaged(self) -> Path:
-        """Folder where damaged files are kept aside."""
+        """Folder of damaged files that were moved out of the way."""
         return self.root / "damaged"
+
+    @property
+    def removed(self) -> Path:
+        """Folder of batches with rollouts of prompt rows that an extended dataset does not have."""
+        return self.root / "removed"
 
     @property
     def logs(self) -> Path:
@@ -62,7 +67,7 @@ class RunPaths:
 
     def has_data(self) -> bool:
         """Whether anything was ever finished here."""
-        kept = (self.artifact.exists(), self.damaged.is_dir(), (self.root / "replaced").is_dir())
+        kept = (self.artifact.exists(), self.damaged.is_dir(), self.removed.is_dir())
         files = (self.journal_numbers(), self.batch_numbers(), self.failure_files(), missing_batches(self))
         return any(kept) or any(files)
 
@@ -86,8 +91,12 @@ class RunPaths:
         """Journal files of failures, oldest first."""
         return [self.failures / f"{number:06d}.rsj" for number in _numbers(self.failures, r"(\d{6,})\.rsj")]
 
+    def next_number(self) -> int:
+        """The next number that no batch and no journal file has."""
+        return max([*self.batch_numbers(), *self.journal_numbers()], default=-1) + 1
+
     def damaged_files(self) -> list[Path]:
-        """What was kept aside."""
+        """Damaged files that were quarantined."""
         return sorted(self.damaged.iterdir()) if self.damaged.is_dir() else []
 
 
@@ -119,10 +128,10 @@ def leftovers(paths: RunPaths) -> list[Path]:
     return mine
 
 
-def set_aside(paths: RunPaths, path: Path) -> Path:
+def quarantine_file(paths: RunPaths, path: Path) -> Path:
     """Moves a damaged file to `damaged/`, under a name that is not taken there."""
     paths.damaged.mkdir(exist_ok=True)
-    target = free_name(paths, path)
+    target = quarantine_name(paths, path)
     path.rename(target)
     sync_folder(path.parent)
     sync_folder(paths.damaged)
@@ -131,7 +140,7 @@ def set_aside(paths: RunPaths, path: Path) -> Path:
     return target
 
 
-def free_name(paths: RunPaths, path: Path) -> Path:
+def quarantine_name(paths: RunPaths, path: Path) -> Path:
     """A name in `damaged/` that is not taken, after the file's own."""
     target = paths.damaged / path.name
     count = 1

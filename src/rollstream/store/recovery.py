@@ -1,24 +1,43 @@
 """Reading a run directory: for a look (`inspect`), or to go on writing (`recover`).
 
-The truth is journal + batches. Journal file N becomes batch N when it is sealed, so that after a crash
-between the two steps the number alone says which one to keep. Recovering, in this order:
+The truth is journal + batches, and the artifact where batches are gone. Journal file N becomes batch N when
+it is sealed, so that after a crash between the two steps the number alone says which one to keep.
+Recovering, in this order:
 
 - temporary files of an earlier process are deleted;
-- batches are read for their keys; a damaged one is moved to `damaged/`, its rollouts are owed again;
+- batches are read for their keys; of a damaged one the rollouts that can still be read become a batch of
+  their own, and the file is moved to `damaged/`;
 - a journal file whose batch is good is deleted; the newest one loses its torn tail and is continued;
-  a damaged one is sealed with its whole frames and moved to `damaged/`; the others wait to be sealed.
+  a damaged one is sealed with its whole frames and moved to `damaged/`; the others wait to be sealed;
+- rollouts that only the artifact holds, because batches are gone or damaged, become a batch again;
+- what is then in no file is owed.
 """
 
 import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import orjson
+import pyarrow as pa
 
 from rollstream.errors import DamageError, RunDirectoryError
-from rollstream.store.batch import BatchKeys, forget_digests, read_keys
+from rollstream.store.batch import (
+    BatchKeys,
+    batch_metadata,
+    file_digest,
+    file_rows,
+    forget_digests,
+    link_file,
+    read_keys,
+    read_tables,
+    recorded_digests,
+    seal_journal,
+    table_keys,
+    write_tables_durably,
+)
 from rollstream.store.journal import (
     Damage,
     ScanReport,
@@ -30,10 +49,16 @@ from rollstream.store.journal import (
 )
 from rollstream.store.keys import KeyStates
 from rollstream.store.manifest import Manifest, read_manifest
-from rollstream.store.paths import MERGE_FOLDER, RunPaths, free_name, leftovers, missing_batches, set_aside
+from rollstream.store.merge import holds_other_batches, is_merged
+from rollstream.store.paths import (
+    MERGE_FOLDER,
+    RunPaths,
+    leftovers,
+    missing_batches,
+    quarantine_file,
+    quarantine_name,
+)
 from rollstream.store.records import RecordCodec, scoring_failed
-from rollstream.store.sealing import seal_journal
-from rollstream.store.state import RunState
 
 _RAW_PER_COMPRESSED = 2
 """Ids and log-probs compress to about half; where a continued journal stands need not be exact."""
@@ -42,31 +67,75 @@ _KEY_READERS = 4
 """Threads that read batch footers when a run is opened; reading waits more than it computes."""
 
 
-def recover(paths: RunPaths, manifest: Manifest) -> RunState:
-    """Brings a run directory into a clean state and says what it holds. The lock must be held."""
-    for folder in (paths.journals, paths.batches, paths.failures, paths.logs):
-        folder.mkdir(exist_ok=True)
-    for leftover in leftovers(paths):
-        leftover.unlink(missing_ok=True)
-    shutil.rmtree(paths.root / MERGE_FOLDER, ignore_errors=True)
-    state = RunState(KeyStates(manifest.n))
-    _note_missing_batches(paths, state)
-    for number, keys in _read_batches(paths, state):
-        if keys is None:
-            set_aside(paths, paths.batch(number))
-        else:
-            _add_batch(state, number, keys)
-    _recover_journals(paths, manifest, state)
-    _recover_failures(paths, manifest, state)
-    return state
+@dataclass(slots=True)
+class RewardTotals:
+    """Sum over final trajectories."""
+
+    total: float = 0.0
+    scored: int = 0
+    unscored: int = 0
+    """Those whose reward function failed; one without a reward function is in neither count."""
+
+    @property
+    def mean(self) -> float | None:
+        """Mean reward; None when nothing was scored."""
+        return self.total / self.scored if self.scored else None
+
+    def add(self, reward: float | None, failed: bool) -> None:
+        """Counts one final trajectory; `failed`: its reward function failed."""
+        if reward is not None:
+            self.total += reward
+            self.scored += 1
+        elif failed:
+            self.unscored += 1
 
 
-def _note_missing_batches(paths: RunPaths, state: RunState) -> None:
-    missing = missing_batches(paths)
-    if missing and paths.artifact.exists():  # it may be all that is left of them
-        set_aside(paths, paths.artifact)
-    state.damage.extend(f"batches/{name} is missing" for name in missing)
-    forget_digests(paths.batches, set(missing))
+@dataclass(slots=True)
+class RunState:
+    """What a run directory holds, as counts and key states."""
+
+    keys: KeyStates
+    rewards: RewardTotals = field(default_factory=RewardTotals)
+    batches: list[int] = field(default_factory=list)
+    """Numbers of the good batches."""
+    unsealed: list[int] = field(default_factory=list)
+    """Numbers of closed journal files that wait to be sealed."""
+    open_journal: int | None = None
+    """Number of the journal file to continue."""
+    open_end: int = 0
+    """Where in it the next frame belongs."""
+    journal_rows: int = 0
+    """Rows in the journal to continue."""
+    journal_bytes: int = 0
+    """Bytes of them, uncompressed (about)."""
+    rows: int = 0
+    """Trajectories in batches and journals, and in the artifact alone."""
+    artifact_rows: int = 0
+    """Trajectories in the artifact alone; 0 once the run is opened for writing."""
+    torn: int = 0
+    """Bytes of the torn tail that was cut."""
+    damage: list[str] = field(default_factory=list)
+    """One line per damaged or missing file, or damaged stretch of one."""
+    restored: list[str] = field(default_factory=list)
+    """One line for each file that rollouts were taken from because their batches are gone or damaged."""
+
+    @property
+    def next_number(self) -> int:
+        """The next unused journal number."""
+        used = [*self.batches, *self.unsealed]
+        if self.open_journal is not None:
+            used.append(self.open_journal)
+        return max(used, default=-1) + 1
+
+    def add_rows(self, keys: BatchKeys) -> None:
+        """Counts the rollouts of a file."""
+        self.keys.mark_done_many(keys.index, keys.repeat)
+        self.rows += len(keys.index)
+        rewards = keys.reward[keys.final]
+        scored = rewards[rewards == rewards]
+        self.rewards.total += float(scored.sum())
+        self.rewards.scored += len(scored)
+        self.rewards.unscored += int(keys.unscored.sum())
 
 
 def inspect(root: Path) -> tuple[Manifest, RunState]:
@@ -82,7 +151,8 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
     numbers = paths.journal_numbers()  # before the batches: one sealed meanwhile is then seen as batch
     for number, keys in _read_batches(paths, state):
         if keys is not None:
-            _add_batch(state, number, keys)
+            state.batches.append(number)
+            state.add_rows(keys)
     for number in numbers:
         if number in state.batches:
             continue
@@ -90,7 +160,8 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
         try:
             rows = _scan_keys(paths.journal(number), manifest, state, report)
         except FileNotFoundError:  # sealed since we listed it
-            _add_batch(state, number, read_keys(paths.batch(number)))
+            state.batches.append(number)
+            state.add_rows(read_keys(paths.batch(number)))
             continue
         state.unsealed.append(number)
         state.journal_rows += rows
@@ -99,7 +170,121 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
     for path in paths.failure_files():
         report = _scan_failures(path, manifest, state)
         state.damage.extend(f"failed/{damage}" for damage in report.damage)
+    try:
+        keys = _artifact_alone(paths, manifest, state)
+    except DamageError as error:
+        state.damage.append(str(error))
+    else:
+        state.artifact_rows = len(keys.index)
+        state.add_rows(keys)
+    state.damage.extend(
+        f"batches/{name} is missing"
+        for name in missing_batches(paths)
+        if not is_merged(paths, manifest.run_id, name)
+    )
     return manifest, state
+
+
+def recover(paths: RunPaths, manifest: Manifest) -> RunState:
+    """Brings a run directory into a clean state and says what it holds. The lock must be held."""
+    for folder in (paths.journals, paths.batches, paths.failures, paths.logs):
+        folder.mkdir(exist_ok=True)
+    for leftover in leftovers(paths):
+        leftover.unlink(missing_ok=True)
+    shutil.rmtree(paths.root / MERGE_FOLDER, ignore_errors=True)
+    state = RunState(KeyStates(manifest.n))
+    missing = missing_batches(paths)
+    state.damage.extend(f"batches/{name} is missing" for name in missing)
+    forget_digests(paths.batches, set(missing))  # before one of them is written anew
+    damaged: list[int] = []
+    for number, keys in _read_batches(paths, state):
+        if keys is None:
+            damaged.append(number)
+        else:
+            state.batches.append(number)
+            state.add_rows(keys)
+    for number in damaged:
+        if paths.journal(number).exists():  # a crash came before it was deleted: it holds all of them
+            quarantine_file(paths, paths.batch(number))
+        else:
+            quarantine_batch(paths, manifest, paths.batch(number), state)
+    _recover_journals(paths, manifest, state)
+    _restore_from_artifact(paths, manifest, state)
+    _recover_failures(paths, manifest, state)
+    return state
+
+
+def quarantine_batch(
+    paths: RunPaths, manifest: Manifest, path: Path, state: RunState | None = None
+) -> tuple[Path, int]:
+    """Moves a damaged batch or artifact to `damaged/`, after the rollouts that it still holds whole.
+
+    They become a new batch, but for those that `state` has as done. Returns where the file is now, and how
+    many trajectories were taken from it. The lock must be held.
+    """
+    taken = _copy_rollouts(paths, manifest, path, state)
+    if taken and state is not None:
+        state.restored.append(f"{taken} trajectories were still whole in {path.name}")
+    return quarantine_file(paths, path), taken
+
+
+def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, state: RunState | None) -> int:
+    """Writes a batch of the whole rollouts of a file, but for those done already; returns its rows.
+
+    Row groups that cannot be read are passed over, and rollouts that they cut into (R4).
+    """
+    keys = BatchKeys.join([table_keys(table) for table in read_tables(source, skip_damaged=True)])
+    wanted = keys.of_whole_rollouts()
+    if state is not None:
+        wanted &= ~state.keys.are_done(keys.index, keys.repeat)
+    if not wanted.any():
+        return 0
+    number = paths.next_number()
+
+    def tables() -> Iterator[pa.Table]:
+        at = 0
+        for table in read_tables(source, skip_damaged=True):
+            yield table.filter(pa.array(wanted[at : at + len(table)]))
+            at += len(table)
+
+    write_tables_durably(paths.batch(number), tables(), batch_metadata(manifest.run_id_bytes))
+    if state is not None:
+        state.batches.append(number)
+        state.add_rows(keys.select(wanted))
+    return int(wanted.sum())
+
+
+def _artifact_alone(paths: RunPaths, manifest: Manifest, state: RunState) -> BatchKeys:
+    """Keys of the rollouts that stand in the artifact and nowhere else. Raises `DamageError`."""
+    if not holds_other_batches(paths, manifest.run_id, state.batches):
+        return BatchKeys.join([])
+    keys = read_keys(paths.artifact)
+    return keys.select(~state.keys.are_done(keys.index, keys.repeat))
+
+
+def _restore_from_artifact(paths: RunPaths, manifest: Manifest, state: RunState) -> None:
+    """Makes a batch of the rollouts that only the artifact holds: by a hard link when those are all of its."""
+    artifact = paths.artifact
+    known = recorded_digests(artifact).get(artifact.name)
+    try:
+        alone = _artifact_alone(paths, manifest, state)
+        if not len(alone.index):
+            return
+        intact = known is None or file_digest(artifact) in known
+    except DamageError:
+        intact = False
+    if not intact:
+        state.damage.append(f"{artifact.name} is damaged")
+        quarantine_batch(paths, manifest, artifact, state)
+        return
+    number = paths.next_number()
+    all_of_it = len(alone.index) == file_rows(artifact)
+    if all_of_it and known is not None and link_file(artifact, paths.batch(number)):
+        state.batches.append(number)
+        state.add_rows(alone)
+    else:
+        _copy_rollouts(paths, manifest, artifact, state)
+    state.restored.append(f"{len(alone.index)} trajectories were taken from {artifact.name}")
 
 
 def _read_batches(paths: RunPaths, state: RunState) -> Iterator[tuple[int, BatchKeys | None]]:
@@ -119,13 +304,6 @@ def _read_batches(paths: RunPaths, state: RunState) -> Iterator[tuple[int, Batch
                 yield number, None
             else:
                 yield number, result
-
-
-def _add_batch(state: RunState, number: int, keys: BatchKeys) -> None:
-    state.batches.append(number)
-    state.keys.mark_done_many(keys.index, keys.repeat)
-    state.rewards.add_batch(keys)
-    state.rows += len(keys.index)
 
 
 def _scan_keys(path: Path, manifest: Manifest, state: RunState, report: ScanReport) -> int:
@@ -158,7 +336,7 @@ def _recover_journals(paths: RunPaths, manifest: Manifest, state: RunState) -> N
             report.damage.append(Damage(path, report.end, report.torn, "unfinished frame in a closed file"))
         if report.damage:
             seal_journal(path, paths.batch(number), manifest.run_id_bytes)
-            set_aside(paths, path)
+            quarantine_file(paths, path)
             if rows:
                 state.batches.append(number)
             state.damage.extend(f"journal/{damage}" for damage in report.damage)
@@ -173,13 +351,13 @@ def _recover_journals(paths: RunPaths, manifest: Manifest, state: RunState) -> N
 
 
 def _drop_sealed_journal(paths: RunPaths, path: Path, manifest: Manifest, state: RunState) -> None:
-    """Deletes a journal whose batch is good; one that was damaged when it was sealed is kept aside."""
+    """Deletes a journal whose batch is good; one that was damaged when it was sealed is quarantined."""
     report = ScanReport()
     for _ in scan(path, manifest.run_id_bytes, report):
         pass
     if report.damage or report.torn:
         state.damage.extend(f"journal/{damage}" for damage in report.damage)
-        set_aside(paths, path)
+        quarantine_file(paths, path)
     else:
         path.unlink()
         sync_folder(path.parent)
@@ -203,7 +381,7 @@ def _recover_failures(paths: RunPaths, manifest: Manifest, state: RunState) -> N
                 for frame in scan(path, run_id, ScanReport())
             ]
             paths.damaged.mkdir(exist_ok=True)
-            os.link(path, free_name(paths, path))
+            os.link(path, quarantine_name(paths, path))
             sync_folder(paths.damaged)
             write_file_durably(path, b"".join([encode_file_header(run_id), *whole]))
         elif report.torn:

@@ -7,8 +7,7 @@ from rollstream.store.journal import sync_folder, write_file_durably
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import Manifest, check_identity, read_manifest, write_manifest
 from rollstream.store.paths import RunPaths
-from rollstream.store.recovery import recover
-from rollstream.store.state import RunState
+from rollstream.store.recovery import RunState, recover
 
 
 class RunDirectory:

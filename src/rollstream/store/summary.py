@@ -12,13 +12,14 @@ from typing import Any
 
 import orjson
 
+from rollstream.store.export.files import stale_exports
 from rollstream.store.journal import ScanReport, scan, write_file_durably
 from rollstream.store.lock import is_locked, lock_holder
 from rollstream.store.manifest import Manifest
+from rollstream.store.merge import is_current
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import FailureRecord, RecordCodec
-from rollstream.store.recovery import inspect
-from rollstream.store.state import RunState
+from rollstream.store.recovery import RunState, inspect
 
 _MOST_RANGES = 1000
 """Ranges in `checkpoint.json`: in shuffled order a run has as many as rows, and nobody reads them."""
@@ -44,11 +45,15 @@ class RunStatus:
     """Durable rows that are in no batch yet."""
     artifact: bool
     """Whether there is a merged artifact."""
+    artifact_rows: int
+    """Trajectories that stand in the artifact alone: their batches are gone or damaged."""
+    stale: list[str]
+    """Files of what the run held earlier: the artifact, where more was sealed since; exports of another one."""
     writer: str | None
     """Who writes right now."""
     damage: list[str]
-    kept_aside: list[str]
-    """Damaged files moved to `damaged/`, by this opening or an earlier one."""
+    quarantined: list[str]
+    """Damaged files in `damaged/`."""
 
 
 def read_status(root: Path) -> RunStatus:
@@ -69,10 +74,17 @@ def read_status(root: Path) -> RunStatus:
         saved_batches=len(state.batches),
         pending_rows=state.journal_rows,
         artifact=paths.artifact.exists(),
+        artifact_rows=state.artifact_rows,
+        stale=_stale(paths, manifest),
         writer=lock_holder(root / "run.lock") if is_locked(root / "run.lock") else None,
         damage=state.damage,
-        kept_aside=[path.name for path in paths.damaged_files()],
+        quarantined=[path.name for path in paths.damaged_files()],
     )
+
+
+def _stale(paths: RunPaths, manifest: Manifest) -> list[str]:
+    artifact = paths.artifact.exists() and not is_current(paths, manifest.run_id)
+    return [paths.artifact.name] * artifact + stale_exports(paths.root)
 
 
 def read_failures(root: Path) -> Iterator[FailureRecord]:

@@ -18,12 +18,14 @@ from rollstream.store.batch import (
     read_tables,
     recorded_digests,
 )
+from rollstream.store.export.files import stale_exports
 from rollstream.store.journal import ScanReport, scan
-from rollstream.store.lock import RunLock, is_locked
-from rollstream.store.manifest import read_manifest
-from rollstream.store.merge import artifact_source, source_digest
-from rollstream.store.paths import RunPaths, missing_batches, set_aside
+from rollstream.store.lock import is_locked, locked
+from rollstream.store.manifest import Manifest, read_manifest
+from rollstream.store.merge import is_current, is_merged
+from rollstream.store.paths import RunPaths, missing_batches
 from rollstream.store.records import RecordCodec
+from rollstream.store.recovery import RunState, quarantine_batch, recover
 
 _READ_ROWS = 1024
 """Rows whose token columns are checked at once."""
@@ -67,32 +69,37 @@ def validate_run(root: Path) -> Validation:
     result = Validation()
     if is_locked(root / "run.lock"):
         result.notes.append("a run is writing here right now; what it commits meanwhile is not looked at")
-    parts: list[Keys] = []
     batches = paths.batch_numbers()
     digests = recorded_digests(paths.batch(0))
-    result.problems.extend(f"batches/{name} is missing" for name in missing_batches(paths))
-    for number in batches:
-        keys = _validate_parquet(paths.batch(number), manifest.run_id, digests, result)
-        if keys is not None:
-            result.batches += 1
-            parts.append(keys)
-    for number in paths.journal_numbers():
-        if number not in batches:
-            result.journals += 1
-            parts.append(_validate_journal(paths.journal(number), manifest.run_id_bytes, result))
+    parts = [validate_parquet(paths.batch(number), manifest.run_id, digests, result) for number in batches]
+    sealed = _join([keys for keys in parts if keys is not None])
+    result.batches = sum(keys is not None for keys in parts)
+    numbers = [number for number in paths.journal_numbers() if number not in batches]
+    result.journals = len(numbers)
+    journals = [_validate_journal(paths.journal(number), manifest.run_id_bytes, result) for number in numbers]
     for path in paths.failure_files():
         _validate_failures(path, manifest.run_id_bytes, result)
-    keys = np.concatenate(parts) if parts else np.zeros((0, 3), np.int64)
+    keys = _join([sealed, *journals])
+    missing = missing_batches(paths)
+    if paths.artifact.exists():
+        merged = validate_parquet(paths.artifact, manifest.run_id, recorded_digests(paths.artifact), result)
+        if merged is not None:
+            keys = _compare_artifact(paths, manifest, merged, sealed, keys, result)
+            missing = [name for name in missing if not is_merged(paths, manifest.run_id, name)]
+    result.problems.extend(f"batches/{name} is missing" for name in missing)
     result.rows = len(keys)
     _validate_keys(keys, manifest.n, result)
-    if paths.artifact.exists():
-        _validate_artifact(paths, manifest.run_id, keys, result)
+    result.notes.extend(f"{name} is of an earlier artifact; export it again" for name in stale_exports(root))
     for path in paths.damaged_files():
-        result.notes.append(f"damaged/{path.name} was kept aside earlier; its rollouts were owed again")
+        result.notes.append(f"damaged/{path.name} was quarantined earlier")
     return result
 
 
-def _validate_parquet(
+def _join(parts: list[Keys]) -> Keys:
+    return np.concatenate([np.zeros((0, 3), np.int64), *parts])
+
+
+def validate_parquet(
     path: Path, run_id: str, digests: Mapping[str, set[str]], result: Validation
 ) -> Keys | None:
     """Its keys; None when its rows cannot be read. What is wrong goes into `result`, in one line."""
@@ -141,8 +148,9 @@ def _row_problems(table: pa.Table) -> Iterator[str]:
 def repair_run(root: Path) -> list[str]:
     """Makes a run sound again as far as its bytes allow; returns what was done, a line each.
 
-    Damaged batches and a damaged artifact are moved to `damaged/`, so that the run's own command generates
-    their rollouts again; good files that lost their checksum get one.
+    Damaged batches and a damaged artifact are moved to `damaged/`. Their rollouts are taken from whatever
+    intact copy there is: what can still be read of the file itself, and the artifact. The run's own command
+    generates those again that have none. Good files that lost their checksum get one.
 
     Raises:
         RunDirectoryError: it is no run directory, or a run is writing there.
@@ -152,21 +160,24 @@ def repair_run(root: Path) -> list[str]:
         raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
     paths = RunPaths(root)
     done: list[str] = []
-    lock = RunLock(root / "run.lock")
-    lock.acquire()
-    try:
-        files = [paths.batch(number) for number in paths.batch_numbers()]
-        for path in [*files, *([paths.artifact] if paths.artifact.exists() else [])]:
-            result = Validation()
-            _validate_parquet(path, manifest.run_id, recorded_digests(path), result)
-            if result.problems and result.problems[0].endswith(f": {NO_CHECKSUM}"):
-                note_digest(path)
-                done.append(f"{path.name}: noted its checksum")
-            elif result.problems:
-                done.append(f"{result.problems[0]}; kept aside as {set_aside(paths, path)}")
-    finally:
-        lock.release()
-    return done
+
+    def repair(path: Path, state: RunState | None) -> None:
+        result = Validation()
+        validate_parquet(path, manifest.run_id, recorded_digests(path), result)
+        if result.problems and result.problems[0].endswith(f": {NO_CHECKSUM}"):
+            note_digest(path)
+            done.append(f"{path.name}: noted its checksum")
+        elif result.problems:
+            kept, rows = quarantine_batch(paths, manifest, path, state)
+            done.append(f"{result.problems[0]}; moved to {kept}, {rows} trajectories taken from it")
+
+    with locked(root):
+        for number in paths.batch_numbers():
+            repair(paths.batch(number), None)
+        state = recover(paths, manifest)
+        if paths.artifact.exists():
+            repair(paths.artifact, state)
+    return done + state.damage + state.restored
 
 
 def _validate_journal(path: Path, run_id: bytes, result: Validation) -> Keys:
@@ -226,12 +237,26 @@ def _validate_keys(keys: Keys, n: int, result: Validation) -> None:
         result.problems.append("a rollout lacks one of its trajectories")
 
 
-def _validate_artifact(paths: RunPaths, run_id: str, keys: Keys, result: Validation) -> None:
-    merged = _validate_parquet(paths.artifact, run_id, recorded_digests(paths.artifact), result)
-    if merged is None:
-        return
+def _compare_artifact(
+    paths: RunPaths, manifest: Manifest, merged: Keys, sealed: Keys, keys: Keys, result: Validation
+) -> Keys:
+    """`keys` and those that the artifact alone holds."""
+    n = manifest.n
     result.artifact_rows = len(merged)
-    if artifact_source(paths.artifact) != source_digest(paths, paths.batch_numbers()):
-        result.notes.append("trajectories.parquet was merged from other batches than there are; run again")
-    elif not np.array_equal(merged, keys[np.lexsort(keys.T[::-1])]):
-        result.problems.append("trajectories.parquet does not hold exactly the rows of the batches")
+    alone = merged[~_rows_in(merged, keys, n)]
+    if len(alone):
+        result.notes.append(
+            f"{len(alone)} trajectories stand in trajectories.parquet alone: their batches are gone or "
+            "damaged, and the run's next command takes them from it"
+        )
+    if not is_current(paths, manifest.run_id):
+        result.notes.append("trajectories.parquet lacks what came after it was merged; run again")
+    elif not _rows_in(sealed, merged, n).all():
+        result.problems.append("trajectories.parquet does not hold all rows of the batches")
+    return _join([keys, alone])
+
+
+def _rows_in(rows: Keys, others: Keys, n: int) -> npt.NDArray[np.bool_]:
+    """Which of `rows` are among `others`. Shape (rows,)."""
+    one, other = (((keys[:, 0] * n + keys[:, 1]) << 20) + keys[:, 2] for keys in (rows, others))
+    return np.isin(one, other)

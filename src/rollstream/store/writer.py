@@ -1,6 +1,6 @@
 """The writer: makes rollouts durable, many with one fdatasync, and seals them into batches.
 
-    commit() --queue--> writer thread: encode, append, fdatasync, mark done, resolve
+    commit(): encode --queue--> writer thread: append, fdatasync, mark done, resolve
                               |  the journal is full (rows, bytes) or idle: close it, open the next
                               v
                         sealer thread: journal N -> batch N, delete journal N
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from rollstream.errors import StorageError
+from rollstream.store.batch import seal_journal
 from rollstream.store.journal import JournalFile, encode_frame, sync_folder
 from rollstream.store.records import EncodedRollout, EncodingError, RecordCodec
 from rollstream.store.run_dir import RunDirectory
-from rollstream.store.sealing import seal_journal
 from rollstream.trajectory import Failure, Rollout
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ _GROUP_ROLLOUTS = 1024
 
 @dataclass(slots=True)
 class _Pending:
-    record: Rollout | EncodedRollout | Failure
+    record: EncodedRollout | Failure
+    frame: bytes
     future: asyncio.Future[None]
 
 
@@ -150,8 +151,18 @@ class StoreWriter:
         future: asyncio.Future[None] = self._loop.create_future()
         if self._broken is not None or self._closed:
             future.set_exception(self._broken or StorageError(f"{self._paths.root} is closed"))
+            return future
+        try:
+            if isinstance(record, Rollout):
+                record = self._codec.encode(record)
+        except EncodingError as error:
+            future.set_exception(error)
+            return future
+        if isinstance(record, EncodedRollout):
+            frame = encode_frame(record.index, record.repeat, record.rows, record.body)
         else:
-            self._queue.put(_Pending(record, future))
+            frame = encode_frame(record.index, record.repeat, 0, self._codec.encode_failure(record))
+        self._queue.put(_Pending(record, frame, future))
         return future
 
     async def seal(self) -> None:
@@ -272,25 +283,16 @@ class StoreWriter:
         rollouts: list[bytes] = []
         failures: list[bytes] = []
         rows, size = self.journal_rows, self._journal_bytes
-        at = start
-        while at < len(group) and rows < self._save_batch_size and size < self._segment_bytes:
-            pending = group[at]
-            at += 1
-            record = pending.record
-            try:
-                if isinstance(record, Rollout):
-                    pending.record = record = self._codec.encode(record)
-                if isinstance(record, EncodedRollout):
-                    rollouts.append(encode_frame(record.index, record.repeat, record.rows, record.body))
-                    rows += record.rows
-                    size += record.raw_bytes
-                else:
-                    body = self._codec.encode_failure(record)
-                    failures.append(encode_frame(record.index, record.repeat, 0, body))
-            except EncodingError as error:
-                self._resolve([pending], error)
-                continue
+        while start < len(group) and rows < self._save_batch_size and size < self._segment_bytes:
+            pending = group[start]
+            start += 1
             written.append(pending)
+            if isinstance(pending.record, EncodedRollout):
+                rollouts.append(pending.frame)
+                rows += pending.record.rows
+                size += pending.record.raw_bytes
+            else:
+                failures.append(pending.frame)
         try:
             if rollouts:
                 self._append(self._open_journal(), rollouts)
@@ -298,7 +300,7 @@ class StoreWriter:
                 self._append(self._open_failure_journal(), failures)
         except OSError as error:
             self._break(error)
-            return at
+            return start
         state = self._run.state
         for pending in written:
             record = pending.record
@@ -307,13 +309,12 @@ class StoreWriter:
                     state.rewards.add(record.reward, record.scoring_failed)
                 state.rows += record.rows
             else:
-                assert isinstance(record, Failure)
                 state.keys.mark_failed(record.index, record.repeat)
         self.journal_rows, self._journal_bytes = rows, size
         self._resolve(written, None)
         if rows >= self._save_batch_size or size >= self._segment_bytes:
             self._guarded(self._rotate)
-        return at
+        return start
 
     @staticmethod
     def _append(journal: JournalFile, frames: list[bytes]) -> None:
@@ -368,7 +369,7 @@ class StoreWriter:
         if report.damage or report.torn:
             raise StorageError(
                 f"{journal} changed under the run ({report.damage or 'torn'}); its whole frames are in "
-                f"{self._paths.batch(number).name}. Run the same command again: it keeps that file aside."
+                f"{self._paths.batch(number).name}. Run the same command again: it quarantines that file."
             )
         journal.unlink()
         sync_folder(journal.parent)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from rollstream.store.manifest import Manifest, new_manifest
+from rollstream.store.merge import merge_batches
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
+from rollstream.store.summary import write_checkpoint
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, Rollout, Trajectory
 
@@ -76,3 +78,11 @@ async def commit_all(
         writer.start()
         await asyncio.gather(*(writer.commit(one) for one in records))
         await writer.close(seal=seal)
+
+
+async def merged_run(root: Path, records: Sequence[Rollout | Failure], *, size: int = 1000) -> None:
+    """A finished run with its artifact."""
+    await commit_all(root, records, size=size)
+    with open_dir(root) as run:
+        merge_batches(run.paths, run.manifest.run_id_bytes)
+        write_checkpoint(run.paths, run.manifest, run.state, total=len(records))

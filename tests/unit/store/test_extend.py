@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from rollstream.errors import DamageError, IdentityMismatchError
 from rollstream.store.extend import extend_run, finish_extend
 from rollstream.store.manifest import DATASET_IDENTITY
+from rollstream.store.merge import merge_batches
 from rollstream.store.run_dir import lock_run
 from tests.unit.store.fabric import commit_all, failure, manifest, open_dir, rollout
 
@@ -57,7 +59,7 @@ async def test_appended_rows_rewrite_nothing(tmp_path: Path) -> None:
     await start(tmp_path, "abc")
     extend(tmp_path, "abcd")
     assert state(tmp_path, "abcd") == ({0: "a", 1: "b", 2: "c"}, 0)
-    assert not (tmp_path / "replaced").exists()
+    assert not (tmp_path / "removed").exists()
 
 
 async def test_reordered_rows_keep_their_rollouts(tmp_path: Path) -> None:
@@ -76,14 +78,42 @@ async def test_equal_rows_are_matched_in_order(tmp_path: Path) -> None:
     assert state(tmp_path, "baa") == ({0: "b", 1: "a", 2: "a"}, 0)
 
 
-async def test_rows_that_are_gone_leave_the_run_but_not_the_disk(tmp_path: Path) -> None:
-    await start(tmp_path, "abc")
+async def test_rows_that_are_gone_come_back_with_their_rollouts(tmp_path: Path) -> None:
+    """Whatever the run is extended to, nothing is lost: it is in the run or in `removed/`."""
+    await start(tmp_path, "abca")
     extend(tmp_path, "cb")
     assert state(tmp_path, "cb") == ({0: "c", 1: "b"}, 0)
-    kept = [
-        pq.read_table(path)["prompt_key"].to_pylist() for path in (tmp_path / "replaced").rglob("*.parquet")
-    ]
-    assert any("a" in keys for keys in kept)
+    assert removed(tmp_path) == ["a", "a"]
+    extend(tmp_path, "xab")
+    assert state(tmp_path, "xab") == ({1: "a", 2: "b"}, 0)
+    assert removed(tmp_path) == ["a", "c"]
+    extend(tmp_path, "aabcx")
+    assert state(tmp_path, "aabcx") == ({0: "a", 1: "a", 2: "b", 3: "c"}, 0)
+    assert removed(tmp_path) == []
+    with open_dir(tmp_path, **{ROWS: "aabcx"}) as run:
+        assert run.state.rows == run.state.keys.done == 8
+
+
+def removed(root: Path) -> list[str]:
+    """Prompt keys of the rows in `removed/`, each of both repeats."""
+    rows = {
+        (row["index"], row["prompt_key"])
+        for path in (root / "removed").glob("*.parquet")
+        for row in pq.read_table(path, columns=["index", "prompt_key"]).to_pylist()
+    }
+    return sorted(key for _, key in rows)
+
+
+async def test_an_artifact_is_extended_when_its_batches_are_gone(tmp_path: Path) -> None:
+    await start(tmp_path, "abc")
+    await commit_all(tmp_path, [], **{ROWS: "abc"})
+    with open_dir(tmp_path, **{ROWS: "abc"}) as run:
+        merge_batches(run.paths, run.manifest.run_id_bytes)
+    shutil.rmtree(tmp_path / "batches")
+    extend(tmp_path, "cxa")
+    assert state(tmp_path, "cxa") == ({0: "c", 2: "a"}, 0)
+    assert removed(tmp_path) == ["b"]
+    assert not (tmp_path / "trajectories.parquet").exists()  # it had the old positions
 
 
 async def test_another_difference_is_refused(tmp_path: Path) -> None:

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.store import merge
-from rollstream.store.batch import DamagedFileError, build_table, write_table_durably
+from rollstream.store.batch import DamagedFileError, batch_metadata, build_table, write_table_durably
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
-from rollstream.store.sealing import batch_metadata
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Rollout
 from tests.unit.store.fabric import commit_all, failure, keys_in, open_dir, rollout
@@ -28,7 +27,7 @@ codec = RecordCodec()
 
 def write_batch(root: Path, number: int, rollouts: list[Rollout]) -> None:
     (root / "batches").mkdir(exist_ok=True)
-    table = build_table([codec.decode_rollout(codec.encode_rollout(one)[0]) for one in rollouts])
+    table = build_table([codec.decode_rollout(codec.encode(one).body) for one in rollouts])
     write_table_durably(RunPaths(root).batch(number), table, batch_metadata(RUN_ID))
 
 
@@ -115,6 +114,8 @@ def test_a_damaged_batch_is_named_and_the_old_artifact_stays(tmp_path: Path) -> 
     data[len(data) // 3] ^= 0xFF
     batch.write_bytes(data)
     old = (tmp_path / "trajectories.parquet").read_bytes()
+    assert merge_batches(RunPaths(tmp_path), RUN_ID) == 150  # nothing is new: the artifact has them all
+    write_batch(tmp_path, 3, [rollout(1000)])
     with pytest.raises(DamagedFileError, match=r"batch_000001\.parquet"):
         merge_batches(RunPaths(tmp_path), RUN_ID)
     assert (tmp_path / "trajectories.parquet").read_bytes() == old

@@ -140,6 +140,15 @@ async def test_what_is_not_one_whole_run_is_refused(tmp_path: Path) -> None:
     assert merge([three, one, two], tmp_path / "full").completed == 12
 
 
+async def test_a_shard_without_batches_gives_its_artifact(tmp_path: Path) -> None:
+    roots = await write_shards(tmp_path, work_of(6), 2)
+    with open_dir(roots[1], **{"generation.shard": "1/2"}) as run:
+        merge_batches(run.paths, run.manifest.run_id_bytes)
+    shutil.rmtree(roots[1] / "batches")
+    assert merge(roots, tmp_path / "out").completed == 12
+    assert validate_run(tmp_path / "out").sound
+
+
 async def test_an_unfinished_shard_is_named(tmp_path: Path) -> None:
     roots = await write_shards(tmp_path, work_of(4), 2)
     shutil.rmtree(roots[1])

@@ -13,50 +13,50 @@ prompts and responses.
 | rollout_log_probs | (R, Q) | float32 | where every row has them |
 | rm_scores | (R, Q) | float32 | where every row has a reward: it stands at the last response token |
 
-The artifact is read twice: for lengths and names, then for its rows. A file's tensors are allocated once, and
-filled and written in place.
+The artifact is read twice: for lengths and names, then for its rows, a file's at a time.
 
 Trajectories with images are refused: verl trains on them with their pixels (`multi_modal_inputs`), which are
 never stored, and with the model's own positions (`get_rope_index`), which follow from the pixels.
 """
 
+import io
 import logging
 import os
+import pickle
 import re
-import shutil
-from collections.abc import Callable, Generator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollstream.errors import ConfigError, StorageError
-from rollstream.store.batch import open_parquet, reading
-from rollstream.store.export.room import available_memory
-from rollstream.store.export.verl_pickle import write_dataproto
-from rollstream.store.export.verl_rows import (
-    TEXT_COLUMNS,
-    Array,
-    Layout,
-    NonTensors,
-    Widths,
-    fill_tensors,
-    free_names,
-    scored,
-)
+from rollstream.store.batch import read_tables
+from rollstream.store.export.files import note_export
+from rollstream.store.export.jsonl import JSON_COLUMNS, decode_row
 from rollstream.store.journal import sync_folder
-from rollstream.store.merge import MergeCancelledError
+from rollstream.store.merge import MergeCancelledError, until
 
 logger = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
 
 Unscored = Literal["error", "keep", "drop"]
 
 MEDIA = "media"
 """Key of a text part that stands for an image, a video or a sound which is not kept: its type."""
+
+PROMPT_MESSAGES = "prompt_messages"
+"""Key of a trajectory's `extra` by which an agent loop says how many of `messages` the prompt shows."""
 
 NO_IMAGES = (
     "a DataProto written here has tokens alone: a model would be trained on the places of images without "
@@ -65,11 +65,20 @@ NO_IMAGES = (
 )
 """Why rows with images are refused."""
 
-_READ_ROWS = 1024
-"""Rows handled at once. Their indices and masks take about 30 bytes a padded token, besides the tensors."""
+_ROWS_AT_ONCE = 1024
+"""Rows padded at once: their indices and masks take about 30 bytes a padded token, besides the tensors."""
 
-_OBJECT_BYTES = 4
-"""Python objects take about this many bytes for each byte of their JSON text."""
+_TENSORS = {
+    **dict.fromkeys(("prompts", "responses", "response_mask"), np.int64),
+    **dict.fromkeys(("input_ids", "attention_mask", "position_ids"), np.int64),
+    **dict.fromkeys(("rollout_log_probs", "rm_scores"), np.float32),
+}
+_COLUMNS = {
+    **{"__num_turns__": np.int32, "index": np.int64, "repeat": np.int32, "trajectory": np.int32},
+    **dict.fromkeys(("raw_prompt", "messages", "data_source", "reward_model", "uid"), object),
+    **{"finish_reason": object, "policy_versions": object, "is_snapshot": np.bool_},
+}
+"""Arrays beside the tensors that every file has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +98,25 @@ class DataProtoOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """What is known of the artifact before a row is written."""
+class _Layout:
+    """What every file of an export has in common, known before a row is written."""
 
     rows: int
-    tokens: int
-    text_bytes: int
-    """JSON text of all rows."""
-    layout: Layout
+    prompt_width: int
+    response_width: int
+    with_logprobs: bool
+    with_scores: bool
+    extra: Sequence[str]
+    """Names of the rows' own columns, and of what loops added."""
+    reward_extra: Sequence[str]
+
+    def widths(self) -> dict[str, int]:
+        """Columns of each tensor there is."""
+        prompt, response = self.prompt_width, self.response_width
+        widths = {"prompts": prompt, "responses": response, "response_mask": response}
+        widths |= dict.fromkeys(("input_ids", "attention_mask", "position_ids"), prompt + response)
+        widths |= {"rollout_log_probs": response} if self.with_logprobs else {}
+        return widths | ({"rm_scores": response} if self.with_scores else {})
 
 
 def export_dataproto(
@@ -108,8 +128,8 @@ def export_dataproto(
 ) -> int:
     """Writes `target`, or `<stem>-00000-of-00004<suffix>` and so on beside it; returns the rows written.
 
-    When it returns, the files of earlier exports under these names are gone. Memory: one file's tensors and
-    Python objects, and little else.
+    When it returns, the files of earlier exports under these names are gone. Memory: about twice one file's
+    tensors, and its Python objects.
 
     Args:
         artifact: `trajectories.parquet`.
@@ -118,49 +138,50 @@ def export_dataproto(
         options: see there.
 
     Raises:
-        ConfigError: packages are missing, a width is too small, rows without reward are in the way, rows have
-            images, or a file would not fit into memory.
+        ConfigError: packages are missing, a width is too small, rows without reward are in the way, or rows
+            have images.
         DamageError: the artifact is damaged.
         StorageError: the disk is full, or `target` cannot be written.
         MergeCancelledError: `cancelled` said so. Older files stay.
     """
     check_packages()
-    _check_options(options)
-    plan = _survey(artifact, options, cancelled)
-    per_file = min(plan.rows, options.max_rows_per_file or plan.rows)
-    count = -(-plan.rows // per_file)
-    _check_room(plan, per_file, target)
+    for option in ("max_rows_per_file", "prompt_width", "response_width"):
+        value = getattr(options, option)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{option.replace('_', '-')} must be at least 1 (it is {value})")
+    layout = _survey(artifact, options, cancelled)
+    per_file = min(layout.rows, options.max_rows_per_file or layout.rows)
+    count = -(-layout.rows // per_file)
     names = [target]
     if count > 1:
         names = [target.with_name(f"{target.stem}-{i:05}-of-{count:05}{target.suffix}") for i in range(count)]
     temporaries = [name.with_name(f".{name.name}.{os.getpid()}.tmp") for name in names]
-    rows = _Rows(artifact, drop=options.unscored == "drop")
+    tables = _tables_of_files(artifact, per_file, drop=options.unscored == "drop")
     unknown = 0
     try:
         if (target.parent / "run.json").exists():  # the caller holds its lock: nobody writes them any more
             for left in target.parent.glob(f".{target.stem}*{target.suffix}.*.tmp"):
                 left.unlink()
-        for number, temporary in enumerate(temporaries):
-            size = min(per_file, plan.rows - number * per_file)
-            unknown += _write_file(temporary, rows, size, plan.layout, options.pad_token_id, cancelled)
+        for temporary, table in zip(temporaries, tables, strict=True):
+            unknown += _write_file(temporary, table, layout, options.pad_token_id, artifact, cancelled)
         for temporary, name in zip(temporaries, names, strict=True):
             temporary.replace(name)
         for old in set(dataproto_files(target)) - set(names):
             old.unlink()
         sync_folder(target.parent)
+        note_export(artifact, *names)
     except OSError as error:
         raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
     finally:
-        rows.close()
         for temporary in temporaries:
             temporary.unlink(missing_ok=True)
     if unknown:
         logger.warning(
             "%d of %d rows have no raw_prompt: their loop makes engine calls that are no message of the "
             "conversation, and does not say extra['prompt_messages'] (docs/export.md)",
-            *(unknown, plan.rows),
+            *(unknown, layout.rows),
         )
-    return plan.rows
+    return layout.rows
 
 
 def dataproto_files(target: Path) -> list[Path]:
@@ -172,8 +193,6 @@ def dataproto_files(target: Path) -> list[Path]:
 
 def check_packages() -> None:
     """Raises `ConfigError` when what writes a DataProto is not installed."""
-    from importlib.util import find_spec
-
     missing = [name for name in ("torch", "tensordict") if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -182,38 +201,25 @@ def check_packages() -> None:
         )
 
 
-def _check_options(options: DataProtoOptions) -> None:
-    for name in ("max_rows_per_file", "prompt_width", "response_width"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1 (it is {value})")
-
-
-def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], bool]) -> _Plan:
+def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], bool]) -> _Layout:
     """Reads the artifact once for its lengths and names, and for what cannot be written."""
-    rows = tokens = text_bytes = without_logprobs = unscored = 0
-    longest_prompt = longest_response = 0
+    rows = tokens = without_logprobs = unscored = 0
+    longest = {"prompt": 0, "response": 0}
     extra: dict[str, None] = {}
     reward_extra: dict[str, None] = {}
-    columns = ["prompt_ids", "response_ids", "response_logprobs", "reward", *TEXT_COLUMNS]
-    for table in _tables(artifact, columns):
-        if cancelled():
-            raise MergeCancelledError
-        kept = scored(table)
-        missing = len(table) - int(pc.sum(kept).as_py() or 0)
-        unscored += missing
-        if missing and options.unscored == "drop":
-            table = table.filter(kept)
-        if not len(table):
-            continue
+    columns = ["prompt_ids", "response_ids", "response_logprobs", "reward", *JSON_COLUMNS]
+    for whole in until(read_tables(artifact, columns), cancelled):
+        table = whole.filter(_scored(whole))
+        unscored += len(whole) - len(table)
+        if options.unscored != "drop":
+            table = whole
         _refuse_images(artifact, table)
         rows += len(table)
-        prompts, responses = (pc.list_value_length(table[name]) for name in ("prompt_ids", "response_ids"))
-        longest_prompt = max(longest_prompt, pc.max(prompts).as_py())
-        longest_response = max(longest_response, pc.max(responses).as_py())
-        tokens += pc.sum(prompts).as_py() + pc.sum(responses).as_py()
+        for name in longest:
+            lengths = pc.list_value_length(table[f"{name}_ids"])
+            longest[name] = max(longest[name], pc.max(lengths).as_py() or 0)
+            tokens += pc.sum(lengths).as_py() or 0
         without_logprobs += table["response_logprobs"].null_count
-        text_bytes += sum(pc.sum(pc.binary_length(table[name])).as_py() for name in TEXT_COLUMNS)
         for names, column in ((extra, "extra"), (reward_extra, "reward_extra")):
             for text in pc.unique(table[column]).to_pylist():
                 names.update(dict.fromkeys(orjson.loads(text)))
@@ -222,25 +228,44 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
         logger.warning(
             "%d of %d rows have no log-probs, so there are no rollout_log_probs", without_logprobs, rows
         )
-    of_row, of_reward, left_out = free_names(list(extra), list(reward_extra))
+    layout = _Layout(
+        rows=rows,
+        prompt_width=_width("prompt", longest["prompt"], options.prompt_width),
+        response_width=_width("response", longest["response"], options.response_width),
+        with_logprobs=without_logprobs == 0,
+        with_scores=unscored == 0 or options.unscored == "drop",
+        # A name of both belongs to the reward, as in verl.
+        extra=[name for name in extra if _is_free(name) and name not in reward_extra],
+        reward_extra=[name for name in reward_extra if _is_free(name)],
+    )
+    # `prompt_messages` is said by `raw_prompt`, and the row's own reward model is what is written.
+    said = {PROMPT_MESSAGES} | ({"reward_model"} & extra.keys())
+    left_out = [name for name in {**extra, **reward_extra} if not _is_free(name) and name not in said]
     if left_out:
         logger.warning(
             "columns with names that a DataProto uses itself are left out: %s", ", ".join(left_out)
         )
-    layout = Layout(
-        widths=Widths(
-            _width("prompt", longest_prompt, options.prompt_width),
-            _width("response", longest_response, options.response_width),
-        ),
-        with_logprobs=without_logprobs == 0,
-        with_scores=unscored == 0 or options.unscored == "drop",
-        extra=of_row,
-        reward_extra=of_reward,
+    padded = rows * (layout.prompt_width + layout.response_width)
+    size = rows * sum(width * np.dtype(_TENSORS[name]).itemsize for name, width in layout.widths().items())
+    logger.info(
+        "%d rows padded to %d + %d tokens (%.1f times what there is): %.2f GB; --max-rows-per-file makes "
+        "several files, one in memory at a time",
+        *(rows, layout.prompt_width, layout.response_width, padded / max(1, tokens), size / 1e9),
     )
-    return _Plan(rows=rows, tokens=tokens, text_bytes=text_bytes, layout=layout)
+    return layout
 
 
-def _refuse_images(artifact: Path, table: pa.RecordBatch) -> None:
+def _is_free(name: str) -> bool:
+    """Whether a row's own column may have this name."""
+    return name not in _TENSORS and name not in _COLUMNS and name != PROMPT_MESSAGES
+
+
+def _scored(table: pa.Table) -> pa.ChunkedArray:
+    """Which rows have a reward: one that is there and is a number."""
+    return pc.fill_null(pc.invert(pc.is_nan(table["reward"])), False)
+
+
+def _refuse_images(artifact: Path, table: pa.Table) -> None:
     # As the store writes JSON; the same in somebody's text has its quotes escaped, in a tool's arguments not.
     likely = pc.match_substring_regex(table["messages"], f'"type":"image|"{MEDIA}":')
     for text in table["messages"].filter(likely).to_pylist():
@@ -283,98 +308,207 @@ def _width(what: str, longest: int, asked: int | None) -> int:
     return asked
 
 
-def _check_room(plan: _Plan, per_file: int, target: Path) -> None:
-    layout, widths = plan.layout, plan.layout.widths
-    total = plan.rows * layout.bytes_of_row()
-    logger.info(
-        "%d rows padded to %d + %d tokens: %.2f GB (%.1f times the %d tokens that there are)",
-        *(plan.rows, widths.prompt, widths.response, total / 1e9),
-        *(plan.rows * (widths.prompt + widths.response) / max(1, plan.tokens), plan.tokens),
-    )
-    total += plan.text_bytes
-    free = shutil.disk_usage(target.resolve().parent).free
-    if total > free:
-        raise StorageError(
-            f"{target} would have about {total / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB left"
-        )
-    memory = available_memory()
-    one = per_file * layout.bytes_of_row() + _OBJECT_BYTES * plan.text_bytes * per_file // plan.rows
-    if memory is not None and one > memory:
-        fitting = max(1, int(per_file * memory / one / 2))
-        raise ConfigError(
-            f"writing {per_file} rows padded to {widths.prompt} + {widths.response} tokens takes about "
-            f"{one / 1e9:.1f} GB of memory, and {memory / 1e9:.1f} GB are left: write several files, for "
-            f"example with --max-rows-per-file {fitting}"
-        )
-
-
-def _tables(artifact: Path, columns: list[str] | None = None) -> Generator[pa.RecordBatch]:
-    with open_parquet(artifact) as file:
-        batches = file.iter_batches(_READ_ROWS, columns=columns)
-        while True:
-            with reading(artifact):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
-
-
-class _Rows:
-    """Rows of the artifact, as many as are asked for at a time."""
-
-    def __init__(self, artifact: Path, *, drop: bool) -> None:
-        self.path = artifact
-        self._tables = _tables(artifact)
-        self._drop = drop
-        self._left: pa.RecordBatch | None = None
-
-    def take(self, count: int) -> pa.RecordBatch | None:
-        """The next rows, at least one and at most `count`; None at the end."""
-        while self._left is None or not len(self._left):
-            table = next(self._tables, None)
-            if table is None:
-                return None
-            self._left = table.filter(scored(table)) if self._drop else table
-        taken, self._left = self._left.slice(0, count), self._left.slice(count)
-        return taken
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._tables.close()
+def _tables_of_files(artifact: Path, per_file: int, *, drop: bool) -> Iterator[pa.Table]:
+    """The rows of each file."""
+    held: list[pa.Table] = []
+    rows = 0
+    for table in read_tables(artifact):
+        left = table.filter(_scored(table)) if drop else table
+        while len(left):
+            part = left.slice(0, per_file - rows)
+            left = left.slice(len(part))
+            held.append(part)
+            rows += len(part)
+            if rows == per_file:
+                yield pa.concat_tables(held)
+                held, rows = [], 0
+    if held:
+        yield pa.concat_tables(held)
 
 
 def _write_file(
-    path: Path, rows: _Rows, size: int, layout: Layout, pad_token_id: int, cancelled: Callable[[], bool]
+    path: Path,
+    table: pa.Table,
+    layout: _Layout,
+    pad_token_id: int,
+    artifact: Path,
+    cancelled: Callable[[], bool],
 ) -> int:
-    """Writes the next `size` rows; returns how many of them have no `raw_prompt`."""
-    tensors, arrays = _allocate(size, layout)
-    others = NonTensors(size, layout)
-    done = 0
-    while done < size:
-        if cancelled():
-            raise MergeCancelledError
-        table = rows.take(min(_READ_ROWS, size - done))
-        if table is None:
-            raise StorageError(f"{rows.path} has changed while it was read")
-        here = {name: array[done : done + len(table)] for name, array in arrays.items()}
-        fill_tensors(here, table, layout.widths, pad_token_id)
-        others.fill(done, table, rows.path)
-        done += len(table)
-    meta_info = {"reward_extra_keys": list(layout.reward_extra)} if layout.with_scores else {}
-    write_dataproto(path, tensors, others.arrays, meta_info, cancelled)
-    return others.unknown_prompts
-
-
-def _allocate(size: int, layout: Layout) -> tuple[Any, dict[str, Array]]:
-    """Tensors of zeros in one piece of memory, as verl has them before it pickles, and views of them."""
+    """Writes one file; returns how many of its rows have no `raw_prompt`."""
     import torch
     from tensordict import TensorDict
 
+    size = len(table)
+    # In one piece of memory, as verl has them before it pickles, and views of it that are filled in place.
     # numpy's zeros take no memory before they are written to (torch's do), and `consolidate` only reads them.
-    empty = {
-        name: torch.from_numpy(np.zeros((size, width), dtype))
-        for name, (width, dtype) in layout.shapes().items()
-    }
-    tensors = TensorDict(empty, batch_size=[size]).consolidate()
-    arrays: dict[str, Array] = {name: np.asarray(tensors[name].numpy()) for name in empty}
-    return tensors, arrays
+    zeros = {name: np.zeros((size, width), _TENSORS[name]) for name, width in layout.widths().items()}
+    tensors = TensorDict({name: torch.from_numpy(array) for name, array in zeros.items()}, batch_size=[size])
+    tensors = tensors.consolidate()
+    views: dict[str, Array] = {name: np.asarray(tensors[name].numpy()) for name in zeros}
+    others: dict[str, Array] = {name: np.zeros(size, dtype) for name, dtype in _COLUMNS.items()}
+    others |= {name: np.full(size, None, object) for name in (*layout.extra, *layout.reward_extra)}
+    for at in range(0, size, _ROWS_AT_ONCE):
+        if cancelled():
+            raise MergeCancelledError
+        part = table.slice(at, _ROWS_AT_ONCE).combine_chunks()
+        _fill_tensors({name: view[at : at + len(part)] for name, view in views.items()}, part, pad_token_id)
+        for number, row in enumerate(_other_columns(part, layout, artifact), at):
+            for name, value in row.items():
+                others[name][number] = value
+    if cancelled():
+        raise MergeCancelledError
+    meta_info = {"reward_extra_keys": list(layout.reward_extra)} if layout.with_scores else {}
+    save_dataproto(path, tensors, others, meta_info)
+    return sum(prompt is None for prompt in others["raw_prompt"])
+
+
+def _fill_tensors(into: Mapping[str, Array], table: pa.Table, pad_token_id: int) -> None:
+    """Lays rows into tensors of zeros; `pad_token_id` fills prompts on the left, responses on the right."""
+    prompts, prompt_lengths = _ragged(table["prompt_ids"])
+    responses, response_lengths = _ragged(table["response_ids"])
+    width = into["prompts"].shape[1]
+    into["prompts"].fill(pad_token_id)
+    into["responses"].fill(pad_token_id)
+    left = _places(prompt_lengths, width - prompt_lengths)
+    right = _places(response_lengths, np.zeros(len(table), np.int64))
+    into["prompts"][left] = prompts
+    into["responses"][right] = responses
+    into["response_mask"][right] = _ragged(table["response_mask"])[0]
+    into["input_ids"][:, :width] = into["prompts"]
+    into["input_ids"][:, width:] = into["responses"]
+    columns = np.arange(into["input_ids"].shape[1])
+    into["attention_mask"][:] = (columns >= (width - prompt_lengths)[:, None]) & (
+        columns < (width + response_lengths)[:, None]
+    )
+    np.cumsum(into["attention_mask"], axis=1, out=into["position_ids"])
+    into["position_ids"] -= 1
+    np.maximum(into["position_ids"], 0, out=into["position_ids"])
+    if "rollout_log_probs" in into:
+        into["rollout_log_probs"][right] = _ragged(table["response_logprobs"])[0]
+    if "rm_scores" in into:
+        rewards = table["reward"].to_numpy()
+        into["rm_scores"][np.arange(len(table)), np.maximum(response_lengths - 1, 0)] = rewards
+
+
+def _ragged(column: pa.ChunkedArray) -> tuple[Array, npt.NDArray[np.int64]]:
+    """The values of a list column, one after another, and how many each row has."""
+    flat: Array = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return flat, pc.list_value_length(column).to_numpy().astype(np.int64)
+
+
+def _places(
+    lengths: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Row and column of every value of a ragged array that is laid into a matrix."""
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    before = np.cumsum(lengths) - lengths
+    columns = np.arange(int(lengths.sum())) - np.repeat(before - starts, lengths)
+    return rows, columns
+
+
+def _other_columns(table: pa.Table, layout: _Layout, artifact: Path) -> Iterator[dict[str, Any]]:
+    """What is no tensor, row by row."""
+    masks = [bytes(mask) for mask in table["response_mask"].to_pylist()]
+    names = [name for name in table.schema.names if not name.endswith(("_ids", "_mask", "_logprobs"))]
+    for raw, mask in zip(table.select(names).to_pylist(), masks, strict=True):
+        row = decode_row(raw, artifact)
+        own = row["extra"].get("reward_model")
+        model = dict(own) if isinstance(own, Mapping) else {"style": "rule"}
+        yield {
+            **{name: row["extra"].get(name) for name in layout.extra},
+            **{name: row["reward_extra"].get(name) for name in layout.reward_extra},
+            **{name: row[name] for name in _COLUMNS if name in row},
+            "__num_turns__": row["num_turns"],
+            "raw_prompt": prompt_messages(
+                row["messages"],
+                stated=row["extra"].get(PROMPT_MESSAGES),
+                engine_calls=int(row["metrics"]["engine_calls"]),
+                sampled_stretches=len(mask.replace(b"\0", b" ").split()),
+                aborted=row["finish_reason"] == "aborted",
+            ),
+            "reward_model": {**model, "ground_truth": row["ground_truth"]},
+            "uid": f"{row['prompt_key']}-{row['index']}",
+            "policy_versions": [(run["start"], run["version"]) for run in row["policy_versions"]],
+        }
+
+
+def prompt_messages(
+    messages: Sequence[dict[str, Any]],
+    *,
+    stated: object,
+    engine_calls: int,
+    sampled_stretches: int,
+    aborted: bool = False,
+) -> list[dict[str, Any]] | None:
+    """The messages that `prompt_ids` show; None where that cannot be known.
+
+    An artifact has the whole conversation in one list. What the loop states counts. Otherwise every engine
+    call must have given an assistant message and a stretch of sampled tokens, as it does in a `Conversation`:
+    then the prompt ends before as many assistant messages from the end.
+
+    Args:
+        messages: the whole conversation.
+        stated: `extra[PROMPT_MESSAGES]`, or None.
+        engine_calls: generations of this trajectory.
+        sampled_stretches: runs of ones in the response mask.
+        aborted: whether the last call may have given no tokens.
+    """
+    if isinstance(stated, int) and not isinstance(stated, bool) and 0 <= stated <= len(messages):
+        return list(messages[:stated])
+    if sampled_stretches != engine_calls and not (aborted and sampled_stretches == engine_calls - 1):
+        return None
+    answers = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
+    if not 0 < engine_calls <= len(answers):
+        return None
+    return list(messages[: answers[-engine_calls]])
+
+
+def save_dataproto(
+    path: Path, tensors: Any, non_tensor_batch: dict[str, Any], meta_info: dict[str, Any]
+) -> None:
+    """Writes what `verl.DataProto.load_from_disk` reads, and waits until it is on the disk.
+
+    Args:
+        path: is overwritten.
+        tensors: a consolidated TensorDict with a batch size of `(rows,)`.
+        non_tensor_batch: numpy arrays of length rows.
+        meta_info: plain Python values.
+    """
+    with _dataproto_class() as dataproto, path.open("wb") as file:
+        pickle.dump(dataproto(tensors, non_tensor_batch, meta_info), file, protocol=4)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class _DataProto:
+    """Pickles as verl's class of that name does."""
+
+    def __init__(self, batch: Any, non_tensor_batch: dict[str, Any], meta_info: dict[str, Any]) -> None:
+        self.parts = batch, non_tensor_batch, meta_info
+
+    def __getstate__(self) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
+        import torch
+
+        batch, non_tensor_batch, meta_info = self.parts
+        buffer = io.BytesIO()
+        torch.save(batch, buffer)
+        return buffer.getvalue(), non_tensor_batch, meta_info
+
+
+@contextmanager
+def _dataproto_class() -> Iterator[Any]:
+    """`verl.DataProto`; where verl is not installed, a class that goes by its name for the while."""
+    if find_spec("verl") is not None:
+        from verl import DataProto
+
+        yield DataProto
+        return
+    package, module = ModuleType("verl"), ModuleType("verl.protocol")
+    stand_in = type("DataProto", (_DataProto,), {"__module__": "verl.protocol"})
+    setattr(module, "DataProto", stand_in)  # noqa: B010 (a module has no such attribute for the type checker)
+    sys.modules |= {"verl": package, "verl.protocol": module}
+    try:
+        yield stand_in
+    finally:
+        for name in ("verl", "verl.protocol"):
+            del sys.modules[name]

@@ -3,15 +3,16 @@
     README.md                          the card: YAML header, columns, counts, how it was made
     data/train-00000-of-00002.parquet  …
 
+`push_folder` takes it to the Hugging Face hub.
+
 Columns are those of the artifact. `messages` becomes a list of structs, and `ground_truth` text where every
 row has text; what has no one type over all rows is JSON text, and the card says so.
 """
 
-import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,16 +24,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollstream.errors import ConfigError, StorageError
-from rollstream.store.batch import SCHEMA, DamagedFileError, open_parquet, reading
+from rollstream.store.batch import SCHEMA, DamagedFileError, read_tables
+from rollstream.store.export.files import note_export
 from rollstream.store.manifest import Manifest
-from rollstream.store.merge import MergeCancelledError
+from rollstream.store.merge import until
 
 MAX_ROWS_PER_FILE = 100_000
 """Some hundred MB for usual rows, as the hub likes its files."""
-
-_READ_ROWS = 1024
-
-_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"))
 
 _SAID = ("engine", "agent.", "rollout.", "generation.seed", "model.digest")
 """Beginnings of the identity's keys that the card shows. No paths are among them."""
@@ -87,6 +85,7 @@ def export_hf(
         (temporary / "README.md").write_text(_card(manifest, survey))
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
+        note_export(artifact, target)
     except OSError as error:
         raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
     finally:
@@ -110,23 +109,11 @@ def _is_data(name: str) -> bool:
     return name.startswith("data/train-") and name.endswith(".parquet")
 
 
-def _batches(artifact: Path, cancelled: Callable[[], bool], columns: list[str] | None) -> Iterator[pa.Table]:
-    with open_parquet(artifact) as file:
-        batches = file.iter_batches(_READ_ROWS, columns=columns)
-        while True:
-            if cancelled():
-                raise MergeCancelledError
-            with reading(artifact):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield pa.Table.from_batches([batch])
-
-
 def _survey(artifact: Path, cancelled: Callable[[], bool]) -> _Survey:
     found = _Survey()
     columns = ["trajectory", "response_ids", "messages", "ground_truth", "reward", "data_source"]
-    for table in _batches(artifact, cancelled, [*columns, "finish_reason", "is_snapshot"]):
+    columns += ["finish_reason", "is_snapshot"]
+    for table in until(read_tables(artifact, columns), cancelled):
         found.rows += len(table)
         found.tokens += pc.sum(pc.list_value_length(table["response_ids"])).as_py()
         final = table.filter(pc.invert(table["is_snapshot"]))
@@ -150,21 +137,16 @@ def _loads(text: str, path: Path) -> Any:
         raise DamagedFileError(path, f"{path.name} is damaged: {error}") from error
 
 
-def _schema(survey: _Survey) -> pa.Schema:
-    messages = pa.list_(pa.struct([(key, pa.string()) for key in survey.keys]))
-    fields = [pa.field("messages", messages) if one.name == "messages" else one for one in SCHEMA]
-    return pa.schema([pa.field(one.name, one.type) for one in fields])
-
-
 def _write_rows(
     artifact: Path, folder: Path, survey: _Survey, cancelled: Callable[[], bool], rows_per_file: int
 ) -> None:
-    files = max(1, math.ceil(survey.rows / rows_per_file))
-    schema = _schema(survey)
+    messages = pa.list_(pa.struct([(key, pa.string()) for key in survey.keys]))
+    schema = pa.schema([(one.name, messages if one.name == "messages" else one.type) for one in SCHEMA])
+    files = max(1, -(-survey.rows // rows_per_file))
     done = 0
     with ExitStack() as stack:
         writer: pq.ParquetWriter | None = None
-        for whole in _batches(artifact, cancelled, None):
+        for whole in until(read_tables(artifact), cancelled):
             table = _converted(whole, survey, schema, artifact)
             while len(table):
                 if writer is None or done % rows_per_file == 0:
@@ -182,12 +164,12 @@ def _converted(table: pa.Table, survey: _Survey, schema: pa.Schema, path: Path) 
         [{key: _cell(message.get(key), text) for key, text in survey.keys.items()} for message in row]
         for row in (_loads(text, path) for text in table["messages"].to_pylist())
     ]
-    columns = dict(zip(table.column_names, table.columns, strict=True))
+    columns = {name: table[name] for name in schema.names}
     columns["messages"] = pa.array(messages, schema.field("messages").type)
     if survey.text_truth:
         truths = [_loads(text, path) for text in table["ground_truth"].to_pylist()]
         columns["ground_truth"] = pa.array(truths, pa.string())
-    return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
+    return pa.table(columns, schema=schema)
 
 
 def _cell(value: Any, is_text: bool) -> str | None:
@@ -197,44 +179,42 @@ def _cell(value: Any, is_text: bool) -> str | None:
 
 
 def _card(manifest: Manifest, survey: _Survey) -> str:
-    size = next((name for limit, name in _SIZES if survey.rows < limit), "n>1M")
-    header = (
-        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
-        f"    path: data/train-*.parquet\nsize_categories:\n- {size}\n"
-        "tags:\n- rollstream\n- trajectories\n---\n"
+    mean = (
+        f"{survey.reward_sum / survey.scored:.4f} ({survey.scored:,} scored)"
+        if survey.scored
+        else "not scored"
     )
+    counts = {
+        "rows (trajectories)": f"{survey.rows:,}",
+        "rollouts": f"{survey.rollouts:,}",
+        "response tokens": f"{survey.tokens:,}",
+        "mean reward": mean,
+        **{f"data source `{name}`": f"{count:,}" for name, count in survey.sources.most_common(20)},
+        **{f"ended by `{name}`": f"{count:,}" for name, count in survey.finished.most_common()},
+    }
     json_keys = [f"`{key}`" for key, text in survey.keys.items() if not text]
-    in_messages = f" ({', '.join(json_keys)} as JSON text)" if json_keys else ""
-    mean = f"{survey.reward_sum / survey.scored:.4f}" if survey.scored else "not scored"
-    counts = [
-        ("rows (trajectories)", f"{survey.rows:,}"),
-        ("rollouts", f"{survey.rollouts:,}"),
-        ("response tokens", f"{survey.tokens:,}"),
-        ("mean reward", f"{mean} ({survey.scored:,} scored)" if survey.scored else mean),
-        *((f"data source `{name}`", f"{count:,}") for name, count in survey.sources.most_common(20)),
-        *((f"ended by `{name}`", f"{count:,}") for name, count in survey.finished.most_common()),
-    ]
-    made = [
-        (key, f"`{orjson.dumps(value).decode()}`")
+    texts = {**_TEXTS, "ground_truth": "text" if survey.text_truth else "JSON text"}
+    texts["messages"] += f" ({', '.join(json_keys)} as JSON text)" if json_keys else ""
+    settings = {
+        key: f"`{orjson.dumps(value).decode()}`"
         for key, value in sorted(manifest.identity.items())
         if key.startswith(_SAID) and value is not None
-    ]
-    made += [(f"version of {name}", version) for name, version in manifest.versions.items()]
-    features = [(f"`{one.name}`", f"{_TEXTS.get(one.name, '')}") for one in SCHEMA]
-    features = [(name, text + in_messages if name == "`messages`" else text) for name, text in features]
-    truth = "text" if survey.text_truth else "JSON text"
-    features = [(name, truth if name == "`ground_truth`" else text) for name, text in features]
+    }
+    settings |= {f"version of {name}": version for name, version in manifest.versions.items()}
     return (
-        f"{header}# Trajectories\n\nRollouts of a language model, written by rollstream.\n\n"
-        f"## Counts\n\n{_table('', '', counts)}\n## Columns\n\n{_table('column', '', features)}\n"
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
+        "    path: data/train-*.parquet\ntags:\n- rollstream\n- trajectories\n---\n"
+        "# Trajectories\n\nRollouts of a language model, written by rollstream.\n\n"
+        f"## Counts\n\n{_table('', '', counts)}\n"
+        f"## Columns\n\n{_table('column', '', {f'`{one.name}`': texts[one.name] for one in SCHEMA})}\n"
         f"## How it was made\n\nRun `{manifest.run_id}` of {manifest.created}; {manifest.n} rollouts per "
-        f"prompt row.\n\n{_table('setting', 'value', made)}"
+        f"prompt row.\n\n{_table('setting', 'value', settings)}"
     )
 
 
-def _table(left: str, right: str, rows: list[tuple[str, str]]) -> str:
+def _table(left: str, right: str, rows: dict[str, str]) -> str:
     lines = [f"| {left} | {right} |", "|---|---|"]
-    lines += [f"| {name} | {value.replace('|', '&#124;')} |" for name, value in rows]
+    lines += [f"| {name} | {value.replace('|', '&#124;')} |" for name, value in rows.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -259,3 +239,65 @@ _TEXTS = {
     "data_source": "where the prompt row comes from",
     "extra": "the prompt row's other columns, JSON text",
 }
+
+
+def check_login() -> None:
+    """Raises `ConfigError` when nobody is logged in, `StorageError` when the hub cannot be reached."""
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+    except ImportError as error:
+        raise ConfigError(
+            "pushing needs huggingface_hub, not installed here: pip install 'rollstream[hub]'"
+        ) from error
+    try:
+        HfApi().whoami()
+    except LocalTokenNotFoundError as error:
+        raise ConfigError(
+            "nobody is logged in to the Hugging Face hub: `hf auth login`, or a token in HF_TOKEN"
+        ) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403):
+            raise ConfigError(
+                f"the Hugging Face hub refuses this token (status {status}): `hf auth login` anew"
+            ) from error
+        raise StorageError(f"the Hugging Face hub answers with status {status}; try again later") from error
+    except Exception as error:  # what the HTTP library raises depends on the hub client's version
+        raise StorageError(f"cannot reach the Hugging Face hub: {error}") from error
+
+
+def push_folder(folder: Path, repo: str, *, public: bool = False) -> str:
+    """Uploads a dataset folder; returns its address. Data files of an earlier push go in the same commit.
+
+    Args:
+        folder: as `export_hf` has written it.
+        repo: `name` or `owner/name`; made when it is not there.
+        public: of a new repository; it is private otherwise. One that is there stays as it is.
+
+    Raises:
+        ConfigError: the hub refuses the name, or to write there.
+        StorageError: it could not be uploaded; the folder is there.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    api = HfApi()
+    try:
+        made = api.create_repo(repo, repo_type="dataset", private=not public, exist_ok=True)
+        api.upload_folder(
+            repo_id=made.repo_id,
+            repo_type="dataset",
+            folder_path=folder,
+            commit_message="Trajectories from rollstream",
+            delete_patterns=["data/train-*.parquet"],
+        )
+    except HFValidationError as error:
+        raise ConfigError(f"--push {repo}: {error}") from error
+    except HfHubHTTPError as error:
+        if error.response.status_code in (401, 403, 404):
+            raise ConfigError(f"the Hugging Face hub does not let you write to {repo}: {error}") from error
+        raise StorageError(f"cannot push to {repo}: {error}. {folder} is there; push it again") from error
+    except Exception as error:  # as above
+        raise StorageError(f"cannot push to {repo}: {error}. {folder} is there; push it again") from error
+    return f"https://huggingface.co/datasets/{made.repo_id}"

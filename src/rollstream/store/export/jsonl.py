@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import pyarrow.parquet as pq
 
 from rollstream.errors import StorageError
-from rollstream.store.batch import DamagedFileError, open_parquet, reading
+from rollstream.store.batch import DamagedFileError, read_tables
+from rollstream.store.export.files import note_export
 from rollstream.store.merge import MergeCancelledError
 
 JSON_COLUMNS = ("messages", "reward_extra", "ground_truth", "extra")
 """Columns that hold JSON text."""
-_READ_ROWS = 256
-"""Rows held as Python objects at once."""
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -25,15 +23,9 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         DamageError: its bytes are not what was written.
         StorageError: it cannot be read right now.
     """
-    with open_parquet(path) as file:
-        tables = file.iter_batches(_READ_ROWS)
-        while True:
-            with reading(path):
-                rows = next(tables, None)
-            if rows is None:
-                return
-            for row in rows.to_pylist():
-                yield decode_row(row, path)
+    for table in read_tables(path):
+        for row in table.to_pylist():
+            yield decode_row(row, path)
 
 
 def decode_row(row: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -59,18 +51,14 @@ def export_jsonl(artifact: Path, target: Path, cancelled: Callable[[], bool] = l
             for row in read_rows(artifact):
                 file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
                 lines += 1
-                if lines % _READ_ROWS == 0 and cancelled():
+                if cancelled():
                     raise MergeCancelledError
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(target)
+        note_export(artifact, target)
     except OSError as error:
         raise StorageError(f"cannot write {target}: {error.strerror}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return lines
-
-
-def artifact_rows(artifact: Path) -> int:
-    """Rows of an artifact, from its footer."""
-    return int(pq.read_metadata(artifact).num_rows)

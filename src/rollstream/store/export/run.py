@@ -14,25 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
+from rollstream.store.batch import file_rows, seal_journal
 from rollstream.store.export.dataproto import DataProtoOptions, dataproto_files, export_dataproto
+from rollstream.store.export.files import FILE_NAMES
 from rollstream.store.export.hf import check_replaceable, export_hf
-from rollstream.store.export.jsonl import artifact_rows, export_jsonl
+from rollstream.store.export.jsonl import export_jsonl
 from rollstream.store.export.zip import export_zip
-from rollstream.store.lock import RunLock
+from rollstream.store.lock import locked
 from rollstream.store.manifest import Manifest, read_manifest
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
-from rollstream.store.sealing import seal_journal
+from rollstream.store.recovery import recover
 from rollstream.store.summary import RunStatus, read_status
-
-FILE_NAMES = {
-    "parquet": "trajectories.parquet",
-    "jsonl": "trajectories.jsonl",
-    "dataproto": "trajectories.pkl",
-    "hf": "trajectories_hf",
-    "zip": "trajectories.zip",
-}
-"""What an export is named in the run directory, by format. That of `hf` is a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +91,20 @@ def export_run(
     options = dataproto or DataProtoOptions()
     in_run = target.resolve() == own.resolve()
     _check_output(root, target, own, name, force=force)
-    with _nobody_writes(root):
+    with locked(root):
         status = read_status(root)
         damage = [line for line in status.damage if not line.startswith("failed/")]
         if damage:
             raise DamageError(
-                f"{root}: {damage[0]}. The same `rollstream generate` keeps it aside and generates its "
-                "rollouts again"
+                f"{root}: {damage[0]}. The same `rollstream generate` takes its rollouts from whatever intact "
+                "copy there is, and generates the others again"
             )
         if not status.rows:
             raise RunDirectoryError(f"{root} holds no finished rollout yet")
         if is_finished(status):
             paths = RunPaths(root)
+            if status.artifact_rows:
+                recover(paths, manifest)
             merge_batches(paths, manifest.run_id_bytes)
             return Export(target, _write(paths.artifact, name, target, options, manifest, root), status)
         if in_run:
@@ -118,7 +113,7 @@ def export_run(
                 f"{root}: {status.completed} of {total} rollouts done; the run is unfinished. To export what "
                 "is there, name a file outside with --output; or run `rollstream generate` to its end"
             )
-        with _merged_aside(RunPaths(root), manifest, target) as artifact:
+        with _merged_copy(RunPaths(root), manifest, target, status) as artifact:
             return Export(target, _write(artifact, name, target, options, manifest, root), status)
 
 
@@ -143,40 +138,29 @@ def _check_output(root: Path, target: Path, own: Path, name: str, *, force: bool
 
 
 @contextmanager
-def _nobody_writes(root: Path) -> Iterator[None]:
-    lock = RunLock(root / "run.lock")
-    try:
-        lock.acquire()
-    except OSError as error:
-        raise RunDirectoryError(f"cannot lock {root}: {error.strerror}") from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _merged_aside(paths: RunPaths, manifest: Manifest, target: Path) -> Iterator[Path]:
-    """An artifact of batches and journals, in a temporary folder on the disk of `target`."""
+def _merged_copy(paths: RunPaths, manifest: Manifest, target: Path, status: RunStatus) -> Iterator[Path]:
+    """An artifact of what is done so far, in a temporary folder on the disk of `target`."""
     try:
         folder = tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.resolve().parent)
     except OSError as error:
         raise StorageError(f"cannot write beside {target}: {error.strerror}") from error
-    aside = RunPaths(Path(folder))
+    copy = RunPaths(Path(folder))
     try:
         try:
-            aside.batches.mkdir()
+            copy.batches.mkdir()
             batches = paths.batch_numbers()
             for number in batches:
-                aside.batch(number).symlink_to(paths.batch(number).resolve())
+                copy.batch(number).symlink_to(paths.batch(number).resolve())
             for number in paths.journal_numbers():
                 if number in batches:  # sealed already; a crash came before the journal was deleted
                     continue
-                seal_journal(paths.journal(number), aside.batch(number), manifest.run_id_bytes)
+                seal_journal(paths.journal(number), copy.batch(number), manifest.run_id_bytes)
+            if status.artifact_rows:  # the last one: of a key in two batches the first counts
+                copy.batch(paths.next_number()).symlink_to(paths.artifact.resolve())
         except OSError as error:
             raise StorageError(f"cannot write beside {target}: {error.strerror}") from error
-        merge_batches(aside, manifest.run_id_bytes)
-        yield aside.artifact
+        merge_batches(copy, manifest.run_id_bytes)
+        yield copy.artifact
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -186,7 +170,7 @@ def _write(
 ) -> int:
     if name == "zip":
         export_zip(artifact, target, summary=root / "checkpoint.json")
-        return artifact_rows(artifact)
+        return file_rows(artifact)
     if name == "hf":
         return export_hf(artifact, target, manifest)
     if name == "dataproto":
@@ -194,7 +178,7 @@ def _write(
     if name == "jsonl":
         return export_jsonl(artifact, target)
     if target.resolve() == artifact.resolve():
-        return artifact_rows(artifact)
+        return file_rows(artifact)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         shutil.copyfile(artifact, temporary)
@@ -203,4 +187,4 @@ def _write(
         raise StorageError(f"cannot write {target}: {error.strerror}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    return artifact_rows(target)
+    return file_rows(target)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rollstream.errors import StorageError
+from rollstream.store.export.files import note_export
 from rollstream.store.merge import MergeCancelledError
 from rollstream.store.paths import RunPaths
 
@@ -29,6 +30,7 @@ def export_zip(
         MergeCancelledError: cancelled; `target` is as it was.
     """
     _write([(artifact, "trajectories.parquet"), (summary, "checkpoint.json")], target, cancelled)
+    note_export(artifact, target)
 
 
 def zip_batches(paths: RunPaths, target: Path, cancelled: Callable[[], bool] = lambda: False) -> int:

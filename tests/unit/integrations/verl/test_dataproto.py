@@ -16,7 +16,7 @@ from rollstream.integrations.verl.dataproto import read_dataproto
 torch = pytest.importorskip("torch")
 tensordict = pytest.importorskip("tensordict")
 
-from rollstream.store.export.verl_pickle import write_dataproto  # noqa: E402 (needs both)
+from rollstream.store.export.dataproto import save_dataproto  # noqa: E402 (needs both)
 
 
 def tensors(**more: Any) -> Any:
@@ -40,7 +40,7 @@ def test_every_type_comes_back(tmp_path: Path) -> None:
         "number": np.array([1, 2], np.int32),
         "scalars": np.array([np.float64(1.5), np.int64(2)], object),
     }
-    write_dataproto(tmp_path / "x.pkl", tensors(**columns), others, {"a": [1, {"b": 2.0}]})
+    save_dataproto(tmp_path / "x.pkl", tensors(**columns), others, {"a": [1, {"b": 2.0}]})
     found = read_dataproto(tmp_path / "x.pkl")
     assert len(found) == 2
     for name, wanted in columns.items():
@@ -55,7 +55,7 @@ def test_every_type_comes_back(tmp_path: Path) -> None:
 
 
 def test_trajectories_of_a_file_that_has_only_the_least(tmp_path: Path) -> None:
-    write_dataproto(tmp_path / "x.pkl", tensors(attention_mask=SEEN), {}, {})
+    save_dataproto(tmp_path / "x.pkl", tensors(attention_mask=SEEN), {}, {})
     one, two = read_dataproto(tmp_path / "x.pkl").trajectories()
     assert (one.prompt_ids, one.response_ids, one.response_mask) == ([1, 2], [7, 8], [1, 1])
     assert (two.prompt_ids, two.response_ids, two.reward) == ([3, 4, 5], [9], None)
@@ -72,11 +72,11 @@ class Evil:
 
 def test_code_in_a_pickle_is_refused(tmp_path: Path) -> None:
     evil = Evil(tmp_path / "made")
-    write_dataproto(tmp_path / "a.pkl", tensors(), {"x": np.array([evil, None], object)}, {})
-    write_dataproto(tmp_path / "b.pkl", tensors(), {}, {"x": evil})
+    save_dataproto(tmp_path / "a.pkl", tensors(), {"x": np.array([evil, None], object)}, {})
+    save_dataproto(tmp_path / "b.pkl", tensors(), {}, {"x": evil})
     (tmp_path / "c.pkl").write_bytes(pickle.dumps(evil))
     # In the tensors' own pickle, inside.
-    write_dataproto(tmp_path / "d.pkl", {"prompts": evil}, {}, {})
+    save_dataproto(tmp_path / "d.pkl", {"prompts": evil}, {}, {})
     dotted = b"\x80\x04\x8c\x05numpy\x8c\x0fdtype.__class__\x93."
     (tmp_path / "e.pkl").write_bytes(dotted)
     for name in "abcde":
@@ -87,7 +87,7 @@ def test_code_in_a_pickle_is_refused(tmp_path: Path) -> None:
 
 def test_other_files_and_damage_are_errors(tmp_path: Path) -> None:
     whole = tmp_path / "whole.pkl"
-    write_dataproto(whole, tensors(), {"x": np.array([1, 2])}, {})
+    save_dataproto(whole, tensors(), {"x": np.array([1, 2])}, {})
     data = whole.read_bytes()
     (tmp_path / "list.pkl").write_bytes(pickle.dumps([1]))
     with pytest.raises(DataError, match="pickle of list"):

@@ -6,15 +6,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rollstream.store.batch import build_table, write_table_durably
+from rollstream.store.batch import batch_metadata, build_table, write_table_durably
 from rollstream.store.records import RecordCodec
-from rollstream.store.sealing import batch_metadata
 from rollstream.trajectory import Metrics, Rollout, Trajectory
 
 
 def write_artifact(path: Path, rollouts: Sequence[Rollout]) -> Path:
     codec = RecordCodec()
-    records = [codec.decode_rollout(codec.encode_rollout(one)[0]) for one in rollouts]
+    records = [codec.decode_rollout(codec.encode(one).body) for one in rollouts]
     write_table_durably(path, build_table(records), batch_metadata(bytes(16)))
     return path
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.store.export.prompt import prompt_messages
+from rollstream.store.export.dataproto import prompt_messages
 from tests.unit.store.export.artifacts import conversation
 
 

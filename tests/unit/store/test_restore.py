@@ -1,0 +1,215 @@
+"""Rollouts are generated again only where no intact copy is left; pruning and stale exports."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.cli import main
+from rollstream.errors import DamageError, StorageError
+from rollstream.store.export.run import export_run
+from rollstream.store.find import find_trajectory
+from rollstream.store.merge import merge_batches
+from rollstream.store.paths import RunPaths
+from rollstream.store.prune import prune_run
+from rollstream.store.summary import read_status, write_checkpoint
+from rollstream.store.validate import repair_run, validate_run
+from tests.unit.store.fabric import commit_all, failure, keys_in, merged_run, open_dir, rollout
+
+ROLLOUTS = 12
+KEYS = [(index, 0, number) for index in range(ROLLOUTS) for number in range(2)]
+
+
+async def merged(root: Path) -> RunPaths:
+    """A finished, merged run of four batches with three rollouts of two trajectories each."""
+    work = [rollout(index, trajectories=2) for index in range(ROLLOUTS)]
+    await merged_run(root, work, size=6)
+    assert len(RunPaths(root).batch_numbers()) == 4
+    return RunPaths(root)
+
+
+def merge(root: Path) -> None:
+    with open_dir(root) as run:
+        merge_batches(run.paths, run.manifest.run_id_bytes)
+
+
+def flip(path: Path, share: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * share)] ^= 0xFF
+    path.write_bytes(data)
+
+
+def lose_folder(paths: RunPaths) -> None:
+    shutil.rmtree(paths.batches)
+
+
+def lose_files(paths: RunPaths) -> None:
+    for number in paths.batch_numbers():
+        paths.batch(number).unlink()
+
+
+def lose_one_and_damage_one(paths: RunPaths) -> None:
+    paths.batch(0).unlink()
+    flip(paths.batch(2), 0.999)
+
+
+@pytest.mark.parametrize("lose", [lose_folder, lose_files, lose_one_and_damage_one])
+async def test_the_artifact_counts_where_batches_are_gone(
+    tmp_path: Path, lose: Callable[[RunPaths], None]
+) -> None:
+    paths = await merged(tmp_path)
+    before = paths.artifact.read_bytes()
+    lose(paths)
+    status, result = read_status(tmp_path), validate_run(tmp_path)
+    assert (status.completed, status.rows, status.owed) == (ROLLOUTS, len(KEYS), 0)
+    assert status.artifact_rows == (12 if lose is lose_one_and_damage_one else 24)
+    assert (result.rollouts, result.rows) == (ROLLOUTS, len(KEYS))
+    assert any("stand in trajectories.parquet alone" in note for note in result.notes)
+    assert result.sound == (lose is not lose_one_and_damage_one)
+    assert find_trajectory(tmp_path, 1).row["trajectory"] == 1
+    with open_dir(tmp_path) as run:
+        assert (run.state.keys.done, run.state.rows) == (ROLLOUTS, len(KEYS))
+        assert any("taken from trajectories.parquet" in line for line in run.state.restored)
+        merge_batches(run.paths, run.manifest.run_id_bytes)
+    assert keys_in(paths.artifact) == KEYS
+    if lose is not lose_one_and_damage_one:
+        assert paths.artifact.read_bytes() == before
+    assert validate_run(tmp_path).sound
+    assert read_status(tmp_path).artifact_rows == 0
+
+
+async def test_a_run_without_batches_goes_on_and_keeps_its_rollouts(tmp_path: Path) -> None:
+    paths = await merged(tmp_path)
+    lose_folder(paths)
+    await commit_all(tmp_path, [rollout(ROLLOUTS)])
+    merge(tmp_path)
+    assert keys_in(paths.artifact) == [*KEYS, (ROLLOUTS, 0, 0)]
+    assert validate_run(tmp_path).sound
+
+
+async def test_fewer_rows_never_overwrite_the_artifact(tmp_path: Path) -> None:
+    paths = await merged(tmp_path)
+    with open_dir(tmp_path) as run:
+        paths.batch(1).unlink()
+        flip(paths.batches / "_SHA256SUMS", 0.01)
+        with pytest.raises(StorageError, match="holds 24 trajectories, and the batches only 18"):
+            merge_batches(run.paths, run.manifest.run_id_bytes)
+    assert keys_in(paths.artifact) == KEYS
+
+
+async def test_exports_take_from_the_artifact(tmp_path: Path) -> None:
+    paths = await merged(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "unfinished")
+    lose_folder(paths)
+    assert export_run(tmp_path / "run", "jsonl").rows == len(KEYS)
+    half = RunPaths(tmp_path / "unfinished")
+    half.batch(1).unlink()
+    with open_dir(half.root) as run:
+        write_checkpoint(run.paths, run.manifest, run.state, total=100)
+    done = export_run(half.root, "parquet", tmp_path / "copy.parquet")
+    assert (done.finished, keys_in(tmp_path / "copy.parquet")) == (False, KEYS)
+
+
+@pytest.mark.parametrize("name", ["batches/batch_000000.parquet", "trajectories.parquet"])
+async def test_row_groups_that_can_be_read_survive_damage_in_others(tmp_path: Path, name: str) -> None:
+    work = [rollout(index, trajectories=3) for index in range(1000)]
+    await merged_run(tmp_path, work, size=10_000)
+    paths = RunPaths(tmp_path)
+    kept = [paths.artifact, paths.batch(0)]
+    kept.remove(tmp_path / name)
+    kept[0].unlink()
+    group = pq.ParquetFile(tmp_path / name).metadata.row_group(1)
+    at = group.column(5).data_page_offset + 40
+    data = bytearray((tmp_path / name).read_bytes())
+    data[at] ^= 0xFF
+    (tmp_path / name).write_bytes(data)
+    repaired = repair_run(tmp_path)
+    assert any("is damaged" in line for line in repaired), repaired
+    with open_dir(tmp_path) as run:
+        # The second of three row groups is gone, with the rollouts that it shared with the others.
+        assert 1000 - 1024 // 3 - 3 <= run.state.keys.done <= 1000 - 1024 // 3
+    result = validate_run(tmp_path)
+    assert (result.sound, result.rows) == (True, 3 * result.rollouts)
+    assert (tmp_path / "damaged" / Path(name).name).exists()
+
+
+async def test_prune_leaves_one_file_under_two_names(tmp_path: Path) -> None:
+    paths = await merged(tmp_path)
+    would = prune_run(tmp_path, dry_run=True)
+    assert (len(would.batches), paths.batch_numbers()) == (4, [0, 1, 2, 3])
+    assert prune_run(tmp_path, dry_run=False) == would
+    [number] = paths.batch_numbers()
+    assert paths.batch(number).samefile(paths.artifact)
+    result, status = validate_run(tmp_path), read_status(tmp_path)
+    assert (result.sound, result.notes, result.rows) == (True, [], len(KEYS))
+    assert (status.stale, status.artifact_rows, status.damage) == ([], 0, [])
+    assert prune_run(tmp_path, dry_run=False).batches == []
+    await commit_all(tmp_path, [rollout(ROLLOUTS), failure(99)])
+    assert read_status(tmp_path).stale == ["trajectories.parquet"]
+    merge(tmp_path)
+    assert keys_in(paths.artifact) == [*KEYS, (ROLLOUTS, 0, 0)]
+    assert len(prune_run(tmp_path, dry_run=False).batches) == 2
+    assert validate_run(tmp_path).sound
+
+
+async def test_prune_deletes_nothing_beside_a_damaged_artifact(tmp_path: Path) -> None:
+    paths = await merged(tmp_path)
+    whole = paths.artifact.read_bytes()
+    for share in (0.1, 0.5, 0.9):
+        flip(paths.artifact, share)
+        with pytest.raises(DamageError, match=r"trajectories\.parquet"):
+            prune_run(tmp_path, dry_run=False)
+        paths.artifact.write_bytes(whole)
+    assert paths.batch_numbers() == [0, 1, 2, 3]
+
+
+async def test_prune_keeps_what_was_sealed_after_the_merge(tmp_path: Path) -> None:
+    paths = await merged(tmp_path)
+    await commit_all(tmp_path, [rollout(ROLLOUTS)])
+    assert [path.name[-9] for path in prune_run(tmp_path, dry_run=False).batches] == ["0", "1", "2", "3"]
+    merge(tmp_path)
+    assert keys_in(paths.artifact) == [*KEYS, (ROLLOUTS, 0, 0)]
+
+
+async def test_a_file_system_without_hard_links_gets_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = await merged(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    lose_folder(paths)
+    open_dir(tmp_path).close()
+    assert not paths.batch(0).samefile(paths.artifact)
+    assert validate_run(tmp_path).sound
+
+
+async def test_exports_of_an_earlier_artifact_are_stale(tmp_path: Path) -> None:
+    await merged(tmp_path)
+    for name in ("jsonl", "hf", "zip"):
+        export_run(tmp_path, name)
+    (tmp_path / "trajectories_notes.txt").touch()
+    assert read_status(tmp_path).stale == []
+    await commit_all(tmp_path, [rollout(ROLLOUTS)])
+    merge(tmp_path)
+    stale = ["trajectories.jsonl", "trajectories.zip", "trajectories_hf"]
+    assert read_status(tmp_path).stale == stale
+    assert [note.split()[0] for note in validate_run(tmp_path).notes] == stale
+    export_run(tmp_path, "jsonl")
+    assert read_status(tmp_path).stale == stale[1:]
+
+
+async def test_the_command_asks_before_it_deletes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = await merged(tmp_path)
+    assert main(["prune", str(tmp_path)]) == 0
+    assert "nothing was deleted; --yes deletes them" in capsys.readouterr().out
+    assert len(paths.batch_numbers()) == 4
+    assert main(["prune", str(tmp_path), "--yes"]) == 0
+    assert "deleted 4 batches" in capsys.readouterr().out
+    assert main(["prune", str(tmp_path)]) == 0
+    assert "holds nothing twice" in capsys.readouterr().out
+    assert main(["status", str(tmp_path)]) == main(["validate", str(tmp_path)]) == 0
