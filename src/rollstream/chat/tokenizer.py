@@ -28,6 +28,9 @@ _PART_PROBE = "ROLLSTREAMPROBE"
 _OPEN_MARK = "ROLLSTREAMOPEN"
 """Stands for what comes next in a message. Letters only: no template trims, escapes or splits it."""
 
+_QUOTED = re.compile(r"'([^'\n]*)'|\"([^\"\n]*)\"")
+_TAGS = re.compile(r"\{[{%#].*?[}%#]\}", re.DOTALL)
+
 _PROBE = " ".join(string.ascii_letters + string.digits)
 """Text of which every tokenizer of a language model knows something."""
 
@@ -74,7 +77,7 @@ class ChatTokenizer:
         added = self._tokenizer.added_tokens_decoder.items()
         return frozenset({*self._tokenizer.all_special_ids, *(i for i, token in added if token.special)})
 
-    def defuse(self, text: str) -> str:
+    def escape_special_tokens(self, text: str) -> str:
         """A text that cannot be taken for structure: special tokens in it are broken by a zero-width space.
 
         For what comes from outside, such as a tool's result: a web page that quotes `<|im_end|>` must not
@@ -104,6 +107,17 @@ class ChatTokenizer:
             return _PART_PROBE in self._render([_in_parts(message)], None, True)
         except Exception:
             return False
+
+    @cached_property
+    def template_texts(self) -> tuple[str, ...]:
+        """The texts that stand in the chat template, in quotes or not; none if it looks at the clock."""
+        template = self._tokenizer.chat_template
+        sources = [*template.values()] if isinstance(template, dict) else [template or ""]
+        if any("strftime_now" in source for source in sources):
+            return ()
+        quoted = [text for source in sources for pair in _QUOTED.findall(source) for text in pair if text]
+        plain = [text.strip() for source in sources for text in _TAGS.split(source) if text.strip()]
+        return tuple(dict.fromkeys([*quoted, *(text.replace("\\n", "\n") for text in quoted), *plain, "."]))
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact text; None if the vocabulary has none."""

@@ -151,9 +151,7 @@ def several(
     return ""
 
 
-def others(
-    f: dict, g: tuple[int, str], h: Any, i: list[int] | str | None, j: Literal[True, False]
-) -> None:  # type: ignore[type-arg]
+def others(f: dict, g: tuple[int, str], h: Any, i: list[int] | str | None, j: Literal[True, False]) -> None:  # type: ignore[type-arg]
     """Others.
     Args:
       f: F.
