@@ -8,7 +8,9 @@ one plain and one async, that return a text at once. The engine has ready-made a
 the body of the HTTP request that SGLang would get, because the prompt has to be sent whole every turn.
 
     floor       the engine calls, and appending ready-made ids: what must be sent, and nothing else
-    new text    the floor, and tokenising the new text of each turn, which comes as text after all
+    new text    the floor, and tokenising the new text of each turn, which comes as text after all, by the
+                package `tokenizers`: what every loop pays that keeps tokens
+    words       the same by rollstream's `ChatTokenizer`, which remembers the ids of words
     rollstream  RolloutWorker, tool_agent, hermes parser, chat template, real tokenizer, ToolBox
     re-render   the same, but every prompt is the whole conversation rendered and tokenised again, and what
                 the model sampled is not kept id for id: what loops do that speak to a chat endpoint
@@ -25,6 +27,8 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from bench.report import parse_options, print_table, write_json
 from rollstream.agent.base import AgentLoop, AgentResources
@@ -188,6 +192,7 @@ class Stack:
             tools=self.toolbox,
         )
         self._tokenizer = tokenizer
+        self._package = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
         self._given: list[tuple[list[int], str]] = []
         """What the template puts between turns, for the floor: cut out of a real rollout by `check`."""
 
@@ -221,7 +226,8 @@ class Stack:
         """What is measured: a function of a rollout's number for each name."""
         return {
             "floor": self._run_floor,
-            "new text": self._run_new_text,
+            "new text": lambda number: self._run_new_text(number, self._by_tokenizers),
+            "words": lambda number: self._run_new_text(number, self._tokenizer.encode),
             "rollstream": _runner(self.worker("tool_agent"), self.prompt),
             "re-render": _runner(self.worker("rerender"), self.prompt),
         }
@@ -233,12 +239,16 @@ class Stack:
             ids += completion.token_ids
             ids += given
 
-    async def _run_new_text(self, number: int) -> None:
+    def _by_tokenizers(self, text: str) -> list[int]:
+        ids: list[int] = self._package.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    async def _run_new_text(self, number: int, encode: Callable[[str], list[int]]) -> None:
         ids = list(self._resources.prompts.render(self.prompt, prompt_key="floor"))
         for _, text in [*self._given, ([], "")]:
             completion = await self.engine.generate(ids, self.sampling, request_id=str(number))
             ids += completion.token_ids
-            ids += self._tokenizer.encode(text)
+            ids += encode(text)
 
 
 def _tool(function: Callable[..., Any], parameter: str) -> FunctionTool:

@@ -1,7 +1,9 @@
-"""Calling plain functions of the user's off the event loop, such that one that hangs hurts itself only.
+"""Calling functions of the user's such that one that hangs, or raises what it likes, hurts itself only.
 
-The executors of the standard library join their threads at exit, so a function that hangs would keep the
-interpreter from exiting; daemon threads don't.
+A plain function runs in a daemon thread: one that hangs is left behind, and neither blocks the event loop nor
+keeps the interpreter from exiting (the executors of the standard library join their threads at exit). An
+async one runs in a task of its own, so that nothing it raises, SystemExit and CancelledError included, ends
+anything but itself.
 """
 
 import asyncio
@@ -11,21 +13,38 @@ import functools
 import inspect
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollstream.errors import TransientError
+
+THREADS = 64
+"""Calls of one plain function at once. Tools wait for the network more than they compute; some hundred
+rollouts a worker call them in turn."""
 MAX_LOST = 64
-"""Calls that may hang at once, left behind by their timeouts. A thread costs 8 MiB of address space and some
-30 KiB of memory; a function that hangs more often than this is broken, and then calls are refused instead."""
+"""Calls of one function that may hang at once, left behind by their timeouts. A thread costs 8 MiB of address
+space and some 30 KiB of memory; a function that hangs more often than this is broken, and then calls are
+refused instead."""
+CANCEL_GRACE = 1.0
+"""Seconds for an async function to end once it is cancelled. Cleaning up takes milliseconds; one that goes on
+is left behind."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How a call ended: its value, or its error, whatever was raised."""
+    """How a call ended: its value, or its error, whatever was raised; or neither, when it took too long."""
 
     value: Any = None
     error: BaseException | None = None
+    timed_out: bool = False
+    seconds: float = 0.0
+    """How long it ran, waiting for a thread excluded; known to `UserCalls` only."""
+
+
+class CallsRefusedError(Exception):
+    """It was not called: too many earlier calls of the same name still hang."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +58,8 @@ class ThreadCall:
     """Done when the call is, also when it was abandoned; never has an exception."""
     finished: bool = False
     abandoned: bool = False
+    among: "set[Any] | None" = None
+    """Abandoned calls that still run, this one among them."""
 
     def __post_init__(self) -> None:
         self.future = self.loop.create_future()
@@ -75,12 +96,15 @@ class DaemonThreads:
             self._calls.put(call)
         return call
 
-    def abandon(self, call: ThreadCall) -> None:
-        """Gives up waiting for a call."""
+    def abandon(self, call: ThreadCall, among: "set[Any] | None" = None) -> None:
+        """Gives up waiting for a call, which is in the set `among` until it ends."""
         with self._lock:
             if not call.finished and not call.abandoned:
                 call.abandoned = True
                 self._lost += 1
+                if among is not None:
+                    call.among = among
+                    among.add(call)
 
     def close(self) -> None:
         """Ends the threads, each when its call returns. Waits for none; nothing is started any more."""
@@ -101,12 +125,165 @@ class DaemonThreads:
                 if abandoned:
                     self._lost -= 1
                     self._alive -= 1
+                    if call.among is not None:
+                        call.among.discard(call)
                 else:
                     self._idle += 1
             deliver(call.loop, call.future, outcome)
             del call, outcome  # an idle thread holds on to nothing
             if abandoned:
                 return
+
+
+@dataclass(slots=True)
+class _Function:
+    """What is known of the calls of one name."""
+
+    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(THREADS))
+    lost: set[Any] = field(default_factory=set)
+    """Calls that were left behind and still run: tasks, and calls in threads."""
+
+
+class UserCalls:
+    """Calls functions of the user's, plain or async, each within its time. Belongs to one event loop.
+
+    Each function is known by a name, and has limits of its own (`THREADS`, `MAX_LOST`): one that hangs stops
+    no other.
+    """
+
+    def __init__(self, kind: str) -> None:
+        """`kind`: what is called, for messages and debuggers."""
+        self._kind = kind
+        self._threads = DaemonThreads(f"rollstream-{kind}")
+        self._functions: dict[str, _Function] = {}
+        self._closed = False
+
+    @property
+    def lost(self) -> int:
+        """Calls that were left behind and still run."""
+        return sum(len(function.lost) for function in self._functions.values())
+
+    async def run(
+        self,
+        call: Callable[[], Any],
+        *,
+        name: str,
+        seconds: float,
+        read: Callable[[Any], Any] | None = None,
+    ) -> Outcome:
+        """Calls a function, and awaits what it returns if that can be awaited.
+
+        Args:
+            call: what to call; a `functools.partial` of an async function counts as one.
+            name: whose function it is.
+            seconds: how long it may take, waiting for a thread excluded.
+            read: applied to what it returns, in the same place; its errors are the function's.
+
+        Returns:
+            How it ended; with `CallsRefusedError` when it was not called, because `MAX_LOST` of its name hang.
+
+        Raises:
+            CancelledError: the caller was cancelled; so is the call, if it is async.
+            TransientError: all is closed.
+        """
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = _Function()
+        if is_async(call):
+            return self._refusal(name, function) or await self._run_task(call, read, function, seconds)
+        outcome = await self._run_thread(functools.partial(_call, call, read), name, function, seconds)
+        if not inspect.isawaitable(outcome.value):
+            return outcome
+        awaitable: Awaitable[Any] = outcome.value  # a plain function that wraps an async one
+        inner = await self._run_task(lambda: awaitable, read, function, seconds - outcome.seconds)
+        inner.seconds += outcome.seconds
+        return inner
+
+    def close(self) -> None:
+        """Ends idle threads, and cancels tasks that were left behind. Waits for neither."""
+        self._closed = True
+        self._threads.close()
+        for function in self._functions.values():
+            for lost in function.lost:
+                if isinstance(lost, asyncio.Task):
+                    lost.cancel()
+
+    def _refusal(self, name: str, function: _Function) -> Outcome | None:
+        if self._closed:
+            raise TransientError(f"the {self._kind}s are closed")
+        if len(function.lost) < MAX_LOST:
+            return None
+        said = f"{name}: {len(function.lost)} earlier calls still hang; it is not called until some of them end"
+        return Outcome(error=CallsRefusedError(said))
+
+    async def _run_thread(
+        self, call: Callable[[], Any], name: str, function: _Function, seconds: float
+    ) -> Outcome:
+        async with function.slots:
+            if refusal := self._refusal(name, function):
+                return refusal
+            began = time.monotonic()
+            running = self._threads.start(call)
+            timer = running.loop.call_later(seconds, _time_out, running.future)
+            try:
+                outcome = await running.future
+            except asyncio.CancelledError:
+                self._threads.abandon(running, function.lost)
+                raise
+            finally:
+                timer.cancel()
+            if outcome.timed_out:
+                self._threads.abandon(running, function.lost)
+            outcome.seconds = time.monotonic() - began
+            return outcome
+
+    async def _run_task(
+        self,
+        call: Callable[[], Awaitable[Any]],
+        read: Callable[[Any], Any] | None,
+        function: _Function,
+        seconds: float,
+    ) -> Outcome:
+        began = time.monotonic()
+        task = asyncio.create_task(_await(call, read))
+        try:
+            await asyncio.wait((task,), timeout=max(seconds, 0.0))
+        finally:
+            if timed_out := not task.done():
+                await self._cancel(task, function)
+        if timed_out:
+            outcome = Outcome(timed_out=True)
+        else:
+            outcome = Outcome(error=asyncio.CancelledError()) if task.cancelled() else task.result()
+        outcome.seconds = time.monotonic() - began
+        return outcome
+
+    async def _cancel(self, task: "asyncio.Task[Outcome]", function: _Function) -> None:
+        task.cancel()
+        try:
+            await asyncio.wait((task,), timeout=CANCEL_GRACE)
+        finally:
+            if not task.done():
+                function.lost.add(task)
+                task.add_done_callback(function.lost.discard)
+
+
+def _time_out(future: "asyncio.Future[Outcome]") -> None:
+    if not future.done():
+        future.set_result(Outcome(timed_out=True))
+
+
+async def _await(call: Callable[[], Awaitable[Any]], read: Callable[[Any], Any] | None) -> Outcome:
+    try:
+        value = await call()
+        return Outcome(read(value) if read else value)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt, too: they would end the event loop
+        return Outcome(error=error)
+
+
+def _call(call: Callable[[], Any], read: Callable[[Any], Any] | None) -> Any:
+    value = call()
+    return read(value) if read and not inspect.isawaitable(value) else value
 
 
 def deliver(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Any]", outcome: Any) -> None:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2] / "src" / "rollstream"
 
 FLOORS: list[set[str]] = [
     {"trajectory", "errors"},
-    {"web", "user_code", "daemon_threads", "stop_signals", "metrics_text", "redaction", "scratch"},
+    {"aio", "web", "user_code", "daemon_threads", "stop_signals", "metrics_text", "redaction", "scratch"},
     {"config", "chat", "engine", "reward", "store"},
     {"data", "agent"},
     {"rollout"},

@@ -17,8 +17,7 @@ from rollstream.agent.base import AgentResources, SnapshotScoring
 from rollstream.agent.context_tools import NAMES, SCHEMAS, Notes, Refused, read_msg_id
 from rollstream.agent.conversation import Conversation, Turn
 from rollstream.agent.tool_agent import State, ToolAgent
-from rollstream.agent.tools.result import ToolResult
-from rollstream.agent.tools.text import truncate_text
+from rollstream.agent.tools.result import ToolResult, truncate_text
 from rollstream.chat.parsers.base import ToolCall
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Message, Metrics, Trajectory

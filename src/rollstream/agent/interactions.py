@@ -1,6 +1,5 @@
 """Interactions: a simulated user, or an environment that answers the model."""
 
-import asyncio
 import copy
 import hashlib
 import logging
@@ -17,7 +16,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from rollstream.agent.tools.calls import Calls, CallsRefusedError, run_to_its_end
+from rollstream.aio import finish_despite_cancellation
+from rollstream.daemon_threads import CallsRefusedError, UserCalls
 from rollstream.errors import ConfigError, DataError, TransientError
 from rollstream.trajectory import Message
 from rollstream.user_code import import_name, source_digest
@@ -77,7 +77,9 @@ class Interactions:
     """Seconds for one call, waiting for a thread excluded."""
     digest: str = ""
     """Changes when what they do may: configuration and code."""
-    _calls: Calls = field(default_factory=lambda: Calls("interaction"), init=False, repr=False, compare=False)
+    _calls: UserCalls = field(
+        default_factory=lambda: UserCalls("interaction"), init=False, repr=False, compare=False
+    )
 
     def open(self, interaction_kwargs: Mapping[str, Any], *, request_id: str) -> "InteractionSession | None":
         """The interaction that a row asks for; None if it asks for none.
@@ -115,7 +117,7 @@ class InteractionSession:
         interaction: Interaction,
         kwargs: dict[str, Any],
         *,
-        calls: Calls,
+        calls: UserCalls,
         request_id: str,
         timeout: float,
     ) -> None:
@@ -125,7 +127,6 @@ class InteractionSession:
         self._instance_id = request_id
         self._timeout = timeout
         self._started = False
-        self._ending: asyncio.Task[None] | None = None
         self.turn_scores: list[float] = []
         """One for each turn that was answered with a score."""
         self.score: float | None = None
@@ -166,13 +167,12 @@ class InteractionSession:
         """
         if not self._started:
             return
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._finalize())
-        await run_to_its_end(self._ending)
+        self._started = False
+        await finish_despite_cancellation(self._finalize())
 
     async def _finalize(self) -> None:
         try:
-            await self._call("finalize_interaction", ends=True)
+            await self._call("finalize_interaction")
         except Exception as error:
             logger.warning("%s.finalize_interaction failed: %s: %s", self._name, type(error).__name__, error)
             logger.debug("it failed here:", exc_info=True)
@@ -181,9 +181,7 @@ class InteractionSession:
     def _name(self) -> str:
         return f"interaction {self._interaction.name!r}"
 
-    async def _call(
-        self, what: str, *args: Any, read: Callable[[Any], Any] | None = None, ends: bool = False
-    ) -> Any:
+    async def _call(self, what: str, *args: Any, read: Callable[[Any], Any] | None = None) -> Any:
         method = getattr(self._interaction, what)
         where = f"{self._name}.{what}"
         outcome = await self._calls.run(
@@ -191,7 +189,6 @@ class InteractionSession:
             name=where,
             seconds=self._timeout,
             read=read,
-            ends=ends,
         )
         if outcome.timed_out:
             raise TransientError(

@@ -157,7 +157,7 @@ class ToolAgent(AgentLoop):
 
     def users_message(self, text: str) -> Message:
         """What an interaction said, as a message."""
-        return {"role": "user", "content": self.tokenizer.defuse(text)}
+        return {"role": "user", "content": self.tokenizer.escape_special_tokens(text)}
 
     def count(self, results: list[ToolResult]) -> None:
         """Counts results and keeps their rewards."""
@@ -187,7 +187,7 @@ class ToolAgent(AgentLoop):
                     images.append(image)
                     parts.append(image.part)
             if result.text:
-                parts.append({"type": "text", "text": self.tokenizer.defuse(result.text)})
+                parts.append({"type": "text", "text": self.tokenizer.escape_special_tokens(result.text)})
             if any(part["type"] != "text" for part in parts):
                 contents.append(parts)
             else:

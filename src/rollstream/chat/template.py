@@ -13,8 +13,9 @@ The same for any template. What the template would do to *earlier* turns when th
 rendered again (drop their thinking, move a list of tools) is not done: those tokens were seen by the model.
 """
 
+import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,40 @@ _QUESTION: Message = {"role": "user", "content": "."}
 
 _REMEMBERED_CLOSES = 128
 """One for each way a turn may end: without calls, or with calls of these tools in this order."""
+
+_NASTY = (
+    *(
+        "",
+        " ",
+        "\n",
+        " a ",
+        "\n\na\n\n",
+        "\t",
+        "a\r\nb",
+        "{{ a }}",
+        "{% a %}",
+        "{# a #}",
+        "<|im_end|>",
+        "&<'\">",
+    ),
+    *(
+        '"a"',
+        "\\n\\",
+        "[1]",
+        '{"a": 1}',
+        "<think>a</think>b",
+        "<tool_response>\na\n</tool_response>",
+        "\u00e9\u200b",
+    ),
+    *("1", "none", "a|b", "a" * 5000),
+)
+"""Contents that templates trim, escape, parse or take for something else."""
+
+_SPLICED = 128
+"""Shapes of turns that are spliced: finding one out takes as long as some 80 renderings. Others are rendered."""
+
+_PLAIN = frozenset({"role", "content", "tool_call_id", "name"})
+"""Keys of messages that are spliced."""
 
 _TAIL = 16
 """Sampled ids that are compared with what follows: an end of turn is a few tokens."""
@@ -66,6 +101,43 @@ class _Close:
         return parts[-1].removeprefix(self.syntax)
 
 
+class _Spliced:
+    """What the template puts around the contents of some messages, found out once and used for all contents.
+
+    Only where it is known that the template copies every content as it is: it must render so what breaks
+    careless templates, and every text that the template itself compares with.
+    """
+
+    def __init__(self, render: Callable[[list[str]], str], count: int, template_texts: Sequence[str]) -> None:
+        """Args:
+        render: what the template puts after the answer, with these contents.
+        count: how many contents there are.
+        template_texts: text that stands in the template.
+        """
+        marks = [f"ROLLSTREAMCONTENT{chr(ord('A') + at)}" for at in range(count)]
+        self._between: list[str] | None = re.split("|".join(marks), rest := render(marks))
+        if "".join(re.findall("|".join(marks), rest)) != "".join(marks):
+            self._between = None  # not every content once and in order
+            return
+        nasty = (*_NASTY, *template_texts, *(f"{text}.{text}" for text in template_texts))
+        for start in range(len(nasty)):
+            contents = [nasty[(start + at) % len(nasty)] for at in range(count)]
+            if self.text(contents) != render(contents):
+                self._between = None
+                return
+
+    def text(self, contents: Sequence[str]) -> str | None:
+        """What the template puts after the answer; None if it has to be asked."""
+        if self._between is None:
+            return None
+        first, *others = self._between
+        return first + "".join(content + after for content, after in zip(contents, others, strict=True))
+
+
+_NEVER = _Spliced(lambda _: "", 1, ())
+"""For a shape that cannot be rendered with every content."""
+
+
 class TurnTemplate:
     """The ids between an answer and the next one, for one tokenizer. Shared by all rollouts of a worker."""
 
@@ -76,6 +148,8 @@ class TurnTemplate:
         self._closes: OrderedDict[tuple[object, ...], _Close] = OrderedDict()
         self._call_ids: dict[tuple[int, bool], bool] = {}
         self._together: dict[tuple[int, bool], bool] = {}
+        self._spliced: dict[tuple[object, ...], tuple[_Spliced, str]] = {}
+        self._lengths: dict[str, int] = {}
 
     def ids_after(
         self,
@@ -127,6 +201,78 @@ class TurnTemplate:
         generation_prompt: bool,
     ) -> tuple[str, str]:
         """What follows the answer, and the end of the turn when nothing follows."""
+        shape = self._shape(answer, added, tools, generation_prompt)
+        if shape is None:
+            return self._render_after(answer, added, tools, generation_prompt)
+        known = self._spliced.get(shape)
+        if known is None and len(self._spliced) < _SPLICED:
+            known = self._spliced[shape] = self._splice(answer, added, tools, generation_prompt)
+        text = None if known is None else known[0].text([message["content"] for message in added])
+        if known is None or text is None:
+            return self._render_after(answer, added, tools, generation_prompt)
+        return text, known[1]
+
+    def _shape(
+        self,
+        answer: Message,
+        added: list[Message],
+        tools: list[dict[str, Any]] | None,
+        generation_prompt: bool,
+    ) -> tuple[object, ...] | None:
+        """What decides how the template renders these messages, but for their contents; None: it is not known."""
+        if not added or not self._tokenizer.template_texts:
+            return None
+        messages: list[object] = []
+        for message in added:
+            if not isinstance(message.get("content"), str) or not message.keys() <= _PLAIN:
+                return None
+            messages.append((message["role"], message.get("name"), "tool_call_id" in message))
+        calls = [
+            (call["function"]["name"], len(call["id"]), call["id"].isalnum())
+            for call in answer.get("tool_calls") or ()
+        ]
+        shown = [tool["function"]["name"] for tool in tools or ()]
+        return (*calls, None, *messages, None, *shown, generation_prompt)
+
+    def _splice(
+        self,
+        answer: Message,
+        added: list[Message],
+        tools: list[dict[str, Any]] | None,
+        generation_prompt: bool,
+    ) -> tuple[_Spliced, str]:
+        """The same found out, and the end of the turn when nothing follows."""
+
+        def render(contents: list[str], letter: str = "x") -> str:
+            ids = {call["id"]: letter + call["id"][1:] for call in answer.get("tool_calls") or ()}
+            calls = [{**call, "id": ids[call["id"]]} for call in answer.get("tool_calls") or ()]
+            messages = [
+                {**message, "content": content}
+                | (
+                    {"tool_call_id": ids.get(call_id, call_id)}
+                    if (call_id := message.get("tool_call_id"))
+                    else {}
+                )
+                for message, content in zip(added, contents, strict=True)
+            ]
+            return self._render_after({**answer, "tool_calls": calls}, messages, tools, generation_prompt)[0]
+
+        contents = ["a"] * len(added)
+        if render(contents, "x") != render(contents, "y"):
+            return _NEVER, ""  # the ids of the calls are shown
+        try:
+            spliced = _Spliced(render, len(added), self._tokenizer.template_texts)
+        except DataError:
+            return _NEVER, ""
+        return spliced, self._render_after(answer, added, tools, generation_prompt)[1]
+
+    def _render_after(
+        self,
+        answer: Message,
+        added: list[Message],
+        tools: list[dict[str, Any]] | None,
+        generation_prompt: bool,
+    ) -> tuple[str, str]:
         calls: list[dict[str, Any]] = answer.get("tool_calls") or []
         close = self._close(calls, tools)
         marked = _marked_answer(calls[len(calls) - close.calls :])
@@ -371,7 +517,7 @@ class TurnTemplate:
         tokenizer = self._tokenizer
         if sampled and sampled[-1] in tokenizer.end_ids:
             # The turn has its end: cut the template's own off, or the role token that is the end.
-            reach = len(tokenizer.encode(end)) if end.strip() else _TAIL
+            reach = self._length(end) if end.strip() else _TAIL
             for at, token_id in enumerate(ids[:reach]):
                 if token_id == sampled[-1] or (token_id in tokenizer.special_ids and end.strip()):
                     return at + 1
@@ -383,6 +529,12 @@ class TurnTemplate:
             if tail[-length:] == ids[:length]:
                 return length  # a part of the end, such as a stop string that begins the next turn
         return 0
+
+    def _length(self, end: str) -> int:
+        """Tokens of the end of a turn; there are few ends."""
+        if end not in self._lengths:
+            self._lengths[end] = len(self._tokenizer.encode(end))
+        return self._lengths[end]
 
 
 def _marked_answer(calls: list[dict[str, Any]]) -> Message:

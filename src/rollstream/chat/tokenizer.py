@@ -10,18 +10,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import orjson
+import jinja2
 
+from rollstream.chat.byte_level import ByteDecoder, WordEncoder, byte_decoder, word_encoder
+from rollstream.chat.tokenizer_files import ChatTemplate, compile_template, read_json, read_tokenizer
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Message
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
 """Files that hold a vocabulary, by their usual names; for messages."""
 
+_FILES = ["*token*.json", "config.json", "generation_config.json", "*.jinja"]
+"""What is fetched of a model on the hub."""
+
 _PART_PROBE = "ROLLSTREAMPROBE"
 
 _OPEN_MARK = "ROLLSTREAMOPEN"
 """Stands for what comes next in a message. Letters only: no template trims, escapes or splits it."""
+
+_QUOTED = re.compile(r"'([^'\n]*)'|\"([^\"\n]*)\"")
+_TAGS = re.compile(r"\{[{%#].*?[}%#]\}", re.DOTALL)
 
 _PROBE = " ".join(string.ascii_letters + string.digits)
 """Text of which every tokenizer of a language model knows something."""
@@ -47,8 +55,8 @@ class ChatTokenizer:
         self.end_ids = frozenset([*end_ids, *([] if own is None else [own])])
         """Tokens that end a turn of the model."""
         self._template_kwargs = dict(template_kwargs or {})
-        # The Rust tokenizer itself, where there is one: without offsets and type checks it takes a third less
-        # per prompt and half per answer, and gives the same ids and text.
+        # The package `tokenizers` itself, where transformers uses it: without offsets and type checks it takes
+        # a third less per prompt and half per answer, and gives the same ids and text.
         self._backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
 
     @property
@@ -69,7 +77,7 @@ class ChatTokenizer:
         added = self._tokenizer.added_tokens_decoder.items()
         return frozenset({*self._tokenizer.all_special_ids, *(i for i, token in added if token.special)})
 
-    def defuse(self, text: str) -> str:
+    def escape_special_tokens(self, text: str) -> str:
         """A text that cannot be taken for structure: special tokens in it are broken by a zero-width space.
 
         For what comes from outside, such as a tool's result: a web page that quotes `<|im_end|>` must not
@@ -99,6 +107,17 @@ class ChatTokenizer:
             return _PART_PROBE in self._render([_in_parts(message)], None, True)
         except Exception:
             return False
+
+    @cached_property
+    def template_texts(self) -> tuple[str, ...]:
+        """The texts that stand in the chat template, in quotes or not; none if it looks at the clock."""
+        template = self._tokenizer.chat_template
+        sources = [*template.values()] if isinstance(template, dict) else [template or ""]
+        if any("strftime_now" in source for source in sources):
+            return ()
+        quoted = [text for source in sources for pair in _QUOTED.findall(source) for text in pair if text]
+        plain = [text.strip() for source in sources for text in _TAGS.split(source) if text.strip()]
+        return tuple(dict.fromkeys([*quoted, *(text.replace("\\n", "\n") for text in quoted), *plain, "."]))
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact text; None if the vocabulary has none."""
@@ -158,7 +177,12 @@ class ChatTokenizer:
         try:
             return self._render(messages, tools, add_generation_prompt)
         except Exception as error:
-            raise DataError(f"the chat template refuses this prompt: {error}") from error
+            if type(error) is jinja2.TemplateError:  # what `raise_exception` raises
+                raise DataError(f"the chat template refuses this prompt: {error}") from error
+            raise DataError(
+                f"the chat template fails on this prompt ({type(error).__name__}: {error}); if it does so on "
+                "every prompt, the template is broken (actor_rollout_ref.model.custom_chat_template)"
+            ) from error
 
     def _render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
@@ -174,6 +198,8 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text as it stands: no special tokens are added."""
+        if self._words is not None:
+            return self._words.encode(text)
         ids: list[int]
         if self._backend is not None:
             ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -183,6 +209,8 @@ class ChatTokenizer:
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids."""
+        if self._bytes is not None:
+            return self._bytes.decode(ids, skip_special_tokens=skip_special_tokens)
         text: str
         if self._backend is not None:
             text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -191,6 +219,18 @@ class ChatTokenizer:
                 ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         return text
+
+    @cached_property
+    def _words(self) -> WordEncoder | None:
+        return None if self._backend is None else word_encoder(self._backend)
+
+    @cached_property
+    def _bytes(self) -> ByteDecoder | None:
+        return None if self._backend is None else byte_decoder(self._backend)
+
+    def __getstate__(self) -> dict[str, Any]:
+        remembered = ("_words", "_bytes", "_special_texts")
+        return {name: value for name, value in vars(self).items() if name not in remembered}
 
     def digest(self) -> str:
         """Hash of what decides ids: vocabulary, merges, chat template."""
@@ -237,22 +277,13 @@ def load_tokenizer(
     Raises:
         ConfigError: no tokenizer there, one without a vocabulary, or it has no chat template.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    from transformers import AutoTokenizer
-
     local = Path(path).expanduser()
     if path.startswith((".", "/", "~")) and not local.is_dir():
         raise ConfigError(f"model folder {path} does not exist (actor_rollout_ref.model.path)")
-    try:
-        source = str(local) if local.is_dir() else path
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        reason = _missing_files(local) or next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError(
-            f"no tokenizer found at {path!r}: {reason}. actor_rollout_ref.model.path (or tokenizer_path) "
-            "must be a folder with tokenizer files, or a hub name that can be reached."
-        ) from error
+    folder = local if local.is_dir() else _download(path)
+    tokenizer = None if folder is None else read_tokenizer(folder)
+    if tokenizer is None:
+        tokenizer = _load_by_transformers(str(local) if local.is_dir() else path, trust_remote_code)
     if _is_empty(tokenizer):
         # transformers makes one without a word when the files with the vocabulary are not there.
         raise ConfigError(
@@ -262,7 +293,7 @@ def load_tokenizer(
         )
     if custom_chat_template is not None:
         try:
-            tokenizer.chat_template = Path(custom_chat_template).expanduser().read_text()
+            tokenizer.chat_template = Path(custom_chat_template).expanduser().read_text("utf-8")
         except OSError as error:
             raise ConfigError(f"chat template {custom_chat_template}: {error.strerror}") from error
     if not tokenizer.chat_template:
@@ -270,18 +301,54 @@ def load_tokenizer(
             f"the tokenizer at {path!r} has no chat template; give one by "
             "actor_rollout_ref.model.custom_chat_template=FILE.jinja"
         )
-    return ChatTokenizer(tokenizer, template_kwargs=template_kwargs, end_ids=_generation_end_ids(source))
+    _check_templates(tokenizer.chat_template, custom_chat_template or f"of the tokenizer at {path!r}")
+    end_ids = [] if folder is None else _generation_end_ids(folder)
+    return ChatTokenizer(tokenizer, template_kwargs=template_kwargs, end_ids=end_ids)
 
 
-def _generation_end_ids(source: str) -> list[int]:
-    """End tokens that `generation_config.json` names, where there is one."""
-    from transformers.utils import cached_file
+def _download(name: str) -> Path | None:
+    """The folder with a hub model's tokenizer files; None if they cannot be had, which transformers tells."""
+    from huggingface_hub import snapshot_download
 
     try:
-        file = cached_file(source, "generation_config.json", local_files_only=True)
-        given = orjson.loads(Path(file).read_bytes()).get("eos_token_id") if file else None
-    except (OSError, ValueError):
-        return []
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except Exception:
+        return None
+
+
+def _load_by_transformers(path: str, trust_remote_code: bool) -> Any:
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+            backend.no_truncation()  # a length in tokenizer.json would cut prompts without a word
+        return tokenizer
+    except Exception as error:
+        reason = _missing_files(Path(path)) or next(
+            iter(str(error).strip().splitlines()), type(error).__name__
+        )
+        raise ConfigError(
+            f"no tokenizer found at {path!r}: {reason}. actor_rollout_ref.model.path (or tokenizer_path) "
+            "must be a folder with tokenizer files, or a hub name that can be reached."
+        ) from error
+
+
+def _check_templates(template: ChatTemplate, where: str) -> None:
+    for source in template.values() if isinstance(template, dict) else [template]:
+        try:
+            compile_template(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template {where} is broken: line {error.lineno}: {error.message}"
+            ) from error
+
+
+def _generation_end_ids(folder: Path) -> list[int]:
+    """End tokens that `generation_config.json` names, where there is one."""
+    given = (read_json(folder / "generation_config.json") or {}).get("eos_token_id")
     return [i for i in (given if isinstance(given, list) else [given]) if isinstance(i, int)]
 
 

@@ -1,6 +1,7 @@
 """OpenAI tool schemas, and the files that hold them."""
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,17 @@ def check_names_differ(names: Iterable[str], where: str) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"{where} has more than one tool named {', '.join(twice)}")
+
+
+def check_keys(keys: Iterable[Any], known: Collection[str], where: str) -> None:
+    """Refuses unknown keys of a mapping. Raises `ConfigError`, with the nearest known one."""
+    for key in keys:
+        if key not in known:
+            raise ConfigError(f"{where}: {unknown('key', key, known)}")
+
+
+def unknown(kind: str, name: Any, known: Collection[str]) -> str:
+    """Says that there is no such name, and which are near."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"unknown {kind} {name!r}{hint} Known: {', '.join(known) or 'none'}"

@@ -16,7 +16,7 @@ import random
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from typing import Any, NoReturn
 
 import orjson
@@ -27,97 +27,79 @@ from rollstream.testing.scripted import AnswerRule, ScriptedRequest, ask_rule
 from rollstream.testing.stub_answers import BookAnswer, RuleAnswer, StubAnswer, read_sampling, write_reply
 from rollstream.testing.stub_faults import Fault, Faults, Latency
 from rollstream.testing.stub_images import expanded_length, image_digest, image_files
-from rollstream.testing.stub_stats import Stats
-from rollstream.testing.stub_work import StubWork
+from rollstream.testing.stub_work import Stats, StubWork
 
 _MAX_BODY = 2**28
 """Prompts with images are large; a test server does not guard against its tester."""
 
 
+@dataclass(eq=False)
 class StubServer:
-    """The server, in this process.
+    """The server, in this process. What it says, and how fast and how wrong, may be changed at any time.
 
     Example:
         >>> async with StubServer(response_tokens=64) as server:
         ...     engine = SGLangEngine([server.url])
-
-    Args:
-        rule: what to answer, as `ScriptedEngine` has it (`text_rules.answer_by_text` makes one from texts);
-            None answers from the book. The request id it sees is the one on the wire, `rid`, which a client
-            makes anew for each request; its images are the files' bytes. What it raises is an HTTP 500 that
-            names it. Its completions are sent as they are, but with the server's `weight_version`.
-        host: address to listen on.
-        port: 0 takes a free one.
-        response_tokens: tokens in an answer of the book, at most the request's `max_new_tokens`; None answers
-            with exactly that many.
-        vocab_size: of prompt and response ids; a prompt id beyond it is a 400.
-        latency: time until an answer.
-        token_s: seconds for each token of an answer, besides.
-        speed: it works so many times as fast.
-        lengths: tokens of an answer of the book, drawn for the prompt, at most `max_new_tokens`; not together
-            with `response_tokens`.
-        prompt_tokens: length of prompts. What a longer one has besides is taken for the beginning of the
-            answer, which goes on from there. None: all is prompt.
-        max_running: requests worked on at once, the others wait their turn; None is no limit.
-        faults: may be changed at any time.
-        context_length: longest prompt + response, reported, and a 400 beyond.
-        model_path: reported; None says nothing of a model, and is taken for any.
-        weight_version: reported, also with every answer.
-        images: whether its model understands images; if not, a request with images is a 400.
-        image_token_id: its placeholder. With it, `prompt_tokens` counts images' tokens as Qwen2-VL's does.
-        fault_seed: of the order in which requests go wrong.
     """
 
-    def __init__(
-        self,
-        rule: AnswerRule | None = None,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        response_tokens: int | None = None,
-        vocab_size: int = 512,
-        latency: Latency = Latency(),  # noqa: B008 (frozen)
-        token_s: float = 0.0,
-        speed: float = 1.0,
-        lengths: Latency | None = None,
-        prompt_tokens: int | None = None,
-        max_running: int | None = None,
-        faults: Faults = Faults(),  # noqa: B008 (frozen)
-        context_length: int | None = None,
-        model_path: str | None = None,
-        weight_version: str = "default",
-        deterministic: bool = True,
-        images: bool = False,
-        image_token_id: int | None = None,
-        fault_seed: int = 0,
-    ) -> None:
-        self.response_tokens = response_tokens
-        self.vocab_size = vocab_size
-        self.latency = latency
-        self.token_s = token_s
-        self.speed = speed
-        self.lengths = lengths
-        self.prompt_tokens = prompt_tokens
-        self.faults = faults
-        self.context_length = context_length
-        self.model_path = model_path
-        self.weight_version = weight_version
-        self.deterministic = deterministic
-        self.images = images
-        self.image_token_id = image_token_id
-        self.metrics = True
-        """Whether there is `/metrics`; `/get_load` is always there, as in SGLang."""
+    rule: AnswerRule | None = None
+    """What to answer, as `ScriptedEngine` has it (`text_rules.answer_by_text` makes one from texts); None
+    answers from the book. The request id it sees is the one on the wire, `rid`, which a client makes anew for
+    each request; its images are the files' bytes. What it raises is an HTTP 500 that names it. Its completions
+    are sent as they are, but with the server's `weight_version`."""
+    _: KW_ONLY
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+
+    # The model
+    model_path: str | None = None
+    """Reported; None says nothing of a model, and is taken for any."""
+    vocab_size: int = 512
+    """Of prompt and response ids; a prompt id beyond it is a 400."""
+    context_length: int | None = None
+    """Longest prompt + response, reported, and a 400 beyond."""
+    weight_version: str = "default"
+    """Reported, also with every answer."""
+    deterministic: bool = True
+    images: bool = False
+    """Whether its model understands images; if not, a request with images is a 400."""
+    image_token_id: int | None = None
+    """Its placeholder. With it, the prompt tokens that are reported count images' tokens as Qwen2-VL's does."""
+
+    # Answers of the book
+    response_tokens: int | None = None
+    """Tokens in an answer, at most the request's `max_new_tokens`; None answers with exactly that many."""
+    lengths: Latency | None = None
+    """The same drawn for the prompt; not together with `response_tokens`."""
+    prompt_tokens: int | None = None
+    """Length of prompts. What a longer one has besides is taken for the beginning of the answer, which goes on
+    from there. None: all is prompt."""
+
+    # How fast, and how wrong
+    latency: Latency = Latency()  # noqa: RUF009 (frozen)
+    """Time until an answer."""
+    token_s: float = 0.0
+    """Seconds for each token of an answer, besides."""
+    speed: float = 1.0
+    """It works so many times as fast."""
+    max_running: int | None = None
+    """Requests worked on at once, the others wait their turn; None is no limit."""
+    faults: Faults = Faults()  # noqa: RUF009 (frozen)
+    fault_seed: int = 0
+    """Of the order in which requests go wrong."""
+    metrics: bool = True
+    """Whether there is `/metrics`; `/get_load` is always there, as in SGLang."""
+
+    def __post_init__(self) -> None:
         self.stats = Stats()
-        self.book = AnswerBook(vocab_size)
+        self.book = AnswerBook(self.vocab_size)
+        self.work = StubWork(self.max_running)
         self.url = ""
         """Known once `start` has returned."""
         self.on_death: Callable[[], None] = self._die_in_process
         """What `Faults.die_after` does: here the sockets close at once, as when a process is killed."""
-        self._rule = rule
-        self._host = host
-        self._port = port
-        self._rng = random.Random(fault_seed)
-        self.work = StubWork(max_running)
+        self._rng = random.Random(self.fault_seed)
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self._routes: dict[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]] = {
@@ -139,9 +121,9 @@ class StubServer:
         """Begins to serve; returns the URL."""
         self._server = web.Server(self._handle, access_log=None)
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(self._server, self._host, self._port, backlog=4096)
-        self._port = self._listener.sockets[0].getsockname()[1]
-        self.url = f"http://{self._host}:{self._port}"
+        self._listener = await loop.create_server(self._server, self.host, self.port, backlog=4096)
+        self.port = self._listener.sockets[0].getsockname()[1]
+        self.url = f"http://{self.host}:{self.port}"
         return self.url
 
     async def stop(self) -> None:
@@ -220,7 +202,7 @@ class StubServer:
         stats.peak_in_flight = max(stats.peak_in_flight, stats.in_flight)
         try:
             done = len(prompt_ids) - len(own_ids)
-            answer = self._answer(digest, done, max_tokens) if self._rule is None else None
+            answer = self._answer(digest, done, max_tokens) if self.rule is None else None
             seconds = self.latency.draw(digest) + self.token_s * (answer.length if answer else 0)
             share = await self.work.do(rid, float("inf") if fault == "hang" else seconds / self.speed)
         finally:
@@ -275,9 +257,9 @@ class StubServer:
         return BookAnswer(self.book, digest, left, max_tokens, start=done)
 
     async def _ask_rule(self, query: dict[str, Any], rid: str, images: list[bytes]) -> StubAnswer:
-        assert self._rule is not None
+        assert self.rule is not None
         request = ScriptedRequest(rid, query["input_ids"], read_sampling(query), tuple(images))
-        return RuleAnswer(await ask_rule(self._rule, request, self.book))
+        return RuleAnswer(await ask_rule(self.rule, request, self.book))
 
     async def _abort(self, request: web.BaseRequest) -> web.StreamResponse:
         query = orjson.loads(await request.read())

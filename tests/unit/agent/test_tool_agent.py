@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollstream.agent.base import TurnLimits
-from rollstream.agent.tools.limits import ToolLimits
+from rollstream.agent.tools.result import ToolLimits
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.errors import EngineError, TransientEngineError
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest

@@ -1,23 +1,22 @@
-"""The tokenizer's fast path gives what transformers gives."""
+"""What is loaded and remembered without transformers gives what transformers gives."""
 
 import json
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollstream.chat.byte_level import byte_decoder, word_encoder
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
+from rollstream.chat.tokenizer_files import FileTokenizer
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, DataError
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(MODEL_PATH)
+from tests.support import tokenizers
 
 
 @pytest.fixture(scope="module")
@@ -25,26 +24,122 @@ def tokenizer() -> ChatTokenizer:
     return load_tokenizer(str(MODEL_PATH))
 
 
-texts = st.text(st.characters(codec="utf-8"), max_size=60) | st.sampled_from(
-    ["<|im_start|>user\nhi<|im_end|>\n", " - 12 + -7", "<tool_call>", "a  b ,  c ."]
+@pytest.fixture(scope="module", params=tokenizers.NAMES)
+def both(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[ChatTokenizer, Any]:
+    """A tokenizer as rollstream loads it, and as transformers does."""
+    from transformers import AutoTokenizer
+
+    folder = tokenizers.write(request.param, tmp_path_factory.mktemp(request.param))
+    loaded = load_tokenizer(str(folder))
+    assert isinstance(loaded._tokenizer, FileTokenizer) == (request.param in tokenizers.WITHOUT_TRANSFORMERS)
+    return loaded, AutoTokenizer.from_pretrained(folder)
+
+
+pieces = st.one_of(
+    st.text(st.characters(codec="utf-8"), max_size=12),
+    st.text(st.characters(codec="ascii"), max_size=24),
+    st.sampled_from(
+        [
+            *("<|im_start|>user\nhi<|im_end|>\n", "<|im_", "<tool_call>", "<think>", " - 12 + -7", "1234567"),
+            *("a  b ,  c .", "   ", "'LL", " don't", "\r\n\n", '{"a": [', "..//"),
+            *("\x1c\x85", "\u00a0", "e\u0301", "\u1e9e", "\u017f"),
+        ]
+    ),
 )
 
 
-@given(texts, texts)
+@settings(max_examples=300)
+@given(st.lists(pieces, max_size=8).map("".join), st.lists(st.integers(0, 700), max_size=12))
 def test_encode_and_decode_equal_transformers(
-    tokenizer: ChatTokenizer, reference: Any, one: str, two: str
+    both: tuple[ChatTokenizer, Any], text: str, sampled: list[int]
 ) -> None:
-    ids = tokenizer.encode(one + two)
-    assert ids == reference.encode(one + two, add_special_tokens=False)
-    for skip in (True, False):
-        expected = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-        assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+    tokenizer, reference = both
+    ids = tokenizer.encode(text)
+    assert ids == reference.encode(text, add_special_tokens=False)
+    for given_ids in (ids, sampled):
+        for skip in (True, False):
+            expected = reference.backend_tokenizer.decode(given_ids, skip_special_tokens=skip)
+            assert tokenizer.decode(given_ids, skip_special_tokens=skip) == expected
 
 
-def test_render_equals_transformers(tokenizer: ChatTokenizer, reference: Any) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 2 ="}]
-    expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert tokenizer.render(messages) == expected
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "caf\u00e9 <b>"}}]])
+def test_prompts_and_special_tokens_equal_those_of_transformers(
+    both: tuple[ChatTokenizer, Any], tools: Any
+) -> None:
+    tokenizer, reference = both
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 2 = <|im_end|>"}]
+    expected = reference.apply_chat_template(messages, tools, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.render(messages, tools=tools) == expected
+    assert (tokenizer.pad_id, tokenizer.vocab_size) == (reference.pad_token_id, len(reference))
+    assert tokenizer.special_ids >= {*reference.all_special_ids, reference.eos_token_id}
+    assert tokenizer.differences(reference) == []
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.render(messages, tools=tools) == expected
+
+
+def test_the_words_and_the_bytes_of_every_byte_level_tokenizer_are_remembered(
+    both: tuple[ChatTokenizer, Any],
+) -> None:
+    backend = both[1].backend_tokenizer
+    is_byte_level = "ByteLevel" in str(backend.decoder)
+    assert (word_encoder(backend) is not None, byte_decoder(backend) is not None) == (
+        is_byte_level,
+        is_byte_level,
+    )
+
+
+def test_a_tokenizer_needs_neither_transformers_nor_torch() -> None:
+    code = (
+        "import sys, rollstream, rollstream.cli\n"
+        "from rollstream.chat.tokenizer import load_tokenizer\n"
+        f"load_tokenizer({str(MODEL_PATH)!r}).render([{{'role': 'user', 'content': 'x'}}])\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("command", ["show", "status"])
+def test_help_needs_neither_transformers_nor_torch(command: str) -> None:
+    code = (
+        "import sys, contextlib\nfrom rollstream.cli import main\n"
+        f"with contextlib.suppress(SystemExit): main([{command!r}, '--help'])\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json", "generation_config.json"])
+def test_a_broken_file_is_named(tmp_path: Path, file: str) -> None:
+    (tokenizers.write("demo", tmp_path) / file).write_text("{ broken")
+    with pytest.raises(ConfigError, match=rf"{file} cannot be read"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_broken_chat_template_is_named_with_its_line(tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}\n{{ m.content if }}\n{% endfor %}")
+    with pytest.raises(ConfigError, match=r"the chat template .*mine\.jinja is broken: line 2"):
+        load_tokenizer(str(MODEL_PATH), custom_chat_template=str(template))
+    template.write_text("{{ messages[0].nothing.there }}")
+    with pytest.raises(DataError, match=r"the chat template fails on this prompt .*the template is broken"):
+        load_tokenizer(str(MODEL_PATH), custom_chat_template=str(template)).render([{"role": "user"}])
+
+
+def test_a_template_for_tools_and_generation_marks(tmp_path: Path) -> None:
+    config = {
+        "chat_template": [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    }
+    folder = tokenizers.write("demo", tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    given = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(given | config))
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.render_text([{"role": "user", "content": "x"}]) == "plain"
+    assert tokenizer.render_text([{"role": "user", "content": "x"}], tools=[{}]) == "tools"
+    (folder / "chat_template.jinja").write_text(
+        "{% generation %}{% set a = 1 %}by model{% endgeneration %}{{ a }}"
+    )
+    assert load_tokenizer(str(folder)).render_text([{"role": "user", "content": "x"}]) == "by model"
 
 
 def test_what_the_template_refuses_is_the_prompts_fault(tmp_path: Path) -> None:

@@ -3,63 +3,111 @@
 import asyncio
 import copy
 import dataclasses
-import time
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from rollstream.agent.tools.base import ToolError
-from rollstream.agent.tools.calls import Calls, CallsRefusedError, Outcome, run_to_its_end
-from rollstream.agent.tools.config_file import ClassTool
 from rollstream.agent.tools.functions import FunctionTool
-from rollstream.agent.tools.keywords import accepted
-from rollstream.agent.tools.limits import ToolLimits
-from rollstream.agent.tools.result import ToolFailure, ToolResult, read_result, read_reward
-from rollstream.agent.tools.row_arguments import RowArguments
-from rollstream.agent.tools.text import clean_text, error_line, error_text, truncate_text
+from rollstream.agent.tools.result import (
+    ToolFailure,
+    ToolLimits,
+    ToolResult,
+    clean_text,
+    error_line,
+    error_text,
+    read_result,
+    read_reward,
+    truncate_text,
+)
+from rollstream.aio import finish_despite_cancellation
 from rollstream.chat.parsers.base import ToolCall
-from rollstream.chat.tool_schema import ToolSchema
-from rollstream.errors import TransientError
+from rollstream.chat.tool_schema import ToolSchema, unknown
+from rollstream.daemon_threads import CallsRefusedError, Outcome, UserCalls
+from rollstream.errors import DataError, TransientError
 
 ERROR_CHARACTERS = 1000
 """Of what an exception says: enough for a message, too little for a dump of data to fill the context."""
 NAME_CHARACTERS = 80
 """Of a name that the model made up."""
 
+_T = TypeVar("_T")
+
 ReportFailure = Callable[[str, str, BaseException | None], None]
 """Told what failed (request id and tool), the text for the model, and the exception if there was one."""
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Instance:
-    """A class tool's instance in this rollout."""
+@dataclass(frozen=True, slots=True)
+class ClassTool:
+    """A tool of a class, made."""
 
-    tool: ClassTool
-    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    """Held while it is created; calls of the same turn wait for that."""
-    id: Any = None
-    """None until it is created."""
-    attempts: int = 0
-    """To create it, that have ended."""
-    failure: ToolResult | None = None
-    """How the last attempt to create it failed."""
+    name: str
+    tool: Any
+    """See `rollstream.agent.tools.base.Tool`; one of verl's own classes serves as well."""
+    schema: ToolSchema
+    identity: list[Any]
+    """What decides what it does: class, source, configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowArguments:
+    """A row's keyword arguments for the methods of one tool."""
+
+    create_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    execute_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    calc_reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    release_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+_KEYS = tuple(field.name for field in dataclasses.fields(RowArguments))
+
+
+def read_row_arguments(tools_kwargs: Mapping[str, Any]) -> dict[str, RowArguments]:
+    """Reads `tools_kwargs` of a row: `{tool: {create_kwargs, execute_kwargs, ...}}`.
+
+    None stands for nothing at every level: a Parquet column has all keys in all rows.
+
+    Raises:
+        DataError: Something in it is no mapping, or an unknown key.
+    """
+    return {
+        name: _read_arguments(name, arguments)
+        for name, arguments in tools_kwargs.items()
+        if arguments is not None
+    }
+
+
+def select_tools(selection: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """The tools of a row, in the order it names them.
+
+    Args:
+        selection: `extra_info.tool_selection`; None or nothing in it means all, as in verl.
+        known: All tools.
+
+    Raises:
+        DataError: It is no list, or names an unknown tool.
+    """
+    if selection is None or (not isinstance(selection, str) and len(selection) == 0):
+        return list(known)
+    if isinstance(selection, str | Mapping):
+        raise DataError(f"extra_info.tool_selection is {selection!r}, want a list of tool names")
+    for name in selection:
+        if name not in known:
+            raise DataError(f"extra_info.tool_selection: {unknown('tool', name, known)}")
+    return list(dict.fromkeys(selection))
 
 
 class ToolSession:
-    """Runs the calls of one rollout, and ends what they began.
-
-    Attributes:
-        tool_s: Seconds that `run` took, all together.
-        calls: Calls so far.
-        errors: Those of them with an error.
-    """
+    """Runs the calls of one rollout, and ends what they began."""
 
     def __init__(
         self,
         tools: Mapping[str, FunctionTool | ClassTool],
         *,
-        calls: Calls,
+        calls: UserCalls,
         limits: ToolLimits,
         arguments: Mapping[str, RowArguments],
         request_id: str,
@@ -72,13 +120,11 @@ class ToolSession:
         self._arguments = arguments
         self._request_id = request_id
         self._report = report
-        self._instances: dict[str, _Instance] = {}
+        self._instances: dict[str, tuple[ClassTool, asyncio.Task[Outcome]]] = {}
+        """By tool: what its `create` gave, or will give; calls of the same turn wait for that."""
         self._unknown: dict[str, ClassTool] = {}
         """By id: instances whose `create` did not end, so that there may be something to release."""
         self._ending: asyncio.Task[dict[str, float]] | None = None
-        self.tool_s = 0.0
-        self.calls = 0
-        self.errors = 0
 
     @property
     def schemas(self) -> list[ToolSchema]:
@@ -98,31 +144,24 @@ class ToolSession:
 
         Raises:
             CancelledError: The caller was cancelled.
-            TransientError: So many calls of other tools hang that none is made, or the toolbox was closed
-                meanwhile: there is no result that would be true. Other calls of this turn are cancelled.
+            TransientError: The toolbox was closed meanwhile: there is no result that would be true.
         """
         if self._ending is not None:
             raise RuntimeError("the tool session is closed")
-        results: list[ToolResult | None] = [None] * len(calls)
-        waiting = iter(enumerate(calls))
+        if len(calls) == 1:
+            return [await self._run_one(calls[0], context)]
+        slots = asyncio.Semaphore(self._limits.max_parallel_calls)
 
-        async def work() -> None:
-            for position, call in waiting:
-                results[position] = await self._run_one(call, context)
+        async def run_one(call: ToolCall) -> ToolResult:
+            async with slots:
+                return await self._run_one(call, context)
 
-        began = time.monotonic()
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(len(calls), self._limits.max_parallel_calls)):
-                    group.create_task(work())
+                tasks = [group.create_task(run_one(call)) for call in calls]
         except ExceptionGroup as refusals:  # they all say the same
             raise refusals.exceptions[0] from None
-        finally:
-            self.tool_s += time.monotonic() - began
-        done = [result for result in results if result is not None]
-        self.calls += len(done)
-        self.errors += sum(result.error is not None for result in done)
-        return done
+        return [task.result() for task in tasks]
 
     async def close(self) -> dict[str, float]:
         """Asks each instance for its reward, then releases it; also when the caller is being cancelled.
@@ -137,7 +176,7 @@ class ToolSession:
         """
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
-        return await run_to_its_end(self._ending)
+        return await finish_despite_cancellation(_result_of(self._ending))
 
     async def _run_one(self, call: ToolCall, context: Mapping[str, Any]) -> ToolResult:
         tool = self._tools.get(call.name)
@@ -147,7 +186,7 @@ class ToolSession:
             known = f"Available tools: {', '.join(self._tools)}." if self._tools else "There are no tools."
             name = call.name[:NAME_CHARACTERS]
             return self._failed(name, "unknown_tool", f"Error: unknown tool {name!r}. {known}")
-        arguments = copy.deepcopy(call.arguments)  # what the tool does to it is not in the conversation
+        arguments = _copied(call.arguments)  # what the tool does to it is not in the conversation
         if isinstance(tool, ClassTool):
             return await self._run_class(tool, arguments, context)
         try:
@@ -167,31 +206,31 @@ class ToolSession:
     async def _run_class(
         self, tool: ClassTool, arguments: dict[str, Any], context: Mapping[str, Any]
     ) -> ToolResult:
-        instance = self._instances.setdefault(tool.name, _Instance(tool))
         seconds = self._limits.timeout
-        attempts = instance.attempts
-        async with instance.lock:
-            if instance.id is None and instance.attempts > attempts and instance.failure is not None:
-                return dataclasses.replace(instance.failure)  # of a call that this one waited for
-            if instance.id is None:
-                created = await self._create(tool, instance)
-                seconds -= created.seconds
-                if instance.id is None:
-                    instance.failure = self._result(tool.name, created)
-                    return instance.failure
+        if begins := tool.name not in self._instances:
+            self._instances[tool.name] = tool, asyncio.create_task(self._create(tool))
+        instance = self._instances[tool.name]
+        created = await instance[1]
+        if not _went_well(created):
+            if self._instances.get(tool.name) is instance:
+                del self._instances[tool.name]  # the next turn tries again
+            return self._result(tool.name, created)
+        if begins:
+            seconds -= created.seconds
         row = self._arguments.get(tool.name, RowArguments())
         keywords = accepted(tool.tool.execute, {**row.execute_kwargs, **context})
         if "messages" in context and "messages" in keywords:  # the conversation's own, which is stored
             keywords["messages"] = copy.deepcopy(keywords["messages"])
         outcome = await self._calls.run(
-            partial(tool.tool.execute, instance.id, arguments, **keywords),
+            partial(tool.tool.execute, created.value, arguments, **keywords),
             name=tool.name,
             seconds=seconds,
             read=self._read,
         )
         return self._result(tool.name, outcome)
 
-    async def _create(self, tool: ClassTool, instance: _Instance) -> Outcome:
+    async def _create(self, tool: ClassTool) -> Outcome:
+        """How `create` ended; its value is the instance's id."""
         given = uuid4().hex
         row = self._arguments.get(tool.name, RowArguments())
         offered = {**row.create_kwargs, "create_kwargs": dict(row.create_kwargs), "instance_id": given}
@@ -202,27 +241,27 @@ class ToolSession:
         except TransientError:  # it did not begin
             del self._unknown[given]
             raise
-        instance.attempts += 1
-        if outcome.timed_out:
-            return outcome
-        del self._unknown[given]
-        if outcome.error is None:
-            value = outcome.value
-            identifier = value[0] if isinstance(value, tuple) and value else value
-            instance.id = given if identifier is None or identifier == () else identifier
+        if not outcome.timed_out:
+            del self._unknown[given]
+        value = outcome.value[0] if isinstance(outcome.value, tuple) and outcome.value else outcome.value
+        outcome.value = given if value is None or value == () else value
         return outcome
 
     async def _end(self) -> dict[str, float]:
-        created = [instance for instance in self._instances.values() if instance.id is not None]
+        created = [
+            (tool, task.result().value)
+            for tool, task in self._instances.values()
+            if not task.cancelled() and task.exception() is None and _went_well(task.result())
+        ]
         rewards = await asyncio.gather(
-            *(self._end_instance(instance.tool, instance.id) for instance in created),
+            *(self._end_instance(tool, identifier) for tool, identifier in created),
             *(self._release(tool, identifier) for identifier, tool in self._unknown.items()),
         )
         self._instances.clear()
         self._unknown.clear()
         return {
-            instance.tool.name: reward
-            for instance, reward in zip(created, rewards, strict=False)
+            tool.name: reward
+            for (tool, _), reward in zip(created, rewards, strict=False)
             if reward is not None
         }
 
@@ -239,16 +278,13 @@ class ToolSession:
     ) -> Any:
         method = getattr(tool.tool, name)
         row = self._arguments.get(tool.name, RowArguments())
-        keywords = accepted(method, getattr(row, f"{name}_kwargs"))
-        what = f"{tool.name}.{name}"
-        outcome = await self._calls.run(
-            partial(method, identifier, **keywords),
-            name=what,
-            seconds=self._limits.timeout,
-            read=read,
-            ends=True,
-        )
-        if outcome.error is None and not outcome.timed_out:
+        call = partial(method, identifier, **accepted(method, getattr(row, f"{name}_kwargs")))
+        what = f"{tool.name}.{name}"  # a name of its own: calls that hang do not keep others from their end
+        try:
+            outcome = await self._calls.run(call, name=what, seconds=self._limits.timeout, read=read)
+        except TransientError as error:
+            outcome = Outcome(error=error)
+        if _went_well(outcome):
             return outcome.value
         self._result(what, outcome)
         return None
@@ -278,3 +314,52 @@ class ToolSession:
         self._report(f"{self._request_id}: {name}", said, error)
         text = truncate_text(clean_text(said), self._limits.max_response_length, "right")
         return ToolResult(text, error=failure)
+
+
+def _read_arguments(name: str, arguments: Any) -> RowArguments:
+    if not isinstance(arguments, Mapping):
+        raise DataError(f"tools_kwargs.{name} is {arguments!r}, want a mapping with {', '.join(_KEYS)}")
+    for key, value in arguments.items():
+        if key not in _KEYS:
+            raise DataError(f"tools_kwargs.{name}: {unknown('key', key, _KEYS)}")
+        if value is not None and not isinstance(value, Mapping):
+            raise DataError(f"tools_kwargs.{name}.{key} is {value!r}, want a mapping")
+    return RowArguments(**{key: value for key, value in arguments.items() if value is not None})
+
+
+def accepted(method: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the offered keyword arguments that a method takes.
+
+    Tools differ in what they take: verl's newer ones `create_kwargs`, its older ones each item by name, some
+    anything. All are offered everything.
+
+    Args:
+        method: A bound method or a function.
+        offered: By name.
+    """
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except ValueError:  # written in C, without a signature to look at
+        return dict(offered)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(offered)
+    named = {
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    }
+    return {name: value for name, value in offered.items() if name in named}
+
+
+def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    if all(isinstance(value, str | int | float | None) for value in arguments.values()):
+        return dict(arguments)
+    return copy.deepcopy(arguments)
+
+
+async def _result_of(task: asyncio.Task[_T]) -> _T:
+    return await task
+
+
+def _went_well(outcome: Outcome) -> bool:
+    return outcome.error is None and not outcome.timed_out

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.agent.tools.config_file import ClassTool, McpEntry, load_tool_file
+from rollstream.agent.tools.toolbox import ClassTool, McpEntry, load_tool_file
 from rollstream.errors import ConfigError
 
 TOOLS = '''

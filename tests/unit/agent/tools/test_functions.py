@@ -1,7 +1,7 @@
 import sys
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -120,6 +120,61 @@ def test_tools_made_in_a_loop_or_imported_by_name(tmp_path: Path, monkeypatch: p
     del sys.modules["shared_tools_of_this_test"]
 
 
+def plain() -> int:
+    """Does it. On
+    two lines: yes.
+    """
+    return 1
+
+
+def several(
+    a: int,
+    b: float | None = None,
+    c: Literal["x", 1, None] = "x",
+    d: str | int = 1,
+    e: list[dict[str, float]] = [],  # noqa: B006
+) -> str:
+    """Does several things
+
+    Args:
+        a: The first: it is
+            long.
+
+        b: The second. (it)
+        c: third
+        d: fourth (choices: ["p", " q "])
+        e: Fifth.
+
+    Returns:
+        Something: a text.
+    """
+    return ""
+
+
+def others(f: dict, g: tuple[int, str], h: Any, i: list[int] | str | None, j: Literal[True, False]) -> None:  # type: ignore[type-arg]
+    """Others.
+    Args:
+      f: F.
+      g: G.
+      h: H.
+      i: I.
+      j: J.
+    Raises:
+      ValueError: never.
+    """
+
+
+@pytest.mark.parametrize("function", [plain, several, others])
+def test_schemas_are_those_of_transformers(function: Any, tmp_path: Path) -> None:
+    from transformers.utils import get_json_schema
+
+    function_tool(function)
+    (tool,) = functions(tmp_path, f"from {__name__} import {function.__name__}")
+    expected = get_json_schema(function)
+    expected["function"].pop("return", None)
+    assert tool.schema == expected
+
+
 def test_outside_of_a_file_the_decorator_changes_nothing() -> None:
     @function_tool
     def mine(x: Any) -> ToolResponse:
@@ -139,11 +194,11 @@ def test_outside_of_a_file_the_decorator_changes_nothing() -> None:
         ("def f(x: 'Nothing'):\n    'F.'", "type hints cannot be read .*Nothing"),
         ("def f(*x: int):\n    'F.'", r"the model cannot give \*x: int; name each parameter"),
         ("def f(**x: int):\n    'F.'", r"the model cannot give \*\*x"),
-        ("def f(x: int):\n    pass", "no docstring! Write a Google docstring"),
-        ("def f(x: int):\n    'F.'", "no description for the argument 'x' Write a Google docstring"),
+        ("def f(x: int):\n    pass", "it has no docstring. Write a Google docstring"),
+        ("def f(x: int):\n    'F.'", "no description for the argument 'x'. Write a Google docstring"),
         (
             "def f(x: str):\n    '''F.\n\n    Args:\n        x: It (choices: [oops])\n    '''",
-            "Write a Google docstring",
+            r"its choices are no JSON list of texts; write \(choices",
         ),
     ],
 )

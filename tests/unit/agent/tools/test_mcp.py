@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from rollstream.agent.tools import mcp_connection
+from rollstream.agent.tools import mcp as mcp_connection
 from rollstream.agent.tools.base import ToolError
-from rollstream.agent.tools.mcp import McpServer, McpTool
-from rollstream.agent.tools.mcp_settings import McpServerSettings
+from rollstream.agent.tools.mcp import McpServer, McpServerSettings, McpTool
 from rollstream.errors import ConfigError
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))

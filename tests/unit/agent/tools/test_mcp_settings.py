@@ -4,7 +4,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rollstream.agent.tools.mcp_settings import load_mcp_servers, read_mcp_server
+from rollstream.agent.tools.mcp import load_mcp_servers, read_mcp_server
 from rollstream.errors import ConfigError
 
 

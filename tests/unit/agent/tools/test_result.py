@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from rollstream.agent.tools.base import ToolResponse
-from rollstream.agent.tools.limits import ToolLimits
-from rollstream.agent.tools.result import ToolResult, read_result
+from rollstream.agent.tools.result import ToolLimits, ToolResult, read_result
 from rollstream.errors import ConfigError
 
 LIMITS = ToolLimits(max_response_length=40, truncate_side="right")

@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollstream.agent.tools.row_arguments import RowArguments, read_row_arguments, select_tools
+from rollstream.agent.tools.session import RowArguments, read_row_arguments, select_tools
 from rollstream.errors import DataError
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from rollstream.agent.tools import calls as calls_module
+from rollstream import daemon_threads as calls_module
 from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool, ToolError, ToolResponse
 from rollstream.agent.tools.session import ToolSession
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.chat.parsers.base import ToolCall
-from rollstream.errors import TransientError
 
 from .tools import Recorder, call, class_tool, functions, opened, schema
 
@@ -133,7 +132,6 @@ async def test_order_is_kept_and_concurrency_bounded(tmp_path: Path) -> None:
         assert [result.reward for result in results] == [n / 10 for n in range(10)]
         assert results[4].metrics == {"n": 4.0}
         assert tools[1].function.__globals__["most"] == 3
-        assert (session.calls, session.errors) == (10, 0) and session.tool_s > 0
         assert await session.run([]) == []
         assert await session.close() == {}
 
@@ -160,7 +158,6 @@ async def test_calls_that_cannot_be_made(tmp_path: Path) -> None:
             ("bad_arguments", "Error: the arguments are no JSON"),
         ]
         assert len(results[5].text) < 200
-        assert session.errors == 6
         empty = ToolBox().session(tools_kwargs={}, selection=None, request_id="r")
         assert (await empty.run([call("a")]))[0].text == "Error: unknown tool 'a'. There are no tools."
 
@@ -430,24 +427,6 @@ async def test_a_tool_that_hangs_for_good_is_refused_alone(
             "2",
         )
         tools[2].function.__globals__["let_go"].set()
-
-
-async def test_when_many_tools_hang_there_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls_module, "MAX_LOST", 1)
-    monkeypatch.setattr(calls_module, "MAX_LOST_IN_ALL", 2)
-    hanging, healthy = [class_tool(Hangs, name) for name in ("a", "b")], class_tool(Recorder, "c")
-    async with opened([*hanging, healthy], timeout=1.0) as box:
-        session, other = session_of(box), session_of(box)
-        await other.run([call("c")])
-        await session.run([call("a"), call("b")])
-        for each in (session, other):
-            with pytest.raises(TransientError, match="hang: 1 of a, 1 of b"):
-                await each.run([call("c"), call("c")])
-        assert await session.close() == {"a": 1.0, "b": 1.0}
-        assert await other.close() == {"c": 1.0}
-        assert healthy.tool.done == ["create", "execute", "calc_reward", "release"]  # none for `session`
-        for entry in hanging:
-            entry.tool.let_go.set()
 
 
 async def test_messages_are_copied_for_who_takes_them() -> None:

@@ -4,8 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.agent.tools.limits import TruncateSide
-from rollstream.agent.tools.text import clean_text, error_line, error_text, to_text, truncate_text
+from rollstream.agent.tools.result import (
+    TruncateSide,
+    clean_text,
+    error_line,
+    error_text,
+    to_text,
+    truncate_text,
+)
 
 SIDES = st.sampled_from(["left", "right", "middle"])
 MARKERS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from rollstream.agent.tools.config_file import McpEntry, load_tool_file
-from rollstream.agent.tools.mcp import McpServer
-from rollstream.agent.tools.mcp_settings import McpServerSettings
-from rollstream.agent.tools.toolbox import ToolBox, ToolLimits, load_toolbox
+from rollstream.agent.tools.mcp import McpServer, McpServerSettings
+from rollstream.agent.tools.toolbox import McpEntry, ToolBox, ToolLimits, load_tool_file, load_toolbox
 from rollstream.errors import ConfigError, DataError
 
 from .tools import Recorder, call, class_tool, functions

@@ -9,9 +9,9 @@ from textwrap import dedent
 from typing import Any
 
 from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool
-from rollstream.agent.tools.config_file import ClassTool
 from rollstream.agent.tools.functions import FunctionTool, load_function_tools
-from rollstream.agent.tools.limits import ToolLimits
+from rollstream.agent.tools.result import ToolLimits
+from rollstream.agent.tools.session import ClassTool
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.chat.parsers.base import ToolCall
 
