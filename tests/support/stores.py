@@ -52,7 +52,7 @@ class ClockedDriver:
 class _ClockedTx:
     def __init__(self, tx: Tx, now: float) -> None:
         self.now = now
-        self.rows, self.run, self.many = tx.rows, tx.run, tx.many
+        self.rows, self.many, self.add_bodies = tx.rows, tx.many, tx.add_bodies
 
 
 def item(

@@ -107,7 +107,7 @@ async def test_writes_that_do_not_fit_are_refused_one_by_one(open_store: OpenSto
 
 
 async def test_archive_keeps_bodies_then_groups_then_nothing(open_store: OpenStore) -> None:
-    async with open_store(archive_bytes=1000, remembered_uids=4) as store:
+    async with open_store(archive_bytes=1000, remembered_uids=8) as store:
         for n in range(6):
             await store.write(pair(f"g{n}", body=bytes(200)))
             await store.ack([await lease_of(store)])
@@ -116,9 +116,7 @@ async def test_archive_keeps_bodies_then_groups_then_nothing(open_store: OpenSto
             pass
         assert (await store.stats()).archive_bytes <= 1000
         kept = await store.groups()
-        assert [group.id for group in kept] == groups[2:], (
-            "two were forgotten: their four uids are remembered"
-        )
+        assert [group.id for group in kept] == groups[2:], "of four groups the uids are remembered"
         assert [group.bytes for group in kept] == [0, 0, 400, 400]
         loaded = await store.load([group.id for group in kept])
         assert [isinstance(one, str) for one in loaded.values()] == [True, True, False, False]
@@ -273,7 +271,7 @@ async def test_a_reader_finds_its_groups_behind_many_of_another_task(open_store:
             Wanted(groups=1, min_version=5),
             Wanted(groups=1, min_version=5, jobs=("", "j1"), task="raw", size=2),
         ):
-            assert [group.task for group in await store.look(wanted)] == ["raw"]
+            assert [group.task for group in await store.peek(wanted)] == ["raw"]
         nothing = await store.take(Wanted(groups=1, min_version=6, task="t", jobs=("j1",)))
         assert (nothing.lease, nothing.stale) == (None, 70_000)
 
@@ -398,7 +396,7 @@ async def test_items_left_out_by_an_earlier_read_do_not_count(open_store: OpenSt
         await store.write(pair("a"))
         first = await store.take(Wanted(groups=1))
         assert first.lease is not None
-        await store.finish(first.lease.id, [], {first.groups[0].id: ["a-0"]})
+        await store.finish(first.lease.id, [], {first.groups[0].id: 1})
         await store.nack(first.lease.id)
         await store.ack([await lease_of(store)])
         assert (await store.stats()).items_delivered == 2
@@ -447,14 +445,11 @@ class RecordingDriver:
 class RecordingTx:
     def __init__(self, tx: Tx, statements: dict[str, Sequence[Any]]) -> None:
         self._tx, self._statements, self.now = tx, statements, tx.now
+        self.add_bodies = tx.add_bodies
 
     async def rows(self, sql: str, *arguments: Any) -> list[Any]:
         self._statements.setdefault(sql, arguments)
         return await self._tx.rows(sql, *arguments)
-
-    async def run(self, sql: str, *arguments: Any) -> int:
-        self._statements.setdefault(sql, arguments)
-        return await self._tx.run(sql, *arguments)
 
     async def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         if rows:
@@ -475,7 +470,7 @@ async def test_no_statement_reads_a_whole_table(new_driver: Callable[[], Driver]
             taken = await store.take(Wanted(groups=1, jobs=jobs, read_id="r", consumer="c"))
             assert taken.lease is not None
             await store.load(taken.lease.groups)
-            await store.finish(taken.lease.id, [], {taken.lease.groups[0]: ["a"]})
+            await store.finish(taken.lease.id, [], {taken.lease.groups[0]: 1})
             await store.extend(taken.lease.id, 5)
             await store.ack([taken.lease.id])
         for wanted in (

@@ -174,7 +174,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.take_groups(wanted)
 
     def take_groups(self, wanted: Wanted) -> str | None:
-        looked = self.run(self.store.look(wanted))
+        looked = self.run(self.store.peek(wanted))
         assert looked == [group.seen() for group in self.model.choose(wanted)[0]]
         taken = self.run(self.store.take(wanted))
         before = [group.seen() for group in self.model.choose(wanted)[0]]
@@ -201,9 +201,9 @@ class StoreMachine(RuleBasedStateMachine):
             removals += [Removal(group.id, "transform_group", "Traceback") for group in theirs[-1:]]
         if len({one.group for one in removals}) < len(removals):
             return
-        left_out = {group.id: [group.items[0].uid] for group in theirs} if what == "leave out" else {}
+        filtered = {group.id: 1 for group in theirs} if what == "leave out" else {}
         self.same(
-            self.store.finish(lease, removals, left_out), lambda: self.model.finish(lease, removals, left_out)
+            self.store.finish(lease, removals, filtered), lambda: self.model.finish(lease, removals, filtered)
         )
 
     @precondition(lambda self: self.model.leases)
@@ -212,8 +212,8 @@ class StoreMachine(RuleBasedStateMachine):
         leases = [self.a_lease(data) for _ in range(count)]
         if unknown and count == 3:
             leases.append("nothing")
-        told = self.model.unread_drops(None, None, 3)[1] if tell else None
-        self.same(self.store.ack(leases, told=told), lambda: self.model.ack(leases, told))
+        up_to = self.model.unread_drops(None, None, 3)[1] if tell else None
+        self.same(self.store.ack(leases, reported_up_to=up_to), lambda: self.model.ack(leases, up_to))
 
     @precondition(lambda self: any(lease.state != "acked" for lease in self.model.leases.values()))
     @rule(data=st.data())
@@ -331,8 +331,8 @@ class StoreMachine(RuleBasedStateMachine):
         groups = self.run(store.groups(state=state, job=job, limit=limit))
         assert groups == [group.seen() for group in of_job if group.state == state][:limit]
         for task, jobs in ((None, None), ("math", None), (None, [job])):
-            unread, told = self.run(store.unread_drops(task, jobs, limit))
-            assert ([group.id for group in unread], told) == model.unread_drops(task, jobs, limit)
+            unread, up_to = self.run(store.unread_drops(task, jobs, limit))
+            assert ([group.id for group in unread], up_to) == model.unread_drops(task, jobs, limit)
         assert self.run(store.jobs()) == list(model.jobs.values())
 
 

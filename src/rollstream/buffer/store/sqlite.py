@@ -30,8 +30,11 @@ _CHECKPOINT_PAGES: Final = 2048
 _CACHE_KIB: Final = 64 * 1024
 """Of the writer: holds the index of a million uids."""
 
-_ROWS: Final = (256, 64, 16, 4, 1)
+_ROWS: Final = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 """Of one INSERT: few different statements, so that they stay prepared."""
+
+_PIECE: Final = 2**20
+"""Bytes of a larger body that are written at a time: SQLite copies what it is given, twice."""
 
 _IDLE_PAGES: Final = 1024
 """Free pages that are given back to the disk at a time, when nothing else is to be done."""
@@ -59,7 +62,8 @@ class SqliteDriver:
         self._connection: sqlite3.Connection | None = None
         self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
         self._clock = 0.0
-        """What the store's clock showed when it was opened: it stands still while no server runs."""
+        """What the store's clock showed when it was opened: that of the last change. It stands still while no
+        server runs."""
         self._opened = time.monotonic()
 
     async def open(self, schema: str) -> None:
@@ -76,11 +80,11 @@ class SqliteDriver:
                 self._connection.execute(setting)
             self._connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
             self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-            self._connection.executescript(schema.format(key="INTEGER PRIMARY KEY", blob="BLOB"))
+            self._connection.executescript(
+                schema.format(key="INTEGER PRIMARY KEY", blob="BLOB", clustered="WITHOUT ROWID")
+            )
             self._clock = self._connection.execute(
-                "SELECT max((SELECT coalesce(max(value), 0) FROM totals WHERE name = 'clock'), "
-                "(SELECT coalesce(max(deadline - seconds), 0) FROM leases), "
-                "(SELECT coalesce(max(updated), 0) FROM (SELECT updated FROM groups ORDER BY id DESC LIMIT 100)))"
+                "SELECT coalesce(json_extract(json, '$.clock'), 0) FROM totals"
             ).fetchone()[0]
             self._opened = time.monotonic()
 
@@ -99,10 +103,6 @@ class SqliteDriver:
             except queue.Empty:
                 break
         if self._connection is not None:
-            with contextlib.suppress(sqlite3.Error):
-                self._connection.execute(
-                    "INSERT OR REPLACE INTO totals (name, value) VALUES ('clock', ?)", (int(self._now()),)
-                )
             self._connection.close()
 
     async def transaction(self, work: Callable[[Any], Awaitable[T]]) -> T:
@@ -165,9 +165,6 @@ class _Tx:
     async def rows(self, sql: str, *arguments: Any) -> list[Any]:
         return self._connection.execute(_translated(sql), _plain(arguments)).fetchall()
 
-    async def run(self, sql: str, *arguments: Any) -> int:
-        return self._connection.execute(_translated(sql), _plain(arguments)).rowcount
-
     async def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         """As few statements as possible: each one gives Python's lock away, and waits to get it back."""
         if "VALUES (" not in sql:
@@ -179,6 +176,20 @@ class _Tx:
                 values = [value for row in rows[at : at + count] for value in row]
                 self._connection.execute(_of_rows(sql, count), values)
                 at += count
+
+    async def add_bodies(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        await self.many(
+            "INSERT INTO bodies (seq, body) VALUES ($1, $2)", [row for row in rows if len(row[1]) <= _PIECE]
+        )
+        for seq, body in rows:
+            if len(body) <= _PIECE:
+                continue
+            self._connection.execute(
+                "INSERT INTO bodies (seq, body) VALUES (?, zeroblob(?))", (seq, len(body))
+            )
+            with self._connection.blobopen("bodies", "body", seq) as blob:
+                for at in range(0, len(body), _PIECE):
+                    blob.write(body[at : at + _PIECE])
 
 
 def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
