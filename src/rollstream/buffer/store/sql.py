@@ -102,6 +102,10 @@ _CAUSE_CHARS: Final = 8_000
 _COMMIT_BYTES: Final = 16 * 2**20
 """Of items in one transaction, unless one request alone has more."""
 
+_TURNS: Final = 4
+"""Of the event loop, before a transaction begins: who was just answered writes again, and is in it. To sync the
+disk costs as much as ten small items."""
+
 _LEASES_KEPT_S: Final = 7 * 86_400.0
 """An ended lease is known so long: a trainer may ack again from an old checkpoint."""
 
@@ -289,6 +293,8 @@ class SqlStore:
     async def _work_off(self) -> None:
         try:
             while self._waiting:
+                for _ in range(_TURNS):
+                    await asyncio.sleep(0)
                 some, size = [self._waiting.popleft()], 0
                 while self._waiting and size < _COMMIT_BYTES:
                     op = self._waiting[0][0]
