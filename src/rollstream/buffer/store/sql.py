@@ -425,12 +425,7 @@ class SqlStore:
             row.deadline = session.tx.now + settings.group_timeout_seconds
             items.append((row.id, seq, item.uid, reward, item.encoding, zlib.crc32(item.body)))
             bodies.append((seq, item.body))
-            if not self._policy.has_own_judge(task):
-                self._judge_by_default(session, row)
-            else:
-                session.unjudged = True
-                if row.n >= row.size:
-                    row.state = "judging"
+            self._judge(session, row)
             if row.state != "open":
                 del open_rows[key]
         await session.tx.many(
@@ -439,7 +434,13 @@ class SqlStore:
         await session.tx.add_bodies(bodies)
         await _save(session, touched.values())
 
-    def _judge_by_default(self, session: _Session, row: _Row) -> None:
+    def _judge(self, session: _Session, row: _Row) -> None:
+        """By the default rule, unless it waits for its task's own hook."""
+        if self._policy.has_own_judge(row.task):
+            session.unjudged, row.judged = True, 0
+            if row.timed_out or row.n >= row.size:
+                row.state = "judging"
+            return
         settings = self._policy.settings(row.task, self.known_jobs.get(row.job))
         if settings.group_size != row.size:  # the server was started with another --group-size meanwhile
             settings = replace(settings, group_size=row.size)
@@ -711,15 +712,15 @@ class SqlStore:
         open_keys = {key for (key,) in others}
         for row in sorted(rows, key=lambda row: row.position):
             row.lease = row.reason = row.cause = None
-            if self._policy.has_own_judge(row.task):
-                row.state, row.judged, session.unjudged = "judging", 0, True
-            elif row.judged == row.n:
+            own = self._policy.has_own_judge(row.task)
+            if row.judged == row.n and not own:
                 session.make_ready(row)
-            else:
-                row.state, row.timed_out = "open", row.timed_out or row.key in open_keys
-                self._judge_by_default(session, row)
-                if row.state == "open":
-                    open_keys.add(row.key)
+                continue
+            row.state = "judging" if own else "open"
+            row.timed_out = row.timed_out or (row.key in open_keys and not own)
+            self._judge(session, row)
+            if row.state == "open":
+                open_keys.add(row.key)
         await _save(session, rows)
         return [row.id for row in rows]
 
@@ -760,27 +761,20 @@ class SqlStore:
         await tx.rows(
             "DELETE FROM leases WHERE state IN ('acked', 'back') AND deadline < $1", tx.now - _LEASES_KEPT_S
         )
-        late = await _rows(
-            tx, "state = 'open' AND deadline < $1 ORDER BY deadline, id LIMIT $2", tx.now, _SLICE
-        )
-        for row in late:
-            row.timed_out = True
-            if self._policy.has_own_judge(row.task):
-                row.state, row.judged, session.unjudged = "judging", 0, True
-            else:
-                self._judge_by_default(session, row)
-        known = {row.id for row in late}
-        orphans = await _rows(
-            tx,
-            f"{_UNJUDGED} AND task IN :texts($1) ORDER BY id LIMIT $2",
-            await self._without_judge(tx),
-            _SLICE,
-        )
-        for row in (orphans := [row for row in orphans if row.id not in known]):
-            row.timed_out = row.timed_out or row.state == "judging"  # nothing more comes into it
-            self._judge_by_default(session, row)
-        await _save(session, [*late, *orphans])
-        done = len(expired) + len(late) + len(orphans)
+        waiting = [
+            *await _rows(
+                tx, "state = 'open' AND deadline < $1 ORDER BY deadline, id LIMIT $2", tx.now, _SLICE
+            ),
+            *await _rows(
+                tx, f"{_UNJUDGED} AND task IN :texts($1) LIMIT $2", await self._without_judge(tx), _SLICE
+            ),
+        ]
+        rows = {row.id: row for row in waiting}.values()  # a group may be late, and without its judge
+        for row in rows:
+            row.timed_out = row.state == "judging" or row.deadline < tx.now
+            self._judge(session, row)
+        await _save(session, rows)
+        done = len(expired) + len(rows)
         return done + await self._trim(session) + await self._forget(session)
 
     async def _without_judge(self, tx: Tx) -> list[str]:
