@@ -380,14 +380,12 @@ class SqlStore:
             for item in items:
                 if item.uid not in known:
                     fresh.setdefault(item.uid, item)
-            if fresh and here + len(new) + len(fresh) > self._limits.items:
-                results.append(
-                    BufferFullError(
-                        f"the buffer holds {here + len(new)} items, of at most {self._limits.items}"
-                    )
-                )
+            if fresh and here + len(fresh) > self._limits.items:
+                error = f"the buffer holds {here} items, of at most {self._limits.items}"
+                results.append(BufferFullError(error))
                 continue
             known |= fresh.keys()
+            here += len(fresh)
             new += fresh.values()
             results.append([fresh.pop(item.uid, None) is not None for item in items])
         if new:
@@ -395,8 +393,7 @@ class SqlStore:
         return results
 
     async def _add(self, session: _Session, new: Sequence[Item]) -> None:
-        last = self.last_job
-        owners = [_owner(item, self.known_jobs, last) for item in new]
+        owners = [_owner(item, self.known_jobs, self.last_job) for item in new]
         keys = [_group_key(*owner, item.instance_id) for owner, item in zip(owners, new, strict=True)]
         rows = await _rows(session.tx, "state = 'open' AND key IN :texts($1)", list(set(keys)))
         open_rows = {row.key: row for row in rows}
@@ -412,7 +409,7 @@ class SqlStore:
                     updated=0.0, reason=None, cause=None, left=None, key=key,
                 )  # fmt: skip
             touched[row.id] = row
-            session.count("items_of_job", last is not None and job == last.id)
+            session.count("items_of_job", self.last_job is not None and job == self.last_job.id)
             seq = session.count("items_written")
             reward = None if item.failed else item.reward
             row.n += 1
@@ -753,23 +750,17 @@ class SqlStore:
     @_change
     async def _sweep(self, session: _Session) -> int:
         tx = session.tx
-        expired = await tx.rows(
-            "SELECT id FROM leases WHERE state = 'out' AND deadline < $1 ORDER BY deadline LIMIT $2",
-            *(tx.now, _SLICE),
-        )
+        due = f"deadline < $1 ORDER BY deadline, id LIMIT {_SLICE}"
+        expired = await tx.rows(f"SELECT id FROM leases WHERE state = 'out' AND {due}", tx.now)
         await _give_back(session, [lease for (lease,) in expired])
         await tx.rows(
             "DELETE FROM leases WHERE state IN ('acked', 'back') AND deadline < $1", tx.now - _LEASES_KEPT_S
         )
-        waiting = [
-            *await _rows(
-                tx, "state = 'open' AND deadline < $1 ORDER BY deadline, id LIMIT $2", tx.now, _SLICE
-            ),
-            *await _rows(
-                tx, f"{_UNJUDGED} AND task IN :texts($1) LIMIT $2", await self._without_judge(tx), _SLICE
-            ),
-        ]
-        rows = {row.id: row for row in waiting}.values()  # a group may be late, and without its judge
+        late = await _rows(tx, f"state = 'open' AND {due}", tx.now)
+        orphans = await _rows(
+            tx, f"{_UNJUDGED} AND task IN :texts($1) LIMIT {_SLICE}", await self._without_judge(tx)
+        )
+        rows = {row.id: row for row in [*late, *orphans]}.values()  # one may be both
         for row in rows:
             row.timed_out = row.state == "judging" or row.deadline < tx.now
             self._judge(session, row)
@@ -930,19 +921,14 @@ class SqlStore:
                 which += f" AND {column} = ${len(arguments)}"
         return await self._groups(f"{which} ORDER BY id LIMIT ${len(arguments) + 1}", *arguments, limit)
 
-    async def group(self, group: int) -> Group | None:
-        found = await self._groups("id = $1", group)
-        return found[0] if found else None
-
     async def group_with_items(self, group: int) -> dict[str, Any] | None:
         """`group`, `items` as they were written, and a `problem` where these cannot be read."""
-        found = await self.group(group)
-        if found is None:
+        if not (found := await self._groups("id = $1", group)):
             return None
         items = (await self.load([group]))[group]
         if isinstance(items, str):
-            return {"group": found, "items": [], "problem": items}
-        return {"group": found, "items": [plain_item(one.body, one.encoding) for one in items]}
+            return {"group": found[0], "items": [], "problem": items}
+        return {"group": found[0], "items": [plain_item(one.body, one.encoding) for one in items]}
 
     async def dropped(self, after: int, limit: int) -> list[Group]:
         """Groups that left undelivered, in the order in which they left, after a `left`."""

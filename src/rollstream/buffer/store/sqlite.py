@@ -21,15 +21,6 @@ FILE: Final = "buffer.sqlite"
 
 _READERS: Final = 2
 
-_PAGE: Final = 8192
-"""Bytes. Items of 2 KB fit three to a page; uids fall anywhere in their index, so larger pages cost more."""
-
-_CHECKPOINT_PAGES: Final = 2048
-"""Of the write-ahead log (16 MiB), before it is copied into the database."""
-
-_CACHE_KIB: Final = 64 * 1024
-"""Of the writer: holds the index of a million uids."""
-
 _ROWS: Final = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 """Of one INSERT: few different statements, so that they stay prepared."""
 
@@ -40,11 +31,17 @@ _IDLE_PAGES: Final = 1024
 """Free pages that are given back to the disk at a time, when nothing else is to be done."""
 
 _SETTINGS: Final = (
+    # Items of 2 KB fit three to a page; uids fall anywhere in their index, so larger pages cost more. This and the
+    # next come before the first table.
+    "PRAGMA page_size = 8192",
+    "PRAGMA auto_vacuum = INCREMENTAL",
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = FULL",
     "PRAGMA secure_delete = OFF",  # on in Debian's build: what is deleted would be written once more, as zeros
     "PRAGMA temp_store = MEMORY",
     "PRAGMA busy_timeout = 10000",
+    "PRAGMA wal_autocheckpoint = 2048",  # pages, 16 MiB
+    "PRAGMA cache_size = -65536",  # KiB: holds the index of a million uids
 )
 
 
@@ -70,16 +67,10 @@ class SqliteDriver:
         await asyncio.get_running_loop().run_in_executor(self._writer, self._open, schema)
 
     def _open(self, schema: str) -> None:
-        with _told(self._path):
+        with _errors(self._path):
             self._connection = _connect(self._path)
-            self._connection.execute(
-                f"PRAGMA page_size = {_PAGE}"
-            )  # this and the next: before the first table
-            self._connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             for setting in _SETTINGS:
                 self._connection.execute(setting)
-            self._connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
-            self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             self._connection.executescript(
                 schema.format(key="INTEGER PRIMARY KEY", blob="BLOB", clustered="WITHOUT ROWID")
             )
@@ -111,7 +102,7 @@ class SqliteDriver:
     def _transact(self, work: Callable[[Any], Awaitable[T]]) -> T:
         connection = self._connection
         assert connection is not None
-        with _told(self._path):
+        with _errors(self._path):
             connection.execute("BEGIN IMMEDIATE")
             try:
                 result = _run(work(_Tx(connection, self._now())))
@@ -126,7 +117,7 @@ class SqliteDriver:
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
     def _read(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        with _told(self._path):
+        with _errors(self._path):
             try:
                 connection = self._idle.get_nowait()
             except queue.Empty:
@@ -152,7 +143,7 @@ class SqliteDriver:
 
     def _tidy(self) -> None:
         assert self._connection is not None
-        with _told(self._path):
+        with _errors(self._path):
             if self._connection.execute("PRAGMA freelist_count").fetchone()[0] > _IDLE_PAGES:
                 self._connection.execute(f"PRAGMA incremental_vacuum({_IDLE_PAGES})").fetchall()
 
@@ -227,7 +218,7 @@ def _plain(arguments: tuple[Any, ...]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Any:
+def _errors(path: Path) -> Any:
     """SQLite's errors in our words."""
     try:
         yield
