@@ -215,8 +215,9 @@ class ReferenceStore:
                 self.judge_by_default(group)
         return {group.id for group in back}
 
-    def drop_quarantined(self, groups: Sequence[int], reason: str) -> int:
-        return self.drop_all([g for g in self.in_state("quarantined") if g.id in groups], reason)
+    def drop_quarantined(self, groups: Sequence[int] | None, reason: str) -> int:
+        aside = self.in_state("quarantined")
+        return self.drop_all([g for g in aside if groups is None or g.id in groups], reason)
 
     def drop_job(self, job: str, reason: str) -> int:
         return self.drop_all([g for g in self.in_state("open", "judging", "ready") if g.job == job], reason)

@@ -253,13 +253,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.same(self.store.judge(judged, removals), lambda: self.model.judge(judged, removals))
 
     @precondition(lambda self: self.model.in_state("quarantined"))
-    @rule(what=st.sampled_from(["retry all", "retry", "retry", "drop"]))
+    @rule(what=st.sampled_from(["retry all", "retry", "retry", "drop", "drop all"]))
     def end_quarantine(self, what: str) -> None:
         groups = [group.id for group in self.model.in_state("quarantined", "ready")][:2]
-        if what == "drop":
-            self.same(self.store.drop(groups, "asked"), lambda: self.model.drop_quarantined(groups, "asked"))
+        which = None if what.endswith("all") else groups
+        if what.startswith("drop"):
+            self.same(self.store.drop(which, "asked"), lambda: self.model.drop_quarantined(which, "asked"))
         else:
-            which = None if what == "retry all" else groups
             assert set(self.run(self.store.retry(which))) == self.model.retry(which)
 
     @rule(
