@@ -49,14 +49,15 @@ class WrappedDriver:
         return await self._driver.read(lambda tx: work(self._wrap(tx)))
 
 
-def clocked(driver: Driver, clock: Clock) -> Driver:
-    """Its time is a test's."""
+class ClockedDriver(WrappedDriver):
+    """A driver whose time is a test's."""
 
-    def at_the_clock(tx: Tx) -> Tx:
-        tx.now = clock.now
-        return tx
+    def __init__(self, driver: Driver, clock: Clock) -> None:
+        def at_the_clock(tx: Tx) -> Tx:
+            tx.now = clock.now
+            return tx
 
-    return WrappedDriver(driver, at_the_clock)
+        super().__init__(driver, at_the_clock)
 
 
 def item(

@@ -32,7 +32,7 @@ from rollstream.errors import (
     StorageFullError,
 )
 from tests.support.postgres import PostgresServer, new_schema, postgres
-from tests.support.stores import Clock, FixedPolicy, WrappedDriver, clocked, item, pair
+from tests.support.stores import Clock, ClockedDriver, FixedPolicy, WrappedDriver, item, pair
 
 __all__ = ["postgres"]
 
@@ -222,7 +222,7 @@ async def test_close_waits_for_what_is_under_way(open_store: OpenStore) -> None:
 
 async def test_a_job_is_run_by_one_server(new_driver: Callable[[], Driver]) -> None:
     clock = Clock()
-    async with opened(clocked(new_driver(), clock)) as store:
+    async with opened(ClockedDriver(new_driver(), clock)) as store:
         await store.save_job(new_job(1))
         assert await store.claim_job("j1", "one", 30.0)
         assert not await store.claim_job("j1", "two", 30.0)

@@ -27,7 +27,7 @@ from rollstream.buffer.store.sql import Driver, SqlStore
 from rollstream.buffer.store.sqlite import SqliteDriver
 from rollstream.errors import BufferFullError, ConflictError, NotFoundError, RollstreamError
 from tests.support.postgres import PostgresServer, new_schema, postgres
-from tests.support.stores import TASKS, Clock, FixedPolicy, clocked, item
+from tests.support.stores import TASKS, Clock, ClockedDriver, FixedPolicy, item
 from tests.unit.buffer.reference import ReferenceStore
 
 __all__ = ["postgres"]
@@ -100,7 +100,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         for _ in range(self.servers):
-            self.stores.append(SqlStore(clocked(self.new_driver(), self.clock), FixedPolicy(), self.limits))
+            self.stores.append(
+                SqlStore(ClockedDriver(self.new_driver(), self.clock), FixedPolicy(), self.limits)
+            )
         self.run(self.open_at_once())
 
     async def open_at_once(self) -> None:
