@@ -34,25 +34,30 @@ class Clock:
     now = 1000.0
 
 
-class ClockedDriver:
-    """A driver whose time is a test's."""
+class WrappedDriver:
+    """A driver whose transactions a test sees, or changes."""
 
-    def __init__(self, driver: Driver, clock: Clock) -> None:
-        self._driver, self._clock = driver, clock
+    def __init__(self, driver: Driver, wrap: Callable[[Tx], Tx]) -> None:
+        self._driver, self._wrap = driver, wrap
         self.open, self.close = driver.open, driver.close
         self.disk_bytes, self.tidy = driver.disk_bytes, driver.tidy
 
     async def transaction(self, work: Callable[[Tx], Awaitable[Any]]) -> Any:
-        return await self._driver.transaction(lambda tx: work(_ClockedTx(tx, self._clock.now)))
+        return await self._driver.transaction(lambda tx: work(self._wrap(tx)))
 
     async def read(self, work: Callable[[Tx], Awaitable[Any]]) -> Any:
-        return await self._driver.read(lambda tx: work(_ClockedTx(tx, self._clock.now)))
+        return await self._driver.read(lambda tx: work(self._wrap(tx)))
 
 
-class _ClockedTx:
-    def __init__(self, tx: Tx, now: float) -> None:
-        self.now = now
-        self.rows, self.run, self.many = tx.rows, tx.run, tx.many
+class ClockedDriver(WrappedDriver):
+    """A driver whose time is a test's."""
+
+    def __init__(self, driver: Driver, clock: Clock) -> None:
+        def at_the_clock(tx: Tx) -> Tx:
+            tx.now = clock.now
+            return tx
+
+        super().__init__(driver, at_the_clock)
 
 
 def item(

@@ -126,7 +126,7 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 def _add_show(parser: argparse.ArgumentParser) -> None:
     _add_where(parser)
     parser.add_argument("group", nargs="?", type=int, metavar="GROUP", help="number of a group: its items")
-    states = ("open", "full", "ready", "leased", "quarantined", "delivered", "dropped")
+    states = ("open", "judging", "ready", "leased", "quarantined", "delivered", "dropped")
     parser.add_argument("--state", choices=states)
     parser.add_argument("--task", metavar="TASK")
     parser.add_argument("--job", metavar="ID")

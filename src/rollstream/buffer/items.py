@@ -151,7 +151,7 @@ def parse_item(body: bytes, encoding: Encoding = "json") -> Item:
             _check_packed(body)
     except (ValueError, TypeError, RecursionError) as error:  # msgspec's and orjson's
         raise _fault(error, encoding) from None
-    if head.response_ids is not None or head.prompt_ids is not None or _has_tokens(head):
+    if any(getattr(head, name) is not None for name in TOKENS):
         _check_tokens(head)
     if head.reward is not None and not math.isfinite(head.reward):
         raise ItemError(f"must be a finite number or null, is {head.reward}", "reward")
@@ -261,11 +261,6 @@ def dump_list(items: Sequence[bytes], encoding: Encoding) -> bytes:
     return msgspec.msgpack.encode([msgspec.Raw(one) for one in items])
 
 
-def instance_key(instance_id: InstanceId) -> str:
-    """As stores keep it: `7` and `"7"`."""
-    return orjson.dumps(instance_id).decode()
-
-
 def _check_packed(body: bytes) -> None:
     """Refuses what JSON has no form for: binary outside of tokens, timestamps, NaN, keys that are no text."""
     item = _decode_packed(body)
@@ -283,10 +278,6 @@ def _check_packed(body: bytes) -> None:
                     waiting.append(child)
                 elif isinstance(child, float) and not math.isfinite(child):
                     raise ItemError(f"holds {child}, not a finite number")
-
-
-def _has_tokens(head: _JsonHead | _PackedHead) -> bool:
-    return head.response_mask is not None or head.response_logprobs is not None
 
 
 def _check_tokens(head: _JsonHead | _PackedHead) -> None:

@@ -254,7 +254,7 @@ class Reads:
         loaded = await self._store.load([group.id for group in groups])
         ready: list[Ready] = []
         removals: list[Removal] = []
-        left_out: dict[int, Sequence[str]] = {}
+        filtered: dict[int, int] = {}
         stopped = None
         for group in groups:
             items = loaded[group.id]
@@ -274,9 +274,9 @@ class Reads:
                 continue
             ready.append(given)
             if uids:
-                left_out[group.id] = uids
-        if removals or left_out:
-            await self._store.finish(lease, removals, left_out)
+                filtered[group.id] = len(uids)
+        if removals or filtered:
+            await self._store.finish(lease, removals, filtered)
         if stopped:
             raise HookStoppedError(stopped)
         return ready
@@ -364,7 +364,7 @@ class Reads:
         """Of a read of slime's wire: about the groups that leave by it, or were dropped since the last one.
 
         Returns:
-            The `meta_info`, and what to give to `ack` as `told`.
+            The `meta_info`, and what to give to `ack` as `reported_up_to`.
         """
         drops, told = ([], 0) if scope is None else await self._store.unread_drops(*scope, _DROPS)
         gone = [*groups, *drops]

@@ -138,7 +138,7 @@ class SlimeRoutes:
         count = request.query.get("batch_size", "1")
         wanted = max(1, int(count)) if count.isascii() and count.isdigit() and len(count) < 6 else 1
         task, jobs = self._service.scope()
-        groups = await self._store.look(Wanted(groups=min(wanted, 64), task=task, jobs=jobs))
+        groups = await self._store.peek(Wanted(groups=min(wanted, 64), task=task, jobs=jobs))
         items: list[dict[str, Any]] = []
         for group in groups:
             stored = (await self._store.load([group.id]))[group.id]
@@ -254,7 +254,7 @@ class SlimeRoutes:
             )
             await response.write(b"]," + end)
             if whole:
-                await self._store.ack(leases, told=told)
+                await self._store.ack(leases, reported_up_to=told)
                 leases.clear()
                 service.note_read(given, CONSUMER)
             await response.write(b"}")

@@ -34,12 +34,12 @@ class RefGroup:
     items: list[Item] = field(default_factory=list)
     state: GroupState = "open"
     timed_out: bool = False
-    line: int = 0
+    position: int = 0
     updated: float = 0.0
     deadline: float = 0.0
     judged: int = 0
     lease: str | None = None  # the newest that it was handed out with, over or not
-    left_out: Sequence[str] = ()
+    filtered: int = 0
     reason: str | None = None
     cause: str | None = None
     left: int | None = None
@@ -62,7 +62,7 @@ class RefGroup:
             id=self.id, task=self.task, job=self.job, instance_id=self.instance_id, size=self.size,
             n=len(self.items), bytes=self.bytes, rewards=self.rewards,
             failed=sum(one.failed for one in self.items), version=self.version, state=self.state,
-            timed_out=self.timed_out, line=self.line, updated=self.updated, reason=self.reason,
+            timed_out=self.timed_out, position=self.position, updated=self.updated, reason=self.reason,
             cause=self.cause, left=self.left,
         )  # fmt: skip
 
@@ -84,7 +84,7 @@ class ReferenceStore:
         self.groups: dict[int, RefGroup] = {}
         self.leases: dict[str, RefLease] = {}
         self.jobs: dict[str, JobRecord] = {}
-        self.group_count = self.written = self.items_of_job = self.left = self.told = 0
+        self.group_count = self.written = self.items_of_job = self.left = self.reported = 0
         self.delivered: list[RefGroup] = []
         self.dropped: list[RefGroup] = []
         self.filtered = 0
@@ -94,8 +94,8 @@ class ReferenceStore:
         return max(self.jobs.values(), key=lambda job: job.number, default=None)
 
     def in_state(self, *states: GroupState) -> list[RefGroup]:
-        """In the line's order."""
-        return sorted((g for g in self.groups.values() if g.state in states), key=lambda g: g.line)
+        """In the queue's order."""
+        return sorted((g for g in self.groups.values() if g.state in states), key=lambda g: g.position)
 
     def known(self, uid: str) -> bool:
         return any(one.uid == uid for group in self.groups.values() for one in group.items)
@@ -140,12 +140,12 @@ class ReferenceStore:
         self.written += 1
         self.items_of_job += self.last is not None and job == self.last.id
         group.items.append(item)
-        group.line, group.updated = self.written, self.now
+        group.position, group.updated = self.written, self.now
         group.deadline = self.now + settings.group_timeout_seconds
         if not self.policy.has_own_judge(task):
             self.judge_by_default(group)
         elif len(group.items) >= group.size:
-            group.state = "full"
+            group.state = "judging"
 
     def judge_by_default(self, group: RefGroup) -> None:
         settings = self.policy.settings(group.task, self.jobs.get(group.job))
@@ -159,30 +159,30 @@ class ReferenceStore:
             self.drop(group, drop_reason(group.rewards, settings, failed=failed, timed_out=group.timed_out))
 
     def drop(self, group: RefGroup, reason: str) -> None:
-        self.left += 1
+        self.left += len(group.items)
         group.state, group.reason, group.left = "dropped", reason, self.left
         self.dropped.append(group)
 
     def drop_all(self, groups: Collection[RefGroup], reason: str) -> int:
-        for group in sorted(groups, key=lambda g: g.line):
+        for group in sorted(groups, key=lambda g: g.position):
             self.drop(group, reason)
         return len(groups)
 
     def unjudged(self, tasks: Sequence[str]) -> list[RefGroup]:
-        waiting = self.in_state("open", "full")
+        waiting = self.in_state("open", "judging")
         return [g for g in waiting if g.task in tasks and g.judged < len(g.items)]
 
     def judge(self, judged: Sequence[Judged], removals: Sequence[Removal]) -> None:
-        waiting = self.in_state("open", "full")
+        waiting = self.in_state("open", "judging")
         self.remove(waiting, removals)
         for one in judged:
             group = self.groups.get(one.group)
-            if group not in waiting or group.state not in ("open", "full") or len(group.items) != one.n:
+            if group not in waiting or group.state not in ("open", "judging") or len(group.items) != one.n:
                 continue
             group.judged = one.n
             if one.valid:
                 group.state = "ready"
-            elif one.finished or group.state == "full":
+            elif one.finished or group.state == "judging":
                 self.drop(group, "timed_out" if group.timed_out else "not_valid")
 
     def remove(self, among: Collection[RefGroup], removals: Sequence[Removal]) -> list[RefGroup]:
@@ -203,7 +203,7 @@ class ReferenceStore:
         for group in back:
             group.reason = group.cause = group.lease = None
             if self.policy.has_own_judge(group.task):
-                group.state, group.judged = "full", 0
+                group.state, group.judged = "judging", 0
             elif group.judged == len(group.items):
                 group.state = "ready"
             else:
@@ -215,11 +215,12 @@ class ReferenceStore:
                 self.judge_by_default(group)
         return {group.id for group in back}
 
-    def drop_quarantined(self, groups: Sequence[int], reason: str) -> int:
-        return self.drop_all([g for g in self.in_state("quarantined") if g.id in groups], reason)
+    def drop_quarantined(self, groups: Sequence[int] | None, reason: str) -> int:
+        aside = self.in_state("quarantined")
+        return self.drop_all([g for g in aside if groups is None or g.id in groups], reason)
 
     def drop_job(self, job: str, reason: str) -> int:
-        return self.drop_all([g for g in self.in_state("open", "full", "ready") if g.job == job], reason)
+        return self.drop_all([g for g in self.in_state("open", "judging", "ready") if g.job == job], reason)
 
     # -- reading
 
@@ -256,7 +257,7 @@ class ReferenceStore:
         passed = len(stale) if wanted.drop_stale else 0
         assert lease is not None
         for group in chosen:
-            group.state, group.lease, group.left_out = "leased", lease, ()
+            group.state, group.lease, group.filtered = "leased", lease, 0
         items = sum(len(group.items) for group in chosen)
         self.leases[lease] = RefLease(
             *(wanted.consumer, wanted.read_id, wanted.seconds, self.now + wanted.seconds, len(chosen), items)
@@ -272,7 +273,7 @@ class ReferenceStore:
             for one, reward in zip(group.items, group.rewards, strict=True)
         ]
 
-    def finish(self, lease: str, removals: Sequence[Removal], left_out: Mapping[int, Sequence[str]]) -> None:
+    def finish(self, lease: str, removals: Sequence[Removal], filtered: Mapping[int, int]) -> None:
         if self.lease(lease).state != "out":
             raise ConflictError
         leased = [group for group in self.in_state("leased") if group.lease == lease]
@@ -281,27 +282,27 @@ class ReferenceStore:
             self.leases[lease].groups -= len(removed)
             self.leases[lease].items -= sum(len(group.items) for group in removed)
         for group in leased:
-            if group not in removed and group.id in left_out:
-                group.left_out = left_out[group.id]
+            if group not in removed:
+                group.filtered = filtered.get(group.id, group.filtered)
 
     def lease(self, lease: str) -> RefLease:
         if lease not in self.leases:
             raise NotFoundError
         return self.leases[lease]
 
-    def ack(self, leases: Sequence[str], told: int | None = None) -> Acked:
+    def ack(self, leases: Sequence[str], reported_up_to: int | None = None) -> Acked:
         named = {lease: self.lease(lease) for lease in leases}
         live = {key: lease for key, lease in named.items() if lease.state != "acked"}
         theirs = [group for group in self.in_state("ready", "leased") if group.lease in live]
         for key, lease in live.items():
             if sum(group.lease == key for group in theirs) != lease.groups:
                 raise ConflictError
-        self.told = max(self.told, told or 0)
+        self.reported = max(self.reported, reported_up_to or 0)
         for group in theirs:
-            self.left += 1
+            self.left += len(group.items)
             group.state, group.left = "delivered", self.left
             self.delivered.append(group)
-            self.filtered += len(group.left_out)
+            self.filtered += group.filtered
         for lease in live.values():
             lease.state = "acked"
         return Acked(sum(x.groups for x in named.values()), sum(x.items for x in named.values()), not live)
@@ -342,17 +343,16 @@ class ReferenceStore:
         for group in sorted(late, key=lambda g: (g.deadline, g.id)):
             group.timed_out = True
             if self.policy.has_own_judge(group.task):
-                group.state, group.judged = "full", 0
+                group.state, group.judged = "judging", 0
             else:
                 self.judge_by_default(group)
         gone = sorted((g for g in self.groups.values() if g.left), key=lambda g: g.left or 0)
         for group in gone:
             if sum(one.bytes for one in gone) > self.limits.archive_bytes:
                 group.has_bodies = False
-        order = {"": -1} | {job.id: job.number for job in self.jobs.values()}
-        old = [g for g in gone if not g.has_bodies and (self.last is None or g.job != self.last.id)]
-        for group in sorted(old, key=lambda g: (order.get(g.job, -1), g.job)):
-            if sum(len(one.items) for one in old if one.id in self.groups) > self.limits.remembered_uids:
+        for group in gone:
+            forgettable = (group.left or 0) <= self.left - self.limits.remembered_uids
+            if forgettable and not group.has_bodies and (self.last is None or group.job != self.last.id):
                 del self.groups[group.id]
 
     # -- jobs and looking
@@ -378,10 +378,10 @@ class ReferenceStore:
         ]
 
     def unread_drops(self, task: str | None, jobs: Sequence[str] | None, limit: int) -> tuple[list[int], int]:
-        unread = [g for g in self.seen_dropped() if (g.left or 0) > self.told][:limit]
-        told = unread[-1].left if len(unread) == limit else self.left
-        assert told is not None
-        return [g.id for g in unread if task in (None, g.task) and (jobs is None or g.job in jobs)], told
+        unread = [g for g in self.seen_dropped() if (g.left or 0) > self.reported][:limit]
+        up_to = unread[-1].left if len(unread) == limit else self.left
+        assert up_to is not None
+        return [g.id for g in unread if task in (None, g.task) and (jobs is None or g.job in jobs)], up_to
 
     def seen_dropped(self) -> list[RefGroup]:
         return [group for group in self.dropped if group.id in self.groups]
@@ -402,7 +402,7 @@ class ReferenceStore:
             items_dropped=dict(items),
             groups={
                 state: len(self.in_state(state))
-                for state in ("open", "full", "ready", "leased", "quarantined")
+                for state in ("open", "judging", "ready", "leased", "quarantined")
             },
             groups_delivered=len(self.delivered),
             groups_dropped=dict(Counter(group.reason or "" for group in self.dropped)),

@@ -115,7 +115,7 @@ async def test_own_hooks_are_called_in_slimes_order(tmp_path: Path) -> None:
     async with served(tmp_path / "buffer", generators=(files,)) as buffer:
         await buffer.start(num_repeat_per_sample=4)
         await buffer.write(*group("bad"), *group("good", (1, 2, 3, 9)), *group("open", (1,)))
-        await buffer.until(lambda: counted(buffer, ready=1, full=0))
+        await buffer.until(lambda: counted(buffer, ready=1, judging=0))
         _, answer = await buffer.post("/get_rollout_data", {})
         items = answer["data"]["data"]
         assert [one["reward"] for one in items] == [10, 20, 30, 10]

@@ -100,8 +100,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         for _ in range(self.servers):
-            driver = ClockedDriver(self.new_driver(), self.clock)
-            self.stores.append(SqlStore(driver, FixedPolicy(), self.limits))
+            self.stores.append(
+                SqlStore(ClockedDriver(self.new_driver(), self.clock), FixedPolicy(), self.limits)
+            )
         self.run(self.open_at_once())
 
     async def open_at_once(self) -> None:
@@ -174,7 +175,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.take_groups(wanted)
 
     def take_groups(self, wanted: Wanted) -> str | None:
-        looked = self.run(self.store.look(wanted))
+        looked = self.run(self.store.peek(wanted))
         assert looked == [group.seen() for group in self.model.choose(wanted)[0]]
         taken = self.run(self.store.take(wanted))
         before = [group.seen() for group in self.model.choose(wanted)[0]]
@@ -201,9 +202,9 @@ class StoreMachine(RuleBasedStateMachine):
             removals += [Removal(group.id, "transform_group", "Traceback") for group in theirs[-1:]]
         if len({one.group for one in removals}) < len(removals):
             return
-        left_out = {group.id: [group.items[0].uid] for group in theirs} if what == "leave out" else {}
+        filtered = {group.id: 1 for group in theirs} if what == "leave out" else {}
         self.same(
-            self.store.finish(lease, removals, left_out), lambda: self.model.finish(lease, removals, left_out)
+            self.store.finish(lease, removals, filtered), lambda: self.model.finish(lease, removals, filtered)
         )
 
     @precondition(lambda self: self.model.leases)
@@ -212,8 +213,8 @@ class StoreMachine(RuleBasedStateMachine):
         leases = [self.a_lease(data) for _ in range(count)]
         if unknown and count == 3:
             leases.append("nothing")
-        told = self.model.unread_drops(None, None, 3)[1] if tell else None
-        self.same(self.store.ack(leases, told=told), lambda: self.model.ack(leases, told))
+        up_to = self.model.unread_drops(None, None, 3)[1] if tell else None
+        self.same(self.store.ack(leases, reported_up_to=up_to), lambda: self.model.ack(leases, up_to))
 
     @precondition(lambda self: any(lease.state != "acked" for lease in self.model.leases.values()))
     @rule(data=st.data())
@@ -254,13 +255,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.same(self.store.judge(judged, removals), lambda: self.model.judge(judged, removals))
 
     @precondition(lambda self: self.model.in_state("quarantined"))
-    @rule(what=st.sampled_from(["retry all", "retry", "retry", "drop"]))
+    @rule(what=st.sampled_from(["retry all", "retry", "retry", "drop", "drop all"]))
     def end_quarantine(self, what: str) -> None:
         groups = [group.id for group in self.model.in_state("quarantined", "ready")][:2]
-        if what == "drop":
-            self.same(self.store.drop(groups, "asked"), lambda: self.model.drop_quarantined(groups, "asked"))
+        which = None if what.endswith("all") else groups
+        if what.startswith("drop"):
+            self.same(self.store.drop(which, "asked"), lambda: self.model.drop_quarantined(which, "asked"))
         else:
-            which = None if what == "retry all" else groups
             assert set(self.run(self.store.retry(which))) == self.model.retry(which)
 
     @rule(
@@ -331,8 +332,8 @@ class StoreMachine(RuleBasedStateMachine):
         groups = self.run(store.groups(state=state, job=job, limit=limit))
         assert groups == [group.seen() for group in of_job if group.state == state][:limit]
         for task, jobs in ((None, None), ("math", None), (None, [job])):
-            unread, told = self.run(store.unread_drops(task, jobs, limit))
-            assert ([group.id for group in unread], told) == model.unread_drops(task, jobs, limit)
+            unread, up_to = self.run(store.unread_drops(task, jobs, limit))
+            assert ([group.id for group in unread], up_to) == model.unread_drops(task, jobs, limit)
         assert self.run(store.jobs()) == list(model.jobs.values())
 
 

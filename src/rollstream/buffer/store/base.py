@@ -4,7 +4,7 @@ The life of a group:
 
     open --+-- has enough items, or timed out --> judged by the default rule --+--> ready
            |                                                                   +--> dropped
-           +-- its task has a hook that judges --> full --> judged by the hook, likewise
+           +-- its task has a hook that judges --> judging --> judged by the hook, likewise
 
     ready <--> leased --> delivered          quarantined: a hook could not judge or finish it
       nack, expiry          ack
@@ -20,15 +20,15 @@ from rollstream.buffer.items import InstanceId
 
 JobState = Literal["running", "finished", "stopped", "failed"]
 
-GroupState = Literal["open", "full", "ready", "leased", "quarantined", "delivered", "dropped"]
+GroupState = Literal["open", "judging", "ready", "leased", "quarantined", "delivered", "dropped"]
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One start of a generator, over all restarts of its process."""
 
     id: str
-    number: int
-    """Later jobs have larger ones, whatever the clock says. 0: the store gives it one."""
+    number: int = 0
+    """The store counts jobs: later ones have larger numbers, whatever the clock says."""
     task: str
     payload: dict[str, Any]
     """Checked, as `PayloadRules.check` gives it."""
@@ -43,7 +43,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Items that it will write, where its generator says so."""
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Group(msgspec.Struct, gc=False):
     """A group without its items."""
 
     id: int
@@ -65,8 +65,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The oldest policy version of its items."""
     state: GroupState
     timed_out: bool
-    line: int
-    """Its place in the line of readers: the number of its last item."""
+    position: int
+    """In the queue of readers: the number of its last item."""
     updated: float
     """When its last item came, on the store's clock."""
     reason: str | None
@@ -74,7 +74,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cause: str | None
     """The traceback of a quarantine."""
     left: int | None
-    """Grows with each group that leaves; None: it has not left."""
+    """Items that had left when it had; None: it has not left."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +187,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     archive_bytes: int = 2**30
     """Of items that have left and can still be looked at."""
     remembered_uids: int = 1_000_000
-    """Of items that have left and are not looked at any more; those of the last job are all remembered."""
+    """Of the items that left last. Those of the last job are all remembered, as are those in the archive."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,6 +208,6 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     groups_dropped: dict[str, int]
     leases: int
     oldest_ready_s: float
-    """Since the last item of the group that is first in line; 0: there is none."""
+    """Since the last item of the group that is first in the queue; 0: there is none."""
     archive_bytes: int
     disk_bytes: int

@@ -105,11 +105,11 @@ class PostgresDriver:
             raise ConfigError(f"{self._database} has the encoding {encoding}: make one with UTF8")
         # Asked first: what exists may be used also by who may not create it.
         if not await tx.rows("SELECT 1 FROM pg_namespace WHERE nspname = $1", self._schema):
-            await tx.run(f'CREATE SCHEMA "{self._schema}"')
+            await tx.rows(f'CREATE SCHEMA "{self._schema}"')
         if not await tx.rows("SELECT 1 WHERE to_regclass($1) IS NOT NULL", f'"{self._schema}".bodies'):
-            script = schema.format(key="BIGINT PRIMARY KEY", blob="BYTEA")
+            script = schema.format(key="BIGINT PRIMARY KEY", blob="BYTEA", clustered="")
             for statement in (*filter(str.strip, script.split(";")), _AFTER_TABLES):
-                await tx.run(statement)
+                await tx.rows(statement)
 
     async def close(self) -> None:
         """Waits for what is under way."""
@@ -185,13 +185,11 @@ class _Tx:
         found: list[Any] = await self._connection.fetch(_translated(sql), *arguments)
         return found
 
-    async def run(self, sql: str, *arguments: Any) -> int:
-        done: str = await self._connection.execute(_translated(sql), *arguments)
-        count = done.rpartition(" ")[2]  # of `UPDATE 3`
-        return int(count) if count.isdigit() else 0
-
     async def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         await self._connection.executemany(_translated(sql), rows, timeout=_MANY_S)
+
+    async def add_bodies(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        await self.many("INSERT INTO bodies (seq, body) VALUES ($1, $2)", rows)
 
 
 async def _nothing_to_reset(connection: Any) -> None:

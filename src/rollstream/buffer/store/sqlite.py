@@ -21,27 +21,27 @@ FILE: Final = "buffer.sqlite"
 
 _READERS: Final = 2
 
-_PAGE: Final = 8192
-"""Bytes. Items of 2 KB fit three to a page; uids fall anywhere in their index, so larger pages cost more."""
-
-_CHECKPOINT_PAGES: Final = 2048
-"""Of the write-ahead log (16 MiB), before it is copied into the database."""
-
-_CACHE_KIB: Final = 64 * 1024
-"""Of the writer: holds the index of a million uids."""
-
-_ROWS: Final = (256, 64, 16, 4, 1)
+_ROWS: Final = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 """Of one INSERT: few different statements, so that they stay prepared."""
+
+_PIECE: Final = 2**20
+"""Bytes of a larger body that are written at a time: SQLite copies what it is given, twice."""
 
 _IDLE_PAGES: Final = 1024
 """Free pages that are given back to the disk at a time, when nothing else is to be done."""
 
 _SETTINGS: Final = (
+    # Items of 2 KB fit three to a page; uids fall anywhere in their index, so larger pages cost more. This and the
+    # next come before the first table.
+    "PRAGMA page_size = 8192",
+    "PRAGMA auto_vacuum = INCREMENTAL",
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = FULL",
     "PRAGMA secure_delete = OFF",  # on in Debian's build: what is deleted would be written once more, as zeros
     "PRAGMA temp_store = MEMORY",
     "PRAGMA busy_timeout = 10000",
+    "PRAGMA wal_autocheckpoint = 2048",  # pages, 16 MiB
+    "PRAGMA cache_size = -65536",  # KiB: holds the index of a million uids
 )
 
 
@@ -59,28 +59,23 @@ class SqliteDriver:
         self._connection: sqlite3.Connection | None = None
         self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
         self._clock = 0.0
-        """What the store's clock showed when it was opened: it stands still while no server runs."""
+        """What the store's clock showed when it was opened: that of the last change. It stands still while no
+        server runs."""
         self._opened = time.monotonic()
 
     async def open(self, schema: str) -> None:
         await asyncio.get_running_loop().run_in_executor(self._writer, self._open, schema)
 
     def _open(self, schema: str) -> None:
-        with _told(self._path):
+        with _errors(self._path):
             self._connection = _connect(self._path)
-            self._connection.execute(
-                f"PRAGMA page_size = {_PAGE}"
-            )  # this and the next: before the first table
-            self._connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             for setting in _SETTINGS:
                 self._connection.execute(setting)
-            self._connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
-            self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-            self._connection.executescript(schema.format(key="INTEGER PRIMARY KEY", blob="BLOB"))
+            self._connection.executescript(
+                schema.format(key="INTEGER PRIMARY KEY", blob="BLOB", clustered="WITHOUT ROWID")
+            )
             self._clock = self._connection.execute(
-                "SELECT max((SELECT coalesce(max(value), 0) FROM totals WHERE name = 'clock'), "
-                "(SELECT coalesce(max(deadline - seconds), 0) FROM leases), "
-                "(SELECT coalesce(max(updated), 0) FROM (SELECT updated FROM groups ORDER BY id DESC LIMIT 100)))"
+                "SELECT coalesce(json_extract(json, '$.clock'), 0) FROM totals"
             ).fetchone()[0]
             self._opened = time.monotonic()
 
@@ -99,10 +94,6 @@ class SqliteDriver:
             except queue.Empty:
                 break
         if self._connection is not None:
-            with contextlib.suppress(sqlite3.Error):
-                self._connection.execute(
-                    "INSERT OR REPLACE INTO totals (name, value) VALUES ('clock', ?)", (int(self._now()),)
-                )
             self._connection.close()
 
     async def transaction(self, work: Callable[[Any], Awaitable[T]]) -> T:
@@ -111,7 +102,7 @@ class SqliteDriver:
     def _transact(self, work: Callable[[Any], Awaitable[T]]) -> T:
         connection = self._connection
         assert connection is not None
-        with _told(self._path):
+        with _errors(self._path):
             connection.execute("BEGIN IMMEDIATE")
             try:
                 result = _run(work(_Tx(connection, self._now())))
@@ -126,7 +117,7 @@ class SqliteDriver:
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
     def _read(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        with _told(self._path):
+        with _errors(self._path):
             try:
                 connection = self._idle.get_nowait()
             except queue.Empty:
@@ -152,7 +143,7 @@ class SqliteDriver:
 
     def _tidy(self) -> None:
         assert self._connection is not None
-        with _told(self._path):
+        with _errors(self._path):
             if self._connection.execute("PRAGMA freelist_count").fetchone()[0] > _IDLE_PAGES:
                 self._connection.execute(f"PRAGMA incremental_vacuum({_IDLE_PAGES})").fetchall()
 
@@ -165,9 +156,6 @@ class _Tx:
     async def rows(self, sql: str, *arguments: Any) -> list[Any]:
         return self._connection.execute(_translated(sql), _plain(arguments)).fetchall()
 
-    async def run(self, sql: str, *arguments: Any) -> int:
-        return self._connection.execute(_translated(sql), _plain(arguments)).rowcount
-
     async def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         """As few statements as possible: each one gives Python's lock away, and waits to get it back."""
         if "VALUES (" not in sql:
@@ -179,6 +167,20 @@ class _Tx:
                 values = [value for row in rows[at : at + count] for value in row]
                 self._connection.execute(_of_rows(sql, count), values)
                 at += count
+
+    async def add_bodies(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        await self.many(
+            "INSERT INTO bodies (seq, body) VALUES ($1, $2)", [row for row in rows if len(row[1]) <= _PIECE]
+        )
+        for seq, body in rows:
+            if len(body) <= _PIECE:
+                continue
+            self._connection.execute(
+                "INSERT INTO bodies (seq, body) VALUES (?, zeroblob(?))", (seq, len(body))
+            )
+            with self._connection.blobopen("bodies", "body", seq) as blob:
+                for at in range(0, len(body), _PIECE):
+                    blob.write(body[at : at + _PIECE])
 
 
 def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
@@ -216,7 +218,7 @@ def _plain(arguments: tuple[Any, ...]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Any:
+def _errors(path: Path) -> Any:
     """SQLite's errors in our words."""
     try:
         yield
