@@ -75,6 +75,9 @@ _GROWING = 1.05
 _GROWTH = 1.25
 """From a tenth of the engine's capacity back to it in ten steps, a minute."""
 
+_BLIND_GROWTH = 1.1
+"""Where the engine reports no load: only refusals say that it was too much."""
+
 _FULL_USAGE = 0.95
 """Of the KV cache: requests in flight go on growing, so what is free now is not free for others."""
 
@@ -175,7 +178,7 @@ class ConcurrencyPolicy:
             return
         elif now.load is None:
             if not refused and not timed_out and self._was_full():
-                self._grow(_GROWTH, patience=self._patience)
+                self._grow(_BLIND_GROWTH, patience=self._patience)
         else:
             self._judge_load(ended)
 
