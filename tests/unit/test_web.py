@@ -5,9 +5,9 @@ import base64
 import gzip
 import json
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -41,11 +41,6 @@ class Point(msgspec.Struct, forbid_unknown_fields=True):
 class Page(msgspec.Struct):
     after: int = 0
     limit: int = 10
-
-
-@dataclass
-class JobToken:
-    scope: str
 
 
 async def hello(request: Request) -> web.Response:
@@ -184,7 +179,7 @@ async def test_routes_by_path_and_method() -> None:
                     assert await answer.json() == params
         async with client.delete("/groups") as answer:
             assert answer.status == 405
-            assert answer.headers["Allow"] == "GET, POST"
+            assert answer.headers["Allow"] == "GET, HEAD, POST"
             assert (await answer.json())["error"]["code"] == "method_not_allowed"
 
 
@@ -192,11 +187,6 @@ def _as_it_is(server: WebServer, path: str) -> Any:
     from yarl import URL
 
     return URL(server.url + path, encoded=True)
-
-
-def test_two_routes_of_one_name_are_a_mistake() -> None:
-    with pytest.raises(AssertionError, match="two routes"):
-        WebServer([*ROUTES, Route("GET", "/hello", hello)])
 
 
 async def test_bodies_and_queries_are_typed() -> None:
@@ -306,20 +296,18 @@ async def test_token_is_checked_before_the_body_comes() -> None:
 
 async def test_limited_tokens() -> None:
     async def who(request: Request) -> web.Response:
-        return json_response(
-            {"scope": request.identity and request.identity.scope, "shown": request.shown_token}
-        )
+        return json_response([request.token_of, request.shown_token])
 
-    routes = [Route("POST", "/write", who, scopes=frozenset({"write"})), Route("POST", "/read", who)]
-    access = Access(token="secret", accepts=lambda token: JobToken("write") if token == "job" else None)
+    routes = [Route("POST", "/write", who, limited=True), Route("POST", "/read", who)]
+    access = Access(token="secret", whose={"job": "7"}.get)
     async with serving(routes, access=access) as server, aiohttp.ClientSession(server.url) as client:
         job = {"Authorization": "Bearer job"}
         async with client.post("/write", headers=job) as answer:
-            assert await answer.json() == {"scope": "write", "shown": False}
+            assert await answer.json() == ["7", False]
         async with client.post("/read", headers=job) as answer:
             assert answer.status == 403
         async with client.post("/read", headers=TOKEN) as answer:
-            assert await answer.json() == {"scope": None, "shown": True}
+            assert await answer.json() == [None, True]
 
 
 @pytest.mark.parametrize(
@@ -366,7 +354,6 @@ async def test_no_host_in_http_1_0() -> None:
         ({"Origin": "http://localhost:7"}, 200),
         ({"Origin": "https://localhost:7"}, 200),
         ({"Origin": "http://localhost:7", "Sec_Fetch_Site": "same-origin"}, 200),
-        ({"Origin": "https://lab.example", "Sec_Fetch_Site": "cross-site"}, 200),
         ({"Sec_Fetch_Site": "none"}, 200),
         ({"Origin": "http://localhost:8"}, 403),
         ({"Origin": "http://evil.example"}, 403),
@@ -376,8 +363,7 @@ async def test_no_host_in_http_1_0() -> None:
     ],
 )
 async def test_foreign_origin_is_refused(headers: dict[str, str], status: int) -> None:
-    access = Access(token="secret", allowed_origins=frozenset({"https://lab.example"}))
-    async with serving(access=access) as server:
+    async with serving(access=Access(token="secret")) as server:
         assert await ask(server, head(host="localhost:7", **TOKEN, **headers)) == status
 
 
@@ -472,12 +458,12 @@ async def test_what_comes_after_a_broken_head_is_dropped() -> None:
         connection = await Connection.to(server)
         await connection.send(head())
         await began.wait()
+        tracemalloc.start()
         for _ in range(100):
             await connection.send(b"x" * 10_000)
             await asyncio.sleep(0.001)
-        (broken,) = server._connections
-        await eventually(lambda: broken._is_broken)
-        assert len(broken._messages) == 1
+        assert tracemalloc.get_traced_memory()[0] < 300_000
+        tracemalloc.stop()
         go_on.set()
         assert await connection.status() == 200
         assert await connection.body() == "done"

@@ -58,7 +58,7 @@ class BufferServer:
         self._routes = [*slime, *native, *own]
         self._web = WebServer(
             self._routes,
-            access=replace(access, accepts=self.service.identify),
+            access=replace(access, whose=self.service.job_of_token),
             limits=limits or Limits(bodies_in_flight=_BODIES),
             translate=_translate,
             render_error=render_slime_error,

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from rollstream.buffer.items import MAX_ITEMS, MAX_TEXT, Encoding
 from rollstream.buffer.reads import HookStoppedError, Ready
-from rollstream.buffer.service import JobIdentity, Service
+from rollstream.buffer.service import Service
 from rollstream.buffer.store.base import Group, JobRecord, Stats, Taken, Wanted
 from rollstream.errors import ConflictError
 from rollstream.web import HTTPError, Request, Route, json_response
@@ -35,7 +35,6 @@ _MAX_UIDS: Final = MAX_ITEMS * (MAX_TEXT + 4)
 _Text = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(gt=0, le=10_000_000)]
-_JOB: Final = frozenset({"job"})
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -119,13 +118,13 @@ class NativeRoutes:
                 "/v1/items",
                 self.write,
                 answer=Written,
-                scopes=_JOB,
+                limited=True,
                 summary="Writes items: all or none",
             ),
             Route(
                 *("POST", "/v1/uids/known", self.known),
                 body=Uids,
-                scopes=_JOB,
+                limited=True,
                 summary="Which uids the buffer knows",
             ),
             Route("POST", "/v1/read", self.read, body=ReadRequest, summary="Leases groups"),
@@ -149,7 +148,7 @@ class NativeRoutes:
             Route(
                 *("POST", "/v1/jobs/{job}/expected", self.expected),
                 body=Expected,
-                scopes=_JOB,
+                limited=True,
                 summary="How many items it will write, for progress",
             ),
             Route("GET", "/v1/groups", self.groups, query=GroupQuery, summary="Groups, without their items"),
@@ -365,8 +364,7 @@ class NativeRoutes:
 
     async def expected(self, request: Request) -> web.Response:
         record = await self._job(request)
-        identity = request.identity
-        if isinstance(identity, JobIdentity) and identity.job != record.id:
+        if request.token_of not in (None, record.id):
             raise HTTPError(403, "this token is another job's", "forbidden")
         items = (await read_json(request, Expected)).items
         await self._store.expect(record.id, items)
@@ -433,9 +431,7 @@ class NativeRoutes:
 
 async def read_json(request: Request, kind: type[T], most: int = _MAX_ASKED) -> T:
     """The body of a request that is no item. Raises `HTTPError`."""
-    if len(await request.body()) > most:
-        raise HTTPError(413, f"the body is larger than {most} bytes", "too_large")
-    return await request.json(kind)
+    return await request.json(kind, most)
 
 
 def cut_off(request: Request) -> ConnectionResetError:

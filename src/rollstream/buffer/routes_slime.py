@@ -51,9 +51,8 @@ class SlimeRoutes:
         self._store = service.store
 
     def routes(self) -> list[Route]:
-        job = frozenset({"job"})
         return [
-            Route("POST", "/buffer/write", self.write, scopes=job, summary="slime: writes one item"),
+            Route("POST", "/buffer/write", self.write, limited=True, summary="slime: writes one item"),
             Route("POST", "/start_rollout", self.start_rollout, summary="slime: starts a job"),
             Route(
                 "POST",

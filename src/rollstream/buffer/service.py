@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.hook_host import HookHost
@@ -79,13 +79,6 @@ class BufferOptions:
     hook_seconds: float = 60.0
 
 
-class JobIdentity(NamedTuple):
-    """A generator, by the token that it got."""
-
-    job: str
-    scope: str = "job"
-
-
 class Service:
     """One server's buffer.
 
@@ -108,7 +101,8 @@ class Service:
         self.closing = False
         self.held_writes = 0
         self._token = token
-        self._job_tokens: dict[str, JobIdentity] = {}
+        self._job_token: tuple[str, str] | None = None
+        """The token of the last job's generator, and the job."""
         self._room = asyncio.Event()
         self._lock: RunLock | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -347,19 +341,18 @@ class Service:
 
     # -- in the background
 
-    def identify(self, token: str) -> JobIdentity | None:
-        """The generator that has this token."""
-        for known, identity in self._job_tokens.items():
-            if secrets.compare_digest(known.encode(), token.encode(errors="replace")):
-                return identity
-        return None
+    def job_of_token(self, token: str) -> str | None:
+        """The job whose generator has this token."""
+        if self._job_token is None:
+            return None
+        known, job = self._job_token
+        return job if secrets.compare_digest(known.encode(), token.encode(errors="replace")) else None
 
     def _issue_token(self, job: str) -> str | None:
         if self._token is None:
             return None
-        token = secrets.token_urlsafe(32)
-        self._job_tokens = {token: JobIdentity(job)}  # one job at a time
-        return token
+        self._job_token = secrets.token_urlsafe(32), job  # one job at a time
+        return self._job_token[0]
 
     def _on_change(self, change: Change) -> None:
         self.reads.on_change(change)
