@@ -8,16 +8,15 @@ goes away before it has them; bad input is a 4xx.
 """
 
 import asyncio
-from contextlib import aclosing
 from typing import Annotated, Any, Final
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from rollstream.buffer.items import InstanceId, plain_item
-from rollstream.buffer.reads import HookStoppedError
-from rollstream.buffer.routes_native import JSON, MAX_PAYLOAD, MOST_GROUPS, cut_off, read_json
+from rollstream.buffer.items import plain_item
+from rollstream.buffer.reads import HookStoppedError, parts_of
+from rollstream.buffer.routes_native import JSON, MAX_ASKED, MAX_PAYLOAD, MOST_GROUPS, groups_of
 from rollstream.buffer.service import Service
 from rollstream.buffer.store.base import Group, Taken, Wanted
 from rollstream.web import HTTPError, Request, Route, json_response, render_json_error
@@ -84,7 +83,7 @@ class SlimeRoutes:
 
     async def start_rollout(self, request: Request) -> web.Response:
         try:
-            payload = await read_json(request, dict, MAX_PAYLOAD)
+            payload = await request.json(dict, MAX_PAYLOAD)
             record, warnings = await self._service.jobs.start(payload, request.shown_token)
         except Exception:
             await asyncio.sleep(_START_ERROR_S)
@@ -99,39 +98,27 @@ class SlimeRoutes:
 
     async def get_rollout_data(self, request: Request) -> web.StreamResponse:
         """All groups that are ready; --max-groups-per-read of them or none; as many as asked for or none."""
-        asked = await read_json(request, SlimeRead)
+        asked = await request.json(SlimeRead, MAX_ASKED)
         items = int(asked.batch_size or 0)
-        most = self._service.options.max_groups_per_read
         if items > 0:
-            groups = self._groups_of(items)
+            nothing = "Not enough data. Requested {} items but only {} available."
             return await self._answer(
-                request, groups, exact=True, distinct=False,
-                nothing="Not enough data. Requested {} items but only {} available.", asked=items,
-            )  # fmt: skip
-        return await self._answer(
-            request,
-            most,
-            exact=most is not None,
-            distinct=most is not None,
-            nothing="No data available to read",
-        )
+                request, self._groups_of(items), exact=True, nothing=nothing, asked=items
+            )
+        most, nothing = self._service.options.max_groups_per_read, "No data available to read"
+        whole = most is not None
+        return await self._answer(request, most, exact=whole, distinct=whole, nothing=nothing)
 
     async def read(self, request: Request) -> web.StreamResponse:
         """Up to as much as asked for; waits for the first group."""
-        asked = await read_json(request, SlimeRead)
+        asked = await request.json(SlimeRead, MAX_ASKED)
         items = int(asked.batch_size or 0)
-        seconds = min(max(asked.timeout or 0.0, 0.0), 3600.0) if asked.wait else 0.0
         groups = self._groups_of(items) if items > 0 else self._service.options.max_groups_per_read
-        nothing = "Timeout waiting, no data available to read" if asked.wait else "Successfully read 0 items"
-        return await self._answer(
-            request,
-            groups,
-            exact=False,
-            distinct=False,
-            nothing=nothing,
-            seconds=seconds,
-            fine=not asked.wait,
-        )
+        if not asked.wait:
+            return await self._answer(request, groups, nothing="Successfully read 0 items", fine=True)
+        nothing = "Timeout waiting, no data available to read"
+        seconds = min(asked.timeout or 0.0, 3600.0)
+        return await self._answer(request, groups, nothing=nothing, seconds=seconds)
 
     async def peek(self, request: Request) -> web.Response:
         count = request.query.get("batch_size", "1")
@@ -159,19 +146,16 @@ class SlimeRoutes:
         return json_response({"message": "Rollout Buffer Server is running"})
 
     def _groups_of(self, items: int) -> int:
-        size = self._service.group_size(self._service.scope()[0])
-        if items < size:
-            raise HTTPError(400, f"{items} items are less than a group, which has {size}", where="batch_size")
-        return items // size
+        return groups_of(items, self._service.group_size(self._service.scope()[0]))
 
     async def _answer(
         self,
         request: Request,
         most: int | None,
         *,
-        exact: bool,
-        distinct: bool,
         nothing: str,
+        exact: bool = False,
+        distinct: bool = False,
         asked: int = 0,
         seconds: float = 0.0,
         fine: bool = False,
@@ -181,17 +165,15 @@ class SlimeRoutes:
         Args:
             request: To be answered.
             most: Groups; None: all that are ready.
+            nothing: The message where there is nothing.
             exact: That many or none. For a group that its hooks spoil another is taken.
             distinct: No instance twice.
-            nothing: The message where there is nothing.
             asked: Items that were asked for, for that message.
             seconds: To wait for the first group.
             fine: Whether having nothing is a success.
         """
         service, reads = self._service, self._service.reads
-        leases: list[str] = []
         given: list[Group] = []
-        had: set[InstanceId] = set()
         items = 0
         response = web.StreamResponse(headers={"content-type": JSON})
 
@@ -201,7 +183,7 @@ class SlimeRoutes:
                 groups=MOST_GROUPS if most is None else most - len(given),
                 exact=exact,
                 distinct=distinct,
-                without=frozenset(had),
+                without=frozenset(group.instance_id for group in given) if distinct else frozenset(),
                 task=task,
                 jobs=jobs,
                 size=service.group_size(task) if asked else None,
@@ -209,63 +191,55 @@ class SlimeRoutes:
                 seconds=service.options.lease_seconds,
             )
 
-        def gone() -> bool:
-            return request.gone or service.closing
-
-        taken = await reads.take(
-            wanted, seconds, gone=gone, blocked=lambda: service.is_blocked(*service.scope())
-        )
-        try:
+        async with reads.leased() as leases:
+            taken = await reads.take(
+                wanted,
+                seconds,
+                gone=lambda: request.gone or service.closing,
+                blocked=lambda: service.is_blocked(*service.scope()),
+            )
             while taken.lease is not None:
                 leases.append(taken.lease.id)
-                async with aclosing(reads.parts(taken, "json")) as parts:
-                    async for part in parts:
-                        if not response.prepared:
-                            await response.prepare(request.raw)
-                            await response.write(b'{"data":{"data":[')
-                        rows = b",".join(ready.items[1:-1] for ready in part)
-                        await response.write(b"," + rows if given else rows)
-                        given += [ready.group for ready in part]
-                        items += sum(ready.n for ready in part)
+                for part in parts_of(taken.groups):
+                    try:
+                        ready = await reads.finish(taken.lease.id, part, "json")
+                    except HookStoppedError as error:
+                        if response.prepared:
+                            raise request.cut_off() from error
+                        return await self._nothing(nothing.format(asked, 0), taken, False)
+                    if ready and not given:
+                        await response.prepare(request.raw)
+                    if ready:
+                        start = b"," if given else b'{"data":{"data":['
+                        await response.write(start + b",".join(one.items[1:-1] for one in ready))
+                    given += [one.group for one in ready]
+                    items += sum(one.n for one in ready)
                 if request.gone:
                     raise ConnectionResetError
                 if (most is None and len(taken.groups) < MOST_GROUPS) or len(given) == most:
                     break
-                had |= {group.instance_id for group in given}
                 taken = await reads.take(wanted)
-            whole = len(given) == most if exact else bool(given)
             task, jobs = service.scope()
             if not given:
-                return await self._nothing(
-                    nothing.format(asked, taken.available * service.group_size(task)), taken, fine
-                )
-            meta, told = await reads.meta_info(given, (task, jobs))
+                available = taken.available * service.group_size(task)
+                return await self._nothing(nothing.format(asked, available), taken, fine)
+            meta, reported = await reads.meta_info(given, (task, jobs))
             if last := self._store.last_job:
                 stats = await self._store.stats()
                 meta["progress"] = {"job": last.id, "written": stats.items_of_job, "expected": last.expected}
                 meta["open_groups"] = stats.groups["open"]
-            message = (
-                f"Successfully read {items} items" if whole else "some groups were spoiled by their hooks"
-            )
-            end = msgspec.json.encode({"meta_info": meta})[1:] + b',"success":%b,"message":%b' % (
-                msgspec.json.encode(whole),
-                msgspec.json.encode(message),
-            )
-            await response.write(b"]," + end)
+            whole = len(given) == most or not exact
+            said = f"Successfully read {items} items" if whole else "some groups were spoiled by their hooks"
+            end = {"meta_info": meta}, {"success": whole, "message": said}
+            data, rest = map(msgspec.json.encode, end)
+            await response.write(b"]," + data[1:] + b"," + rest[1:-1])
             if whole:
-                await self._store.ack(leases, told=told)
+                await self._store.ack(leases, told=reported)
                 leases.clear()
                 service.note_read(given, CONSUMER)
             await response.write(b"}")
             await response.write_eof()
-            return response
-        except HookStoppedError as error:
-            if response.prepared:
-                raise cut_off(request) from error
-            return await self._nothing(nothing.format(asked, 0), taken, False)
-        finally:
-            for lease in leases:
-                await asyncio.shield(self._store.nack(lease))
+        return response
 
     async def _nothing(self, message: str, taken: Taken, success: bool) -> web.Response:
         service = self._service

@@ -7,10 +7,12 @@ import math
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.hook_host import HookHost
@@ -37,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 
 _SWEEP_S: Final = 0.5
 
-_SAY_S: Final = 60.0
+_LOG_COUNTS_S: Final = 60.0
 
 _ROOM_S: Final = 1.0
 """A write without room looks this often whether its client is still there."""
@@ -93,7 +95,7 @@ class Service:
         self._parser = HookHost((), _PARSE_S)
         self.policy = TaskPolicy(options.settings, self.host)
         self.store = SqlStore(_driver(options), self.policy, options.limits)
-        self.reads = Reads(self.store, self.host, self.policy, lambda: self.store.known_jobs)
+        self.reads = Reads(self.store, self.host, self.policy)
         self.jobs: Jobs = None  # type: ignore[assignment]  # from `begin` on
         self._rules = PayloadRules(
             options.inputs, options.engines, forbidden=options.directory, tools=_tool_names(options.tools)
@@ -106,8 +108,6 @@ class Service:
         self._room = asyncio.Event()
         self._lock: RunLock | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._readied = 0
-        self._dropped: Counter[str] = Counter()
         self._dropped_unread: Counter[str] = Counter()
         """Since a reader got something last."""
         self._hinted: set[str] = set()
@@ -151,7 +151,7 @@ class Service:
             issue_token=self._issue_token,
             tools_file=options.tools,
         )
-        for work in (self._sweep_on(), self._say_on(), self.reads.judge_on()):
+        for work in (self._sweep(), self._log_counts(), self.reads.judge(), self.reads.serve_waiting()):
             self._tasks.append(asyncio.create_task(work))
         await self.jobs.resume()
 
@@ -159,7 +159,7 @@ class Service:
         """Whoever waits is answered now: the server stops."""
         self.closing = True
         self._room.set()
-        self.reads.on_change(Change(elsewhere=True))
+        self.reads.end_waits()
 
     async def close(self) -> None:
         """Ends generators, hooks and the store, whatever user code does."""
@@ -191,17 +191,17 @@ class Service:
         items: list[Item] = []
         parsed = 0
         for number, one in enumerate(bodies):
-            if len(one) >= _BIG:
-                try:
-                    items.append(await self._parser.parse(one, encoding))
-                except ItemError as error:
-                    raise error.within(number) from None
+            if len(one) < _BIG:
+                items.append(parse_nth(number, one, encoding))
+                parsed += len(one)
+                if parsed >= _BIG:
+                    parsed = 0
+                    await asyncio.sleep(0)
                 continue
-            items.append(parse_nth(number, one, encoding))
-            parsed += len(one)
-            if parsed >= _BIG:
-                parsed = 0
-                await asyncio.sleep(0)
+            try:
+                items.append(await self._parser.parse(one, encoding))
+            except ItemError as error:
+                raise error.within(number) from None
         return items
 
     async def parse_one(self, body: bytes) -> Item:
@@ -271,31 +271,32 @@ class Service:
     async def failures(self, task: str | None, jobs: Collection[str] | None) -> list[dict[str, Any]]:
         """What keeps groups from readers: jobs that fail, hooks that fail."""
         found = [
-            {**_fields(one), "message": str(one)}
+            {**msgspec.structs.asdict(one), "message": str(one)}
             for one in self.jobs.failures()
             if task in (None, one.task) and (jobs is None or one.job in jobs)
         ]
         for stopped, why in self.reads.stopped.items():
             if task in (None, stopped):
                 found.append({"task": stopped, "error": why, "message": why, "final": False})
-        aside = await self.store.groups(state="quarantined", task=task, limit=100)
-        aside = [one for one in aside if jobs is None or one.job in jobs]
-        if aside:
-            last = aside[-1]
-            line = (last.cause or "").strip().rpartition("\n")[2]
-            count = f"{len(aside)}{' or more' if len(aside) == 100 else ''}"
-            message = (
-                f"{count} groups are quarantined, the last one by {last.reason}: {line} (GET /v1/quarantine)"
+        quarantined = await self.store.groups(state="quarantined", task=task, limit=100)
+        quarantined = [one for one in quarantined if jobs is None or one.job in jobs]
+        if quarantined:
+            last, count = (
+                quarantined[-1],
+                f"{len(quarantined)}{' or more' if len(quarantined) == 100 else ''}",
             )
-            found.append(
-                {
-                    "task": last.task,
-                    "error": line,
-                    "message": message,
-                    "traceback": last.cause,
-                    "final": False,
-                }
+            error = (last.cause or "").strip().rpartition("\n")[2]
+            why = (
+                f"{count} groups are quarantined, the last one by {last.reason}: {error} (GET /v1/quarantine)"
             )
+            failure = {
+                "task": last.task,
+                "error": error,
+                "message": why,
+                "traceback": last.cause,
+                "final": False,
+            }
+            found.append(failure)
         return found
 
     async def notices(self, taken: Taken, task: str | None, jobs: tuple[str, ...] | None) -> list[str]:
@@ -323,11 +324,10 @@ class Service:
         counts = self._dropped_unread
         if not counts:
             return []
-        said = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
         hint = _HINTS.get(counts.most_common(1)[0][0], "")
+        reasons = _listed(counts.most_common()) + (f" ({hint})" if hint else "")
         return [
-            f"{counts.total()} groups were dropped since the last read: {said}{hint and f' ({hint})'}; "
-            "GET /v1/dropped lists them"
+            f"{counts.total()} groups were dropped since the last read: {reasons}; GET /v1/dropped lists them"
         ]
 
     def note_read(self, groups: Sequence[Group], consumer: str | None) -> None:
@@ -356,52 +356,51 @@ class Service:
 
     def _on_change(self, change: Change) -> None:
         self.reads.on_change(change)
-        self._readied += sum(change.ready.values())
         if change.room:
             self._room.set()
         for reason, count in change.dropped.items():
-            self._dropped[reason] += count
             self._dropped_unread[reason] += count
             if reason not in self._hinted:
                 self._hinted.add(reason)
                 _LOG.info("the first group dropped as %s: %s", reason, _HINTS.get(reason, ""))
 
-    async def _sweep_on(self) -> None:
+    async def _sweep(self) -> None:
         trouble = ""
         while True:
-            pause = _SWEEP_S
+            more, error = 0, ""
             try:
-                if await self.store.sweep():
-                    pause = 0.0  # there may be more: it works in slices
-                trouble = ""
-            except RollstreamError as error:
-                if str(error) != trouble:
+                more = await self.store.sweep()  # it works in slices
+            except RollstreamError as failure:
+                error = str(failure)
+                if error != trouble:
                     _LOG.error("%s", error)
-                trouble = str(error)
-            await asyncio.sleep(pause)
+            trouble = error
+            await asyncio.sleep(0 if more else _SWEEP_S)
 
-    async def _say_on(self) -> None:
+    async def _log_counts(self) -> None:
         before: Stats | None = None
         while True:
             with contextlib.suppress(RollstreamError):
                 now = await self.store.stats()
-                if before is not None and (now.items_written, now.items_delivered, self._dropped) != (
-                    before.items_written, before.items_delivered, Counter(),
-                ):  # fmt: skip
-                    self._say(before, now)
-                self._readied, self._dropped = 0, Counter()
+                if before is not None and _left(now) != _left(before):
+                    dropped = Counter(now.groups_dropped) - Counter(before.groups_dropped)
+                    _LOG.info(
+                        "last minute: %d items written, %d groups read; dropped: %s. Now: %s",
+                        now.items_written - before.items_written,
+                        now.groups_delivered - before.groups_delivered,
+                        _listed(dropped.most_common()) or "none",
+                        _listed(now.groups.items()),
+                    )
                 before = now
-            await asyncio.sleep(_SAY_S)
+            await asyncio.sleep(_LOG_COUNTS_S)
 
-    def _say(self, before: Stats, now: Stats) -> None:
-        dropped = ", ".join(f"{count} {reason}" for reason, count in self._dropped.most_common())
-        _LOG.info(
-            "last minute: %d items written, %d groups ready, %d read; dropped: %s. Now: %d open, %d ready, "
-            "%d leased, %d quarantined",
-            *(now.items_written - before.items_written, self._readied),
-            *(now.groups_delivered - before.groups_delivered, dropped or "none"),
-            *(now.groups[state] for state in ("open", "ready", "leased", "quarantined")),
-        )
+
+def _left(stats: Stats) -> tuple[Any, ...]:
+    return stats.items_written, stats.groups_delivered, stats.groups_dropped
+
+
+def _listed(counts: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts)
 
 
 def _own_url(url: str) -> str:
@@ -418,10 +417,6 @@ def _own_url(url: str) -> str:
 def closing_error() -> HTTPError:
     """For whoever waits when the server stops."""
     return HTTPError(503, "the server stops", "closing", headers={"retry-after": "1"})
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__struct_fields__}
 
 
 def _driver(options: BufferOptions) -> Driver:
