@@ -60,6 +60,19 @@ class Ready(NamedTuple):
     n: int
 
 
+class Scope(NamedTuple):
+    """Whose groups a reader gets."""
+
+    task: str | None
+    """None: of any task."""
+    jobs: tuple[str, ...] | None
+    """None: of any job."""
+
+    def has(self, task: str, job: str) -> bool:
+        """Whether groups of this task and job are among them."""
+        return self.task in (None, task) and (self.jobs is None or job in self.jobs)
+
+
 class HookStoppedError(RollstreamError):
     """A hook fails on group after group: reads of its task are stopped."""
 
@@ -128,10 +141,8 @@ class Reads:
             self._changes += 1
             for waiter in self._waiters:
                 asked = waiter.wanted()
-                waiter.is_due |= change.elsewhere or any(
-                    asked.task in (None, task) and (asked.jobs is None or job in asked.jobs)
-                    for task, job in change.ready
-                )
+                scope = Scope(asked.task, asked.jobs)
+                waiter.is_due |= change.elsewhere or any(scope.has(*key) for key in change.ready)
             self._due.set()
         if change.unjudged:
             self._unjudged.set()
@@ -352,7 +363,7 @@ class Reads:
     # -- reporting
 
     async def meta_info(
-        self, groups: Sequence[Group], scope: tuple[str | None, Sequence[str] | None] | None = None
+        self, groups: Sequence[Group], scope: Scope | None = None
     ) -> tuple[dict[str, Any], int]:
         """About the groups that leave by a read, and with a `scope` those dropped since the last such read.
 

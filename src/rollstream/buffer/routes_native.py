@@ -8,7 +8,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from rollstream.buffer.items import MAX_ITEMS, MAX_TEXT, Encoding
-from rollstream.buffer.reads import HookStoppedError, Ready, parts_of
+from rollstream.buffer.reads import HookStoppedError, Ready, Scope, parts_of
 from rollstream.buffer.service import Service
 from rollstream.buffer.store.base import Group, JobRecord, Stats, Wanted
 from rollstream.web import Handler, HTTPError, Request, Route, json_response
@@ -168,7 +168,7 @@ class NativeRoutes:
             await self._store.return_read(asked.read_id)
         service, reads = self._service, self._service.reads
         wanted = self._wanted(asked)
-        scope = wanted.task, wanted.jobs
+        scope = Scope(wanted.task, wanted.jobs)
         packed = any(kind in request.headers.get("accept", "") for kind in MSGPACK)
         form = _Frames if packed else _Document
         head: dict[str, Any] = {"lease": None, "groups": 0, "failures": [], "notices": []}
@@ -187,7 +187,7 @@ class NativeRoutes:
                     lambda: wanted,
                     ends - time.monotonic(),
                     gone=lambda: request.gone or service.closing,
-                    blocked=lambda: service.is_blocked(*scope),
+                    blocked=lambda: service.is_blocked(scope),
                 )
                 if taken.lease is None:
                     break
@@ -222,7 +222,7 @@ class NativeRoutes:
             if not given:
                 if request.gone:
                     raise ConnectionResetError
-                failures, notices = await service.failures(*scope), await service.notices(taken, *scope)
+                failures, notices = await service.failures(scope), await service.notices(taken, scope)
                 await begin(failures=failures, notices=notices)
             meta, _ = await reads.meta_info(given)
             await response.write(form.end({"groups": len(given), "items": items, "meta_info": meta}))
@@ -367,7 +367,7 @@ class NativeRoutes:
             StatsAnswer(
                 store=await self._store.stats(),
                 job=self._store.last_job,
-                failures=await service.failures(None, None),
+                failures=await service.failures(Scope(None, None)),
                 held_writes=service.held_writes,
                 waiting_reads=service.reads.waiting,
             )

@@ -146,7 +146,7 @@ class SlimeRoutes:
         return json_response({"message": "Rollout Buffer Server is running"})
 
     def _groups_of(self, items: int) -> int:
-        return groups_of(items, self._service.group_size(self._service.scope()[0]))
+        return groups_of(items, self._service.group_size(self._service.scope().task))
 
     async def _answer(
         self,
@@ -196,7 +196,7 @@ class SlimeRoutes:
                 wanted,
                 seconds,
                 gone=lambda: request.gone or service.closing,
-                blocked=lambda: service.is_blocked(*service.scope()),
+                blocked=lambda: service.is_blocked(service.scope()),
             )
             while taken.lease is not None:
                 leases.append(taken.lease.id)
@@ -219,11 +219,11 @@ class SlimeRoutes:
                 if (most is None and len(taken.groups) < MOST_GROUPS) or len(given) == most:
                     break
                 taken = await reads.take(wanted)
-            task, jobs = service.scope()
+            scope = service.scope()
             if not given:
-                available = taken.available * service.group_size(task)
+                available = taken.available * service.group_size(scope.task)
                 return await self._nothing(nothing.format(asked, available), taken, fine)
-            meta, reported = await reads.meta_info(given, (task, jobs))
+            meta, reported = await reads.meta_info(given, scope)
             if last := self._store.last_job:
                 stats = await self._store.stats()
                 meta["progress"] = {"job": last.id, "written": stats.items_of_job, "expected": last.expected}
@@ -243,9 +243,9 @@ class SlimeRoutes:
 
     async def _nothing(self, message: str, taken: Taken, success: bool) -> web.Response:
         service = self._service
-        task, jobs = service.scope()
-        causes = [one["message"] for one in await service.failures(task, jobs)]
-        causes += await service.notices(taken, task, jobs)
+        scope = service.scope()
+        causes = [one["message"] for one in await service.failures(scope)]
+        causes += await service.notices(taken, scope)
         most = service.options.max_groups_per_read
         if most is not None and 0 < taken.available < most and service.is_job_over():
             causes.append(

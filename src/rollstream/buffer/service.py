@@ -7,7 +7,7 @@ import math
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,7 @@ from rollstream.buffer.items import (
 )
 from rollstream.buffer.jobs import Jobs
 from rollstream.buffer.payload_rules import PayloadRules
-from rollstream.buffer.reads import Reads, TaskPolicy
+from rollstream.buffer.reads import Reads, Scope, TaskPolicy
 from rollstream.buffer.store.base import Change, Group, Limits, Stats, Taken
 from rollstream.buffer.store.sql import Driver, SqlStore
 from rollstream.buffer.store.sqlite import SqliteDriver
@@ -96,9 +96,18 @@ class Service:
         self.policy = TaskPolicy(options.settings, self.host)
         self.store = SqlStore(_driver(options), self.policy, options.limits)
         self.reads = Reads(self.store, self.host, self.policy)
-        self.jobs: Jobs = None  # type: ignore[assignment]  # from `begin` on
-        self._rules = PayloadRules(
-            options.inputs, options.engines, forbidden=options.directory, tools=_tool_names(options.tools)
+        self.jobs = Jobs(
+            self.store,
+            self.host,
+            directory=options.directory,
+            buffer_url="",
+            rules=PayloadRules(
+                options.inputs, options.engines, forbidden=options.directory, tools=_tool_names(options.tools)
+            ),
+            server_id=_server_id(options.directory),
+            group_defaults=options.settings,
+            issue_token=self._issue_token,
+            tools_file=options.tools,
         )
         self.closing = False
         self.held_writes = 0
@@ -139,18 +148,7 @@ class Service:
 
     async def begin(self, url: str) -> None:
         """Goes on with the job that ran. `url`: where generators reach this server."""
-        options = self.options
-        self.jobs = Jobs(
-            self.store,
-            self.host,
-            directory=options.directory,
-            buffer_url=_own_url(url),
-            rules=self._rules,
-            server_id=_server_id(options.directory),
-            group_defaults=options.settings,
-            issue_token=self._issue_token,
-            tools_file=options.tools,
-        )
+        self.jobs.buffer_url = _own_url(url)
         for work in (self._sweep(), self._log_counts(), self.reads.judge(), self.reads.serve_waiting()):
             self._tasks.append(asyncio.create_task(work))
         await self.jobs.resume()
@@ -168,9 +166,8 @@ class Service:
         await self.host.close()
         await self._parser.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.jobs is not None:
-            with contextlib.suppress(RollstreamError):
-                await self.jobs.close()
+        with contextlib.suppress(RollstreamError):
+            await self.jobs.close()
         await self.store.close()
         if self._lock is not None:
             self._lock.release()
@@ -239,20 +236,19 @@ class Service:
             if self.closing:
                 raise closing_error()
 
-    # -- telling
+    # -- reporting
 
-    def scope(self) -> tuple[str | None, tuple[str, ...] | None]:
-        """Task and jobs whose groups a trainer on slime's wire gets.
+    def scope(self) -> Scope:
+        """What a trainer on slime's wire gets.
 
         What the job that it started made, or came in for its task from outside: never another job's rest.
         """
         last = self.store.last_job
-        return (None, None) if last is None else (last.task, (last.id, ""))
+        return Scope(None, None) if last is None else Scope(last.task, (last.id, ""))
 
     def group_size(self, task: str | None, job: str | None = None) -> int:
         """Of a job's groups; of the last job's by default."""
-        jobs = self.store.known_jobs
-        record = jobs.get(job) if job else self.store.last_job
+        record = self.store.known_jobs.get(job) if job else self.store.last_job
         if record is not None and task not in (None, record.task):
             record = None
         return self.policy.settings(task or "", record).group_size
@@ -262,48 +258,38 @@ class Service:
         last = self.store.last_job
         return last is not None and last.state != "running"
 
-    def is_blocked(self, task: str | None, jobs: Collection[str] | None) -> bool:
+    def is_blocked(self, scope: Scope) -> bool:
         """Whether a generator or hook fails that would bring these groups."""
-        return any(task in (None, stopped) for stopped in self.reads.stopped) or any(
-            task in (None, one.task) and (jobs is None or one.job in jobs) for one in self.jobs.failures()
-        )
+        failing = any(scope.has(one.task, one.job) for one in self.jobs.failures())
+        return failing or any(scope.task in (None, task) for task in self.reads.stopped)
 
-    async def failures(self, task: str | None, jobs: Collection[str] | None) -> list[dict[str, Any]]:
+    async def failures(self, scope: Scope) -> list[dict[str, Any]]:
         """What keeps groups from readers: jobs that fail, hooks that fail."""
         found = [
             {**msgspec.structs.asdict(one), "message": str(one)}
             for one in self.jobs.failures()
-            if task in (None, one.task) and (jobs is None or one.job in jobs)
+            if scope.has(one.task, one.job)
         ]
-        for stopped, why in self.reads.stopped.items():
-            if task in (None, stopped):
-                found.append({"task": stopped, "error": why, "message": why, "final": False})
-        quarantined = await self.store.groups(state="quarantined", task=task, limit=100)
-        quarantined = [one for one in quarantined if jobs is None or one.job in jobs]
+        for task, why in self.reads.stopped.items():
+            if scope.task in (None, task):
+                found.append({"task": task, "error": why, "message": why, "final": False})
+        quarantined = await self.store.groups(state="quarantined", task=scope.task, limit=100)
+        quarantined = [one for one in quarantined if scope.has(one.task, one.job)]
         if quarantined:
-            last, count = (
-                quarantined[-1],
-                f"{len(quarantined)}{' or more' if len(quarantined) == 100 else ''}",
-            )
+            last, count = quarantined[-1], str(len(quarantined)) + " or more" * (len(quarantined) == 100)
             error = (last.cause or "").strip().rpartition("\n")[2]
             why = (
                 f"{count} groups are quarantined, the last one by {last.reason}: {error} (GET /v1/quarantine)"
             )
-            failure = {
-                "task": last.task,
-                "error": error,
-                "message": why,
-                "traceback": last.cause,
-                "final": False,
-            }
-            found.append(failure)
+            facts = {"error": error, "message": why, "traceback": last.cause, "final": False}
+            found.append({"task": last.task, **facts})
         return found
 
-    async def notices(self, taken: Taken, task: str | None, jobs: tuple[str, ...] | None) -> list[str]:
+    async def notices(self, taken: Taken, scope: Scope) -> list[str]:
         """Why there may be nothing for a reader although nothing fails."""
         found = self.drop_notices()
         ready = (await self.store.stats()).groups["ready"]
-        if ready and not self.is_blocked(task, jobs):
+        if ready and not self.is_blocked(scope):
             found.append(
                 f"{ready} groups are ready, {taken.available} of them fit this read; others are of another task, "
                 "job or size, or of an instance that it has already"
@@ -311,8 +297,8 @@ class Service:
         if taken.stale:
             found.append(f"{taken.stale} groups are older than max_staleness allows")
         last = self.store.last_job
-        mine = last is not None and task in (None, last.task) and (jobs is None or last.id in jobs)
-        if last is not None and mine and self.is_job_over() and not await self.store.has_groups(last.id):
+        over = last is not None and last.state != "running" and scope.has(last.task, last.id)
+        if over and last is not None and not await self.store.has_groups(last.id):
             found.append(
                 f"job {last.id} of task {last.task!r} is {last.state} and all of it has left the buffer: "
                 "nothing more comes of it until a job is started"
