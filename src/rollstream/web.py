@@ -61,7 +61,6 @@ class HTTPError(RollstreamError):
         code: one word for programs.
         where: the field or parameter that is wrong.
         headers: further headers of the answer.
-        cause: the error behind it; logged with its traceback where the status is 500.
     """
 
     def __init__(
@@ -71,14 +70,9 @@ class HTTPError(RollstreamError):
         code: str = "bad_request",
         where: str = "",
         headers: Mapping[str, str] | None = None,
-        cause: BaseException | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.code = code
-        self.where = where
-        self.headers = dict(headers or {})
-        self.__cause__ = cause
+        self.status, self.code, self.where, self.headers = status, code, where, dict(headers or {})
 
 
 @dataclass(frozen=True)
@@ -248,7 +242,8 @@ class Request:
         return ConnectionResetError()
 
 
-Handler = Callable[[Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[Request], Awaitable[Any]]
+"""Gives a response, or a value that is sent as JSON."""
 Translate = Callable[[Exception], HTTPError | None]
 RenderError = Callable[[web.BaseRequest, HTTPError], web.Response]
 OnAnswer = Callable[[Route | None, int, float], None]
@@ -261,10 +256,25 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     )
 
 
+class ErrorDetail(msgspec.Struct):
+    """What is wrong, a word for programs, and the field that is wrong."""
+
+    message: str
+    code: str
+    where: str
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of a refusal, as `render_json_error` writes it."""
+
+    error: ErrorDetail
+
+
 def render_json_error(request: web.BaseRequest, error: HTTPError) -> web.Response:
-    """The error as `{"error": {"message", "code", "where"}}`."""
-    body = {"error": {"message": str(error), "code": error.code, "where": error.where}}
-    return json_response(body, error.status, error.headers)
+    """The error as an `ErrorBody`."""
+    return json_response(
+        ErrorBody(ErrorDetail(str(error), error.code, error.where)), error.status, error.headers
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -399,11 +409,11 @@ class WebServer:
 
     async def _answer(self, raw: web.BaseRequest) -> web.StreamResponse:
         began = time.perf_counter()
+        response: web.StreamResponse
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         connection = cast(_Connection, raw.protocol)
         self._handlers[task] = connection
-        request = Request(raw, self)
-        route = None
+        request, route = Request(raw, self), None
         try:
             match = await self._table.resolve(cast(web.Request, raw))
             route, request.params = self._routes.get(match.route), match
@@ -414,7 +424,8 @@ class WebServer:
                 if request.gone:
                     raise ConnectionResetError
                 connection.cancels = task
-            response = await route.handler(request)
+            answer = await route.handler(request)
+            response = answer if isinstance(answer, web.StreamResponse) else json_response(answer)
         except Exception as error:
             response = self._refuse(request, error)
         finally:
@@ -607,20 +618,6 @@ def _unknown(request: Request, error: web.HTTPException | None) -> HTTPError:
     allowed = ", ".join(sorted(error.allowed_methods))
     text = f"{request.path} takes {allowed}, not {request.method}"
     return HTTPError(405, text, "method_not_allowed", headers={"allow": allowed})
-
-
-class ErrorDetail(msgspec.Struct):
-    """What is wrong, a word for programs, and the field that is wrong."""
-
-    message: str
-    code: str
-    where: str
-
-
-class ErrorBody(msgspec.Struct):
-    """The body of a refusal, as `render_json_error` writes it."""
-
-    error: ErrorDetail
 
 
 def openapi(routes: Iterable[Route], title: str, version: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
@@ -24,7 +24,7 @@ from rollstream.errors import (
     StorageError,
     StorageFullError,
 )
-from rollstream.web import Access, HTTPError, Limits, Request, Route, WebServer, json_response, openapi
+from rollstream.web import Access, HTTPError, Limits, Request, Route, WebServer, openapi
 
 _BODIES: Final = 128 * 2**20
 """Bytes of all bodies in flight: two of the largest. With their copies on the way the process stays small."""
@@ -110,17 +110,17 @@ class BufferServer:
         self._requests.labels(path, status).inc()
         self._seconds.labels(path).observe(seconds)
 
-    async def _health(self, request: Request) -> web.Response:
-        return json_response({"status": "ok", "version": rollstream.__version__})
+    async def _health(self, request: Request) -> Any:
+        return {"status": "ok", "version": rollstream.__version__}
 
-    async def _ready(self, request: Request) -> web.Response:
+    async def _ready(self, request: Request) -> Any:
         if self.service.closing:
             raise closing_error()
         await self.service.store.check_writable()
-        return json_response({"status": "ready"})
+        return {"status": "ready"}
 
-    async def _openapi(self, request: Request) -> web.Response:
-        return json_response(openapi(self._routes, "rollstream buffer", rollstream.__version__))
+    async def _openapi(self, request: Request) -> Any:
+        return openapi(self._routes, "rollstream buffer", rollstream.__version__)
 
     async def _metrics(self, request: Request) -> web.Response:
         stats = await self.service.store.stats()

@@ -11,7 +11,7 @@ from rollstream.buffer.items import MAX_ITEMS, MAX_TEXT, Encoding
 from rollstream.buffer.reads import HookStoppedError, Ready, Scope, parts_of
 from rollstream.buffer.service import Service
 from rollstream.buffer.store.base import Group, JobRecord, Stats, Wanted
-from rollstream.web import Handler, HTTPError, Request, Route, json_response
+from rollstream.web import Handler, HTTPError, Request, Route
 
 MOST_GROUPS: Final = 1024
 """Of one lease."""
@@ -146,7 +146,7 @@ class NativeRoutes:
 
     # -- writing
 
-    async def write(self, request: Request) -> web.Response:
+    async def write(self, request: Request) -> Written:
         kind = request.media_type
         if kind not in (*MSGPACK, JSON, *_ANY):
             text = f"content-type {kind}: want application/json or application/msgpack"
@@ -154,11 +154,11 @@ class NativeRoutes:
         items = await self._service.parse(await request.body(), "msgpack" if kind in MSGPACK else "json")
         stored = await self._service.write(items)
         results = ["stored" if one else "known" for one in stored]
-        return json_response(Written(sum(stored), len(stored) - sum(stored), results))
+        return Written(sum(stored), len(stored) - sum(stored), results)
 
-    async def known(self, request: Request) -> web.Response:
+    async def known(self, request: Request) -> Any:
         asked = await request.json(Uids, _MAX_UIDS)
-        return json_response({"known": await self._store.known(asked.uids)})
+        return {"known": await self._store.known(asked.uids)}
 
     # -- reading
 
@@ -261,116 +261,106 @@ class NativeRoutes:
 
     # -- leases
 
-    async def leases(self, request: Request) -> web.Response:
-        return json_response({"leases": await self._store.leases(request.arguments(LeaseQuery).consumer)})
+    async def leases(self, request: Request) -> Any:
+        return {"leases": await self._store.leases(request.arguments(LeaseQuery).consumer)}
 
-    async def ack(self, request: Request) -> web.Response:
-        lease = request.params["lease"]
-        done = await self._store.ack([lease])
-        return json_response({"lease": lease, **done._asdict()})
+    async def ack(self, request: Request) -> Any:
+        done = await self._store.ack([request.params["lease"]])
+        return {"lease": request.params["lease"], **done._asdict()}
 
-    async def nack(self, request: Request) -> web.Response:
+    async def nack(self, request: Request) -> Any:
         await self._store.nack(request.params["lease"])
-        return json_response({"lease": request.params["lease"], "returned": True})
+        return {"lease": request.params["lease"], "returned": True}
 
-    async def extend(self, request: Request) -> web.Response:
+    async def extend(self, request: Request) -> Any:
         seconds = (await request.json(Extend, MAX_ASKED)).seconds
         await self._store.extend(request.params["lease"], seconds)
-        return json_response({"lease": request.params["lease"], "lease_seconds": seconds})
+        return {"lease": request.params["lease"], "lease_seconds": seconds}
 
-    async def release(self, request: Request) -> web.Response:
+    async def release(self, request: Request) -> Any:
         consumer = request.params["consumer"]
-        return json_response({"consumer": consumer, "groups": await self._store.release(consumer)})
+        return {"consumer": consumer, "groups": await self._store.release(consumer)}
 
     # -- jobs
 
-    async def start_job(self, request: Request) -> web.Response:
+    async def start_job(self, request: Request) -> Any:
         payload = await request.json(dict, MAX_PAYLOAD)
         record, warnings = await self._service.jobs.start(payload, request.shown_token)
-        return json_response({**msgspec.to_builtins(record), "warnings": warnings})
+        return {**msgspec.to_builtins(record), "warnings": warnings}
 
-    async def list_jobs(self, request: Request) -> web.Response:
-        return json_response({"jobs": await self._store.jobs()})
+    async def list_jobs(self, request: Request) -> Any:
+        return {"jobs": await self._store.jobs()}
 
-    async def one_job(self, request: Request) -> web.Response:
-        return json_response(await self._job(request))
-
-    async def stop_job(self, request: Request) -> web.Response:
-        return json_response(await self._service.jobs.stop(request.params["job"]))
-
-    async def drop_job(self, request: Request) -> web.Response:
-        job = request.params["job"]
-        known = {one.id: one for one in await self._store.jobs()}.get(job)
-        if known is not None and known.state == "running":
-            raise HTTPError(409, f"job {job} runs: POST /v1/jobs/{job}/stop first", "running")
-        if known is None and not await self._store.has_groups(job):
-            raise HTTPError(404, f"there is no job {job!r:.100}", "not_found")
-        return json_response({"job": job, "groups": await self._store.drop_job(job, "replaced")})
-
-    async def expected(self, request: Request) -> web.Response:
-        record = await self._job(request)
-        if request.token_of not in (None, record.id):
-            raise HTTPError(403, "this token is another job's", "forbidden")
-        items = (await request.json(Expected, MAX_ASKED)).items
-        await self._store.expect(record.id, items)
-        return json_response({"job": record.id, "expected": items})
-
-    async def _job(self, request: Request) -> JobRecord:
+    async def one_job(self, request: Request) -> JobRecord:
         for record in await self._store.jobs():
             if record.id == request.params["job"]:
                 return record
         raise HTTPError(404, f"there is no job {request.params['job']!r:.100}", "not_found")
 
+    async def stop_job(self, request: Request) -> JobRecord:
+        return await self._service.jobs.stop(request.params["job"])
+
+    async def drop_job(self, request: Request) -> Any:
+        job = request.params["job"]
+        if not await self._store.has_groups(job):  # a record may be gone, and its groups still here
+            await self.one_job(request)
+        if any(one.id == job and one.state == "running" for one in await self._store.live_jobs()):
+            raise HTTPError(409, f"job {job} runs: POST /v1/jobs/{job}/stop first", "running")
+        return {"job": job, "groups": await self._store.drop_job(job, "replaced")}
+
+    async def expected(self, request: Request) -> Any:
+        job = (await self.one_job(request)).id
+        if request.token_of not in (None, job):
+            raise HTTPError(403, "this token is another job's", "forbidden")
+        items = (await request.json(Expected, MAX_ASKED)).items
+        await self._store.expect(job, items)
+        return {"job": job, "expected": items}
+
     # -- inspecting
 
-    async def groups(self, request: Request) -> web.Response:
+    async def groups(self, request: Request) -> Any:
         asked = request.arguments(GroupQuery)
-        found = await self._store.groups(
-            state=asked.state, task=asked.task_type, job=asked.job, after=asked.after, limit=asked.limit
-        )
-        return json_response({"groups": found})
+        which = {"state": asked.state, "task": asked.task_type, "job": asked.job}
+        return {"groups": await self._store.groups(**which, after=asked.after, limit=asked.limit)}
 
-    async def one_group(self, request: Request) -> web.Response:
+    async def one_group(self, request: Request) -> Any:
         number = request.params["group"]
         whole = number.isascii() and number.isdigit() and len(number) < 19
         found = await self._store.group_with_items(int(number)) if whole else None
         if found is None:
             raise HTTPError(404, f"there is no group {number!r:.50}", "not_found")
-        return json_response(found)
+        return found
 
-    async def dropped(self, request: Request) -> web.Response:
+    async def dropped(self, request: Request) -> Any:
         asked = request.arguments(ListQuery)
-        return json_response({"dropped": await self._store.dropped(asked.after, asked.limit)})
+        return {"dropped": await self._store.dropped(asked.after, asked.limit)}
 
-    async def quarantine(self, request: Request) -> web.Response:
+    async def quarantine(self, request: Request) -> Any:
         asked = request.arguments(ListQuery)
-        found = await self._store.groups(state="quarantined", after=asked.after, limit=min(asked.limit, 1000))
-        return json_response({"quarantined": found})
+        limit = min(asked.limit, 1000)
+        return {"quarantined": await self._store.groups(state="quarantined", after=asked.after, limit=limit)}
 
-    async def retry(self, request: Request) -> web.Response:
+    async def retry(self, request: Request) -> Any:
         asked = await request.json(GroupNumbers, MAX_ASKED)
         await self._service.host.refresh(again=True)
         self._service.reads.try_again()
         back = await self._store.retry(asked.groups)
-        return json_response({"groups": len(back), "unknown": sorted(set(asked.groups or ()) - set(back))})
+        return {"groups": len(back), "unknown": sorted(set(asked.groups or ()) - set(back))}
 
-    async def drop_quarantined(self, request: Request) -> web.Response:
+    async def drop_quarantined(self, request: Request) -> Any:
         asked = await request.json(GroupNumbers, MAX_ASKED)
-        aside = await self._store.groups(state="quarantined", limit=100_000)
+        quarantined = await self._store.groups(state="quarantined", limit=100_000)
         chosen = None if asked.groups is None else set(asked.groups)
-        wanted = [one.id for one in aside if chosen is None or one.id in chosen]
-        return json_response({"groups": await self._store.drop(wanted, "quarantined")})
+        wanted = [one.id for one in quarantined if chosen is None or one.id in chosen]
+        return {"groups": await self._store.drop(wanted, "quarantined")}
 
-    async def stats(self, request: Request) -> web.Response:
-        service = self._service
-        return json_response(
-            StatsAnswer(
-                store=await self._store.stats(),
-                job=self._store.last_job,
-                failures=await service.failures(Scope(None, None)),
-                held_writes=service.held_writes,
-                waiting_reads=service.reads.waiting,
-            )
+    async def stats(self, request: Request) -> StatsAnswer:
+        return StatsAnswer(
+            store=await self._store.stats(),
+            job=self._store.last_job,
+            failures=await self._service.failures(Scope(None, None)),
+            held_writes=self._service.held_writes,
+            waiting_reads=self._service.reads.waiting,
         )
 
 

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from rollstream.buffer.items import plain_item
+from rollstream.buffer.items import ItemError, plain_item
 from rollstream.buffer.reads import HookStoppedError, parts_of
 from rollstream.buffer.routes_native import JSON, MAX_ASKED, MAX_PAYLOAD, MOST_GROUPS, groups_of
 from rollstream.buffer.service import Service
@@ -67,8 +67,11 @@ class SlimeRoutes:
         ]
 
     async def write(self, request: Request) -> web.StreamResponse:
-        item = await self._service.parse_one(await request.body())
-        await self._service.write((item,), hold=lambda: request.gone)
+        items = await self._service.parse(await request.body(), "json")
+        if len(items) != 1:
+            raise ItemError("must be one item, is a batch", "items")
+        await self._service.write(items, hold=lambda: request.gone)
+        item = items[0]
         head = b'{"success":true,"message":"Data has been successfully written to buffer","data":{"data":['
         tail = b'],"meta_info":"write to buffer"}}'
         if len(item.body) <= _PART:
@@ -81,7 +84,7 @@ class SlimeRoutes:
         await response.write(tail)
         return response
 
-    async def start_rollout(self, request: Request) -> web.Response:
+    async def start_rollout(self, request: Request) -> Any:
         try:
             payload = await request.json(dict, MAX_PAYLOAD)
             record, warnings = await self._service.jobs.start(payload, request.shown_token)
@@ -89,12 +92,8 @@ class SlimeRoutes:
             await asyncio.sleep(_START_ERROR_S)
             raise
         # The words are slime's, also where nothing had to be started: `state` tells.
-        answer: dict[str, Any] = {
-            "message": "Rollout started",
-            "rollout_id": record.id,
-            "state": record.state,
-        }
-        return json_response(answer | ({"warnings": warnings} if warnings else {}))
+        answer = {"message": "Rollout started", "rollout_id": record.id, "state": record.state}
+        return {**answer, "warnings": warnings} if warnings else answer
 
     async def get_rollout_data(self, request: Request) -> web.StreamResponse:
         """All groups that are ready; --max-groups-per-read of them or none; as many as asked for or none."""
@@ -120,7 +119,7 @@ class SlimeRoutes:
         seconds = min(asked.timeout or 0.0, 3600.0)
         return await self._answer(request, groups, nothing=nothing, seconds=seconds)
 
-    async def peek(self, request: Request) -> web.Response:
+    async def peek(self, request: Request) -> Any:
         count = request.query.get("batch_size", "1")
         wanted = max(1, int(count)) if count.isascii() and count.isdigit() and len(count) < 6 else 1
         task, jobs = self._service.scope()
@@ -132,7 +131,7 @@ class SlimeRoutes:
                 items += [plain_item(one.body, one.encoding) for one in stored]
         return _reply(f"Successfully previewed {len(items[:wanted])} items", items[:wanted])
 
-    async def stats(self, request: Request) -> web.Response:
+    async def stats(self, request: Request) -> Any:
         stats = await self._store.stats()
         counts = {
             "current_size": stats.items_ready,
@@ -142,8 +141,8 @@ class SlimeRoutes:
         }
         return _reply("Buffer stats retrieved successfully", [counts])
 
-    async def root(self, request: Request) -> web.Response:
-        return json_response({"message": "Rollout Buffer Server is running"})
+    async def root(self, request: Request) -> Any:
+        return {"message": "Rollout Buffer Server is running"}
 
     def _groups_of(self, items: int) -> int:
         return groups_of(items, self._service.group_size(self._service.scope().task))

@@ -20,7 +20,6 @@ from rollstream.buffer.items import (
     Encoding,
     Item,
     ItemError,
-    parse_item,
     parse_items,
     parse_nth,
     split_batch,
@@ -200,15 +199,6 @@ class Service:
             except ItemError as error:
                 raise error.within(number) from None
         return items
-
-    async def parse_one(self, body: bytes) -> Item:
-        """`parse` of one item in JSON; a batch is none."""
-        if len(body) < _BIG:
-            return parse_item(body)
-        items = await self.parse(body, "json")
-        if len(items) != 1:
-            raise ItemError("must be one item, is a batch", "items")
-        return items[0]
 
     async def write(self, items: Sequence[Item], *, hold: Callable[[], bool] | None = None) -> list[bool]:
         """Stores items; which of them were new.
