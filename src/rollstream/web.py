@@ -4,7 +4,7 @@
                    closed            bounded  404 405 403 401 415            413 408 503    cut off if unread
 
 A request is refused before its body is read wherever that is possible. Bodies share one budget of bytes.
-One task looks at all connections now and then and cuts off those whose client does not read its answer;
+One task checks all connections now and then and cuts off those whose client does not read its answer;
 aiohttp itself closes connections that are idle or stay in the middle of a head.
 """
 

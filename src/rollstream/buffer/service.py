@@ -1,4 +1,4 @@
-"""The buffer without HTTP: store, hooks and jobs, what runs beside requests, and what readers are told."""
+"""The buffer without HTTP: store, hooks and jobs, what runs beside requests, and what is reported to readers."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ _SWEEP_S: Final = 0.5
 _LOG_COUNTS_S: Final = 60.0
 
 _ROOM_S: Final = 1.0
-"""A write without room looks this often whether its client is still there."""
+"""A write without room checks this often whether its client is still there."""
 
 _BIG: Final = 2**20
 """A body from this size on is parsed in a process of its own."""
@@ -122,7 +122,7 @@ class Service:
         self.store.changed = self._on_change
 
     async def open(self) -> None:
-        """Takes the folder, looks at the generator files, opens the store.
+        """Takes the folder, reads the generator files, opens the store.
 
         Raises:
             ConfigError: An option is wrong, or a generator file cannot be used.
