@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
+from aiohttp import web
 
 from rollstream.buffer.groups import GroupSettings, StoredItem, Verdict, finish_group, summarize_rewards
 from rollstream.buffer.hook_host import HookHost
@@ -26,6 +27,7 @@ from rollstream.buffer.items import Encoding, dump_list
 from rollstream.buffer.store.base import Change, Group, JobRecord, Judged, Removal, Taken, Wanted
 from rollstream.buffer.store.sql import SqlStore
 from rollstream.errors import ConflictError, RollstreamError
+from rollstream.web import Request
 
 _LOG = logging.getLogger(__name__)
 
@@ -71,6 +73,19 @@ class Scope(NamedTuple):
     def has(self, task: str, job: str) -> bool:
         """Whether groups of this task and job are among them."""
         return self.task in (None, task) and (self.jobs is None or job in self.jobs)
+
+
+class Form(NamedTuple):
+    """How a read is answered."""
+
+    media_type: str
+    encoding: Encoding | None
+    """Of the items; None: as they are stored, where a group's items agree."""
+    head: Callable[[dict[str, Any]], bytes]
+    group: Callable[[Ready], bytes]
+    between: bytes
+    """Groups."""
+    end: Callable[[dict[str, Any]], bytes]
 
 
 class HookStoppedError(RollstreamError):
@@ -167,13 +182,13 @@ class Reads:
     # -- taking
 
     @asynccontextmanager
-    async def leased(self) -> AsyncIterator[list[str]]:
-        """A list for the leases of a read: those that are in it at the end go back."""
-        leases: list[str] = []
+    async def answering(self, request: Request, form: Form) -> AsyncIterator["Answer"]:
+        """An answer to a read. The leases that are in its list at the end go back."""
+        answer = Answer(self, request, form)
         try:
-            yield leases
+            yield answer
         finally:
-            for lease in leases:
+            for lease in answer.leases:
                 await self.give_back(lease)
 
     async def give_back(self, lease: str) -> None:
@@ -399,6 +414,66 @@ class Reads:
                 if not isinstance(items, str):
                     given.append((group.instance_id, _stored(items)))
         return await self._host.meta_info(first.task, given, self.settings(first))
+
+
+class Answer:
+    """The answer to a read, to which groups are written as they are finished."""
+
+    def __init__(self, reads: Reads, request: Request, form: Form) -> None:
+        self._reads, self._request, self._form = reads, request, form
+        self._response = web.StreamResponse(headers={"content-type": form.media_type})
+        self.leases: list[str] = []
+        self.groups: list[Group] = []
+        """That were written, without those that could not be finished."""
+        self.items = 0
+
+    async def begin(self, head: dict[str, Any]) -> None:
+        """Sends the head of an answer, with groups or without."""
+        if head.get("lease") is not None:
+            self._response.headers["rollstream-lease"] = head["lease"]
+        await self._response.prepare(self._request.raw)
+        await self._response.write(self._form.head(head))
+
+    async def send(self, taken: Taken, head: dict[str, Any]) -> None:
+        """Sends the groups of a lease, and the head before the first one.
+
+        Raises:
+            HookStoppedError: A hook fails on everything, and the answer has not begun.
+            ConnectionError: The client is gone; or a hook fails, and the client was cut off.
+        """
+        assert taken.lease is not None
+        self.leases.append(taken.lease.id)
+        form = self._form
+        for part in parts_of(taken.groups):
+            if self._request.gone:
+                raise ConnectionResetError
+            try:
+                ready = await self._reads.finish(taken.lease.id, part, form.encoding)
+            except HookStoppedError as error:
+                if self._response.prepared:
+                    raise self._request.cut_off() from error
+                raise
+            if ready and not self.groups:
+                await self.begin(head)
+            if ready:
+                between = form.between if self.groups else b""
+                await self._response.write(between + form.between.join(map(form.group, ready)))
+            self.groups += [one.group for one in ready]
+            self.items += sum(one.n for one in ready)
+
+    async def end(
+        self, end: dict[str, Any], then: Callable[[], Awaitable[None]] | None = None
+    ) -> web.StreamResponse:
+        """Sends the end, its last byte only after `then`: so a reader that has it all has the groups, too."""
+        if self._request.gone:
+            raise ConnectionResetError
+        data = self._form.end(end)
+        await self._response.write(data[:-1])
+        if then is not None:
+            await then()
+        await self._response.write(data[-1:])
+        await self._response.write_eof()
+        return self._response
 
 
 def _stored(items: Sequence[StoredItem]) -> list[tuple[Encoding, bytes]]:

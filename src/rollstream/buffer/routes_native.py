@@ -7,10 +7,10 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from rollstream.buffer.items import MAX_ITEMS, MAX_TEXT, Encoding
-from rollstream.buffer.reads import HookStoppedError, Ready, Scope, parts_of
+from rollstream.buffer.items import MAX_ITEMS, MAX_TEXT
+from rollstream.buffer.reads import Form, Ready, Scope
 from rollstream.buffer.service import Service
-from rollstream.buffer.store.base import Group, JobRecord, Stats, Wanted
+from rollstream.buffer.store.base import JobRecord, Stats, Wanted
 from rollstream.web import Handler, HTTPError, Request, Route
 
 MOST_GROUPS: Final = 1024
@@ -170,19 +170,10 @@ class NativeRoutes:
         wanted = self._wanted(asked)
         scope = Scope(wanted.task, wanted.jobs)
         packed = any(kind in request.headers.get("accept", "") for kind in MSGPACK)
-        form = _Frames if packed else _Document
         head: dict[str, Any] = {"lease": None, "groups": 0, "failures": [], "notices": []}
-        response = web.StreamResponse(headers={"content-type": form.media_type})
-
-        async def begin(**more: Any) -> None:
-            await response.prepare(request.raw)
-            await response.write(form.head({**head, **more}))
-
-        given: list[Group] = []
-        items = 0
         ends = time.monotonic() + asked.timeout
-        async with reads.leased() as leases:
-            while not given:
+        async with reads.answering(request, _FRAMES if packed else _DOCUMENT) as answer:
+            while not answer.groups:
                 taken = await reads.take(
                     lambda: wanted,
                     ends - time.monotonic(),
@@ -190,45 +181,19 @@ class NativeRoutes:
                     blocked=lambda: service.is_blocked(scope),
                 )
                 if taken.lease is None:
+                    head["failures"] = await service.failures(scope)
+                    head["notices"] = await service.notices(taken, scope)
+                    await answer.begin(head)
                     break
-                lease = taken.lease.id
-                leases.append(lease)
-                if request.gone:
-                    raise ConnectionResetError
-                for part in parts_of(taken.groups):
-                    try:
-                        ready = await reads.finish(lease, part, form.encoding)
-                    except HookStoppedError as error:
-                        if response.prepared:
-                            raise request.cut_off() from error
-                        raise HTTPError(
-                            503, str(error), "hooks_fail", headers={"retry-after": "10"}
-                        ) from error
-                    if ready and not given:
-                        response.headers["rollstream-lease"] = lease
-                        await begin(
-                            lease=lease,
-                            lease_seconds=wanted.seconds,
-                            groups=len(taken.groups),
-                            notices=service.drop_notices(),
-                        )
-                    if ready:
-                        between = form.between if given else b""
-                        await response.write(between + form.between.join(map(form.group, ready)))
-                    given += [one.group for one in ready]
-                    items += sum(one.n for one in ready)
-                if not given:  # its hooks left nothing of them: the next ones
-                    await reads.give_back(leases.pop())
-            if not given:
-                if request.gone:
-                    raise ConnectionResetError
-                failures, notices = await service.failures(scope), await service.notices(taken, scope)
-                await begin(failures=failures, notices=notices)
-            meta, _ = await reads.meta_info(given)
-            await response.write(form.end({"groups": len(given), "items": items, "meta_info": meta}))
-            await response.write_eof()
-            leases.clear()
-        service.note_read(given, wanted.consumer)
+                more = {"lease": taken.lease.id, "lease_seconds": wanted.seconds, "groups": len(taken.groups)}
+                await answer.send(taken, head | more | {"notices": service.drop_notices()})
+                if not answer.groups:  # its hooks left nothing of them: the next ones
+                    await reads.give_back(answer.leases.pop())
+            meta, _ = await reads.meta_info(answer.groups)
+            end = {"groups": len(answer.groups), "items": answer.items, "meta_info": meta}
+            response = await answer.end(end)
+            answer.leases.clear()
+        service.note_read(answer.groups, wanted.consumer)
         return response
 
     def _wanted(self, asked: ReadRequest) -> Wanted:
@@ -383,47 +348,30 @@ def _described(ready: Ready) -> dict[str, Any]:
     }
 
 
-class _Document:
-    """One JSON document."""
-
-    media_type = JSON
-    encoding: Encoding | None = "json"
-    between = b","
-
-    @staticmethod
-    def head(head: dict[str, Any]) -> bytes:
-        return b'{"head":' + msgspec.json.encode(head) + b',"groups":['
-
-    @staticmethod
-    def group(ready: Ready) -> bytes:
-        described = msgspec.json.encode(_described(ready))[:-1]
-        return b"".join((described, b',"items":', ready.items, b"}"))
-
-    @staticmethod
-    def end(end: dict[str, Any]) -> bytes:
-        return b'],"end":' + msgspec.json.encode(end) + b"}"
-
-
-class _Frames:
-    """Msgpack documents, each after its length (4 bytes, big-endian). Items are in the encoding they came in."""
-
-    media_type = MSGPACK[0]
-    encoding: Encoding | None = None
-    between = b""
-
-    @staticmethod
-    def head(head: dict[str, Any]) -> bytes:
-        return _frame({"head": head})
-
-    @staticmethod
-    def group(ready: Ready) -> bytes:
-        return _frame({"group": {**_described(ready), "encoding": ready.encoding, "items": ready.items}})
-
-    @staticmethod
-    def end(end: dict[str, Any]) -> bytes:
-        return _frame({"end": end})
+def _in_document(ready: Ready) -> bytes:
+    return b"".join((msgspec.json.encode(_described(ready))[:-1], b',"items":', ready.items, b"}"))
 
 
 def _frame(document: dict[str, Any]) -> bytes:
     body = msgspec.msgpack.encode(document)
     return len(body).to_bytes(4, "big") + body
+
+
+_DOCUMENT = Form(
+    media_type=JSON,
+    encoding="json",
+    head=lambda head: b'{"head":' + msgspec.json.encode(head) + b',"groups":[',
+    group=_in_document,
+    between=b",",
+    end=lambda end: b'],"end":' + msgspec.json.encode(end) + b"}",
+)
+
+_FRAMES = Form(
+    media_type=MSGPACK[0],
+    encoding=None,
+    head=lambda head: _frame({"head": head}),
+    group=lambda one: _frame({"group": {**_described(one), "encoding": one.encoding, "items": one.items}}),
+    between=b"",
+    end=lambda end: _frame({"end": end}),
+)
+"""Msgpack documents, each after its length (4 bytes, big-endian). Items are in the encoding they came in."""

@@ -15,10 +15,10 @@ from aiohttp import web
 from msgspec import Meta
 
 from rollstream.buffer.items import ItemError, plain_item
-from rollstream.buffer.reads import HookStoppedError, parts_of
+from rollstream.buffer.reads import Form, HookStoppedError
 from rollstream.buffer.routes_native import JSON, MAX_ASKED, MAX_PAYLOAD, MOST_GROUPS, groups_of
 from rollstream.buffer.service import Service
-from rollstream.buffer.store.base import Group, Taken, Wanted
+from rollstream.buffer.store.base import Taken, Wanted
 from rollstream.web import HTTPError, Request, Route, json_response, render_json_error
 
 CONSUMER: Final = "slime"
@@ -172,52 +172,37 @@ class SlimeRoutes:
             fine: Whether having nothing is a success.
         """
         service, reads = self._service, self._service.reads
-        given: list[Group] = []
-        items = 0
-        response = web.StreamResponse(headers={"content-type": JSON})
+        async with reads.answering(request, _ROWS) as answer:
+            given = answer.groups
 
-        def wanted() -> Wanted:
-            task, jobs = service.scope()  # another job may have begun
-            return Wanted(
-                groups=MOST_GROUPS if most is None else most - len(given),
-                exact=exact,
-                distinct=distinct,
-                without=frozenset(group.instance_id for group in given) if distinct else frozenset(),
-                task=task,
-                jobs=jobs,
-                size=service.group_size(task) if asked else None,
-                consumer=CONSUMER,
-                seconds=service.options.lease_seconds,
-            )
+            def wanted() -> Wanted:
+                task, jobs = service.scope()  # another job may have begun
+                return Wanted(
+                    groups=MOST_GROUPS if most is None else most - len(given),
+                    exact=exact,
+                    distinct=distinct,
+                    without=frozenset(group.instance_id for group in given) if distinct else frozenset(),
+                    task=task,
+                    jobs=jobs,
+                    size=service.group_size(task) if asked else None,
+                    consumer=CONSUMER,
+                    seconds=service.options.lease_seconds,
+                )
 
-        async with reads.leased() as leases:
             taken = await reads.take(
                 wanted,
                 seconds,
                 gone=lambda: request.gone or service.closing,
                 blocked=lambda: service.is_blocked(service.scope()),
             )
-            while taken.lease is not None:
-                leases.append(taken.lease.id)
-                for part in parts_of(taken.groups):
-                    try:
-                        ready = await reads.finish(taken.lease.id, part, "json")
-                    except HookStoppedError as error:
-                        if response.prepared:
-                            raise request.cut_off() from error
-                        return await self._nothing(nothing.format(asked, 0), taken, False)
-                    if ready and not given:
-                        await response.prepare(request.raw)
-                    if ready:
-                        start = b"," if given else b'{"data":{"data":['
-                        await response.write(start + b",".join(one.items[1:-1] for one in ready))
-                    given += [one.group for one in ready]
-                    items += sum(one.n for one in ready)
-                if request.gone:
-                    raise ConnectionResetError
-                if (most is None and len(taken.groups) < MOST_GROUPS) or len(given) == most:
-                    break
-                taken = await reads.take(wanted)
+            try:
+                while taken.lease is not None:
+                    await answer.send(taken, {})
+                    if (most is None and len(taken.groups) < MOST_GROUPS) or len(given) == most:
+                        break
+                    taken = await reads.take(wanted)
+            except HookStoppedError:
+                return await self._nothing(nothing.format(asked, 0), taken, False)
             scope = service.scope()
             if not given:
                 available = taken.available * service.group_size(scope.task)
@@ -227,18 +212,17 @@ class SlimeRoutes:
                 stats = await self._store.stats()
                 meta["progress"] = {"job": last.id, "written": stats.items_of_job, "expected": last.expected}
                 meta["open_groups"] = stats.groups["open"]
-            whole = len(given) == most or not exact
-            said = f"Successfully read {items} items" if whole else "some groups were spoiled by their hooks"
-            end = {"meta_info": meta}, {"success": whole, "message": said}
-            data, rest = map(msgspec.json.encode, end)
-            await response.write(b"]," + data[1:] + b"," + rest[1:-1])
-            if whole:
-                await self._store.ack(leases, told=reported)
-                leases.clear()
+            if exact and len(given) != most:
+                message = "some groups were spoiled by their hooks"
+                return await answer.end({"success": False, "message": message, "meta_info": meta})
+
+            async def deliver() -> None:
+                await self._store.ack(answer.leases, told=reported)
+                answer.leases.clear()
                 service.note_read(given, CONSUMER)
-            await response.write(b"}")
-            await response.write_eof()
-        return response
+
+            message = f"Successfully read {answer.items} items"
+            return await answer.end({"success": True, "message": message, "meta_info": meta}, deliver)
 
     async def _nothing(self, message: str, taken: Taken, success: bool) -> web.Response:
         service = self._service
@@ -252,6 +236,21 @@ class SlimeRoutes:
                 'takes them, or {"batch_size": …} here'
             )
         return _reply(f"{message} ({'; '.join(causes)})" if causes else message, [], success=success)
+
+
+def _end(end: dict[str, Any]) -> bytes:
+    meta = msgspec.json.encode({"meta_info": end.pop("meta_info")})
+    return b"]," + meta[1:] + b"," + msgspec.json.encode(end)[1:]
+
+
+_ROWS = Form(
+    media_type=JSON,
+    encoding="json",
+    head=lambda _: b'{"data":{"data":[',
+    group=lambda ready: ready.items[1:-1],
+    between=b",",
+    end=_end,
+)
 
 
 def _reply(message: str, items: list[Any], *, success: bool = True) -> web.Response:
