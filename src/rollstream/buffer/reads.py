@@ -84,7 +84,7 @@ class Form(NamedTuple):
     head: Callable[[dict[str, Any]], bytes]
     group: Callable[[Ready], bytes]
     between: bytes
-    """Groups."""
+    """Written between two groups."""
     end: Callable[[dict[str, Any]], bytes]
 
 
@@ -119,8 +119,8 @@ class _Waiter:
         self.given: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
         self.found = _NOTHING
         """By the last try, which got no groups."""
-        self.is_due = True
-        """There may be groups for it since the last try."""
+        self.news = [Change(elsewhere=True)]
+        """What has become ready since the last try."""
 
 
 class Reads:
@@ -137,7 +137,7 @@ class Reads:
         self._host = host
         self._policy = policy
         self._waiters: list[_Waiter] = []
-        self._due = asyncio.Event()
+        self._news = asyncio.Event()
         self._changes = 0
         """How often groups became ready."""
         self._unjudged = asyncio.Event()
@@ -151,14 +151,12 @@ class Reads:
         return len(self._waiters)
 
     def on_change(self, change: Change) -> None:
-        """Has readers tried again that may get what has become ready."""
+        """Has readers tried again that may get what has become ready, and groups judged."""
         if change.ready or change.elsewhere:
             self._changes += 1
             for waiter in self._waiters:
-                asked = waiter.wanted()
-                scope = Scope(asked.task, asked.jobs)
-                waiter.is_due |= change.elsewhere or any(scope.has(*key) for key in change.ready)
-            self._due.set()
+                waiter.news.append(change)
+            self._news.set()
         if change.unjudged:
             self._unjudged.set()
 
@@ -217,7 +215,7 @@ class Reads:
             return await self._take(wanted())
         waiter = _Waiter(wanted)
         self._waiters.append(waiter)
-        self._due.set()
+        self._news.set()
         ends = time.monotonic() + seconds
         try:
             while (left := ends - time.monotonic()) > 0 and not gone():
@@ -234,33 +232,37 @@ class Reads:
     async def serve_waiting(self) -> None:
         """Hands groups to readers that wait, for ever."""
         while True:
-            await self._due.wait()
-            self._due.clear()
+            await self._news.wait()
+            self._news.clear()
             in_vain: dict[Wanted, tuple[int, Taken]] = {}
             for waiter in list(self._waiters):
-                if not waiter.is_due or waiter.given.done():
-                    continue
-                waiter.is_due = False
-                asked = waiter.wanted()
-                # Whoever asks for the same gets the same: nothing, until something has become ready.
-                question = msgspec.structs.replace(asked, consumer=None, read_id=None, seconds=0.0)
-                if question in in_vain and in_vain[question][0] == self._changes:
-                    waiter.found = in_vain[question][1]
-                    continue
-                changes = self._changes
-                try:
-                    taken = await self._take(asked)
-                except Exception as error:
-                    if not waiter.given.done():
-                        waiter.given.set_exception(error)
-                    continue
-                if taken.lease is None:
-                    waiter.found = taken
-                    in_vain[question] = changes, taken
-                elif waiter.given.done():
-                    await self.give_back(taken.lease.id)
-                else:
-                    waiter.given.set_result(taken)
+                if waiter.news and not waiter.given.done():
+                    try:
+                        await self._serve(waiter, in_vain)
+                    except Exception as error:
+                        if not waiter.given.done():
+                            waiter.given.set_exception(error)
+
+    async def _serve(self, waiter: _Waiter, in_vain: dict[Wanted, tuple[int, Taken]]) -> None:
+        news, waiter.news = waiter.news, []
+        asked = waiter.wanted()
+        scope = Scope(asked.task, asked.jobs)
+        if not any(one.elsewhere or any(scope.has(*key) for key in one.ready) for one in news):
+            return
+        # Whoever asks for the same gets the same: nothing, until something has become ready.
+        question = msgspec.structs.replace(asked, consumer=None, read_id=None, seconds=0.0)
+        changes, waiter.found = in_vain.get(question, (-1, waiter.found))
+        if changes == self._changes:
+            return
+        changes = self._changes
+        taken = await self._take(asked)
+        if taken.lease is None:
+            waiter.found = taken
+            in_vain[question] = changes, taken
+        elif waiter.given.done():
+            await self.give_back(taken.lease.id)
+        else:
+            waiter.given.set_result(taken)
 
     async def _take(self, wanted: Wanted) -> Taken:
         return await self._store.take(msgspec.structs.replace(wanted, skip_tasks=tuple(self.stopped)))
