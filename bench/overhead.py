@@ -219,8 +219,8 @@ def _measure_here(what: str, url: str, rollouts: int, *more: str) -> dict[str, A
 def bench() -> None:
     """Runs the benchmark."""
     if len(sys.argv) > 1 and sys.argv[1] == "--measure":
-        what, url, rollouts, *more = sys.argv[2:]
-        print(orjson.dumps(_measure_here(what, url, int(rollouts), *more)).decode())
+        what, url, count, *more = sys.argv[2:]
+        print(orjson.dumps(_measure_here(what, url, int(count), *more)).decode())
         return
     options = parse_options(__doc__.split("\n")[0])
     rounds, rollouts, many = 3, 16_000, 300_000

@@ -18,7 +18,7 @@ _SOURCE = "__rollstream_source__"
 """The name under which a module that was run keeps the digest of the bytes that ran."""
 
 
-def run_file(path: str | Path, *, key: str) -> ModuleType:
+def run_file(path: str | Path, *, key: str, source: bytes | None = None) -> ModuleType:
     """Runs a Python file, each time anew, as a module under a private name.
 
     What it imports must be importable as in any program: `sys.path` is left alone. Nothing is written beside
@@ -27,17 +27,18 @@ def run_file(path: str | Path, *, key: str) -> ModuleType:
     Args:
         path: The file.
         key: The configuration key, for messages.
+        source: What the file said when it was read, which is run in place of what it says now.
 
     Raises:
         ConfigError: No such file, not a Python file, or it raises when it runs; names its line. SystemExit
             is an error like others; KeyboardInterrupt passes through.
     """
     file = Path(path).expanduser()
-    if not file.is_file():
+    if source is None and not file.is_file():
         raise ConfigError(f"{key}: no such file: {file} (looked in {file.absolute().parent})")
     if file.suffix != ".py":
         raise ConfigError(f"{key}: {file} is not a Python file (.py)")
-    source = file.read_bytes()
+    source = file.read_bytes() if source is None else source
     digest = hashlib.blake2b(source, digest_size=16).hexdigest()
     # Another path or content has another name: classes of an edited file are not taken for those before it.
     tag = hashlib.blake2b(f"{file.resolve()}\0{digest}".encode(), digest_size=6).hexdigest()

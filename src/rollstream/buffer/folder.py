@@ -5,8 +5,8 @@ from typing import Any, Self
 
 import msgspec
 
+from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.groups import GroupSettings
-from rollstream.buffer.hook_host import HookHost
 from rollstream.buffer.reads import TaskPolicy
 from rollstream.buffer.store.sql import SqlStore
 from rollstream.buffer.store.sqlite import FILE, SqliteDriver
@@ -24,7 +24,7 @@ class BufferFolder:
         if not (folder / FILE).is_file():
             raise RunDirectoryError(f"{folder} is not the folder of a buffer: it has no {FILE}")
         self._driver = SqliteDriver(folder, read_only=True)
-        self._store = SqlStore(self._driver, TaskPolicy(GroupSettings(), HookHost(())))
+        self._store = SqlStore(self._driver, TaskPolicy(GroupSettings(), GeneratorFiles(())))
 
     async def stats(self) -> dict[str, Any]:
         jobs = await self._store.jobs()

@@ -71,7 +71,6 @@ _PARAMETERS = {
 _TEXTS = ("agent_name", "tool_format", "tokenizer_path", "prompt_key")
 _NO_LIMIT = 2**31 - 1  # of a prompt's tokens: what does not fit the server leaves no room for a response
 _UIDS_AT_ONCE = 1000
-_LABEL_ROWS = 100  # looked at for a label: one row without it is its own fault, a hundred are the file's
 _NOT_THE_ITEM = (401, 403, 404, 405)  # statuses that say nothing about an item
 _FAILED_REWARD = -1.0  # outside of 0 to 1: the default filter lets no failed rollout through to a trainer
 _ALL_FAIL, _ALL_FAIL_INSTANCES = 64, 16
@@ -127,8 +126,11 @@ async def _generate(
     source = rows.row(0).data_source
     if reward is None and find_rule(source) is None:
         raise ConfigError(f"no reward rule knows data_source {source!r} of the first row (docs/rewards.md)")
-    if needs_label:
-        rows.check_labels()
+    if needs_label and not rows.has_labels:
+        raise DataError(
+            f"{_text(data, 'input_file')}: no row has a label to score answers with: label, ground_truth, "
+            f"answer or reward_model.ground_truth (other columns: {', '.join(sorted(rows.columns)):.300})"
+        )
     settings = read_settings(data, await _find_engine(data, settings.generation.engine_timeout))
     agents = await asyncio.to_thread(load_agents, settings, loops=loops, tools=data.get("tools"))
     await agents.tools.describe()
@@ -258,20 +260,24 @@ class Rows:
     """The prompt rows of the input file, by position. `label` is a ground truth, as in slime.
 
     Raises:
-        DataError: the file cannot be read, its first row is bad, or two rows have one instance id.
+        DataError: the file cannot be read, or two rows have one instance id.
     """
 
     def __init__(self, settings: Settings, make_row: MakeRow | None) -> None:
         self._dataset = load_prompts(settings.data)
         self._make_row = make_row
-        self.has_images = False
+        self.has_images = self.has_labels = False
+        self.columns: set[str] = set()
         first: dict[InstanceId, int] = {}
         for index in range(len(self._dataset)):
             instance_id: Any = index
             with contextlib.suppress(DataError):  # the rollouts of such a row fail, each with this error
                 row = self._dataset.row(index)
                 instance_id = row.columns.get("instance_id", index)
+                self.columns |= row.columns.keys()
+                row = self._made(row)
                 self.has_images |= bool(row.images)
+                self.has_labels |= row.ground_truth is not None or find_rule(row.data_source) is not None
             if type(instance_id) not in (int, str) or instance_id == "":
                 where = self._dataset.location(index)
                 raise DataError(
@@ -282,26 +288,16 @@ class Rows:
         self.instance_ids: list[InstanceId] = list(first)
 
     def row(self, index: int) -> PromptRow:
-        row = self._dataset.row(index)
+        return self._made(self._dataset.row(index))
+
+    def _made(self, row: PromptRow) -> PromptRow:
         if row.ground_truth is None and "label" in row.columns:
             row.ground_truth = row.columns.pop("label")
         try:
             return row if self._make_row is None else self._make_row(row)
         except Exception as error:
-            raise DataError(f"{self._dataset.location(index)}: {type(error).__name__}: {error}") from error
-
-    def check_labels(self) -> None:
-        columns: set[str] = set()
-        for index in range(min(_LABEL_ROWS, len(self.instance_ids))):
-            with contextlib.suppress(DataError):
-                row = self.row(index)
-                if row.ground_truth is not None or find_rule(row.data_source) is not None:
-                    return
-                columns |= row.columns.keys()
-        raise DataError(
-            f"{self._dataset.location(0)}: no row has a label to score answers with: label, ground_truth, "
-            f"answer or reward_model.ground_truth (other columns: {', '.join(sorted(columns)):.300})"
-        )
+            where = self._dataset.location(row.index)
+            raise DataError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +320,7 @@ class Plan:
         return cls(str(own.get("job", "job")), instance_ids, repeats, epochs, Counter(skips))
 
     def keys(self) -> Iterator[RolloutKey]:
-        """By epoch, then by row, then by repeat, which counts through the epochs."""
+        """The keys by epoch, then by row, then by repeat, which counts through the epochs."""
         for epoch in range(self.epochs):
             for row, instance_id in enumerate(self.instance_ids):
                 if epoch >= self.skips[instance_id]:
@@ -340,7 +336,7 @@ class Plan:
 
 
 async def _known(client: AsyncBufferClient, plan: Plan) -> bytearray:
-    """For each key of the plan, whether the buffer has its item."""
+    """Says for each key of the plan whether the buffer has its item."""
     known, uids = bytearray(), (plan.uid(key.index, key.repeat) for key in plan.keys())  # noqa: SIM118
     try:
         while asked := list(itertools.islice(uids, _UIDS_AT_ONCE)):
@@ -358,9 +354,8 @@ class EpochOrder:
 
     def __init__(self, worker: Worker, repeats: int) -> None:
         self._worker, self._repeats = worker, repeats
-        self._open: dict[
-            int, Counter[int]
-        ] = {}  # by row and epoch: rollouts that have begun and are not written
+        self._open: dict[int, Counter[int]] = {}
+        """How many rollouts have begun and are not written, by row and epoch."""
         self._changed = asyncio.Event()
 
     def opened(self, keys: Iterator[RolloutKey]) -> Iterator[RolloutKey]:
@@ -386,50 +381,23 @@ class EpochOrder:
 
 
 class BufferSink:
-    """Writes results to the buffer. What gathers during a request goes with the next one."""
+    """Writes results to the buffer."""
 
     def __init__(self, client: AsyncBufferClient, plan: Plan, rows: Rows, task_type: str) -> None:
         self._client, self._plan, self._rows, self._task_type = client, plan, rows, task_type
-        self._sending = asyncio.Lock()
-        self._queue: list[tuple[dict[str, Any], asyncio.Future[None]]] = []
 
     async def submit(self, result: Rollout | Failure, /) -> None:
         """Returns when the result is durable."""
         row = None
-        if (
-            not isinstance(result, Failure) or result.stage != "store"
-        ):  # it may be the row that cannot be stored
+        if not isinstance(result, Failure) or result.stage != "store":  # then the row may be what is refused
             with contextlib.suppress(DataError):
                 row = self._rows.row(result.index)
-        durable = asyncio.get_running_loop().create_future()
-        self._queue.append((make_item(self._plan, result, row, self._task_type), durable))
-        async with self._sending:
-            if not durable.done():
-                batch, self._queue = self._queue, []
-                await self._send(batch)
-        await durable
-
-    async def _send(self, batch: list[tuple[dict[str, Any], "asyncio.Future[None]"]]) -> None:
-        problem: Exception | None = None
         try:
-            await self._client.write([item for item, _ in batch])
-        except Exception as error:
-            problem = error
-        if (
-            problem is not None and len(batch) > 1
-        ):  # one item is at fault; what was stored is known by its uid
-            for one in batch:
-                await self._send([one])
-            return
-        if isinstance(problem, BufferClientError) and problem.status in _NOT_THE_ITEM:
-            problem = ConfigError(f"remote_buffer_url: {problem}")
-        elif isinstance(problem, BufferClientError | ItemError):
-            problem = EncodingError(f"the buffer does not take it: {problem}")
-        for _, durable in batch:
-            if problem is None:
-                durable.set_result(None)
-            else:
-                durable.set_exception(problem)
+            await self._client.write(make_item(self._plan, result, row, self._task_type))
+        except (BufferClientError, ItemError) as error:
+            if isinstance(error, BufferClientError) and error.status in _NOT_THE_ITEM:
+                raise ConfigError(f"remote_buffer_url: {error}") from error
+            raise EncodingError(f"the buffer does not take it: {error}") from error
 
 
 def make_item(plan: Plan, result: Rollout | Failure, row: PromptRow | None, task_type: str) -> dict[str, Any]:
@@ -440,14 +408,10 @@ def make_item(plan: Plan, result: Rollout | Failure, row: PromptRow | None, task
     epoch, repeat = divmod(result.repeat, plan.repeats)
     info: dict[str, Any] = {}
     if row is not None:
-        info |= {**row.columns, **row.extra_info, "label": row.ground_truth, "data_source": row.data_source}
+        info = {**row.columns, **row.extra_info, "label": row.ground_truth, "data_source": row.data_source}
         info.pop("instance_id", None)
-    info |= {
-        "epoch": epoch,
-        "rollout_index": repeat,
-        "timestamp": str(time.time()),
-        "finish_reason": "failed",
-    }
+    info |= {"epoch": epoch, "rollout_index": repeat, "timestamp": str(time.time())}
+    info["finish_reason"] = "failed"
     item: dict[str, Any] = {
         "uid": plan.uid(result.index, result.repeat),
         "instance_id": plan.instance_ids[result.index],
@@ -460,14 +424,14 @@ def make_item(plan: Plan, result: Rollout | Failure, row: PromptRow | None, task
     if isinstance(result, Rollout):
         *snapshots, final = result.trajectories
         item |= _trajectory(final)
-        info |= {
-            "finish_reason": final.finish_reason,
-            "num_turns": final.num_turns,
-            "attempts": result.attempts,
-        }
-        info |= {"reward_extra": final.reward_extra} if final.reward_extra else {}
-        info |= {} if final.extra.get("token_exact", True) else {"token_exact": False}
-        item |= {"snapshots": [_trajectory(one) for one in snapshots]} if snapshots else {}
+        info |= {"finish_reason": final.finish_reason, "num_turns": final.num_turns}
+        info["attempts"] = result.attempts
+        if final.reward_extra:
+            info["reward_extra"] = final.reward_extra
+        if not final.extra.get("token_exact", True):
+            info["token_exact"] = False
+        if snapshots:
+            item["snapshots"] = [_trajectory(one) for one in snapshots]
     info["round_number"] = sum(message.get("role") == "assistant" for message in item["messages"])
     if (failure := failure_of(result)) is not None:
         item["reward"], info["failure"] = _FAILED_REWARD, failure
@@ -504,9 +468,10 @@ class Progress:
     def add(self, result: Rollout | Failure) -> None:
         """Raises `DataError` when all failed so far, and that is enough to tell."""
         self.ended += 1
-        failure = failure_of(result)
-        self.failed += failure is not None
-        if failure is not None and self.failed == self.ended:
+        if (failure := failure_of(result)) is None:
+            return
+        self.failed += 1
+        if self.failed == self.ended:
             name = self._plan.instance_ids[result.index]
             line = str(failure["error"]).strip().partition("\n")[0]
             self._first = self._first or f"instance {name!r:.100}, stage {failure['stage']}: {line:.500}"

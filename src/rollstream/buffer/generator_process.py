@@ -1,6 +1,6 @@
 """One run of a generator: a process below a guard, its payload, its report and its log.
 
-    server --(pipe)--> guard --> python -m rollstream.buffer.run_generator --> what it starts
+    server --(pipe)--> guard --> python -m rollstream.buffer.generator_process --> what it starts
 
 The guard (`engine.launch_guard`) ends the generator and everything below it when the server is gone, SIGKILL
 included: two generators of one job would write every group twice. Payload and report are files without a
@@ -9,13 +9,14 @@ name, which the generator inherits; its token is in its environment.
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -25,27 +26,28 @@ import msgspec
 
 from rollstream.engine import launch_guard
 from rollstream.engine.launch_process import kill_left
-
-_LOG = logging.getLogger(__name__)
+from rollstream.errors import ConfigError, DataError
+from rollstream.user_code import run_file
 
 STOP_TIMEOUT_S = launch_guard.GRACE_S + 3.0
-"""For the guard, which kills after its own grace; then its process group is killed."""
+"""The guard kills after its own grace period. If it has not ended by then, its process group is killed."""
 
 _HEADER = " run_rollout of "
 _LAST_LINES = 20
 _LAST_BYTES = 16_384
+_TRACEBACK_CHARS = 8_000
 
 
 class GeneratorEnd(msgspec.Struct, frozen=True):
     """How a run ended."""
 
     finished: bool = False
-    hopeless: bool = False
+    permanent: bool = False
     """A restart would end in the same way."""
     error: str = ""
     """In one line; empty when it finished."""
     traceback: str = ""
-    """Or the end of the log, where the generator could not say more."""
+    """The end of the log stands here if the generator could not report more."""
 
 
 class GeneratorProcess:
@@ -80,7 +82,7 @@ class GeneratorProcess:
             report = tempfile.TemporaryFile()  # noqa: SIM115 - read when the generator has ended
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", launch_guard.__file__, str(os.getpid())),
-                *(sys.executable, "-m", "rollstream.buffer.run_generator"),
+                *(sys.executable, "-m", __name__),
                 *(str(file.absolute()), str(payload.fileno()), str(report.fileno())),
                 stdin=asyncio.subprocess.PIPE,  # held open as long as the generator is wanted
                 stdout=output,
@@ -149,24 +151,6 @@ def _open_log(path: Path, file: Path) -> IO[bytes]:
     return log
 
 
-def cut_log(path: Path, *, most: int = 32 << 20, kept: int = 1 << 20) -> None:
-    """Empties a log of more than `most` bytes; its last `kept` bytes go to `NAME.old`.
-
-    Generators of other frameworks print every item, and run for weeks. Who writes appends, and so goes on at
-    the log's new end; what is written between the copy and the cut is lost.
-    """
-    try:
-        if path.stat().st_size <= most:
-            return
-        old = path.with_name(path.name + ".old")
-        with path.open("rb") as log, open(old, "wb", opener=_open_private) as copy:
-            log.seek(-kept, os.SEEK_END)
-            shutil.copyfileobj(log, copy)
-        os.truncate(path, 0)
-    except OSError as error:  # a full disk: the generator goes on, and the log is looked at again
-        _LOG.warning("the log %s cannot be cut: %s", path, error)
-
-
 def _write_netrc(path: Path, url: str, token: str) -> None:
     """With the user's own entries, which other libraries look for, such as wandb."""
     path.unlink(missing_ok=True)
@@ -183,3 +167,41 @@ def _open_private(path: str, flags: int) -> int:
     descriptor = os.open(path, flags, 0o600)
     os.fchmod(descriptor, 0o600)  # it may have been there
     return descriptor
+
+
+# -- in the generator's process
+
+
+def main(file: str, payload: int, report: int) -> bool:
+    """Calls the file's `run_rollout`, and reports how it ended. Returns whether it finished."""
+    os.set_inheritable(report, False)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    for noisy in ("httpx", "aiohttp.access"):  # a line for every request
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    end = GeneratorEnd(finished=True)
+    try:
+        with open(payload, "rb") as stream:
+            data = msgspec.json.decode(stream.read())
+        returned = run_file(Path(file), key="generator file").run_rollout(data)
+        if inspect.iscoroutine(returned):
+            asyncio.run(returned)
+    except (Exception, SystemExit) as error:
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
+            sys.stderr.write(text)
+            line = f"{type(error).__name__}: {error}".replace("\n", " ")[:1000]
+            end = GeneratorEnd(False, isinstance(error, ConfigError | DataError), line, text)
+    with open(report, "wb") as stream:
+        stream.write(msgspec.json.encode(end))
+    return end.finished
+
+
+if __name__ == "__main__":
+    if not main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])):
+        # What the generator file left behind must not keep a process that failed: the guard ends it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    # Threads and processes that `run_rollout` began and did not wait for go on to their end, as in slime.

@@ -1,15 +1,14 @@
-"""The hooks of a task type: functions of a generator file, found by name; else the default ones of `groups`.
+"""The hooks of a task type: functions of a generator file, found by name.
 
 Hooks of files written for slime's rollout buffer are called as there. They run in the child process of
-`hook_host`.
+`hook_process`. Where a file lacks one of the hooks that finish a group, that of `groups` stands for it.
 """
 
 import difflib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, Final
 
@@ -42,6 +41,8 @@ _OWN_DEFAULT: Final = ("epsilon", "algo")
 _NEAR: Final = 0.85
 """Likeness from which on a name is a misspelt hook (normalise_group_data, isValidGroup; not pad_messages)."""
 
+_PLAIN: Final = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
 _REQUIRED: Final = ("uid", "instance_id", "messages", "reward", "extra_info")
 """Keys without which a reader of slime's wire fails."""
 
@@ -60,71 +61,63 @@ class HookError(RollstreamError):
         self.traceback = trace or message
 
 
-@dataclass(frozen=True, slots=True)
 class _Hook:
-    name: str
-    where: str
-    function: Callable[..., Any]
-    by_place: Sequence[str]
-    """Values that follow the first argument."""
-    by_name: Mapping[str, str]
-    """Values by the parameter that takes them."""
+    """A function of the user's, and how it wants its arguments. Raises `ConfigError` if it cannot be called."""
+
+    def __init__(self, name: str, function: Any, where: str) -> None:
+        self._name, self._function, self._where = name, function, where
+        self._by_place, self._by_name = _arguments(name, function, where)
 
     def __call__(self, subject: Any, values: Mapping[str, Any]) -> Any:
+        by_name = {parameter: values[value] for parameter, value in self._by_name.items()}
         try:
-            return self.function(
-                subject,
-                *[values[value] for value in self.by_place],
-                **{parameter: values[value] for parameter, value in self.by_name.items()},
-            )
+            return self._function(subject, *[values[value] for value in self._by_place], **by_name)
         except BaseException as error:  # SystemExit and KeyboardInterrupt, too: nobody else raises them here
             raise self.error(f"raised {type(error).__name__}: {error}", error) from error
 
     def error(self, fault: str, cause: BaseException | None = None) -> HookError:
         trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
-        return HookError(f"{self.where}: {self.name} {fault}", self.name, trace)
+        return HookError(f"{self._where}: {self._name} {fault}", self._name, trace)
 
 
 class Hooks:
-    """The hooks of one task type. They may change the items that they are given."""
+    """The hooks of one task type. They may change the items that they are given.
 
-    def __init__(
-        self, functions: Mapping[str, Callable[..., Any]] | None = None, task_type: str = "", where: str = ""
-    ) -> None:
-        """Takes the user's hooks by name; raises `ConfigError` if one of them cannot be called."""
-        self._task_type = task_type
-        self._hooks = {
-            name: _Hook(name, where, function, *_arguments(name, function, where))
-            for name, function in (functions or {}).items()
-        }
-        self.overridden = frozenset(self._hooks)
-        """Names of the hooks that are the user's."""
+    Args:
+        module: The generator file that was run.
+        task_type: Its task.
+        where: The file, for messages.
 
-    @classmethod
-    def of_module(cls, module: ModuleType, task_type: str, where: str) -> "Hooks":
-        """Raises `ConfigError` if a hook cannot be called, or a function's name is nearly that of a hook."""
+    Raises:
+        ConfigError: A hook cannot be called, or a function's name is nearly that of a hook.
+    """
+
+    def __init__(self, module: ModuleType, task_type: str, where: str) -> None:
         _check_names(module, where)
-        functions = {name: getattr(module, name) for name in CONVENTIONS if hasattr(module, name)}
-        return cls(functions, task_type, where)
+        self._task_type = task_type
+        self.overridden = frozenset(name for name in CONVENTIONS if hasattr(module, name))
+        """Names of the hooks that are the file's."""
+        defaults = {name: getattr(groups, name) for name in FINISHING - {"transform_group"}}
+        functions = {**defaults, **{name: getattr(module, name) for name in self.overridden}}
+        self._hooks = {name: _Hook(name, function, where) for name, function in functions.items()}
 
     def meta_info(self, read: Mapping[InstanceId, list[ItemDict]], settings: GroupSettings) -> dict[str, Any]:
-        """The `meta_info` of a read, from all groups that it took. Raises `HookError`."""
-        if (hook := self._hooks.get("get_group_data_meta_info")) is None:
-            return groups.get_group_data_meta_info(read)
+        """The file's own `meta_info` of a read, from all groups that it took. Raises `HookError`."""
+        hook = self._hooks["get_group_data_meta_info"]
         meta = hook(read, self._values(settings, False))
         if not isinstance(meta, dict):
             raise hook.error(f"gave back {_kind(meta)} instead of a dict")
         return meta
 
     def judge(self, group: Group, settings: GroupSettings, *, timed_out: bool = False) -> Verdict:
-        """Whether to hand a group out, and whether more items of it are waited for. Raises `HookError`.
+        """What the file's own `is_valid_group` says. Raises `HookError`.
 
         A group is finished, whatever the hook says, once it is valid, whole or timed out. The hook is not
         called with `settings.raw`.
         """
-        hook = self._hooks.get("is_valid_group")
-        if hook is None or settings.raw:
+        if settings.raw:
             return groups.is_valid_group(group, settings, timed_out=timed_out)
+        hook = self._hooks["is_valid_group"]
         answer = hook(group, self._values(settings, timed_out))
         words = answer if isinstance(answer, tuple | list) and len(answer) == 2 else (answer, False)
         if not all(isinstance(word, bool | numpy.bool_) for word in words):
@@ -137,32 +130,23 @@ class Hooks:
 
         Returns:
             `group_size` items (`transform_group` may give fewer), each with `raw_reward`, at top level and in
-            `extra_info`; none if too few passed the filter. With `settings.raw` the items as they are.
+            `extra_info`; none if too few passed the filter.
 
         Raises:
             HookError: A hook raised, or gave back no group, another instance id, a wrong number of items, or
                 items that lack what a reader needs.
         """
         instance_id, items = group
-        if settings.raw:
-            return items
         hooks, values, size = self._hooks, self._values(settings, timed_out), settings.group_size
         if transform := hooks.get("transform_group"):
             return _run(transform, _with_raw_rewards(group), values, range(size + 1))
-        if choose := hooks.get("filter_item"):
-            items = [item for item in items if _is_chosen(choose, item, values)]
-        else:
-            items = [item for item in items if groups.filter_item(item)]
+        items = [item for item in items if _is_chosen(hooks["filter_item"], item, values)]
         if len(items) < settings.min_valid_items:
             return []
-        if normalize := hooks.get("normalize_group_data"):
-            items = _run(normalize, _with_raw_rewards((instance_id, items)), values, None)
-        else:
-            score = groups.normalize_group_data if size > 1 else _with_raw_rewards
-            items = score((instance_id, items))[1]
-        if pad := hooks.get("pad_group_data"):
-            return _run(pad, (instance_id, items), values, (size,))
-        return groups.pad_group_data((instance_id, items), size)[1]
+        group = _with_raw_rewards((instance_id, items))
+        if size > 1 or "normalize_group_data" in self.overridden:  # alone, every reward would become 0
+            group = instance_id, _run(hooks["normalize_group_data"], group, values, None)
+        return _run(hooks["pad_group_data"], group, values, (size,))
 
     def _values(self, settings: GroupSettings, timed_out: bool) -> dict[str, Any]:
         return {
@@ -189,11 +173,11 @@ def _check_names(module: ModuleType, where: str) -> None:
             raise ConfigError(f"{where}: {name} is no hook, {hint}")
 
 
-def _arguments(name: str, function: Any, where: str) -> tuple[list[str], dict[str, str]]:
+def _arguments(name: str, function: Any, where: str) -> tuple[Sequence[str], dict[str, str]]:
     """Which values a hook gets after its first argument: by place, and by the name of a parameter.
 
     A parameter gets the value of its name; one of an unknown name the value at its place in slime's call. A
-    hook with `*args` gets all values by place.
+    hook with `*args` gets all values of slime's call by place.
     """
     convention = CONVENTIONS[name]
     wrong = f"{where}: {name} must be a function of ({', '.join(convention)})"
@@ -203,19 +187,20 @@ def _arguments(name: str, function: Any, where: str) -> tuple[list[str], dict[st
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # some of Python's own functions
         raise ConfigError(f"{wrong}; {_kind(function)} has no signature: wrap it in a def") from None
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    variadic = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    if not positional and not variadic:
+    by_place: Sequence[str] = ()
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        by_place = convention[1:]
+        parameters = [one for one in parameters if one.kind is one.KEYWORD_ONLY]
+    elif parameters and parameters[0].kind in (inspect.Parameter.POSITIONAL_ONLY, _PLAIN):
+        parameters = [one for one in parameters[1:] if one.kind is not one.VAR_KEYWORD]
+    else:
         raise ConfigError(f"{wrong}; it takes no positional argument")
-    by_place = list(convention[1:]) if variadic else []
     by_name: dict[str, str] = {}
-    candidates = [] if variadic else positional[1:]
-    candidates += [one for one in parameters if one.kind is one.KEYWORD_ONLY]
-    for place, parameter in enumerate(candidates, start=1):
+    for place, parameter in enumerate(parameters, start=1):
         value: str | None = None
         if parameter.name in _KNOWN or parameter.name in convention[1:]:
             value = parameter.name
-        elif place < len(convention) and parameter in positional:
+        elif place < len(convention) and parameter.kind is _PLAIN:
             value = convention[place]
         has_default = parameter.default is not parameter.empty
         if (value is None and not has_default) or parameter.kind is parameter.POSITIONAL_ONLY:

@@ -5,11 +5,11 @@ starts, so it goes on after a restart of the server, or on another server of the
 
     start --> record durable --> claimed --> process --+-- run_rollout returned --> finished
                                     ^                  +-- stop, other payload ---> stopped
-                                    |                  +-- hopeless error --------> failed
+                                    |                  +-- permanent error -------> failed
                                     +-- back-off <-----+-- crashed ---------------> failed, after six in a row
 
-Each server has one loop. Every few seconds, and when something happens, it compares the last record in the
-store with its own process, and starts or ends that. Only the server that claimed a job runs its generator.
+Each server has one loop. Every few seconds, and when something happens, it reconciles its own process with the
+last record in the store: it starts or ends that. Only the server that claimed a job runs its generator.
 """
 
 import asyncio
@@ -20,55 +20,35 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 import msgspec
 from msgspec.structs import replace
 
-from rollstream.buffer.generator_process import (
-    STOP_TIMEOUT_S,
-    GeneratorEnd,
-    GeneratorProcess,
-    cut_log,
-)
+from rollstream.buffer.generator_files import GeneratorFiles
+from rollstream.buffer.generator_process import STOP_TIMEOUT_S, GeneratorEnd, GeneratorProcess
 from rollstream.buffer.groups import GroupSettings
-from rollstream.buffer.hook_host import GeneratorFile, HookHost
-from rollstream.buffer.items import InstanceId
+from rollstream.buffer.hook_process import GeneratorFile
 from rollstream.buffer.payload_rules import PayloadRules
 from rollstream.buffer.store.base import JobRecord
+from rollstream.buffer.store.sql import SqlStore
 from rollstream.errors import ConfigError, NotFoundError, StorageError, StorageFullError
 from rollstream.rollout.retry import RetryPolicy
 
 _LOG = logging.getLogger(__name__)
 
 CRASHES = RetryPolicy(max_attempts=6, delay=1.0, delay_max=60.0)
-"""Crashes in a row without an item in between, and the pauses after them: who cannot work is given up after
-about half a minute."""
+"""Crashes in a row without an item in between, and the pauses after them: a generator that cannot work is
+given up after about half a minute."""
 
 STALE_AFTER_S = 15.0
-"""A claim that was not renewed for five looks is another server's to take."""
+"""A claim that was not renewed for so long (five reconciliations) is another server's to take."""
 _LOST_S = STALE_AFTER_S - STOP_TIMEOUT_S
 """Without the store for so long, a server ends its generator: it is gone before another server starts one."""
 
-_LOGS_KEPT = 50
-
 _HOW = ("remote_engine_url", "num_process")
-"""How the work is done, not which: a trainer that was started again comes with other ports."""
-
-
-class JobStore(Protocol):
-    """The calls of a store that jobs need."""
-
-    @property
-    def items_written(self) -> int: ...
-
-    async def save_job(self, record: JobRecord, /) -> JobRecord: ...
-    async def jobs(self) -> list[JobRecord]: ...
-    async def live_jobs(self) -> list[JobRecord]: ...
-    async def claim_job(self, job: str, server: str, stale_after_s: float, /) -> bool: ...
-    async def finished(self, job: str, /) -> list[InstanceId]: ...
-    async def has_groups(self, job: str, /) -> bool: ...
+"""These keys say how the work is done, not which: a trainer that was started again comes with other ports."""
 
 
 class JobFailure(msgspec.Struct, frozen=True):
@@ -80,9 +60,9 @@ class JobFailure(msgspec.Struct, frozen=True):
     traceback: str
     crashes: int
     final: bool
-    """It was given up; if not, it is started again."""
+    """The job was given up; if not, its generator is started again."""
     log: str
-    """A path, if the log is on this machine."""
+    """The path of its log, if that is on this machine."""
 
     def __str__(self) -> str:
         fate = "it was given up" if self.final else "it is started again"
@@ -101,7 +81,7 @@ class _Run:
     process: GeneratorProcess | None = None
     ended: asyncio.Task[GeneratorEnd] | None = None
     items: int = 0
-    """That the server had stored when the process began."""
+    """Items that the store had when the process began."""
     in_a_row: int = 0
     """Crashes without an item in between."""
     not_before: float = 0.0
@@ -118,8 +98,8 @@ class Jobs:
 
     def __init__(
         self,
-        store: JobStore,
-        host: HookHost,
+        store: SqlStore,
+        files: GeneratorFiles,
         *,
         directory: Path,
         buffer_url: str,
@@ -129,27 +109,22 @@ class Jobs:
         issue_token: Callable[[str], str | None] = lambda _job: None,
         tools_file: Path | None = None,
         crashes: RetryPolicy = CRASHES,
-        look_s: float = 3.0,
+        reconcile_s: float = 3.0,
     ) -> None:
-        self._store, self._host, self._rules = store, host, rules
+        self._store, self._files, self._rules = store, files, rules
         self._directory, self.buffer_url, self._server_id = directory, buffer_url, server_id
         self._group_defaults, self._issue_token, self._tools_file = group_defaults, issue_token, tools_file
-        self._crashes, self._look_s, self._random = crashes, look_s, random.Random()
+        self._crashes, self._reconcile_s, self._random = crashes, reconcile_s, random.Random()
         self._changing, self._wake = asyncio.Lock(), asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._closed = False
         self._run: _Run | None = None
-        self._last: JobRecord | None = None
         self._trouble = ""
-
-    @property
-    def last(self) -> JobRecord | None:
-        return self._last
 
     async def resume(self) -> None:
         """Goes on with the job that ran, if there is one, and looks after jobs until `close`."""
-        await self._look_safely()
-        self._loop = asyncio.create_task(self._look_on(), name="jobs")
+        await self._try_to_reconcile()
+        self._loop = asyncio.create_task(self._keep_reconciled(), name="jobs")
 
     async def close(self) -> None:
         """Ends the generator. Its job still counts as running, and goes on with the next `resume`."""
@@ -167,7 +142,7 @@ class Jobs:
         """
         payload, warnings = self._rules.check(payload, shown_token)
         payload["num_repeat_per_sample"] = self._group_defaults.for_job(payload).group_size
-        await self._host.refresh()
+        await self._files.refresh()
         async with self._changing:
             last = next(reversed(await self._store.live_jobs()), None)
             left = last is not None and await self._store.has_groups(last.id)
@@ -198,7 +173,7 @@ class Jobs:
                         f'POST /v1/read {{"job": "{last.id}"}} reads them, /v1/jobs/{last.id}/drop drops them'
                     )
             await self._end_generator()  # what it still writes is its own job's
-            record = await self._save(record)
+            record = await self._store.save_job(record)
             self._wake.set()  # the loop starts it, and stops the one before
         for warning in warnings:
             _LOG.warning("job %s: %s", record.id, warning)
@@ -214,11 +189,11 @@ class Jobs:
                 return record
             if self._run is not None and self._run.id == job:
                 await self._end_generator()
-            return await self._save(replace(record, state="stopped"))
+            return await self._store.save_job(replace(record, state="stopped"))
 
     def failures(self) -> list[JobFailure]:
         """What keeps the last job from getting on. A crash counts until an item comes."""
-        last, run = self._last, self._run
+        last, run = self._store.last_job, self._run
         if last is None or last.state not in ("running", "failed"):
             return []
         if last.state == "failed" or (last.error and not (run is not None and self._has_progress(run))):
@@ -242,21 +217,21 @@ class Jobs:
     def _has_progress(self, run: _Run) -> bool:
         return run.ended is not None and self._store.items_written > run.items
 
-    async def _look_on(self) -> None:
+    async def _keep_reconciled(self) -> None:
         while not self._closed:
             self._wake.clear()
-            await self._look_safely()
-            pause = self._look_s
+            await self._try_to_reconcile()
+            pause = self._reconcile_s
             if (run := self._run) is not None and run.ended is None:
                 pause = max(0.0, min(pause, run.not_before - time.monotonic()))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
 
-    async def _look_safely(self) -> None:
+    async def _try_to_reconcile(self) -> None:
         async with self._changing:
             try:
-                await self._look()
+                await self._reconcile()
                 self._trouble = ""
             except Exception as error:  # the store is away, or a bug: readers see it
                 trouble = f"{type(error).__name__}: {error}"
@@ -264,14 +239,14 @@ class Jobs:
                     _LOG.error("jobs: %s", trouble, exc_info=not isinstance(error, StorageError))
                 self._trouble = trouble
                 if (run := self._run) is not None:
-                    run.not_before = time.monotonic() + self._look_s
+                    run.not_before = time.monotonic() + self._reconcile_s
                     if time.monotonic() - run.claimed > _LOST_S:
                         await self._end_generator()
 
-    async def _look(self) -> None:
+    async def _reconcile(self) -> None:
         """Makes what runs here agree with the store."""
         records = await self._store.live_jobs()
-        self._last = record = records[-1] if records else None
+        record = records[-1] if records else None
         for earlier in records[:-1]:
             if earlier.state == "running":
                 await self._store.save_job(replace(earlier, state="stopped"))
@@ -287,10 +262,8 @@ class Jobs:
                 await self._begin(run, record)
         elif run.ended.done():
             await self._settle(run, record, run.ended.result())
-        else:
-            await asyncio.to_thread(cut_log, self._log_path(record))
-            if record.error and self._has_progress(run):
-                await self._save(replace(record, error="", traceback=""))
+        elif record.error and self._has_progress(run):
+            await self._store.save_job(replace(record, error="", traceback=""))
 
     async def _claim(self, record: JobRecord) -> bool:
         try:
@@ -303,12 +276,9 @@ class Jobs:
     async def _begin(self, run: _Run, record: JobRecord) -> None:
         run.items = self._store.items_written
         finished = await self._store.finished(record.id)
-        log = self._log_path(record)
-        for old in sorted(log.parent.glob("generator-*"), key=lambda one: one.stat().st_mtime)[:-_LOGS_KEPT]:
-            old.unlink(missing_ok=True)
         try:
             file = self._find_file(record.task)
-            # Once more: the operator may allow less than when it was started.
+            # It is checked again: the operator may allow less than when the job was started.
             payload, _ = self._rules.check(record.payload, shown_token=True)
             skips = payload["skip_instance_ids"]
             own = {"job": record.id, "skip_instance_ids": skips}
@@ -318,13 +288,13 @@ class Jobs:
             run.process = await GeneratorProcess.start(
                 file.path,
                 {**payload, **changed, "rollstream": own},
-                log=log,
+                log=self._log_path(record),
                 netrc=self._directory / "generator.netrc",
                 token=self._issue_token(record.id),
                 mark=f"{self._server_id}-{record.id}",
             )
         except ConfigError as error:
-            await self._settle(run, record, GeneratorEnd(hopeless=True, error=f"ConfigError: {error}"))
+            await self._settle(run, record, GeneratorEnd(permanent=True, error=f"ConfigError: {error}"))
         except OSError as error:
             await self._settle(run, record, GeneratorEnd(error=f"its process cannot be started: {error}"))
         else:
@@ -332,21 +302,21 @@ class Jobs:
             run.ended.add_done_callback(lambda _: self._wake.set())
 
     async def _settle(self, run: _Run, record: JobRecord, end: GeneratorEnd) -> None:
-        """Stores how a generator ended. Where that fails, the next look tries again."""
+        """Stores how a generator ended. Where that fails, the next reconciliation tries again."""
         if end.finished:
-            await self._save(replace(record, state="finished"))
+            await self._store.save_job(replace(record, state="finished"))
             self._run = None
             _LOG.info("job %s is finished", record.id)
             return
         in_a_row = 1 if self._has_progress(run) else run.in_a_row + 1
-        is_over = end.hopeless or in_a_row >= self._crashes.max_attempts
+        is_over = end.permanent or in_a_row >= self._crashes.max_attempts
         crashed = replace(record, crashes=record.crashes + 1, error=end.error, traceback=end.traceback)
         if is_over:
-            crashed = await self._save(replace(crashed, state="failed"))
+            crashed = await self._store.save_job(replace(crashed, state="failed"))
             self._run = None
-            _LOG.error("%s%s", self._failure(crashed), "" if end.hopeless else f"\n{end.traceback}")
+            _LOG.error("%s%s", self._failure(crashed), "" if end.permanent else f"\n{end.traceback}")
         else:
-            await self._save(crashed)
+            await self._store.save_job(crashed)
             wait = self._crashes.wait(in_a_row, self._random)
             run.process, run.ended, run.in_a_row = None, None, in_a_row
             run.not_before = time.monotonic() + wait
@@ -354,24 +324,18 @@ class Jobs:
 
     async def _end_generator(self) -> None:
         if (run := self._run) is not None and run.process is not None:
-            run.id = ""  # should this be cancelled, the next look goes on with it
+            run.id = ""  # should this be cancelled, the next reconciliation goes on with it
             await run.process.stop()
             if run.ended is not None:
                 await asyncio.wait({run.ended})
         self._run = None
 
-    async def _save(self, record: JobRecord) -> JobRecord:
-        record = await self._store.save_job(record)
-        if self._last is None or record.number >= self._last.number:
-            self._last = record
-        return record
-
     def _find_file(self, task: str) -> GeneratorFile:
-        if (file := self._host.files.get(task)) is not None:
+        if (file := self._files.files.get(task)) is not None:
             return file
-        known = ", ".join(sorted(self._host.files)) or "none; start the server with --generators"
+        known = ", ".join(sorted(self._files.files)) or "none; start the server with --generators"
         why = f"task_type: no generator file has TASK_TYPE = {task!r:.100}. Known: {known}"
-        raise ConfigError("; ".join([why, *self._host.problems]))
+        raise ConfigError("; ".join([why, *self._files.problems]))
 
     def _log_path(self, record: JobRecord) -> Path:
         return self._directory / "logs" / f"generator-{record.id}.log"

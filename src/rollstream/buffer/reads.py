@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 from aiohttp import web
 
+from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.groups import GroupSettings, StoredItem, Verdict, finish_group, summarize_rewards
-from rollstream.buffer.hook_host import HookHost
 from rollstream.buffer.hooks import FINISHING, HookError
 from rollstream.buffer.items import Encoding, dump_list
 from rollstream.buffer.store.base import Change, Group, JobRecord, Judged, Removal, Taken, Wanted
@@ -95,7 +95,7 @@ class HookStoppedError(RollstreamError):
 class TaskPolicy:
     """What the store has to know of tasks: settings of the server and of jobs, and which hooks judge."""
 
-    def __init__(self, defaults: GroupSettings, host: HookHost) -> None:
+    def __init__(self, defaults: GroupSettings, host: GeneratorFiles) -> None:
         self._defaults = defaults
         self._host = host
         self._of_jobs: dict[str, GroupSettings] = {}
@@ -132,7 +132,7 @@ class Reads:
         policy: Of groups.
     """
 
-    def __init__(self, store: SqlStore, host: HookHost, policy: TaskPolicy) -> None:
+    def __init__(self, store: SqlStore, host: GeneratorFiles, policy: TaskPolicy) -> None:
         self._store = store
         self._host = host
         self._policy = policy

@@ -14,8 +14,9 @@ from typing import Any, Final
 
 import msgspec
 
+from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.groups import GroupSettings
-from rollstream.buffer.hook_host import HookHost
+from rollstream.buffer.hook_process import HookProcess
 from rollstream.buffer.items import (
     Encoding,
     Item,
@@ -90,8 +91,8 @@ class Service:
 
     def __init__(self, options: BufferOptions, token: str | None) -> None:
         self.options = options
-        self.host = HookHost(options.generators, options.hook_seconds)
-        self._parser = HookHost((), _PARSE_S)
+        self.host = GeneratorFiles(options.generators, options.hook_seconds)
+        self._parser = HookProcess(_PARSE_S)
         self.policy = TaskPolicy(options.settings, self.host)
         self.store = SqlStore(_driver(options), self.policy, options.limits)
         self.reads = Reads(self.store, self.host, self.policy)

@@ -1,11 +1,12 @@
 """The built-in generator against a stub server and a buffer that only keeps."""
 
 import asyncio
+import contextlib
 import math
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 import orjson
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,7 +37,7 @@ TOKENIZER = load_tokenizer(str(MODEL_PATH))
 TOOLS = Path(__file__).parents[3] / "examples" / "calculator" / "tools.yaml"
 
 
-class KeepingBuffer:
+class KeepingBuffer(contextlib.AbstractAsyncContextManager["KeepingBuffer"]):
     """Speaks the routes that a generator uses; items by uid, in order of arrival."""
 
     def __init__(self) -> None:
@@ -43,38 +45,33 @@ class KeepingBuffer:
         self.refuses: Callable[[dict[str, Any]], bool] = lambda item: False
         self.answers: list[int] = []  # statuses of the next writes, before it works
         self.seen: set[str | None] = set()
+        self.expected = b""
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/items", self._write)
         app.router.add_post("/v1/uids/known", self._known)
         app.router.add_post("/v1/jobs/j1/expected", self._expected)
-        self.expected = b""
-        self._runner = web.AppRunner(app)
-        self.url = ""
+        self._server = TestServer(app)
 
     async def __aenter__(self) -> "KeepingBuffer":
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
+        await self._server.start_server()
+        self.url = str(self._server.make_url("")).rstrip("/")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+        await self._server.close()
 
     async def _write(self, request: web.Request) -> web.Response:
         self.seen.add(request.headers.get("authorization"))
-        items = [load_item(msgspec.msgpack.encode(one), "msgpack") for one in await _items(request)]
+        given = msgspec.msgpack.decode(await request.read())
+        items = [load_item(msgspec.msgpack.encode(one), "msgpack") for one in given.get("items", [given])]
         if self.answers:
             return web.json_response({"error": {"message": "not now"}}, status=self.answers.pop(0))
         if any(self.refuses(item) for item in items):
             return web.json_response({"error": {"message": "no", "where": "items[0]"}}, status=400)
-        stored = [item["uid"] not in self.items for item in items]
+        results = ["known" if item["uid"] in self.items else "stored" for item in items]
         for item in items:
             self.items.setdefault(item["uid"], item)
-        results = ["stored" if one else "known" for one in stored]
-        answer = {"stored": sum(stored), "known": len(items) - sum(stored), "results": results}
-        return web.json_response(answer)
+        return web.json_response({"results": results})
 
     async def _known(self, request: web.Request) -> web.Response:
         uids = orjson.loads(await request.read())["uids"]
@@ -86,39 +83,16 @@ class KeepingBuffer:
         return web.json_response({})
 
 
-async def _items(request: web.Request) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = msgspec.msgpack.decode(await request.read())["items"]
-    return items
-
-
 def add(prompt: str) -> str:
-    found = re.findall(r"(\d+) \+ (\d+)", prompt)
-    return str(sum(int(number) for number in found[-1]))
+    a, b = re.findall(r"(\d+) \+ (\d+)", prompt)[-1]
+    return str(int(a) + int(b))
 
 
-def write_input(path: Path, rows: int, **columns: Any) -> Path:
-    file = path / "input.jsonl"
-    lines = [
-        orjson.dumps(
-            {
-                "prompt": [{"role": "user", "content": f"{i} + {2 * i} ="}],
-                "label": str(3 * i if i % 2 else -1),  # every other answer is wrong
-                "instance_id": i if i % 3 else f"t{i}",
-                "level": i,
-                **columns,
-            }
-        )
-        for i in range(rows)
-    ]
-    file.write_bytes(b"\n".join(lines) + b"\n")
-    return file
-
-
-def payload(engine: str, buffer: str, file: Path, /, **more: Any) -> dict[str, Any]:
+def payload(engine: str, buffer: str, file: str, /, **more: Any) -> dict[str, Any]:
     return {
         "remote_engine_url": engine,
         "remote_buffer_url": buffer,
-        "input_file": str(file),
+        "input_file": file,
         "task_type": "math",
         "num_repeat_per_sample": "4",  # slime's trainer sends texts
         "num_epoch": "2",
@@ -130,129 +104,163 @@ def payload(engine: str, buffer: str, file: Path, /, **more: Any) -> dict[str, A
     }
 
 
-async def generate(data: dict[str, Any], **options: Any) -> None:
-    async with asyncio.timeout(60):
-        await asyncio.to_thread(run_generation, data, **{"reward": compute_score, **options})
+class World:
+    """An input file, and a buffer. Row i asks for i + 2i; every other label is wrong."""
 
+    def __init__(self, folder: Path, buffer: KeepingBuffer, engine: StubServer) -> None:
+        self.file, self.buffer, self.engine = folder / "input.jsonl", buffer, engine
+        self.items = buffer.items
 
-def keys(items: dict[str, dict[str, Any]]) -> Counter[tuple[Any, int, int]]:
-    return Counter(
-        (one["instance_id"], one["extra_info"]["epoch"], one["extra_info"]["rollout_index"])
-        for one in items.values()
-    )
-
-
-async def test_every_repeat_of_every_epoch_is_written_once_with_its_exact_tokens(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 6)
-    async with StubServer(answer_by_text(TOKENIZER, add)) as engine, KeepingBuffer() as buffer:
-        await generate(payload(engine.url + "/v1", buffer.url, file))
-        ids = ["t0", 1, 2, "t3", 4, 5]
-        assert keys(buffer.items) == Counter(
-            {(one, epoch, repeat): 1 for one in ids for epoch in range(2) for repeat in range(4)}
+    def write(self, rows: int, **columns: Any) -> None:
+        self.write_rows(
+            *(
+                {
+                    "prompt": [{"role": "user", "content": f"{i} + {2 * i} ="}],
+                    "label": str(3 * i if i % 2 else -1),
+                    "instance_id": i if i % 3 else f"t{i}",
+                    "level": i,
+                    **columns,
+                }
+                for i in range(rows)
+            )
         )
-        assert {'j1:"t0":0:0', "j1:1:1:3"} <= buffer.items.keys() and buffer.expected == b'{"items":48}'
-        for item in buffer.items.values():
-            extra, level = item["extra_info"], item["extra_info"]["level"]
-            assert item["messages"][-1] == {"role": "assistant", "content": str(3 * level)}
-            assert item["reward"] == float(level % 2)
-            assert extra["label"] == str(3 * level if level % 2 else -1) and "instance_id" not in extra
-            assert extra["finish_reason"] == "stop" and extra["round_number"] == 1
-            assert TOKENIZER.decode(list(item["response_ids"])) == str(3 * level)
-            assert list(item["response_mask"]) == [1] * len(item["response_ids"])
-            assert len(item["response_logprobs"]) == len(item["response_ids"])
-            assert all(math.isfinite(value) for value in item["response_logprobs"])
-            assert item["prompt_ids"] and item["policy_version"] == 0
-            assert item["job"] == "j1" and item["task_type"] == "math"
+
+    def write_rows(self, *rows: dict[str, Any]) -> None:
+        self.file.write_bytes(b"\n".join(map(orjson.dumps, rows)))
+
+    def payload(self, **more: Any) -> dict[str, Any]:
+        return payload(self.engine.url, self.buffer.url, str(self.file), **more)
+
+    async def run(
+        self, run: Callable[..., None] = run_generation, /, data: Any = None, **options: Any
+    ) -> None:
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(run, data or self.payload(), **options)
+
+    async def generate(self, options: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+        await self.run(data=self.payload(**more), **{"reward": compute_score, **(options or {})})
+
+    def by_epoch(self) -> Counter[tuple[Any, int]]:
+        return Counter((one["instance_id"], one["extra_info"]["epoch"]) for one in self.items.values())
 
 
-async def test_a_second_start_generates_only_what_is_missing(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 5)
-    async with StubServer(answer_by_text(TOKENIZER, add)) as engine, KeepingBuffer() as buffer:
-        data = payload(engine.url, buffer.url, file)
-        await generate(data)
-        asked = engine.stats.answered
-        assert asked == 40
-        for uid in [uid for i, uid in enumerate(buffer.items) if i % 4 == 1]:
-            del buffer.items[uid]
-        await generate(data)
-        assert engine.stats.answered == asked + 10 and len(buffer.items) == 40
-        await generate(data)
-        assert engine.stats.answered == asked + 10
+@contextlib.asynccontextmanager
+async def a_world(folder: Path, rule: Callable[..., str] = add) -> AsyncIterator[World]:
+    async with StubServer(answer_by_text(TOKENIZER, rule)) as engine, KeepingBuffer() as buffer:
+        yield World(folder, buffer, engine)
 
 
-async def test_skips_leave_out_one_epoch_each(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 3)
-    async with StubServer(answer_by_text(TOKENIZER, add)) as engine, KeepingBuffer() as buffer:
-        own = {"job": "j1", "skip_instance_ids": ["t0", "t0", 1]}
-        # Those of the payload are what the server adds for generators that know no uids.
-        data = payload(engine.url, buffer.url, file, rollstream=own, skip_instance_ids=["t0", "t0", 1, 2])
-        await generate(data)
-        found = Counter((one, epoch) for one, epoch, _ in keys(buffer.items).elements())
-        assert found == {(1, 1): 4, (2, 0): 4, (2, 1): 4}
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with a_world(tmp_path) as world:
+        yield world
 
 
-async def test_epochs_of_an_instance_are_never_mixed(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 2)
-    async with StubServer(answer_by_text(TOKENIZER, add)) as engine, KeepingBuffer() as buffer:
-        await generate(payload(engine.url, buffer.url, file, num_epoch=5, num_process=40))
-        for one in ("t0", 1):
-            epochs = [e["extra_info"]["epoch"] for e in buffer.items.values() if e["instance_id"] == one]
-            assert epochs == sorted(epochs) and len(epochs) == 20
+async def test_every_repeat_of_every_epoch_is_written_once_with_its_exact_tokens(world: World) -> None:
+    world.write(6)
+    await world.generate(remote_engine_url=world.engine.url + "/v1")
+    ids = ["t0", 1, 2, "t3", 4, 5]
+    assert world.by_epoch() == {(one, epoch): 4 for one in ids for epoch in range(2)}
+    assert {'j1:"t0":0:0', "j1:1:1:3"} <= world.items.keys() and world.buffer.expected == b'{"items":48}'
+    for item in world.items.values():
+        extra, level = item["extra_info"], item["extra_info"]["level"]
+        assert item["uid"].endswith(f":{extra['epoch']}:{extra['rollout_index']}")
+        assert item["messages"][-1] == {"role": "assistant", "content": str(3 * level)}
+        assert item["reward"] == float(level % 2)
+        assert extra["label"] == str(3 * level if level % 2 else -1) and "instance_id" not in extra
+        assert extra["finish_reason"] == "stop" and extra["round_number"] == 1
+        assert TOKENIZER.decode(list(item["response_ids"])) == str(3 * level)
+        assert list(item["response_mask"]) == [1] * len(item["response_ids"])
+        assert len(item["response_logprobs"]) == len(item["response_ids"])
+        assert all(math.isfinite(value) for value in item["response_logprobs"])
+        assert item["prompt_ids"] and item["policy_version"] == 0
+        assert item["job"] == "j1" and item["task_type"] == "math"
+
+
+async def test_a_second_start_generates_only_what_is_missing(world: World) -> None:
+    world.write(5)
+    await world.generate()
+    assert (answered := world.engine.stats.answered) == 40
+    for uid in [uid for i, uid in enumerate(world.items) if i % 4 == 1]:
+        del world.items[uid]
+    for _ in range(2):
+        await world.generate()
+        assert world.engine.stats.answered == answered + 10 and len(world.items) == 40
+
+
+async def test_skips_leave_out_one_epoch_each(world: World) -> None:
+    world.write(3)
+    own = {"job": "j1", "skip_instance_ids": ["t0", "t0", 1]}
+    # Those of the payload are what the server adds for generators that know no uids.
+    await world.generate(rollstream=own, skip_instance_ids=["t0", "t0", 1, 2])
+    assert world.by_epoch() == {(1, 1): 4, (2, 0): 4, (2, 1): 4}
+
+
+async def test_epochs_of_an_instance_are_never_mixed(world: World) -> None:
+    world.write(2)
+    await world.generate(num_epoch=5, num_process=40)
+    for one in ("t0", 1):
+        epochs = [e["extra_info"]["epoch"] for e in world.items.values() if e["instance_id"] == one]
+        assert epochs == sorted(epochs) and len(epochs) == 20
 
 
 async def test_a_failed_rollout_is_written_with_its_cause_and_a_reward_that_is_none(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 4)
-
     def rule(prompt: str, request: ScriptedRequest) -> str:
         if "2 + 4" in prompt:
             raise RuntimeError("no such sum")
         return add(prompt)
 
-    with file.open("ab") as more:
-        more.write(b'{"prompt": 7, "label": "1"}\n')  # a row that cannot be read
-        more.write(b'{"prompt": "1 + 1 ="}\n')  # one that cannot be scored: no label
-    async with StubServer(answer_by_text(TOKENIZER, rule)) as engine, KeepingBuffer() as buffer:
-        await generate(payload(engine.url, buffer.url, file, max_attempts=2))
-        assert len(buffer.items) == 48
-        by_id: dict[Any, list[dict[str, Any]]] = {}
-        for item in buffer.items.values():
-            by_id.setdefault(item["instance_id"], []).append(item)
-        stages = {
-            one: {item["extra_info"].get("failure", {}).get("stage") for item in items}
-            for one, items in by_id.items()
+    def make_row(row: PromptRow) -> PromptRow:
+        if row.index == 3:
+            raise KeyError("no such column")
+        return row
+
+    async with a_world(tmp_path, rule) as world:
+        world.write(4)
+        with world.file.open("ab") as more:
+            more.write(b'\n{"prompt": 7, "label": "1"}\n')  # a row that cannot be read
+            more.write(b'{"prompt": "1 + 1 ="}\n')  # one that cannot be scored: no label
+        # The buffer refuses one row's items, and is away for a while.
+        world.buffer.answers = [503, 507, 429]
+        world.buffer.refuses = lambda item: item["instance_id"] == 1 and "failure" not in item["extra_info"]
+        await world.generate({"make_row": make_row}, max_attempts=2)
+        assert len(world.items) == 48
+        found = {
+            (one["instance_id"], one["extra_info"].get("failure", {}).get("stage"), one["reward"])
+            for one in world.items.values()
         }
-        assert stages == {"t0": {None}, 1: {None}, 2: {"engine"}, "t3": {None}, 4: {"prompt"}, 5: {"reward"}}
-        for one in (2, 4, 5):
-            assert {item["reward"] for item in by_id[one]} == {-1.0}
-        failure = by_id[2][0]["extra_info"]["failure"]
+        assert found == {
+            *(("t0", None, 0.0), (1, "store", -1.0), (2, "engine", -1.0)),
+            *(("t3", "prompt", -1.0), (4, "prompt", -1.0), (5, "reward", -1.0)),
+        }
+        failure = world.items["j1:2:0:0"]["extra_info"]["failure"]
         assert failure["attempts"] == 2 and "no such sum" in failure["error"]
-        assert by_id[5][0]["messages"][-1]["content"] == "2" and by_id[5][0]["response_ids"]
+        assert "no such column" in world.items['j1:"t3":0:0']["extra_info"]["failure"]["error"]
+        unscored = world.items["j1:5:0:0"]
+        assert unscored["messages"][-1]["content"] == "2" and unscored["response_ids"]
 
 
-async def test_what_the_buffer_refuses_is_a_failure_and_an_absence_is_waited_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write_input(tmp_path, 4)
+async def test_a_row_may_be_changed_before_it_is_used(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_row(row: PromptRow) -> PromptRow:
+        row.messages = [{"role": "user", "content": "20 + 1 ="}]
+        row.ground_truth = "21"
+        return row
+
     monkeypatch.setenv("ROLLSTREAM_BUFFER_TOKEN", "secret")
-    async with StubServer(answer_by_text(TOKENIZER, add)) as engine, KeepingBuffer() as buffer:
-        buffer.answers = [503, 507, 429]
-        buffer.refuses = lambda item: item["instance_id"] == 1 and "failure" not in item["extra_info"]
-        await generate(payload(engine.url, buffer.url, file))
-        assert len(buffer.items) == 32 and buffer.seen == {"Bearer secret"}
-        failed = {uid for uid, one in buffer.items.items() if "failure" in one["extra_info"]}
-        assert failed == {uid for uid, one in buffer.items.items() if one["instance_id"] == 1}
-        assert buffer.items["j1:1:0:0"]["extra_info"]["failure"]["stage"] == "store"
+    world.write_rows({"prompt": "what?"})
+    await world.generate({"make_row": make_row, "needs_label": True}, num_epoch=1)
+    answers = {(one["messages"][-1]["content"], one["reward"]) for one in world.items.values()}
+    assert answers == {("21", 1.0)} and world.buffer.seen == {"Bearer secret"}
 
 
-async def test_an_interrupted_generation_goes_on_where_it_was(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 3)
+async def test_an_interrupted_generation_goes_on_where_it_was(world: World) -> None:
+    world.write(3)
     # What a prompt has beyond this is the beginning of its answer.
     length = len(TOKENIZER.render([{"role": "user", "content": "0 + 0 ="}]))
-    stub = StubServer(response_tokens=24, prompt_tokens=length, faults=Faults(abort=0.5))
-    async with stub as engine, KeepingBuffer() as buffer:
-        await generate(payload(engine.url, buffer.url, file, num_epoch=1))
-        assert {len(one["response_ids"]) for one in buffer.items.values()} == {24}
-        assert {one["extra_info"]["finish_reason"] for one in buffer.items.values()} == {"stop"}
+    async with StubServer(response_tokens=24, prompt_tokens=length, faults=Faults(abort=0.5)) as engine:
+        await world.generate(remote_engine_url=engine.url, num_epoch=1)
+        assert {len(one["response_ids"]) for one in world.items.values()} == {24}
+        assert {one["extra_info"]["finish_reason"] for one in world.items.values()} == {"stop"}
         assert engine.stats.answered > 12  # some were answered in pieces
 
 
@@ -268,37 +276,32 @@ async def test_an_interrupted_generation_goes_on_where_it_was(tmp_path: Path) ->
         ({"tools": ["calcu"], "rollstream": {"tools_file": str(TOOLS)}}, "did you mean 'calculator'"),
         ({"tokenizer_path": "/nowhere"}, "/nowhere"),
         ({"engine": "sglan"}, "did you mean 'sglang'"),
+        ({"num_process": "many"}, "num_process: Expected `int`"),  # by the payload's name of it
     ],
 )
-async def test_what_cannot_work_is_refused_by_name(
-    tmp_path: Path, change: dict[str, Any], words: str
-) -> None:
-    file = write_input(tmp_path, 1)
-    async with StubServer(answer_by_text(TOKENIZER, add)) as engine, KeepingBuffer() as buffer:
-        with pytest.raises(ConfigError, match=re.escape(words)):
-            await generate(payload(engine.url, buffer.url, file, **change))
-        assert not buffer.items and engine.stats.answered == 0
+async def test_what_cannot_work_is_refused_by_name(world: World, change: dict[str, Any], words: str) -> None:
+    world.write(1)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        await world.generate(**change)
+    assert not world.items and world.engine.stats.answered == 0
 
 
 async def test_further_sampling_parameters_reach_the_engine(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 1)
     asked: list[ScriptedRequest] = []
 
     def rule(prompt: str, request: ScriptedRequest) -> str:
         asked.append(request)
         return add(prompt)
 
-    sampling = {"max_tokens": 8, "repetition_penalty": "1.1", "min_p": 0.1}
-    stub = StubServer(answer_by_text(TOKENIZER, rule))
-    async with stub as engine, KeepingBuffer() as buffer:
-        await generate(payload(engine.url, buffer.url, file, num_epoch=1, sampling_params=sampling))
-        assert len(buffer.items) == 4
+    async with a_world(tmp_path, rule) as world:
+        world.write(1)
+        sampling = {"max_tokens": 8, "repetition_penalty": "1.1", "min_p": 0.1}
+        await world.generate(num_epoch=1, sampling_params=sampling)
+        assert len(world.items) == 4
         assert all(one.sampling.extra == {"repetition_penalty": 1.1, "min_p": 0.1} for one in asked) and asked
 
 
 async def test_the_tool_generator_calls_the_tools_that_are_named(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 2)
-
     def rule(prompt: str) -> str:
         if "<tool_response>" in prompt:
             return prompt.rpartition("<tool_response>")[2].partition("</tool_response>")[0].strip()
@@ -306,16 +309,14 @@ async def test_the_tool_generator_calls_the_tools_that_are_named(tmp_path: Path)
         arguments = {"name": "calculator", "arguments": {"expression": f"{a} + {b}"}}
         return f"<tool_call>\n{orjson.dumps(arguments).decode()}\n</tool_call>"
 
-    async with StubServer(answer_by_text(TOKENIZER, rule)) as engine, KeepingBuffer() as buffer:
+    async with a_world(tmp_path, rule) as world:
+        world.write(2)
         own = {"job": "j1", "tools_file": str(TOOLS)}
-        data = payload(
-            engine.url, buffer.url, file, tools=["calculator"], rollstream=own, max_assistant_turns=4
-        )
+        data = world.payload(tools=["calculator"], rollstream=own, max_assistant_turns=4)
         data["sampling_params"]["max_tokens"] = 256
-        async with asyncio.timeout(60):
-            await asyncio.to_thread(tool_generator.run_rollout, data)
-        assert len(buffer.items) == 16
-        for item in buffer.items.values():
+        await world.run(tool_generator.run_rollout, data)
+        assert len(world.items) == 16
+        for item in world.items.values():
             roles = [message["role"] for message in item["messages"]]
             assert roles == ["user", "assistant", "tool", "assistant"]
             assert item["messages"][-1]["content"] == str(3 * item["extra_info"]["level"])
@@ -323,102 +324,72 @@ async def test_the_tool_generator_calls_the_tools_that_are_named(tmp_path: Path)
             assert 0 < sum(item["response_mask"]) < len(item["response_mask"])
 
 
-async def test_an_engine_that_speaks_messages_gives_items_without_tokens(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 2)
-    async with ChatStub(lambda body: add(str(body["messages"]))) as engine, KeepingBuffer() as buffer:
-        await generate(payload(engine.url, buffer.url, file, num_epoch=1))
-        assert len(buffer.items) == 8
-        for item in buffer.items.values():
-            assert item["messages"][-1]["content"] == str(3 * item["extra_info"]["level"])
-            assert item["extra_info"]["token_exact"] is False and "response_ids" not in item
+async def test_an_engine_that_speaks_messages_gives_items_without_tokens(world: World) -> None:
+    world.write(2)
+    async with ChatStub(lambda body: add(str(body["messages"]))) as engine:
+        await world.generate(remote_engine_url=engine.url, num_epoch=1)
+    assert len(world.items) == 8
+    for item in world.items.values():
+        assert item["messages"][-1]["content"] == str(3 * item["extra_info"]["level"])
+        assert item["extra_info"]["token_exact"] is False and "response_ids" not in item
 
 
-async def test_a_server_is_waited_for_and_one_that_stays_away_is_not(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 1)
+async def test_a_server_is_waited_for_and_one_that_stays_away_is_not(world: World) -> None:
+    world.write(1)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    async with KeepingBuffer() as buffer:
-        data = payload(f"http://127.0.0.1:{port}", buffer.url, file)
-        with pytest.raises(EngineLostError, match="nothing answers"):
-            await generate({**data, "engine_timeout": 0.1})
-        async with StubServer(answer_by_text(TOKENIZER, add)) as other:  # one of two is enough
-            urls = [data["remote_engine_url"], other.url]
-            await generate({**data, "remote_engine_url": urls, "num_epoch": 1})
-            assert len(buffer.items) == 4
-        generating = asyncio.create_task(generate(data))
-        async with StubServer(answer_by_text(TOKENIZER, add), port=port):
-            await generating
-        assert len(buffer.items) == 8
+    url = f"http://127.0.0.1:{port}"
+    with pytest.raises(EngineLostError, match="nothing answers"):
+        await world.generate(remote_engine_url=url, engine_timeout=0.1)
+    await world.generate(remote_engine_url=[url, world.engine.url], num_epoch=1)  # one of two is enough
+    assert len(world.items) == 4
+    generating = asyncio.create_task(world.generate(remote_engine_url=url))
+    async with StubServer(answer_by_text(TOKENIZER, add), port=port):
+        await generating
+    assert len(world.items) == 8
 
 
-async def test_a_buffer_that_lets_nobody_in_ends_the_job(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 1)
-    async with StubServer(answer_by_text(TOKENIZER, add)) as engine, KeepingBuffer() as buffer:
-        buffer.answers = [401] * 9
-        with pytest.raises(ConfigError, match="remote_buffer_url: "):
-            await generate(payload(engine.url, buffer.url, file))
+async def test_a_buffer_that_lets_nobody_in_ends_the_job(world: World) -> None:
+    world.write(1)
+    world.buffer.answers = [401] * 9
+    with pytest.raises(ConfigError, match="remote_buffer_url: "):
+        await world.generate()
 
 
-async def test_a_row_that_make_row_refuses_fails_alone(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 3)
-
-    def make_row(row: PromptRow) -> PromptRow:
-        if row.index == 1:
-            raise KeyError("no such column")
-        row.messages = [{"role": "user", "content": "20 + 1 ="}]
-        return row
-
-    async with StubServer(answer_by_text(TOKENIZER, add)) as engine, KeepingBuffer() as buffer:
-        await generate(payload(engine.url, buffer.url, file, num_epoch=1), make_row=make_row)
-        assert len(buffer.items) == 12
-        for item in buffer.items.values():
-            if item["instance_id"] == 1:
-                assert "no such column" in item["extra_info"]["failure"]["error"]
-            else:
-                assert item["messages"][-1]["content"] == "21"
+async def test_an_input_file_without_labels_or_with_one_id_twice_is_refused(world: World) -> None:
+    world.write(3, instance_id="same")
+    with pytest.raises(DataError, match="'same' is that of rows 0 and 1"):
+        await world.generate()
+    world.write_rows(*({"prompt": f"{i} + 1 =", "lable": "7"} for i in range(3)))
+    with pytest.raises(DataError, match=r"no row has a label .*lable"):
+        await world.run(math_generator.run_rollout)
+    with pytest.raises(ConfigError, match="no reward rule knows data_source"):
+        await world.run()
+    assert world.engine.stats.requests == 0 and not world.items
 
 
-async def test_an_input_file_without_labels_or_with_one_id_twice_is_refused(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 3, instance_id="same")
-    async with StubServer(answer_by_text(TOKENIZER, add)) as engine, KeepingBuffer() as buffer:
-        with pytest.raises(DataError, match="'same' is that of rows 0 and 1"):
-            await generate(payload(engine.url, buffer.url, file))
-        rows = [{"prompt": f"{i} + 1 =", "lable": "7"} for i in range(3)]
-        file.write_bytes(b"\n".join(orjson.dumps(row) for row in rows))
-        data = payload(engine.url, buffer.url, file, num_epoch=1)
-        with pytest.raises(DataError, match=r"no row has a label .*lable"):
-            await asyncio.to_thread(math_generator.run_rollout, data)
-        assert engine.stats.requests == 0 and not buffer.items
-        with pytest.raises(ConfigError, match="no reward rule knows data_source"):
-            await generate(data, reward=None)
-
-
-async def test_a_generator_whose_rollouts_all_fail_says_why(tmp_path: Path) -> None:
-    file = write_input(tmp_path, 2)
-
+async def test_a_generator_whose_rollouts_all_fail_says_why(world: World) -> None:
     def broken(**_: Any) -> float:
         raise KeyError("level")
 
-    async with StubServer(answer_by_text(TOKENIZER, add)) as engine, KeepingBuffer() as buffer:
-        data = payload(engine.url, buffer.url, file, num_epoch=1)
-        with pytest.raises(DataError, match=r"all 8 rollouts failed; .*stage reward: .*KeyError.*level"):
-            await generate(data, reward=broken)
-        assert len(buffer.items) == 8
+    world.write(2)
+    with pytest.raises(DataError, match=r"all 8 rollouts failed; .*stage reward: .*KeyError.*level"):
+        await world.generate({"reward": broken}, num_epoch=1)
+    assert len(world.items) == 8
 
 
-def failed(index: int, error: str = "KeyError: 'level'\nand more") -> Failure:
-    return Failure(index, 0, "k", 1, "reward", error, "", 0.0)
+def failed(index: int, error: str = "another", repeat: int = 0) -> Failure:
+    return Failure(index, repeat, "k", 1, "reward", error, "", 0.0)
 
 
 def test_a_bad_start_ends_with_its_first_cause_and_repeats_of_few_prompts_are_none() -> None:
     plan = Plan("j", list(range(100)), 4, 1, Counter())
     progress = Progress(plan, known=0)
-    with pytest.raises(
-        DataError, match=r"first 64 rollouts failed; .*instance 0, stage reward: KeyError: 'l"
-    ):
+    cause = "first 64 rollouts failed; .*instance 0, stage reward: KeyError: 'l"
+    with pytest.raises(DataError, match=cause):
         for number in range(100):
-            progress.add(failed(number // 4, *(["another"] if number else [])))
+            progress.add(failed(number // 4, "another" if number else "KeyError: 'level'\nand more"))
     assert progress.ended == 64
     progress = Progress(plan, known=0)
     for number in range(1000):
@@ -443,8 +414,7 @@ def test_the_plan_has_every_repeat_of_every_epoch_that_is_not_skipped_once(
     asked: list[RolloutKey] = list(plan.keys())
     uids = [plan.uid(key.index, key.repeat) for key in asked]
     assert len(set(uids)) == len(asked) and all(len(uid) <= MAX_TEXT for uid in uids)
-    found = Counter((key.index, key.repeat // repeats) for key in asked)
-    assert found == {
+    assert Counter((key.index, key.repeat // repeats) for key in asked) == {
         (row, epoch): repeats
         for row, instance_id in enumerate(ids)
         for epoch in range(min(skips[instance_id], epochs), epochs)
@@ -452,23 +422,20 @@ def test_the_plan_has_every_repeat_of_every_epoch_that_is_not_skipped_once(
     assert [key.repeat // repeats for key in asked] == sorted(key.repeat // repeats for key in asked)
 
 
-@given(
-    rows=st.integers(1, 3),
-    epochs=st.integers(1, 4),
-    repeats=st.integers(1, 3),
-    slots=st.integers(1, 12),
-    pauses=st.randoms(use_true_random=False),
-)
+SMALL = st.integers(1, 4)
+
+
+@given(rows=SMALL, epochs=SMALL, repeats=SMALL, slots=st.integers(1, 12), pauses=st.randoms())
 def test_results_of_an_epoch_pass_when_the_one_before_is_written(
     rows: int, epochs: int, repeats: int, slots: int, pauses: Random
 ) -> None:
-    written: list[Failure] = []
+    written: list[tuple[int, int]] = []
 
     class Rollouts:
         async def run(self, row: PromptRow, repeat: int) -> Failure:
             for _ in range(pauses.randrange(6)):
                 await asyncio.sleep(0)
-            return Failure(row.index, repeat, "k", 1, "engine", "", "", 0.0)
+            return failed(row.index, repeat=repeat)
 
     async def run() -> None:
         order = EpochOrder(Rollouts(), repeats)
@@ -478,8 +445,7 @@ def test_results_of_an_epoch_pass_when_the_one_before_is_written(
             for key in keys:
                 result = await order.run(PromptRow(key.index, "k", [], ""), key.repeat)
                 await asyncio.sleep(0)
-                assert isinstance(result, Failure)
-                written.append(result)
+                written.append((result.index, result.repeat // repeats))
                 order.written(result)
 
         async with asyncio.timeout(10):
@@ -487,12 +453,12 @@ def test_results_of_an_epoch_pass_when_the_one_before_is_written(
 
     asyncio.run(run())
     for row in range(rows):
-        found = [one.repeat // repeats for one in written if one.index == row]
+        found = [epoch for index, epoch in written if index == row]
         assert found == sorted(found) and len(found) == epochs * repeats
 
 
 STOCK: dict[str, Any] = {
-    **payload("http://10.0.0.1:3000", "http://10.0.0.1:8889", Path("/data/prompts.jsonl")),
+    **payload("http://10.0.0.1:3000", "http://10.0.0.1:8889", "/data/prompts.jsonl"),
     "max_tokens": "4096",
     "max_prompt_length": 100,
 }
@@ -526,11 +492,6 @@ def test_the_payload_is_a_configuration() -> None:
 def test_a_wrong_value_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         read_settings({**STOCK, **change})
-
-
-def test_names_in_errors_are_those_of_the_payload() -> None:
-    with pytest.raises(ConfigError, match=r"^num_process: Expected `int`"):
-        run_generation({**STOCK, "num_process": "many"})
 
 
 def test_snapshots_come_along_and_what_was_not_scored_is_no_zero() -> None:

@@ -1,6 +1,7 @@
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.buffer import groups
-from rollstream.buffer.groups import Group, GroupSettings, Verdict
+from rollstream.buffer.groups import Group, GroupSettings, StoredItem, Verdict, finish_group
 from rollstream.buffer.hooks import CONVENTIONS, HookError, Hooks
+from rollstream.buffer.items import dump_item, load_item
 from rollstream.errors import ConfigError
 from rollstream.user_code import run_file
 
@@ -55,41 +57,33 @@ def a_group(rewards: list[Any]) -> Group:
 
 
 def hooks_of(**functions: Any) -> Hooks:
-    return Hooks(functions, "math", "/g/math_generator.py")
+    return Hooks(SimpleNamespace(**functions), "math", "/g/math_generator.py")  # type: ignore[arg-type]
 
 
-def hooks_in(file: Path) -> Hooks:
-    return Hooks.of_module(run_file(file, key="hooks"), "math", str(file))
+def hooks_in(folder: Path, code: str) -> Hooks:
+    file = folder / "math_generator.py"
+    return Hooks(run_file(file, key="hooks", source=code.encode()), "math", str(file))
 
 
-def test_the_default_hooks() -> None:
-    instance_id, items = a_group([0, 1, 1, -1.0])
-    kept = [item for item in items if groups.filter_item(item)]
-    scored = groups.pad_group_data(groups.normalize_group_data((instance_id, kept)), 4)
-    assert Hooks().finish((instance_id, items), SETTINGS) == scored[1]
-    assert Hooks().judge((instance_id, items), SETTINGS) == Verdict(True, True)
-    assert Hooks().meta_info({"q": items}, SETTINGS) == groups.get_group_data_meta_info({"q": items})
+def finish_by_default(group: Group) -> list[dict[str, Any]]:
+    stored = [StoredItem(one["uid"], one["reward"], "msgpack", dump_item(one, "msgpack")) for one in group[1]]
+    return [load_item(body, "msgpack") for body in finish_group(stored, SETTINGS, "msgpack").items]
 
 
-def test_raw_groups_are_left_as_they_are() -> None:
-    settings = GroupSettings(group_size=2, raw=True)
-    group = a_group([7.0, None])
-    hooks = hooks_of(filter_item=lambda item: 1 / 0, is_valid_group=lambda group: 1 / 0)
-    assert hooks.judge(group, settings) == Verdict(True, True)
-    assert hooks.finish(group, settings) == group[1]
+def test_raw_groups_are_not_judged_by_a_hook() -> None:
+    hooks = hooks_of(is_valid_group=lambda group: 1 / 0)
+    assert hooks.judge(a_group([7.0, None]), GroupSettings(group_size=2, raw=True)) == Verdict(True, True)
 
 
 def test_a_file_written_for_slime(tmp_path: Path) -> None:
-    file = tmp_path / "math_generator.py"
-    file.write_text(SLIME_STYLE)
-    hooks = hooks_in(file)
+    hooks = hooks_in(tmp_path, SLIME_STYLE)
     assert hooks.overridden == {"normalize_group_data", "is_valid_group"}
     assert hooks.judge(a_group([0, 1, 1]), SETTINGS) == Verdict(False, False)
     assert hooks.judge(a_group([0, 1, 1]), SETTINGS, timed_out=True) == Verdict(True, True)
     assert hooks.judge(a_group([0, 1]), SETTINGS, timed_out=True) == Verdict(False, True)
     assert hooks.judge(a_group([1, 1, 1, 1]), SETTINGS) == Verdict(True, True)
     items = hooks.finish(a_group([0, 1, 1]), SETTINGS)
-    default = Hooks().finish(a_group([0, 1, 1]), SETTINGS)
+    default = finish_by_default(a_group([0, 1, 1]))
     assert [item["reward"] for item in items] == pytest.approx([item["reward"] for item in default])
 
 
@@ -104,20 +98,19 @@ def test_hooks_that_only_call_the_default_ones_change_nothing(group: Any, timed_
         pad_group_data=groups.pad_group_data,
         get_group_data_meta_info=groups.get_group_data_meta_info,
     )
-    default = Hooks()
-    whole = timed_out or len(group[1]) >= 4
-    assert hooks.judge(group, SETTINGS, timed_out=timed_out) == default.judge(
-        group, SETTINGS, timed_out=timed_out
-    )
-    assert default.judge(group, SETTINGS, timed_out=timed_out).finished == whole
     before = copy.deepcopy(group)
-    got, expected = hooks.finish(group, SETTINGS), default.finish(group, SETTINGS)
-    assert [item["uid"] for item in got] == [item["uid"] for item in expected]
-    for one, other in zip(got, expected, strict=True):
-        assert one["reward"] == pytest.approx(other["reward"])
-        assert one["raw_reward"] == one["extra_info"]["raw_reward"] == other["raw_reward"]
+    verdict = groups.is_valid_group(group, SETTINGS, timed_out=timed_out)
+    assert hooks.judge(group, SETTINGS, timed_out=timed_out) == verdict
+    expected = finish_by_default(group)
+    for some in (hooks, hooks_of(pad_group_data=groups.pad_group_data)):
+        got = some.finish(group, SETTINGS)
+        assert [(item["uid"], item["raw_reward"]) for item in got] == [
+            (item["uid"], item["raw_reward"]) for item in expected
+        ]
+        assert all(item["extra_info"]["raw_reward"] == item["raw_reward"] for item in got)
+        assert [item["reward"] for item in got] == pytest.approx([item["reward"] for item in expected])
     assert group == before
-    assert hooks.meta_info({"q": group[1]}, SETTINGS) == default.meta_info({"q": group[1]}, SETTINGS)
+    assert hooks.meta_info({"q": group[1]}, SETTINGS) == groups.get_group_data_meta_info({"q": group[1]})
 
 
 @pytest.mark.parametrize(
@@ -139,51 +132,49 @@ def test_a_verdict_may_be_one_word_or_two(said: Any, verdict: tuple[bool, bool])
     assert hooks.judge(a_group([0, 1, 0, 1]), SETTINGS).finished
 
 
-def test_hooks_are_given_what_they_ask_for() -> None:
-    seen: dict[str, Any] = {}
+ASKING = """
+seen = {}
+def filter_item(item, kind, *, group_size):
+    seen["filter"] = (kind, group_size)
+    return True
+def normalize_group_data(group, eps, *, algo, epsilon=3, extra=5):
+    seen["normalize"] = (eps, algo, epsilon, extra)
+    return group
+def pad_group_data(group, *rest):
+    seen["pad"] = rest
+    return group[0], group[1] * 2
+def is_valid_group(group, unused=3, *, timed_out, settings):
+    seen["valid"] = (unused, timed_out, settings)
+    return True
+"""
+OWN_DEFAULTS = """
+seen = {}
+def normalize_group_data(group, epsilon=0.5, algo="mine", task_type=""):
+    seen["own"] = (epsilon, algo, task_type)
+    return group
+"""
 
-    def filter_item(item: Any, kind: str, *, group_size: int) -> bool:
-        seen["filter"] = (kind, group_size)
-        return True
 
-    def normalize_group_data(group: Any, eps: float, *, algo: str, epsilon: float = 3, extra: int = 5) -> Any:
-        seen["normalize"] = (eps, algo, epsilon, extra)
-        return group
-
-    def pad_group_data(group: Any, *rest: Any) -> Any:
-        seen["pad"] = rest
-        return groups.pad_group_data(group, *rest)
-
-    def is_valid_group(group: Any, unused: Any = 3, *, timed_out: bool, settings: GroupSettings) -> bool:
-        seen["valid"] = (unused, timed_out, settings)
-        return True
-
-    hooks = hooks_of(
-        filter_item=filter_item,
-        normalize_group_data=normalize_group_data,
-        pad_group_data=pad_group_data,
-        is_valid_group=is_valid_group,
-    )
+def test_hooks_are_given_what_they_ask_for(tmp_path: Path) -> None:
+    module = run_file(tmp_path / "a.py", key="hooks", source=ASKING.encode())
+    hooks = Hooks(module, "math", "a.py")
     hooks.judge(a_group([0, 1]), SETTINGS, timed_out=True)
-    hooks.finish(a_group([0, 1, -1.0]), SETTINGS)
-    assert seen == {
-        "filter": ("math", 4),
-        "normalize": (1e-8, "grpo", 3, 5),
-        "pad": (4,),
-        "valid": (3, True, SETTINGS),
-    }
+    hooks.finish(a_group([0, 1]), GroupSettings(group_size=4, min_valid_item_size_ratio=0.5))
+    seen = {"filter": ("math", 4), "normalize": (1e-8, "grpo", 3, 5), "pad": (4,)}
+    assert module.seen == {**seen, "valid": (3, True, SETTINGS)}
+    module = run_file(tmp_path / "b.py", key="hooks", source=OWN_DEFAULTS.encode())
+    Hooks(module, "math", "b.py").finish(a_group([0, 1, 1]), SETTINGS)
+    assert module.seen["own"] == (0.5, "mine", "math")
 
-    def own_default(group: Any, epsilon: float = 0.5, algo: str = "mine", task_type: str = "") -> Any:
-        seen["own"] = (epsilon, algo, task_type)
-        return group
 
-    hooks_of(normalize_group_data=own_default).finish(a_group([0, 1, 1]), SETTINGS)
-    assert seen["own"] == (0.5, "mine", "math")
+async def an_async_hook(item: Any) -> bool:
+    return True
 
 
 @pytest.mark.parametrize(
     ("function", "said"),
     [
+        (an_async_hook, "is async"),
         (3, "is a value of type int"),
         (bool, "has no signature"),
         (lambda: True, "takes no positional argument"),
@@ -200,62 +191,52 @@ def test_hooks_that_cannot_be_called_are_refused(function: Any, said: str) -> No
     assert said in str(caught.value)
 
 
-async def test_async_hooks_are_refused() -> None:
-    async def filter_item(item: Any, task_type: str) -> bool:
-        return True
+TRANSFORM = """
+def transform_group(group, task_type):
+    assert task_type == "math"
+    for item in group[1]:
+        item["reward"] *= 2
+    return [group[0], group[1][:2]]
+def filter_item(item, task_type):
+    return 1 / 0
+"""
+RAW_REWARD = """
+def normalize_group_data(group):
+    return group[0], [{**item, "reward": 0.5, "raw_reward": 9.0} for item in group[1]]
+"""
 
-    with pytest.raises(ConfigError, match="is async"):
-        hooks_of(filter_item=filter_item)
 
-
-def test_transform_group_stands_for_all_three() -> None:
-    def transform_group(group: Any, task_type: str) -> Any:
-        assert task_type == "math"
-        instance_id, items = group
-        for item in items:
-            item["reward"] *= 2
-        return [instance_id, items[:2]]
-
-    hooks = hooks_of(transform_group=transform_group, filter_item=lambda item, task_type: 1 / 0)
-    items = hooks.finish(a_group([0, -1.0, 1]), SETTINGS)
-    assert [item["reward"] for item in items] == [0, -2.0]
-    assert [item["raw_reward"] for item in items] == [0, -1.0]
+def test_items_have_their_raw_reward_in_both_places_whatever_hooks_do(tmp_path: Path) -> None:
+    items = hooks_in(tmp_path, TRANSFORM).finish(a_group([0, -1.0, 1]), SETTINGS)  # in place of the others
+    assert [(item["reward"], item["raw_reward"]) for item in items] == [(0, 0), (-2.0, -1.0)]
     assert [item["extra_info"]["raw_reward"] for item in items] == [0, -1.0]
-    assert (
-        hooks_of(transform_group=lambda group, task_type: (group[0], [])).finish(a_group([1]), SETTINGS) == []
-    )
+    none = hooks_of(transform_group=lambda group, task_type: (group[0], []))
+    assert none.finish(a_group([1]), SETTINGS) == []
+    items = hooks_in(tmp_path, RAW_REWARD).finish(a_group([0, 1, 1, 1]), SETTINGS)
+    assert {(item["raw_reward"], item["extra_info"]["raw_reward"]) for item in items} == {(9.0, 9.0)}
 
 
-def test_too_few_left_by_a_filter_is_none() -> None:
-    hooks = hooks_of(filter_item=lambda item, task_type: item["uid"] in ("u0", "u1"))
-    assert hooks.finish(a_group([0, 1, 0.5, 0.7]), SETTINGS) == []
-    hooks = hooks_of(filter_item=lambda item, task_type: item["uid"] != "u0")
-    assert len(hooks.finish(a_group([0, 1, 0.5, 0.7]), SETTINGS)) == 4
+@pytest.mark.parametrize(("stay", "size"), [(("u0", "u1"), 0), (("u0", "u1", "u2"), 4)])
+def test_too_few_left_by_a_filter_is_none(stay: tuple[str, ...], size: int) -> None:
+    hooks = hooks_of(filter_item=lambda item, task_type: item["uid"] in stay)
+    assert len(hooks.finish(a_group([0, 1, 0.5, 0.7]), SETTINGS)) == size
 
 
-def test_a_hooks_raw_reward_is_in_both_places() -> None:
-    def normalize_group_data(group: Any) -> Any:
-        return group[0], [{**item, "reward": 0.5, "raw_reward": 9.0} for item in group[1]]
-
-    items = hooks_of(normalize_group_data=normalize_group_data).finish(a_group([0, 1, 1, 1]), SETTINGS)
-    assert (
-        {item["raw_reward"] for item in items}
-        == {item["extra_info"]["raw_reward"] for item in items}
-        == {9.0}
-    )
+def call_all(hooks: Hooks, group: Group) -> None:
+    if "get_group_data_meta_info" in hooks.overridden:
+        hooks.meta_info({"q": group[1]}, SETTINGS)
+    if "is_valid_group" in hooks.overridden:
+        hooks.judge(group, SETTINGS)
+    hooks.finish(group, SETTINGS)
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
 def test_a_hook_that_raises_is_named_with_its_traceback(tmp_path: Path, name: str) -> None:
-    file = tmp_path / "bad_generator.py"
-    file.write_text(f"def {name}({', '.join(CONVENTIONS[name])}):\n    return 1 / 0\n")
-    hooks, group = hooks_in(file), a_group([0, 1, 1, 1])
-    with pytest.raises(HookError, match=f"bad_generator.py: {name} raised ZeroDivisionError") as caught:
-        hooks.meta_info({"q": group[1]}, SETTINGS)
-        hooks.judge(group, SETTINGS)
-        hooks.finish(group, SETTINGS)
+    hooks = hooks_in(tmp_path, f"def {name}({', '.join(CONVENTIONS[name])}):\n    return 1 / 0\n")
+    with pytest.raises(HookError, match=f"math_generator.py: {name} raised ZeroDivisionError") as caught:
+        call_all(hooks, a_group([0, 1, 1, 1]))
     assert caught.value.hook == name
-    assert f'{file}", line 2, in {name}' in caught.value.traceback
+    assert f'math_generator.py", line 2, in {name}' in caught.value.traceback
 
 
 @pytest.mark.parametrize(
@@ -278,11 +259,8 @@ def test_a_hook_that_raises_is_named_with_its_traceback(tmp_path: Path, name: st
 )
 def test_what_cannot_be_handed_out_is_refused(name: str, give_back: Any, said: str) -> None:
     hooks = hooks_of(**{name: give_back})
-    group = a_group([0, 1, 1, 0.5])
     with pytest.raises(HookError, match=said) as caught:
-        hooks.meta_info({"q": group[1]}, SETTINGS)
-        hooks.judge(group, SETTINGS)
-        hooks.finish(group, SETTINGS)
+        call_all(hooks, a_group([0, 1, 1, 0.5]))
     assert str(caught.value).startswith(f"/g/math_generator.py: {name} gave back")
     assert caught.value.traceback
 
@@ -321,18 +299,14 @@ def test_items_that_a_reader_cannot_use_are_refused(change: dict[str, Any], said
     ],
 )
 def test_a_misspelt_hook_is_an_error(tmp_path: Path, name: str, meant: str) -> None:
-    file = tmp_path / "math_generator.py"
-    file.write_text(f"def {name}(group): return group\n")
     with pytest.raises(ConfigError, match=f"{name} is no hook, did you mean {meant}"):
-        hooks_in(file)
+        hooks_in(tmp_path, f"def {name}(group): return group\n")
 
 
 def test_other_functions_are_no_misspelt_hooks(tmp_path: Path) -> None:
-    file = tmp_path / "math_generator.py"
     names = ["_filter_items", "filter_rows", "default_filter_item", "my_is_valid_group", "pad_messages"]
     names += ["compute_score", "filter_item_by_length", "transform_row", "normalize_answer", "run_rollout"]
     code = "".join(f"def {name}(*_): return True\n" for name in names)
     code += "class FilterItems: pass\nfilter_itms = 5\n"
     code += "def filter_item(item): return filter_items([item])\ndef filter_items(items): return True\n"
-    file.write_text(code)
-    assert hooks_in(file).overridden == {"filter_item"}
+    assert hooks_in(tmp_path, code).overridden == {"filter_item"}

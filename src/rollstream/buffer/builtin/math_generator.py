@@ -24,7 +24,7 @@ TASK_TYPE = "math"
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+|/\d+)?")
 _DIGITS = 200
-"""Of a number that is compared as one: an answer may be anything, and 1e999999999 fills a machine."""
+"""A longer answer is compared as a text: it may be anything, and 1e999999999 fills a machine."""
 
 
 def run_rollout(data: dict[str, Any]) -> None:

@@ -1,24 +1,25 @@
 import asyncio
 import contextlib
-import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.groups import GroupSettings, Verdict
-from rollstream.buffer.hook_host import HookHost
+from rollstream.buffer.hook_process import HookProcess
 from rollstream.buffer.hooks import HookError
 from rollstream.buffer.items import Encoding, ItemError, dump_item, load_item, parse_item
+from rollstream.engine.launch_guard import begun, still
 from rollstream.errors import ConfigError, RollstreamError
+from tests.support.until import until
 
 SETTINGS = GroupSettings(group_size=2, min_valid_item_size_ratio=0.5)
 GOOD = "import os, signal, time\nTASK_TYPE = '{task}'\ndef run_rollout(data): pass\n"
@@ -41,24 +42,18 @@ def stored(*rewards: float, encoding: Encoding = "json") -> list[tuple[Encoding,
     return [(encoding, dump_item(item, encoding)) for item in items]
 
 
-async def finish(host: HookHost, task: str = "math") -> list[dict[str, Any]]:
+async def finish(host: GeneratorFiles, task: str = "math") -> list[dict[str, Any]]:
     done = await host.finish(task, 7, stored(0.0, 1.0), SETTINGS, False, "json")
     return [orjson.loads(body) for body in done.items]
 
 
-async def who(host: HookHost, *ids: int, task: str = "math") -> dict[str, Any]:
+async def who(host: GeneratorFiles, *ids: int, task: str = "math") -> dict[str, Any]:
     return await host.meta_info(task, [(one, stored(1.0)) for one in ids], SETTINGS)
 
 
-async def until(check: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not check():
-            await asyncio.sleep(0.01)
-
-
 @contextlib.asynccontextmanager
-async def a_host(*folders: Path | str, seconds: float = 60.0) -> AsyncIterator[HookHost]:
-    host = HookHost(folders, seconds)
+async def a_host(*folders: Path | str, seconds: float = 60.0) -> AsyncIterator[GeneratorFiles]:
+    host = GeneratorFiles(folders, seconds)
     try:
         await host.refresh()
         yield host
@@ -180,8 +175,8 @@ async def test_folders(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"no generator file \(\*_generator.py\) in .*/b"):
             await host.refresh()
     with pytest.raises(ConfigError, match=r"no such folder: .*/missing"):
-        await HookHost([tmp_path / "missing"]).refresh()
-    await HookHost([]).refresh()
+        await GeneratorFiles([tmp_path / "missing"]).refresh()
+    await GeneratorFiles([]).refresh()
 
 
 async def test_an_edit_is_taken_at_refresh_and_a_broken_one_is_not(tmp_path: Path) -> None:
@@ -207,10 +202,11 @@ def filter_item(item):
         await host.refresh()
         assert await uids() == ["u1", "u2"]
 
-        file.write_text("1 / 0")
-        await host.refresh()
-        assert host.files == {}
-        assert "ZeroDivisionError" in host.problems[0]
+        file.write_text(count + "1 / 0")
+        for runs, again in (("xx", False), ("xx", False), ("xxx", True)):  # not again for nothing
+            await host.refresh(again)
+            assert host.files == {} and "ZeroDivisionError" in host.problems[0]
+            assert file.with_name(file.name + ".runs").read_text() == runs
         assert host.overridden("math") == {"filter_item"}
         assert await uids() == ["u1", "u2"]
         with pytest.raises(HookError, match="exit status 1"):
@@ -223,39 +219,6 @@ def filter_item(item):
         assert await uids() == ["u0", "u1", "u2"]
 
 
-async def test_a_file_that_could_not_be_used_is_not_run_again_until_it_changes(tmp_path: Path) -> None:
-    count = "with open(__file__ + '.runs', 'a') as f: f.write('x')\n"
-    file = write(tmp_path, "hangs", count + "time.sleep(600 if not os.path.exists(__file__ + '.go') else 0)")
-    runs = file.with_name(file.name + ".runs")
-    write(tmp_path, "math")
-    async with a_host(tmp_path, seconds=1.0) as host:
-        for _ in range(3):
-            await host.refresh()
-            assert (list(host.files), len(host.problems)) == (["math"], 1)
-            assert runs.read_text() == "x"
-        await host.refresh(again=True)
-        assert runs.read_text() == "xx"
-        file.with_name(file.name + ".go").touch()
-        await host.refresh(again=True)
-        assert (sorted(host.files), host.problems) == (["hangs", "math"], ())
-        file.write_text("1 / 0")
-        await host.refresh()
-        assert "ZeroDivisionError" in host.problems[0]
-        write(tmp_path, "hangs")
-        await host.refresh()
-        assert (sorted(host.files), host.problems) == (["hangs", "math"], ())
-
-
-async def test_a_child_that_was_killed_between_calls_costs_nothing(tmp_path: Path) -> None:
-    write(tmp_path, "math", WHO)
-    async with a_host(tmp_path) as host:
-        before = await who(host, 1)
-        os.kill(before["pid"], signal.SIGKILL)
-        after = await who(host, 2)
-        assert after["ids"] == [2]
-        assert after["pid"] != before["pid"]
-
-
 WAITS = """
 def get_group_data_meta_info(groups):
     if 0 in groups:
@@ -266,11 +229,16 @@ def get_group_data_meta_info(groups):
 """
 
 
-async def test_a_cancelled_caller_leaves_the_answers_in_order(tmp_path: Path) -> None:
+async def test_calls_of_one_task_wait_for_each_other_and_are_answered_in_order(tmp_path: Path) -> None:
     file = write(tmp_path, "math", WAITS)
+    write(tmp_path, "code", WHO)
     async with a_host(tmp_path) as host:
+        before = await who(host, 1, task="code")
+        os.kill(before["pid"], signal.SIGKILL)  # between calls: the next one does not fail
         running = asyncio.create_task(who(host, 0))
         await until(file.with_name(file.name + ".began").exists)
+        after = await who(host, 2, task="code")  # another task's hooks do not wait for it
+        assert after["ids"] == [2] and after["pid"] != before["pid"]
         queued = [asyncio.create_task(who(host, n)) for n in range(1, 9)]
         for cancelled in (running, queued[3]):
             cancelled.cancel()
@@ -281,20 +249,23 @@ async def test_a_cancelled_caller_leaves_the_answers_in_order(tmp_path: Path) ->
         assert [one["ids"] for one in answers if isinstance(one, dict)] == [[1], [2], [3], [5], [6], [7], [8]]
 
 
-async def test_items_are_parsed_in_the_child() -> None:
-    async with a_host() as host:
+async def test_items_are_parsed_in_a_child() -> None:
+    process = HookProcess(60.0)
+    try:
         for encoding in ("json", "msgpack"):
             ((_, body),) = stored(0.5, encoding=encoding)
-            assert await host.parse(body, encoding) == parse_item(body, encoding)
+            assert await process.parse(body, encoding) == parse_item(body, encoding)
             plain = load_item(body, encoding)
             del plain["uid"]
             plain["extra_info"]["text"] = "x" * 3_000_000  # more than is written at once
-            item = await host.parse(dump_item(plain, encoding), encoding)
+            item = await process.parse(dump_item(plain, encoding), encoding)
             assert load_item(item.body, encoding) == {"uid": item.uid, **plain}
             assert item == parse_item(item.body, encoding)
         with pytest.raises(ItemError, match="messages: ") as caught:
-            await host.parse(b'{"instance_id": 1, "messages": [], "reward": 1}', "json")
+            await process.parse(b'{"instance_id": 1, "messages": [], "reward": 1}', "json")
         assert caught.value.where == "messages"
+    finally:
+        await process.close()
 
 
 async def test_close_ends_a_hanging_hook_at_once(tmp_path: Path) -> None:
@@ -302,9 +273,8 @@ async def test_close_ends_a_hanging_hook_at_once(tmp_path: Path) -> None:
     async with a_host(tmp_path) as host:
         calls = [asyncio.create_task(who(host, 0)) for _ in range(3)]
         await until(file.with_name(file.name + ".began").exists)
-        start = time.monotonic()
-        await host.close()
-        assert time.monotonic() - start < 15  # a deadline: the hook would hang for an hour
+        async with asyncio.timeout(15):  # the hook would hang for ever
+            await host.close()
         for call in [*calls, who(host, 1)]:
             with pytest.raises(RollstreamError, match="the server is ending") as caught:
                 await call
@@ -312,14 +282,14 @@ async def test_close_ends_a_hanging_hook_at_once(tmp_path: Path) -> None:
 
 
 async def test_the_child_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
-    code = "import fcntl\nlock = open(__file__ + '.lock', 'w')\nfcntl.flock(lock, fcntl.LOCK_EX)\n"
+    code = "open(__file__ + '.pid', 'w').write(str(os.getpid()))\n"
     file = write(tmp_path, "math", code + WAITS)
     script = f"""
 import asyncio
 from rollstream.buffer.groups import GroupSettings
-from rollstream.buffer.hook_host import HookHost
+from rollstream.buffer.generator_files import GeneratorFiles
 async def main():
-    host = HookHost([{str(tmp_path)!r}])
+    host = GeneratorFiles([{str(tmp_path)!r}])
     await host.refresh()
     await host.meta_info("math", [(0, [])], GroupSettings())
 asyncio.run(main())
@@ -330,11 +300,5 @@ asyncio.run(main())
     finally:
         server.kill()
         server.wait()
-
-    def is_free() -> bool:
-        with file.with_name(file.name + ".lock").open("w") as lock, contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
-
-    await until(is_free)
+    child = begun([int(file.with_name(file.name + ".pid").read_text())])
+    await until(lambda: not still(child))

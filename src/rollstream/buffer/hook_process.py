@@ -1,0 +1,307 @@
+"""The child process that runs a user's generator file and calls its hooks, and its client in the server.
+
+A message on the child's stdin and stdout is 4 bytes with its length, and msgpack. Each request has the source
+of its file, so a new child can go on where another one ended.
+
+The time limit is faulthandler's, which also works while a hook holds the GIL: it writes where every thread is
+and ends the process. That text, or the one of a fatal signal, comes where a length is expected. Read as a
+length it is more than `_MAX_BYTES`, which no message has.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import os
+import queue
+import re
+import signal
+import sys
+import threading
+import traceback
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+import msgspec
+import orjson
+
+from rollstream.buffer.groups import GroupSettings, ItemDict
+from rollstream.buffer.hooks import FINISHING, HookError, Hooks
+from rollstream.buffer.items import (
+    MAX_TEXT,
+    Encoding,
+    InstanceId,
+    Item,
+    ItemError,
+    dump_item,
+    load_item,
+    parse_item,
+    with_uid,
+)
+from rollstream.errors import ConfigError, RollstreamError
+from rollstream.user_code import run_file
+
+_MAX_BYTES: Final = 1 << 30
+
+_TIMEOUT: Final = "Timeout"
+"""How faulthandler's text begins after the time limit."""
+
+_SLACK_S: Final = 30.0
+"""A child has so much beside the limit of a call, to start and to read large messages. Then it is stuck."""
+
+_PART: Final = 1 << 20
+"""Bytes that are written at once: asyncio copies what a pipe does not take."""
+
+_CALLED: Final[Mapping[str, frozenset[str]]] = {
+    "judge": frozenset({"is_valid_group"}),
+    "finish": FINISHING,
+    "meta_info": frozenset({"get_group_data_meta_info"}),
+}
+"""The hooks that a call may run."""
+
+Stored = Sequence[tuple[Encoding, bytes]]
+"""The items of a group."""
+
+
+class GeneratorFile(msgspec.Struct, frozen=True):
+    """A generator file as it was when somebody looked at it."""
+
+    path: Path
+    source: bytes
+    task_type: str = ""
+    overridden: frozenset[str] = frozenset()
+    """Names of its hooks."""
+    problem: str = ""
+    """Why it cannot be used."""
+
+
+class _Request(msgspec.Struct):
+    call: str
+    path: str
+    source: bytes
+    """What the file says, or the body to parse."""
+    settings: GroupSettings = GroupSettings()
+    groups: Sequence[tuple[InstanceId, Stored]] = ()
+    timed_out: bool = False
+    encoding: Encoding = "json"
+
+
+class _Reply(msgspec.Struct):
+    result: Any = None
+    error: tuple[str, str, str] | None = None
+    """The parts of a HookError."""
+    item_error: tuple[str, str] | None = None
+
+
+class HookProcess:
+    """Calls the hooks of a file in a child process, one call at a time.
+
+    A call raises `HookError` if a hook fails, takes longer than `seconds` or ends the process. The child is
+    started when it is needed, and again when it has ended.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._turn = asyncio.Lock()
+        self._exchanging: asyncio.Task[Any] | None = None
+        self._process: Process | None = None
+        self._closed = False
+
+    async def call(self, call: str, file: GeneratorFile, *values: Any) -> Any:
+        """What `Hooks` answers to `judge`, `finish` or `meta_info`; of `look`, the file's task and hooks.
+
+        Args:
+            call: Its name.
+            file: In the version that is called.
+            values: Those of a request, from `settings` on.
+        """
+        await self._turn.acquire()
+        # An exchange goes to its end even if the caller is cancelled, so that the wire stays in order.
+        request = _Request(call, str(file.path), file.source, *values)
+        hooks = file.overridden & _CALLED.get(call, frozenset())
+        self._exchanging = asyncio.create_task(self._exchange(request, hooks))
+        self._exchanging.add_done_callback(lambda _: self._turn.release())
+        return await asyncio.shield(self._exchanging)
+
+    async def parse(self, body: bytes, encoding: Encoding) -> Item:
+        """`parse_item` for a large body, which would hold the server's GIL for long. Raises `ItemError`."""
+        file = GeneratorFile(Path("items"), body)
+        found, has_uid = await self.call("parse", file, GroupSettings(), (), False, encoding)
+        item = msgspec.convert(found, Item)
+        return msgspec.structs.replace(item, body=body if has_uid else with_uid(body, item.uid, encoding))
+
+    async def close(self) -> None:
+        """Ends the child at once, whatever it does. Calls that wait raise `RollstreamError`."""
+        self._closed = True
+        await self._end()
+
+    async def _exchange(self, request: _Request, hooks: frozenset[str]) -> Any:
+        message = msgspec.msgpack.encode(request)
+        if len(message) > _MAX_BYTES:
+            raise HookError(f"{request.path}: a group of {len(message)} bytes is too large for hooks")
+        fresh = False
+        while not self._closed:
+            if self._process is None:
+                self._process, fresh = await _start(self._seconds), True
+                continue  # closed meanwhile?
+            reply = await _ask(self._process, message, self._seconds + _SLACK_S)
+            if isinstance(reply, _Reply):
+                if reply.error is not None:
+                    raise HookError(*reply.error)
+                if reply.item_error is not None:
+                    raise ItemError(*reply.item_error)
+                if request.call == "look" and not reply.result[1]:
+                    await self._end()  # nothing is left to call
+                return reply.result
+            how = await self._end()
+            if self._closed or not (fresh or reply.startswith(_TIMEOUT)):
+                continue  # an older child may have ended before this call: it is made again in a new one
+            # faulthandler lists the innermost function first.
+            found = [name for name in re.findall(r" in (\w+)$", reply, re.MULTILINE) if name in hooks]
+            hook = found[0] if found else ", ".join(sorted(hooks))
+            where = f"{request.path}: {hook}" if hook else f"generators: {request.path}"
+            if reply.startswith(_TIMEOUT):
+                raise HookError(f"{where} did not return within {self._seconds:g} s", hook, reply)
+            raise HookError(f"{where}: the process of the hooks ended ({how})", hook, reply)
+        await self._end()
+        raise RollstreamError("no hooks are called any more: the server is ending")
+
+    async def _end(self) -> str:
+        """Kills the child and what it started; says how it ended."""
+        process, self._process = self._process, None
+        if process is None:
+            return ""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):  # something that left its group may hold its pipes open
+            await asyncio.wait_for(process.wait(), 0.5)
+        code = process.returncode
+        if code is None or code >= 0:
+            return f"exit status {code}"
+        return f"killed by {next((one.name for one in signal.Signals if one == -code), -code)}"
+
+
+async def _start(seconds: float) -> Process:
+    env = {name: value for name, value in os.environ.items() if name != "ROLLSTREAM_BUFFER_TOKEN"}
+    words = (sys.executable, "-u", "-m", __name__, str(seconds))
+    return await asyncio.create_subprocess_exec(
+        *words, stdin=PIPE, stdout=PIPE, env=env, start_new_session=True, limit=1 << 20
+    )
+
+
+async def _ask(process: Process, message: bytes, seconds: float) -> _Reply | str:
+    """The reply, or what faulthandler wrote instead; "" if the child ended without a word."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        async with asyncio.timeout(seconds):
+            process.stdin.write(len(message).to_bytes(4))
+            for start in range(0, len(message), _PART):
+                process.stdin.write(memoryview(message)[start : start + _PART])
+                await process.stdin.drain()
+            head = await process.stdout.readexactly(4)
+            if (size := int.from_bytes(head)) > _MAX_BYTES:
+                return (head + await process.stdout.read()).decode(errors="replace")
+            return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=_Reply)
+    except TimeoutError:
+        return _TIMEOUT
+    except (ConnectionError, asyncio.IncompleteReadError, msgspec.DecodeError):
+        return ""
+
+
+# -- in the child
+
+
+def main() -> None:
+    """Serves the calls of a HookProcess, on stdin and stdout."""
+    requests_in, replies_out = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # users' code reads nothing,
+    os.dup2(2, 1)  # and what it prints goes to the server's stderr
+    faulthandler.enable(replies_out)
+    waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(os.fdopen(requests_in, "rb"), waiting), daemon=True).start()
+    loaded: dict[bytes, tuple[str, Hooks]] = {}
+    with os.fdopen(replies_out, "wb") as wire:
+        while True:
+            request = msgspec.msgpack.decode(waiting.get(), type=_Request)
+            faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True, file=replies_out)
+            reply = _reply(request, loaded)
+            del request  # it may be large
+            faulthandler.cancel_dump_traceback_later()
+            wire.write(len(reply).to_bytes(4))
+            wire.write(reply)
+            wire.flush()
+
+
+def _receive(wire: IO[bytes], waiting: "queue.SimpleQueue[bytes]") -> None:
+    """Ends the process when the server is gone, also while a hook runs."""
+    while len(head := wire.read(4)) == 4 and len(message := wire.read(int.from_bytes(head))):
+        waiting.put(message)
+    os._exit(0)
+
+
+def _reply(request: _Request, loaded: dict[bytes, tuple[str, Hooks]]) -> bytes:
+    try:
+        reply = msgspec.msgpack.encode(_Reply(_result(request, loaded)))
+        if len(reply) > _MAX_BYTES:
+            raise HookError(f"{request.path}: the answer has {len(reply)} bytes, which is too much")
+    except ItemError as error:
+        return msgspec.msgpack.encode(_Reply(item_error=(error.message, error.where)))
+    except HookError as error:
+        return msgspec.msgpack.encode(_Reply(error=(str(error), error.hook, error.traceback)))
+    except BaseException as error:
+        where = "" if isinstance(error, ConfigError) else f"{request.path}: {type(error).__name__}: "
+        trace = "".join(traceback.format_exception(error))
+        return msgspec.msgpack.encode(_Reply(error=(f"{where}{error}", "", trace)))
+    return reply
+
+
+def _result(request: _Request, loaded: dict[bytes, tuple[str, Hooks]]) -> Any:
+    if request.call == "parse":
+        item = parse_item(request.source, request.encoding)
+        return msgspec.structs.replace(item, body=b""), item.body is request.source
+    if request.source not in loaded:
+        loaded[request.source] = _load(Path(request.path), request.source)
+    task_type, hooks = loaded[request.source]
+    if request.call == "look":
+        return task_type, sorted(hooks.overridden)
+    groups: dict[InstanceId, list[ItemDict]] = {}
+    for instance_id, items in request.groups:
+        groups.setdefault(instance_id, []).extend(load_item(body, encoding) for encoding, body in items)
+    if request.call == "meta_info":
+        meta = hooks.meta_info(groups, request.settings)
+        return orjson.dumps(meta, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    ((instance_id, given),) = groups.items()
+    if request.call == "judge":
+        return hooks.judge((instance_id, given), request.settings, timed_out=request.timed_out)
+    uids = [item["uid"] for item in given]  # before the hooks, which may change the items
+    finished = hooks.finish((instance_id, given), request.settings, timed_out=request.timed_out)
+    kept = {item["uid"] for item in finished}
+    try:
+        bodies = [dump_item(item, request.encoding) for item in finished]
+    except ItemError as error:
+        names = ", ".join(sorted(hooks.overridden & FINISHING))
+        raise HookError(f"{request.path}: {names} gave back an item that {error}", names) from error
+    return bodies, [uid for uid in uids if uid not in kept]
+
+
+def _load(path: Path, source: bytes) -> tuple[str, Hooks]:
+    module = run_file(path, key="generators", source=source)
+    task_type: Any = getattr(module, "TASK_TYPE", None)
+    run_rollout: Any = getattr(module, "run_rollout", None)
+    if task_type is None:
+        raise ConfigError(f'generators: {path} defines no TASK_TYPE; add TASK_TYPE = "…"')
+    if not isinstance(task_type, str) or not 0 < len(task_type) <= MAX_TEXT:
+        raise ConfigError(f"generators: {path}: TASK_TYPE must be a text, not empty, is {task_type!r:.100}")
+    if run_rollout is None:
+        raise ConfigError(f"generators: {path} defines no run_rollout; add def run_rollout(data: dict)")
+    try:
+        inspect.signature(run_rollout).bind({})
+    except (TypeError, ValueError) as error:  # ValueError: it is one of Python's own, which has no signature
+        raise ConfigError(f"generators: {path}: run_rollout must be a function of (data): {error}") from None
+    return task_type, Hooks(module, task_type, str(path))
+
+
+if __name__ == "__main__":
+    main()
