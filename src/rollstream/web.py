@@ -4,7 +4,7 @@
                    closed            bounded  404 405 403 401 415            413 408 503    cut off if unread
 
 A request is refused before its body is read wherever that is possible. Bodies share one budget of bytes.
-One task looks at all connections now and then and cuts off those whose client does not read its answer;
+One task checks all connections now and then and cuts off those whose client does not read its answer;
 aiohttp itself closes connections that are idle or stay in the middle of a head.
 """
 
@@ -12,6 +12,7 @@ import asyncio
 import base64
 import functools
 import hmac
+import io
 import ipaddress
 import logging
 import re
@@ -19,27 +20,19 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
-from urllib.parse import unquote
+from typing import Any, TypeVar, cast
 
 import msgspec
 from aiohttp import hdrs, web
 from aiohttp.web_protocol import _ErrInfo
-from multidict import CIMultiDictProxy, istr
+from multidict import CIMultiDictProxy
 
 from rollstream.errors import ConfigError, RollstreamError
 
 _LOG = logging.getLogger(__name__)
 
-_HTTP_1_1 = (1, 1)
-
-_SEC_FETCH_SITE = istr("Sec-Fetch-Site")
-
 _PLACE = re.compile(r"(?:field `(\w+)`)?(?: - at `(?:key in )?\$\.?([^`]*)`)?$")
 """The end of msgspec's messages: the field that is unknown or missing, and the path to its object."""
-
-_GOOD_HOSTS = 64
-"""Host headers that are remembered as good; clients could send any number of different ones."""
 
 _LINGER_S = 5.0
 """How long the rest of a refused body is received and thrown away: a socket that is closed with bytes unread
@@ -50,6 +43,8 @@ _READ_BUFFER = 2**16
 
 _GONE = 499
 """As nginx counts requests whose client went away."""
+
+_STOP_LOOK_S = 0.01
 
 _CANCEL_S = 0.5
 """For cancelled handlers to end, when the server stops."""
@@ -66,7 +61,6 @@ class HTTPError(RollstreamError):
         code: one word for programs.
         where: the field or parameter that is wrong.
         headers: further headers of the answer.
-        cause: the error behind it; logged with its traceback where the status is 500.
     """
 
     def __init__(
@@ -76,22 +70,9 @@ class HTTPError(RollstreamError):
         code: str = "bad_request",
         where: str = "",
         headers: Mapping[str, str] | None = None,
-        cause: BaseException | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.code = code
-        self.where = where
-        self.headers = dict(headers or {})
-        self.__cause__ = cause
-
-
-class Identity(Protocol):
-    """Whoever shows a token with limited rights."""
-
-    @property
-    def scope(self) -> str:
-        """It may use the routes that have this scope."""
+        self.status, self.code, self.where, self.headers = status, code, where, dict(headers or {})
 
 
 @dataclass(frozen=True)
@@ -99,21 +80,20 @@ class Route:
     """What is answered by which handler.
 
     `path` may have segments `{name}`, which take one segment each, and end with `{name...}`, which takes the
-    rest, slashes included. HEAD is answered where GET is.
+    rest, slashes included. HEAD is answered where GET is. `body`, `query` and `answer` are for `openapi`.
     """
 
     method: str
     path: str
     handler: "Handler"
     body: type | None = None
-    """Of a JSON body, and below of the query and of the answer: for `openapi`."""
     query: type | None = None
     answer: type | None = None
     summary: str = ""
     open: bool = False
     """Needs no token."""
-    scopes: frozenset[str] = frozenset()
-    """Limited tokens of these scopes may use it."""
+    limited: bool = False
+    """Limited tokens may use it, too."""
     cancel_when_gone: bool = False
     """Cancels the handler when the client goes away."""
 
@@ -124,12 +104,10 @@ class Access:
 
     token: str | None = None
     """As bearer token or as password of HTTP Basic; None asks for none."""
-    accepts: Callable[[str], Identity | None] | None = None
-    """Knows further tokens, with limited rights."""
+    whose: Callable[[str], str | None] | None = None
+    """Whose a limited token is; None: it is none."""
     allowed_hosts: frozenset[str] = frozenset()
     """Further names of this server, as clients write them in a URL, without a port."""
-    allowed_origins: frozenset[str] = frozenset()
-    """Web pages that may send requests, such as `https://lab.example`."""
     insecure: bool = False
     """Listens beyond loopback also without a token."""
 
@@ -163,29 +141,19 @@ class Request:
         raw: aiohttp's, for a streamed answer.
         params: what the path's `{name}` segments stand for.
         shown_token: the server's token came with it.
-        identity: of the limited token that came with it.
+        token_of: whose limited token came with it.
     """
-
-    __slots__ = ("_body", "_held", "_server", "headers", "identity", "params", "raw", "shown_token")
 
     def __init__(self, raw: web.BaseRequest, server: "WebServer") -> None:
         self.raw = raw
         self.headers: CIMultiDictProxy[str] = raw.headers
-        self.params: dict[str, str] = {}
+        self.method = raw.method
+        self.path = raw.path
+        self.params: Mapping[str, str] = {}
         self.shown_token = False
-        self.identity: Identity | None = None
+        self.token_of: str | None = None
         self._server = server
-        self._body: bytes | None = None
         self._held = 0
-
-    @property
-    def method(self) -> str:
-        return self.raw.method
-
-    @property
-    def path(self) -> str:
-        """Decoded, without the query."""
-        return self.raw.path
 
     @property
     def query(self) -> dict[str, str]:
@@ -203,29 +171,53 @@ class Request:
         transport = self.raw.transport
         return transport is None or transport.is_closing()
 
-    async def body(self) -> bytes:
-        """The whole body.
+    async def body(self, most: int | None = None) -> bytes:
+        """The whole body, to be asked for once. Its bytes are in the budget until the request is answered.
+
+        Args:
+            most: Bytes that it may have, where that is less than what the server takes.
 
         Raises:
             HTTPError: 413 it is too large; 408 it stops coming; 503 other bodies take all the room.
         """
-        if self._body is None:
-            content = self.raw.content
-            if content.is_eof():  # it came together with the head
-                body = content.read_nowait()
-                self._hold(len(body))
-                self._body = body
-            else:
-                self._body = await self._receive()
-        return self._body
+        raw, server, limits = self.raw, self._server, self._server.limits
+        most = min(most or limits.max_body, limits.max_body)
+        if (raw.content_length or 0) > most:
+            raise _too_large(most)
+        if self.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
+            await raw.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            raw.writer.output_size = 0  # the answer has not begun
+        body = io.BytesIO()  # grows in place: joining parts would take the memory twice
+        while not raw.content.at_eof():
+            try:
+                async with asyncio.timeout(limits.body_idle_seconds):
+                    part = await raw.content.readany()
+            except TimeoutError:
+                text = f"no byte came for {limits.body_idle_seconds:g} s, and the body is not complete"
+                raise HTTPError(408, text, "timeout") from None
+            self._held += len(part)
+            server.body_bytes += len(part)
+            if self._held > most:
+                raise _too_large(most)
+            if server.body_bytes > limits.bodies_in_flight:
+                text = "other requests take all the room for bodies: try again"
+                raise HTTPError(503, text, "busy", headers={"retry-after": "1"})
+            body.write(part)
+        return body.getvalue()
 
-    async def json(self, kind: type[T]) -> T:
+    async def json(self, kind: type[T], most: int | None = None) -> T:
         """The body as a value of `kind`; an empty body counts as `{}`.
+
+        It is not decoded in a thread: the decoder is quick, and keeps Python's lock meanwhile.
 
         Raises:
             HTTPError: 400 it cannot be one, with the place; and as `body`.
         """
-        return decode_json(await self.body() or b"{}", kind)
+        body = await self.body(most) or b"{}"
+        try:
+            return cast(T, _decoder(cast(Any, kind)).decode(body))
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise _unreadable("the body", error) from error
 
     def arguments(self, kind: type[T]) -> T:
         """The query's parameters as a struct.
@@ -239,50 +231,19 @@ class Request:
             raise _unreadable("the query", error) from error
 
     def release(self) -> None:
-        """Drops the body and gives its bytes back to the budget; for handlers that go on without it."""
-        self._body = None
+        """Gives the body's bytes back to the budget; for handlers that go on without it."""
         self._server.body_bytes -= self._held
         self._held = 0
 
-    async def _receive(self) -> bytes:
-        content, limits = self.raw.content, self._server.limits
-        declared = self.raw.content_length
-        if declared is not None and declared > limits.max_body:
-            raise _too_large(limits)
-        if self.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
-            await self.raw.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self.raw.writer.output_size = 0  # the answer has not begun
-        parts = []
-        while not content.at_eof():
-            try:
-                async with asyncio.timeout(limits.body_idle_seconds):
-                    part = await content.readany()
-            except TimeoutError:
-                raise HTTPError(
-                    408,
-                    f"no byte came for {limits.body_idle_seconds:g} s, and the body is not complete",
-                    "timeout",
-                ) from None
-            self._hold(len(part))
-            parts.append(part)
-        return b"".join(parts)
-
-    def _hold(self, size: int) -> None:
-        server = self._server
-        self._held += size
-        server.body_bytes += size
-        if self._held > server.limits.max_body:
-            raise _too_large(server.limits)
-        if server.body_bytes > server.limits.bodies_in_flight:
-            raise HTTPError(
-                503,
-                "other requests take all the room for bodies: try again",
-                "busy",
-                headers={"retry-after": "1"},
-            )
+    def cut_off(self) -> ConnectionResetError:
+        """Ends the connection: its answer has begun and cannot be finished. The error is to be raised."""
+        if self.raw.transport is not None:
+            self.raw.transport.abort()
+        return ConnectionResetError()
 
 
-Handler = Callable[[Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[Request], Awaitable[Any]]
+"""Gives a response, or a value that is sent as JSON."""
 Translate = Callable[[Exception], HTTPError | None]
 RenderError = Callable[[web.BaseRequest, HTTPError], web.Response]
 OnAnswer = Callable[[Route | None, int, float], None]
@@ -295,22 +256,25 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     )
 
 
+class ErrorDetail(msgspec.Struct):
+    """What is wrong, a word for programs, and the field that is wrong."""
+
+    message: str
+    code: str
+    where: str
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of a refusal, as `render_json_error` writes it."""
+
+    error: ErrorDetail
+
+
 def render_json_error(request: web.BaseRequest, error: HTTPError) -> web.Response:
-    """The error as `{"error": {"message", "code", "where"}}`."""
-    body = {"error": {"message": str(error), "code": error.code, "where": error.where}}
-    return json_response(body, error.status, error.headers)
-
-
-def decode_json(body: bytes, kind: type[T]) -> T:
-    """JSON as a value of `kind`. Not in a thread: the decoder is quick, and keeps Python's lock meanwhile.
-
-    Raises:
-        HTTPError: 400 it cannot be one, with the place.
-    """
-    try:
-        return cast(T, _decoder(cast(Any, kind)).decode(body))
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _unreadable("the body", error) from error
+    """The error as an `ErrorBody`."""
+    return json_response(
+        ErrorBody(ErrorDetail(str(error), error.code, error.where)), error.status, error.headers
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -325,19 +289,8 @@ def _unreadable(what: str, error: Exception) -> HTTPError:
     return HTTPError(400, f"{what} cannot be read: {error}", where=where)
 
 
-def _check_encoding(request: Request) -> None:
-    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "").strip().lower()
-    if encoding not in ("", "identity"):
-        raise HTTPError(
-            415,
-            f"the body has content-encoding {encoding[:40]!r}: send it as it is",
-            "unsupported_encoding",
-            headers={"accept-encoding": "identity"},
-        )
-
-
-def _too_large(limits: Limits) -> HTTPError:
-    return HTTPError(413, f"the body is larger than {limits.max_body} bytes: send less at once", "too_large")
+def _too_large(most: int) -> HTTPError:
+    return HTTPError(413, f"the body is larger than {most} bytes: send less at once", "too_large")
 
 
 class WebServer:
@@ -358,9 +311,9 @@ class WebServer:
         *,
         access: Access | None = None,
         limits: Limits | None = None,
-        translate: Translate | None = None,
+        translate: Translate = lambda _: None,
         render_error: RenderError = render_json_error,
-        on_answer: OnAnswer | None = None,
+        on_answer: OnAnswer = lambda *_: None,
     ) -> None:
         self.limits = limits or Limits()
         self.body_bytes = 0
@@ -368,7 +321,12 @@ class WebServer:
         self.url = ""
         """Known once `start` has returned."""
         self._access = access or Access()
-        self._table = _Table(routes)
+        self._table = web.UrlDispatcher()
+        self._routes: dict[web.AbstractRoute, Route] = {}
+        for route in routes:
+            path = route.path.replace("...}", ":.+}")
+            for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
+                self._routes[self._table.add_route(method, path, cast(Any, route.handler))] = route
         self._translate = translate
         self._render_error = render_error
         self._on_answer = on_answer
@@ -377,7 +335,6 @@ class WebServer:
         self._handlers: dict[asyncio.Task[Any], web.RequestHandler] = {}
         self._watch: asyncio.Task[None] | None = None
         self._stopping = False
-        self._quiet = asyncio.Event()
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Begins to listen; returns the URL. Port 0 takes a free one.
@@ -387,9 +344,9 @@ class WebServer:
         """
         loop = asyncio.get_running_loop()
         self._manager = web.Server(self._answer)
-        if not 0 <= port <= 65535:
-            raise ConfigError(f"cannot listen on {host}:{port}: a port is a number from 0 to 65535")
         try:
+            if not 0 <= port <= 65535:
+                raise OverflowError("a port is a number from 0 to 65535")
             server = await loop.create_server(
                 lambda: _Connection(self, self._manager, loop),
                 host or None,
@@ -407,7 +364,7 @@ class WebServer:
                 f"other machines reach {host or beyond[0]}: set a token (an API key), listen on 127.0.0.1, "
                 "or let everybody in with --insecure"
             )
-        self._gate = _Gate(self._access, host, [address[0] for address in addresses])
+        self._gate = _Gate(self._access, host, beyond)
         self._server = server
         self._watch = asyncio.create_task(self._cut_off_unread(), name="web-watch")
         await server.start_serving()
@@ -425,7 +382,7 @@ class WebServer:
 
         Returns at most a second later, also where a handler does not let itself be cancelled. Idempotent.
         """
-        if self._watch is None or self._watch.done():
+        if self._watch is None or self._stopping:
             return
         self.stop_listening()
         self._stopping = True
@@ -434,8 +391,9 @@ class WebServer:
             self._manager.pre_shutdown()  # who is busy ends after this request
             for connection in self._connections.difference(self._handlers.values()):
                 connection.force_close()
-            self._note_quiet()
-            await asyncio.wait_for(self._quiet.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                while self._connections or self._handlers:  # noqa: ASYNC110  (two sets, changed in two places)
+                    await asyncio.sleep(_STOP_LOOK_S)
         except TimeoutError:
             _LOG.warning("%d requests are cut off: the server stops", len(self._handlers))
         finally:
@@ -449,50 +407,33 @@ class WebServer:
         if self._handlers:
             _LOG.error("%d handlers do not end although they were cancelled", len(self._handlers))
 
-    def _note_quiet(self) -> None:
-        if self._stopping and not self._connections and not self._handlers:
-            self._quiet.set()
-
     async def _answer(self, raw: web.BaseRequest) -> web.StreamResponse:
         began = time.perf_counter()
-        task = asyncio.current_task()
-        assert task is not None
-        self._handlers[task] = raw.protocol
-        request = Request(raw, self)
-        route = None
+        response: web.StreamResponse
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        connection = cast(_Connection, raw.protocol)
+        self._handlers[task] = connection
+        request, route = Request(raw, self), None
         try:
-            route, methods = self._table.find(request)
+            match = await self._table.resolve(cast(web.Request, raw))
+            route, request.params = self._routes.get(match.route), match
             self._gate.check(request, route)
             if route is None:
-                raise _unknown(request, methods)
-            _check_encoding(request)
+                raise _unknown(request, match.http_exception)
             if route.cancel_when_gone:
-                response = await self._answer_while_there(request, route, task)
-            else:
-                response = await route.handler(request)
+                if request.gone:
+                    raise ConnectionResetError
+                connection.cancels = task
+            answer = await route.handler(request)
+            response = answer if isinstance(answer, web.StreamResponse) else json_response(answer)
         except Exception as error:
             response = self._refuse(request, error)
         finally:
-            del self._handlers[task]
-            if request._held:
-                request.release()
-            if self._stopping:
-                self._note_quiet()
-        if self._on_answer is not None:
-            self._on_answer(route, response.status, time.perf_counter() - began)
-        return response
-
-    async def _answer_while_there(
-        self, request: Request, route: Route, task: asyncio.Task[Any]
-    ) -> web.StreamResponse:
-        if request.gone:
-            raise ConnectionResetError
-        connection = cast(_Connection, request.raw.protocol)
-        connection.cancels = task
-        try:
-            return await route.handler(request)
-        finally:
             connection.cancels = None
+            del self._handlers[task]
+            request.release()
+        self._on_answer(route, response.status, time.perf_counter() - began)
+        return response
 
     def _refuse(self, request: Request, error: Exception) -> web.Response:
         raw = request.raw
@@ -503,15 +444,15 @@ class WebServer:
         elif isinstance(error, web.RequestPayloadError):
             refusal = HTTPError(400, f"the body cannot be read: {error}")
         else:
-            refusal = self._translate(error) if self._translate is not None else None
+            refusal = self._translate(error)
         if refusal is None:
             _LOG.error("%s %s failed", request.method, request.path, exc_info=error)
             text = f"internal error ({type(error).__name__}), see the server's log"
             refusal = HTTPError(500, text, "internal")
         elif refusal.status == 500:
             _LOG.warning("%s %s: %s", request.method, request.path, refusal, exc_info=refusal.__cause__)
-        if raw.writer.output_size and raw.transport is not None:
-            raw.transport.abort()  # its status has been sent: only a broken connection can tell now
+        if raw.writer.output_size:
+            request.cut_off()  # its status has been sent: only a broken connection can tell now
         response = self._render_error(raw, refusal)
         if not raw.content.is_eof():
             response.force_close()
@@ -532,8 +473,8 @@ class _Connection(web.RequestHandler):
 
     socket: asyncio.Transport
 
-    def __init__(self, room: WebServer, manager: web.Server, loop: asyncio.AbstractEventLoop) -> None:
-        limits = room.limits
+    def __init__(self, server: WebServer, manager: web.Server, loop: asyncio.AbstractEventLoop) -> None:
+        limits = server.limits
         super().__init__(
             manager,
             loop=loop,
@@ -548,31 +489,27 @@ class _Connection(web.RequestHandler):
         )
         self.cancels: asyncio.Task[Any] | None = None
         """Ends with the connection."""
-        self._room = room
-        self._is_broken = False
+        self._web = server
         self._unread = 0
         self._unread_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        room = self._room
+        server = self._web
         self.socket = cast(asyncio.Transport, transport)
-        if len(room._connections) >= room.limits.max_connections or room._stopping:
+        if len(server._connections) >= server.limits.max_connections or server._stopping:
             self.socket.abort()
             return
-        room._connections.add(self)
+        server._connections.add(self)
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         """Drops what comes after the first fault: aiohttp would keep each part of it, with a traceback."""
-        if not self._is_broken:
+        if not (self._messages and isinstance(self._messages[-1][0], _ErrInfo)):
             super().data_received(data)
-            if self._messages and isinstance(self._messages[-1][0], _ErrInfo):
-                self._is_broken = True
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
-        self._room._connections.discard(self)
-        self._room._note_quiet()
+        self._web._connections.discard(self)
         if self.cancels is not None:
             self.cancels.cancel()
 
@@ -586,9 +523,8 @@ class _Connection(web.RequestHandler):
         """Answers what is not HTTP; aiohttp would log a traceback of it."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
-        response = self._room._render_error(
-            request, HTTPError(400, f"this is not a valid request: {message}")
-        )
+        refusal = HTTPError(400, f"this is not a valid request: {message}")
+        response = self._web._render_error(request, refusal)
         response.force_close()
         return response
 
@@ -604,83 +540,55 @@ class _Connection(web.RequestHandler):
 class _Gate:
     """Decides by its head whether a request may go on."""
 
-    def __init__(self, access: Access, host: str, addresses: Sequence[str]) -> None:
+    def __init__(self, access: Access, host: str, beyond_loopback: Sequence[str]) -> None:
         self._access = access
-        self._bearer = None if access.token is None else f"Bearer {access.token}".encode()
-        self._names = {"localhost", host.lower(), *(name.lower() for name in access.allowed_hosts)} - {""}
-        self._beyond_loopback = not all(map(_is_loopback, addresses))
-        if self._beyond_loopback:
-            self._names.add(socket.gethostname().lower())
-        self._good_hosts: set[str | None] = set()
+        self._beyond_loopback = bool(beyond_loopback)
+        own = {socket.gethostname().lower()} if beyond_loopback else set()
+        self._names = {"localhost", host.lower(), *map(str.lower, access.allowed_hosts), *own} - {""}
 
     def check(self, request: Request, route: Route | None) -> None:
-        headers = request.headers
-        shown = headers.get(hdrs.AUTHORIZATION)
-        if shown is not None:
-            self._identify(request, shown)
+        """Who sent it, for whom, from where, and may they. Raises `HTTPError`."""
+        headers, token = request.headers, self._access.token
+        if shown := _shown_token(headers.get(hdrs.AUTHORIZATION, "")):
+            request.shown_token = token is not None and hmac.compare_digest(_bytes(shown), _bytes(token))
+            if not request.shown_token and self._access.whose is not None:
+                request.token_of = self._access.whose(shown)
         host = headers.get(hdrs.HOST)
-        if host not in self._good_hosts:
-            self._check_host(request, host)
-        origin, site = headers.get(hdrs.ORIGIN), headers.get(_SEC_FETCH_SITE)
-        if origin is not None or site is not None:
-            self._check_origin(origin, site, host)
-        if self._bearer is None or request.shown_token or (route is not None and route.open):
-            return
-        if request.identity is None:
-            text = "the token or API key is missing or wrong: send authorization: Bearer TOKEN, or http://x:TOKEN@host"
-            raise HTTPError(401, text, "unauthorized", headers={"www-authenticate": "Bearer"})
-        if route is not None and request.identity.scope not in route.scopes:
-            raise HTTPError(403, "this token may not do that", "forbidden")
-
-    def _identify(self, request: Request, shown: str) -> None:
-        if self._bearer is not None and hmac.compare_digest(_bytes(shown), self._bearer):
-            request.shown_token = True
-            return
-        token = _shown_token(shown)
-        if self._access.token is not None and hmac.compare_digest(_bytes(token), _bytes(self._access.token)):
-            request.shown_token = True
-        elif token and self._access.accepts is not None:
-            request.identity = self._access.accepts(token)
-
-    def _check_host(self, request: Request, host: str | None) -> None:
-        if host is None:
-            if request.raw.version >= _HTTP_1_1:
-                raise HTTPError(400, "the Host header is missing")
-            return
-        if self._is_good(host):
-            if len(self._good_hosts) < _GOOD_HOSTS:
-                self._good_hosts.add(host)
+        if host is None and request.raw.version >= (1, 1):
+            raise HTTPError(400, "the Host header is missing")
         # A page that got here by a rebound DNS name does not know a token.
-        elif not request.shown_token and request.identity is None:
-            raise HTTPError(
-                403,
-                f"{host!r} is not a name of this server: show a token, or start it with this host allowed",
-                "forbidden_host",
-            )
+        known = request.shown_token or request.token_of is not None
+        if host is not None and not known and not self._is_own(host.lower()):
+            text = f"{host!r} is not a name of this server: show a token, or start it with this host allowed"
+            raise HTTPError(403, text, "forbidden_host")
+        origin = headers.get(hdrs.ORIGIN)
+        if origin is None:
+            foreign = headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
+        else:
+            own = (host or "").lower()
+            foreign = origin.lower() not in (f"http://{own}", f"https://{own}")
+        if foreign:
+            text = f"pages of {origin or 'other sites'} may not send requests"
+            raise HTTPError(403, text, "forbidden_origin")
+        if token is not None and not request.shown_token and not (route is not None and route.open):
+            if request.token_of is None:
+                text = "the token or API key is missing or wrong: send authorization: Bearer TOKEN, or http://x:TOKEN@host"
+                raise HTTPError(401, text, "unauthorized", headers={"www-authenticate": "Bearer"})
+            if route is not None and not route.limited:
+                raise HTTPError(403, "this token may not do that", "forbidden")
+        encoding = headers.get(hdrs.CONTENT_ENCODING, "").strip().lower()
+        if route is not None and encoding not in ("", "identity"):
+            text = f"the body has content-encoding {encoding[:40]!r}: send it as it is"
+            raise HTTPError(415, text, "unsupported_encoding", headers={"accept-encoding": "identity"})
 
-    def _is_good(self, host: str) -> bool:
-        name = host.lower()
-        name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0].rstrip(".")
+    def _is_own(self, host: str) -> bool:
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
         if name in self._names:
             return True
         try:
-            address = ipaddress.ip_address(name)
+            return ipaddress.ip_address(name).is_loopback or self._beyond_loopback
         except ValueError:
             return False
-        return address.is_loopback or self._beyond_loopback
-
-    def _check_origin(self, origin: str | None, site: str | None, host: str | None) -> None:
-        if origin is None:
-            foreign = site in ("cross-site", "same-site")
-        elif origin in self._access.allowed_origins:
-            foreign = False
-        else:
-            own = None if host is None else host.lower()
-            foreign = origin.lower() not in (f"http://{own}", f"https://{own}")
-        if foreign:
-            raise HTTPError(
-                403, f"pages of {origin or 'other sites'} may not send requests", "forbidden_origin"
-            )
 
 
 def _bytes(text: str) -> bytes:
@@ -704,106 +612,50 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-class _Table:
-    """Routes by path and method."""
-
-    def __init__(self, routes: Iterable[Route]) -> None:
-        self._paths: dict[str, dict[str, Route]] = {}
-        self._patterns: dict[str, dict[str, Route]] = {}
-        for route in routes:
-            table = self._patterns if "{" in route.path else self._paths
-            methods = table.setdefault(route.path, {})
-            assert route.method not in methods, f"two routes for {route.method} {route.path}"
-            methods[route.method] = route
-
-    def find(self, request: Request) -> tuple[Route | None, Iterable[str]]:
-        """The route, or None and the methods that the path has; sets the request's `params`."""
-        methods = self._paths.get(request.raw.raw_path)
-        if methods is None:
-            path = request.raw.rel_url.raw_path  # without the query, still percent-encoded
-            methods = self._paths.get(path)
-            if methods is None:
-                methods, request.params = self._match(path.split("/"))
-        route = methods.get(request.method)
-        if route is None and request.method == "HEAD":
-            route = methods.get("GET")
-        return route, methods
-
-    def _match(self, segments: list[str]) -> tuple[dict[str, Route], dict[str, str]]:
-        for path, methods in self._patterns.items():
-            wanted, given = path.split("/"), segments
-            if path.endswith("...}") and len(given) >= len(wanted):
-                given = [*given[: len(wanted) - 1], "/".join(given[len(wanted) - 1 :])]
-            if len(given) != len(wanted):
-                continue
-            pairs = list(zip(wanted, given, strict=True))
-            if all(value if name.startswith("{") else name == value for name, value in pairs):
-                return methods, {
-                    name.strip("{.}"): unquote(value) for name, value in pairs if name.startswith("{")
-                }
-        return {}, {}
-
-
-def _unknown(request: Request, methods: Iterable[str]) -> HTTPError:
-    if not methods:
+def _unknown(request: Request, error: web.HTTPException | None) -> HTTPError:
+    if not isinstance(error, web.HTTPMethodNotAllowed):
         return HTTPError(404, f"there is no {request.path}", "not_found")
-    allowed = ", ".join(sorted(methods))
-    return HTTPError(
-        405,
-        f"{request.path} takes {allowed}, not {request.method}",
-        "method_not_allowed",
-        headers={"allow": allowed},
-    )
-
-
-class ErrorDetail(msgspec.Struct):
-    """What is wrong, a word for programs, and the field that is wrong."""
-
-    message: str
-    code: str
-    where: str
-
-
-class ErrorBody(msgspec.Struct):
-    """The body of a refusal, as `render_json_error` writes it."""
-
-    error: ErrorDetail
+    allowed = ", ".join(sorted(error.allowed_methods))
+    text = f"{request.path} takes {allowed}, not {request.method}"
+    return HTTPError(405, text, "method_not_allowed", headers={"allow": allowed})
 
 
 def openapi(routes: Iterable[Route], title: str, version: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document of the routes."""
-    listed = list(routes)
-    kinds = [kind for route in listed for kind in (route.body, route.query, route.answer) if kind is not None]
-    shown, schemas = msgspec.json.schema_components(
-        [*dict.fromkeys(kinds), ErrorBody], ref_template="#/components/schemas/{name}"
-    )
-    schema_of = dict(zip([*dict.fromkeys(kinds), ErrorBody], shown, strict=True))
+    routes = list(routes)
+    named = {kind for route in routes for kind in (route.body, route.query, route.answer) if kind}
+    kinds = [ErrorBody, *sorted(named, key=lambda kind: kind.__name__)]
+    refs, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    ref_of = dict(zip(kinds, refs, strict=True))
+
+    def content(kind: type | None) -> dict[str, Any]:
+        return {} if kind is None else {"content": {"application/json": {"schema": ref_of[kind]}}}
+
+    def parameter(name: str, place: str, required: bool, schema: Any) -> dict[str, Any]:
+        return {"name": name, "in": place, "required": required, "schema": schema}
+
     paths: dict[str, dict[str, Any]] = {}
-    for route in listed:
-        names = re.findall(r"{(\w+)", route.path)
-        parameters = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
-        if route.query is not None:
-            parameters += [
-                {
-                    "name": name,
-                    "in": "query",
-                    "required": name in schemas[route.query.__name__].get("required", ()),
-                    "schema": schema,
-                }
-                for name, schema in schemas[route.query.__name__]["properties"].items()
-            ]
+    for route in routes:
+        query = schemas[route.query.__name__] if route.query is not None else {"properties": {}}
         operation: dict[str, Any] = {
             "summary": route.summary,
-            "parameters": parameters,
+            "parameters": [
+                *(
+                    parameter(name, "path", True, {"type": "string"})
+                    for name in re.findall(r"{(\w+)", route.path)
+                ),
+                *(
+                    parameter(name, "query", name in query.get("required", ()), schema)
+                    for name, schema in query["properties"].items()
+                ),
+            ],
             "responses": {
-                "200": {"description": "done", **_json_content(route.answer, schema_of)},
-                "default": {"description": "refused", **_json_content(ErrorBody, schema_of)},
+                "200": {"description": "done", **content(route.answer)},
+                "default": {"description": "refused", **content(ErrorBody)},
             },
         }
         if route.body is not None:
-            operation["requestBody"] = _json_content(route.body, schema_of)
+            operation["requestBody"] = content(route.body)
         if route.open:
             operation["security"] = []
         paths.setdefault(route.path.replace("...}", "}"), {})[route.method.lower()] = operation
@@ -817,7 +669,3 @@ def openapi(routes: Iterable[Route], title: str, version: str) -> dict[str, Any]
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
-
-
-def _json_content(kind: type | None, schema_of: Mapping[type, Any]) -> dict[str, Any]:
-    return {} if kind is None else {"content": {"application/json": {"schema": schema_of[kind]}}}

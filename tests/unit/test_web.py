@@ -4,20 +4,21 @@ import asyncio
 import base64
 import gzip
 import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from rollstream.errors import ConfigError
 from rollstream.web import (
     Access,
+    Handler,
     HTTPError,
     Limits,
     Request,
@@ -43,17 +44,12 @@ class Page(msgspec.Struct):
     limit: int = 10
 
 
-@dataclass
-class JobToken:
-    scope: str
+async def hello(request: Request) -> Any:
+    return "hello"
 
 
-async def hello(request: Request) -> web.Response:
-    return json_response({"params": request.params, "shown": request.shown_token})
-
-
-async def length(request: Request) -> web.Response:
-    return json_response(len(await request.body()))
+async def length(request: Request) -> Any:
+    return len(await request.body())
 
 
 ROUTES = [
@@ -74,6 +70,13 @@ async def serving(
             yield server
     finally:
         await server.stop(grace_s)
+
+
+@asynccontextmanager
+async def asking(routes: list[Route] = ROUTES, **options: Any) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client of such a server."""
+    async with serving(routes, **options) as server, aiohttp.ClientSession(server.url) as client:
+        yield client
 
 
 def address(server: WebServer) -> tuple[str, int]:
@@ -156,8 +159,8 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 async def test_routes_by_path_and_method() -> None:
-    async def named(request: Request) -> web.Response:
-        return json_response(request.params)
+    async def named(request: Request) -> Any:
+        return dict(request.params)
 
     routes = [
         Route("GET", "/groups", named),
@@ -166,7 +169,7 @@ async def test_routes_by_path_and_method() -> None:
         Route("POST", "/groups/{id}/drop", named),
         Route("GET", "/models/{name...}", named),
     ]
-    async with serving(routes) as server, aiohttp.ClientSession(server.url) as client:
+    async with asking(routes) as client:
         for method, path, status, params in [
             ("GET", "/groups", 200, {}),
             ("GET", "/groups?after=3", 200, {}),
@@ -178,35 +181,20 @@ async def test_routes_by_path_and_method() -> None:
             ("GET", "/groups/7/drop/more", 404, None),
             ("GET", "/elsewhere", 404, None),
         ]:
-            async with client.request(method, path if "%" not in path else _as_it_is(server, path)) as answer:
+            async with client.request(method, URL(path, encoded=True)) as answer:
                 assert answer.status == status, path
                 if params is not None:
                     assert await answer.json() == params
         async with client.delete("/groups") as answer:
-            assert answer.status == 405
-            assert answer.headers["Allow"] == "GET, POST"
+            assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD, POST")
             assert (await answer.json())["error"]["code"] == "method_not_allowed"
 
 
-def _as_it_is(server: WebServer, path: str) -> Any:
-    from yarl import URL
-
-    return URL(server.url + path, encoded=True)
-
-
-def test_two_routes_of_one_name_are_a_mistake() -> None:
-    with pytest.raises(AssertionError, match="two routes"):
-        WebServer([*ROUTES, Route("GET", "/hello", hello)])
-
-
 async def test_bodies_and_queries_are_typed() -> None:
-    async def point(request: Request) -> web.Response:
-        return json_response([await request.json(Point), request.arguments(Page)])
+    async def point(request: Request) -> Any:
+        return [await request.json(Point), request.arguments(Page)]
 
-    async with (
-        serving([Route("POST", "/point", point)]) as server,
-        aiohttp.ClientSession(server.url) as client,
-    ):
+    async with asking([Route("POST", "/point", point)]) as client:
         async with client.post("/point?limit=3", json={"x": 1}) as answer:
             assert await answer.json() == [{"x": 1, "tags": []}, {"after": 0, "limit": 3}]
         for path, body, where in [
@@ -224,28 +212,20 @@ async def test_bodies_and_queries_are_typed() -> None:
 
 
 async def test_errors_of_handlers(caplog: pytest.LogCaptureFixture) -> None:
+    errors = {"known": KeyError("k"), "refused": HTTPError(409, "no", "conflict"), "bug": ValueError("v")}
+
     async def fail(request: Request) -> web.Response:
-        raise {"known": KeyError("k"), "refused": HTTPError(409, "no", "conflict"), "bug": ValueError("v")}[
-            request.params["how"]
-        ]
+        raise errors[request.params["how"]]
 
     seen: list[tuple[str, int]] = []
-    async with (
-        serving(
-            [Route("GET", "/fail/{how}", fail)],
-            translate=lambda error: HTTPError(404, "not there") if isinstance(error, KeyError) else None,
-            render_error=lambda request, error: web.json_response([error.code], status=error.status),
-            on_answer=lambda route, status, seconds: seen.append(
-                (route.path if route else "unknown", status)
-            ),
-        ) as server,
-        aiohttp.ClientSession(server.url) as client,
-    ):
-        for how, status, code in [
-            ("known", 404, "bad_request"),
-            ("refused", 409, "conflict"),
-            ("bug", 500, "internal"),
-        ]:
+    async with asking(
+        [Route("GET", "/fail/{how}", fail)],
+        translate=lambda error: HTTPError(404, "not there") if isinstance(error, KeyError) else None,
+        render_error=lambda request, error: web.json_response([error.code], status=error.status),
+        on_answer=lambda route, status, seconds: seen.append((route.path if route else "unknown", status)),
+    ) as client:
+        wanted = [("known", 404, "bad_request"), ("refused", 409, "conflict"), ("bug", 500, "internal")]
+        for how, status, code in wanted:
             async with client.get(f"/fail/{how}") as answer:
                 assert (answer.status, await answer.json()) == (status, [code])
         async with client.get("/elsewhere"):
@@ -261,11 +241,7 @@ async def test_an_answer_that_fails_midway_breaks_off() -> None:
         await answer.write(b"half")
         raise ValueError
 
-    async with (
-        serving([Route("GET", "/half", half)]) as server,
-        aiohttp.ClientSession(server.url) as client,
-        client.get("/half") as answer,
-    ):
+    async with asking([Route("GET", "/half", half)]) as client, client.get("/half") as answer:
         assert answer.status == 200
         with pytest.raises(aiohttp.ClientPayloadError):
             await answer.read()
@@ -305,21 +281,19 @@ async def test_token_is_checked_before_the_body_comes() -> None:
 
 
 async def test_limited_tokens() -> None:
-    async def who(request: Request) -> web.Response:
-        return json_response(
-            {"scope": request.identity and request.identity.scope, "shown": request.shown_token}
-        )
+    async def who(request: Request) -> Any:
+        return [request.token_of, request.shown_token]
 
-    routes = [Route("POST", "/write", who, scopes=frozenset({"write"})), Route("POST", "/read", who)]
-    access = Access(token="secret", accepts=lambda token: JobToken("write") if token == "job" else None)
-    async with serving(routes, access=access) as server, aiohttp.ClientSession(server.url) as client:
-        job = {"Authorization": "Bearer job"}
-        async with client.post("/write", headers=job) as answer:
-            assert await answer.json() == {"scope": "write", "shown": False}
-        async with client.post("/read", headers=job) as answer:
-            assert answer.status == 403
-        async with client.post("/read", headers=TOKEN) as answer:
-            assert await answer.json() == {"scope": None, "shown": True}
+    routes = [Route("POST", "/write", who, limited=True), Route("POST", "/read", who)]
+    async with asking(routes, access=Access(token="secret", whose={"job": "7"}.get)) as client:
+        for path, token, status, answered in (
+            ("/write", "job", 200, ["7", False]),
+            ("/read", "job", 403, None),
+            ("/read", "secret", 200, [None, True]),
+        ):
+            async with client.post(path, headers={"Authorization": f"Bearer {token}"}) as answer:
+                assert answer.status == status
+                assert answered is None or await answer.json() == answered
 
 
 @pytest.mark.parametrize(
@@ -366,7 +340,6 @@ async def test_no_host_in_http_1_0() -> None:
         ({"Origin": "http://localhost:7"}, 200),
         ({"Origin": "https://localhost:7"}, 200),
         ({"Origin": "http://localhost:7", "Sec_Fetch_Site": "same-origin"}, 200),
-        ({"Origin": "https://lab.example", "Sec_Fetch_Site": "cross-site"}, 200),
         ({"Sec_Fetch_Site": "none"}, 200),
         ({"Origin": "http://localhost:8"}, 403),
         ({"Origin": "http://evil.example"}, 403),
@@ -376,8 +349,7 @@ async def test_no_host_in_http_1_0() -> None:
     ],
 )
 async def test_foreign_origin_is_refused(headers: dict[str, str], status: int) -> None:
-    access = Access(token="secret", allowed_origins=frozenset({"https://lab.example"}))
-    async with serving(access=access) as server:
+    async with serving(access=Access(token="secret")) as server:
         assert await ask(server, head(host="localhost:7", **TOKEN, **headers)) == status
 
 
@@ -472,12 +444,12 @@ async def test_what_comes_after_a_broken_head_is_dropped() -> None:
         connection = await Connection.to(server)
         await connection.send(head())
         await began.wait()
+        tracemalloc.start()
         for _ in range(100):
             await connection.send(b"x" * 10_000)
             await asyncio.sleep(0.001)
-        (broken,) = server._connections
-        await eventually(lambda: broken._is_broken)
-        assert len(broken._messages) == 1
+        assert tracemalloc.get_traced_memory()[0] < 300_000
+        tracemalloc.stop()
         go_on.set()
         assert await connection.status() == 200
         assert await connection.body() == "done"
@@ -590,71 +562,49 @@ async def test_slow_readers_get_their_answer() -> None:
 # -- the end
 
 
-async def stop_while(
-    handler: Callable[[Request], Awaitable[web.StreamResponse]], *, grace_s: float, started: asyncio.Event
-) -> tuple[int, float]:
-    """Status of a request in flight, and how long `stop` took."""
+async def stop_while(handler: Handler, *, grace_s: float, started: asyncio.Event) -> int:
+    """Status of a request in flight when its server stops."""
     server = WebServer([Route("GET", "/hello", handler)])
     await server.start()
-    idle = await Connection.to(server)
-    connection = await Connection.to(server)
-    await connection.send(head())
+    idle, busy = await Connection.to(server), await Connection.to(server)
+    await busy.send(head())
     await started.wait()
-    began = time.monotonic()
-    await server.stop(grace_s)
-    took = time.monotonic() - began
+    async with asyncio.timeout(END):
+        await server.stop(grace_s)
     assert await idle.closed()
     with pytest.raises(OSError):
         await Connection.to(server)
-    return await connection.status(), took
+    return await busy.status()
 
 
 async def test_stop_lets_requests_finish() -> None:
     started = asyncio.Event()
 
-    async def short(request: Request) -> web.Response:
+    async def short(request: Request) -> Any:
         started.set()
         await asyncio.sleep(0.1)
-        return json_response("done")
 
-    status, took = await stop_while(short, grace_s=10, started=started)
-    assert status == 200
-    assert took < END
+    assert await stop_while(short, grace_s=10, started=started) == 200
 
 
-async def test_stop_cancels_what_hangs() -> None:
-    started, cancelled = asyncio.Event(), asyncio.Event()
+@pytest.mark.parametrize("stubborn", [False, True])
+async def test_stop_cancels_what_hangs_and_returns_whatever_it_does(
+    stubborn: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    started, cancelled, free = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def hang(request: Request) -> web.Response:
-        started.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-        raise AssertionError
-
-    status, took = await stop_while(hang, grace_s=0.1, started=started)
-    assert status == 0
-    assert cancelled.is_set()
-    assert took < 1.1
-
-
-async def test_stop_returns_whatever_a_handler_does(caplog: pytest.LogCaptureFixture) -> None:
-    started, free = asyncio.Event(), asyncio.Event()
-
-    async def stubborn(request: Request) -> web.Response:
+    async def hang(request: Request) -> Any:
         started.set()
         while not free.is_set():
             try:
                 await free.wait()
             except asyncio.CancelledError:
-                continue
-        return json_response("done")
+                cancelled.set()
+                if not stubborn:
+                    raise
 
-    status, took = await stop_while(stubborn, grace_s=0.1, started=started)
-    assert status == 0
-    assert took < 1.1
-    assert "do not end" in caplog.text
+    assert await stop_while(hang, grace_s=0.1, started=started) == 0
+    assert cancelled.is_set() and ("do not end" in caplog.text) == stubborn
     free.set()
 
 
@@ -667,10 +617,9 @@ async def test_stop_with_an_answer_that_nobody_reads() -> None:
     connection = await Connection.to(server)
     await connection.send(head(path="/large"))
     assert await connection.status() == 200
-    began = time.monotonic()
-    await server.stop(0.1)
-    assert time.monotonic() - began < 1.1
-    await server.stop(0.1)
+    async with asyncio.timeout(END):
+        await server.stop(0.1)
+        await server.stop(0.1)
 
 
 @pytest.mark.parametrize("cancel_when_gone", [True, False])

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ GRACE_S = 10.0
 _EXIT_S = 10.0
 """More than that after the grace period, and the process ends as it is. What was acknowledged is on disk."""
 
-EPILOG = """\
+EXAMPLES = """\
 examples:
   rollstream buffer serve --dir outputs/buffer                          writers and readers come by HTTP
   rollstream buffer serve --dir outputs/buffer --generators builtin     with the shipped generators
@@ -29,93 +30,90 @@ examples:
 
 The same --dir again goes on where the last server ended, also after a crash. docs/buffer.md has the routes.
 
-exit codes: 0 ended by SIGINT or SIGTERM; 2 wrong usage, or a folder or address that cannot be used (a file,
+exit codes: """
+
+SERVE_CODES = """0 ended by SIGINT or SIGTERM; 2 wrong usage, or a folder or address that cannot be used (a file,
 in use by another server …); 1 the disk failed.
 """
+
+ASK_CODES = """0 printed; 2 wrong usage, or no buffer's folder; 1 the server does not answer, or has no such group.
+"""
+
+_LEAST = {"max_groups_per_read": 1, "max_buffer_size": 1, "archive_bytes": 0}
+
+_SECONDS = (0.1, 30 * 86_400)
+"""The least and the most of --lease-seconds and --hook-seconds."""
 
 
 def add_commands(doors: Any) -> None:
     """The commands below `rollstream buffer`."""
-    for name, run, text, add in (
-        ("serve", serve, "serve a buffer, by slime's routes and its own", _add_serve),
-        ("status", status, "what is in a buffer", _add_where),
-        ("show", show, "groups of a buffer, or the items of one", _add_show),
+    for name, run, text, add, codes in (
+        ("serve", serve, "serve a buffer, by slime's routes and its own", _add_serve, SERVE_CODES),
+        ("status", status, "what is in a buffer", _add_where, ASK_CODES),
+        ("show", show, "groups of a buffer, or the items of one", _add_show, ASK_CODES),
     ):
         parser = doors.add_parser(
             name,
             help=text,
             description=f"{text[0].upper()}{text[1:]}.",
-            epilog=EPILOG,
+            epilog=EXAMPLES + codes,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.set_defaults(command=run, parser=parser)
         add(parser)
 
 
+def _adder(parser: Any) -> Callable[..., None]:
+    def add(flag: str, kind: Any, metavar: str, text: str, default: Any = None, **more: Any) -> None:
+        said = "" if default in (None, []) else " (default: %(default)s)"
+        parser.add_argument(flag, type=kind, metavar=metavar, default=default, help=text + said, **more)
+
+    return add
+
+
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--dir",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="where everything is kept; made if it is not there",
-    )
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8889, help="0 takes a free one (default: %(default)s, as slime)")
-    add("--json", action="store_true", help='print {"url", "pid"} when ready')
-    add(
-        "--store",
-        metavar="URL",
-        help="postgresql://… keeps items there; --dir has the logs then (default: SQLite)",
-    )
-    access = parser.add_argument_group("who may come in, and what a job may name")
-    add = access.add_argument
-    add("--token-file", type=Path, metavar="FILE", help="its first line is what clients have to show")
-    add("--insecure", action="store_true", help="listen beyond loopback without a token")
-    add("--allow-host", action="append", default=[], metavar="NAME", help="a further name of this server")
-    add("--inputs", action="append", default=[], type=Path, metavar="DIR",
-        help="folder with input files of jobs (default: the working directory)")  # fmt: skip
-    add("--engines", action="append", default=[], metavar="URL",
-        help="inference server that jobs may use (default: any on this machine; with the token: any)")  # fmt: skip
-    add("--tools", type=Path, metavar="FILE", help="tool file; jobs choose from it by name")
-    groups = parser.add_argument_group("groups; a job's payload may say otherwise for its own")
-    add = groups.add_argument
-    add("--generators", action="append", default=[], metavar="DIR",
-        help="folder of *_generator.py files, or builtin; more than once, too")  # fmt: skip
-    add("--group-size", type=int, default=16, metavar="N", help="items of a group (default: %(default)s)")
+    add = _adder(parser)
+    add("--dir", Path, "DIR", "where everything is kept; made if it is not there", required=True)
+    add("--host", str, "HOST", "address to listen on", "127.0.0.1")
+    add("--port", int, "PORT", "slime's by default; 0 takes a free one", 8889)
+    parser.add_argument("--json", action="store_true", help='print {"url", "pid"} when ready')
+    add("--store", str, "URL", "postgresql://… keeps items there; --dir has the logs then (default: SQLite)")
+
+    group = parser.add_argument_group("who may come in, and what a job may name")
+    add, several = _adder(group), {"action": "append", "default": []}
+    add("--token-file", Path, "FILE", "its first line is what clients have to show")
+    group.add_argument("--insecure", action="store_true", help="listen beyond loopback without a token")
+    add("--allow-host", str, "NAME", "a further name of this server", **several)
+    text = "folder with input files of jobs (default: the working directory)"
+    add("--inputs", Path, "DIR", text, **several)
+    text = "inference server that jobs may use (default: any on this machine; with the token: any)"
+    add("--engines", str, "URL", text, **several)
+    add("--tools", Path, "FILE", "tool file; jobs choose from it by name")
+
+    group = parser.add_argument_group("groups; a job's payload may say otherwise for its own")
+    add = _adder(group)
+    text = "folder of *_generator.py files, or builtin; more than once, too"
+    add("--generators", str, "DIR", text, **several)
+    add("--group-size", int, "N", "items of a group", 16)
     for name, default, text in (
         ("min-valid-group-size-ratio", 1.0, "items that finish a group, as a share of its size"),
         ("min-valid-item-size-ratio", 0.7, "items with a valid reward that it must have"),
         ("group-timeout-seconds", 300.0, "since a group's last item; then it is judged as it is"),
         ("min-timeout-group-size-ratio", 0.7, "items that such a group must have"),
     ):
-        add(f"--{name}", type=float, default=default, metavar="X", help=f"{text} (default: %(default)s)")
-    add(
-        "--raw", action="store_true", help="hand groups out as they were written: any reward, nothing changed"
-    )
-    add("--max-groups-per-read", type=int, metavar="N",
-        help="for slime's trainer: its rollout_batch_size; a read of its route gives so many or none")  # fmt: skip
-    add(
-        "--hook-seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="time limit of a hook (default: %(default)s)",
-    )
-    limits = parser.add_argument_group("limits")
-    add = limits.add_argument
-    add(
-        "--max-buffer-size",
-        type=int,
-        default=10**9,
-        metavar="ITEMS",
-        help="writes wait beyond it (default: 1e9)",
-    )
-    add("--archive-bytes", type=int, default=2**30, metavar="BYTES",
-        help="of delivered and dropped items that can still be looked at (default: 1 GiB)")  # fmt: skip
-    add("--lease-seconds", type=float, default=600.0, metavar="S",
-        help="until groups that were handed out and not acked go back (default: %(default)s)")  # fmt: skip
+        add(f"--{name}", float, "X", text, default)
+    text = "hand groups out as they were written: any reward, nothing changed"
+    group.add_argument("--raw", action="store_true", help=text)
+    text = "for slime's trainer: its rollout_batch_size; a read of its route gives so many or none"
+    add("--max-groups-per-read", int, "N", text)
+    add("--hook-seconds", float, "S", "time limit of a hook", 60.0)
+
+    add = _adder(parser.add_argument_group("limits"))
+    add("--max-buffer-size", int, "ITEMS", "writes wait beyond it", 10**9)
+    text = "of delivered and dropped items that can still be looked at"
+    add("--archive-bytes", int, "BYTES", text, 2**30)
+    text = "until groups that were handed out and not acked go back"
+    add("--lease-seconds", float, "S", text, 600.0)
 
 
 def _add_where(parser: argparse.ArgumentParser) -> None:
@@ -150,24 +148,13 @@ def serve(options: argparse.Namespace) -> int:
     from rollstream.buffer.store.base import Limits
     from rollstream.web import Access
 
-    for name in ("max_groups_per_read", "max_buffer_size", "archive_bytes"):
-        if (value := getattr(options, name)) is not None and value < (name != "archive_bytes"):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {value}, want {int(name != 'archive_bytes')} or more"
-            )
+    for name, least in _LEAST.items():
+        if (value := getattr(options, name)) is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, want {least} or more")
     for name in ("lease_seconds", "hook_seconds"):
-        if not 0.1 <= getattr(options, name) <= 30 * 86_400:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {getattr(options, name)}, want 0.1 to {30 * 86_400}"
-            )
-    settings = GroupSettings(
-        group_size=options.group_size,
-        min_valid_group_size_ratio=options.min_valid_group_size_ratio,
-        min_valid_item_size_ratio=options.min_valid_item_size_ratio,
-        group_timeout_seconds=options.group_timeout_seconds,
-        min_timeout_group_size_ratio=options.min_timeout_group_size_ratio,
-        raw=options.raw,
-    )
+        if not _SECONDS[0] <= (value := getattr(options, name)) <= _SECONDS[1]:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, want {_SECONDS[0]} to {_SECONDS[1]}")
+    settings = GroupSettings(**{one.name: getattr(options, one.name) for one in fields(GroupSettings)})
     _check_folder(options.dir)
     buffer = BufferOptions(
         directory=options.dir,
@@ -294,9 +281,9 @@ def status(options: argparse.Namespace) -> int:
         f"disk     {stats['disk_bytes'] / 1e6:.1f} MB; items that have left: {stats['archive_bytes'] / 1e6:.1f} MB",
     ]
     if job is not None:
-        written = (
-            f"{stats['items_of_job']}{' of ' + str(job['expected']) if job.get('expected') else ''} items"
-        )
+        expected = f" of {job['expected']}" if job["expected"] else ""
+        why = f"; last error: {job['error']}" if job["error"] else ""
+        written = f"{stats['items_of_job']}{expected} items{why}"
         lines.append(f"job      {job['id']} of task {job['task']!r}: {job['state']}, {written}")
     lines += [f"failing  {one['message']}" for one in found.get("failures", ())]
     sys.stdout.write("\n".join(lines) + "\n")
@@ -319,6 +306,9 @@ def show(options: argparse.Namespace) -> int:
     for item in found["items"]:
         lines.append(f"--- {item.get('uid')}  reward {item.get('reward')}")
         lines += [f"[{message.get('role')}] {message.get('content')}" for message in item["messages"]]
+        if (failure := item["extra_info"].get("failure")) is not None:
+            said = f"{failure.get('stage')}: {failure.get('error')}" if isinstance(failure, dict) else failure
+            lines.append(f"its rollout failed: {said}")
     if found.get("problem"):
         lines.append(f"its items cannot be shown: {found['problem']}")
     sys.stdout.write("\n".join(lines) + "\n")

@@ -14,7 +14,7 @@ from rollstream.errors import NotFoundError, RunDirectoryError
 
 
 class BufferFolder:
-    """Answers what `AsyncBufferClient` is asked when somebody looks into a buffer. Nothing is changed.
+    """Answers the calls of `AsyncBufferClient` that inspect a buffer. Nothing is changed.
 
     Raises:
         RunDirectoryError: It is not a buffer's folder.

@@ -91,7 +91,7 @@ class Jobs:
     """The jobs of a server. `resume` begins, `close` ends.
 
     Args:
-        buffer_url: Where generators reach this server.
+        buffer_url: Where generators reach this server; it may be set later, before `resume`.
         server_id: The same after a restart of this server, which then goes on with its job at once.
         issue_token: Makes a token for the generator of a job; None: it needs none.
     """
@@ -112,7 +112,7 @@ class Jobs:
         reconcile_s: float = 3.0,
     ) -> None:
         self._store, self._files, self._rules = store, files, rules
-        self._directory, self._buffer_url, self._server_id = directory, buffer_url, server_id
+        self._directory, self.buffer_url, self._server_id = directory, buffer_url, server_id
         self._group_defaults, self._issue_token, self._tools_file = group_defaults, issue_token, tools_file
         self._crashes, self._reconcile_s, self._random = crashes, reconcile_s, random.Random()
         self._changing, self._wake = asyncio.Lock(), asyncio.Event()
@@ -284,7 +284,7 @@ class Jobs:
             own = {"job": record.id, "skip_instance_ids": skips}
             if payload.get("tools"):
                 own["tools_file"] = str(self._tools_file)
-            changed = {"remote_buffer_url": self._buffer_url, "skip_instance_ids": skips + finished}
+            changed = {"remote_buffer_url": self.buffer_url, "skip_instance_ids": skips + finished}
             run.process = await GeneratorProcess.start(
                 file.path,
                 {**payload, **changed, "rollstream": own},

@@ -1,48 +1,55 @@
 """Reads: groups are leased, loaded, finished by their hooks, and handed out some at a time.
 
-Groups without hooks of their own never leave the server's process: their bodies are taken apart at the
-outermost level only. A group that its hooks cannot finish goes to quarantine and the others go on; a hook
-that fails on several groups in a row stops the reads of its task, with its cause.
+Readers that wait stand in one queue, and one task serves it: when groups have become ready it tries those
+whose groups they may be, in the order they came. Groups without hooks of their own never leave the server's
+process: their bodies are taken apart at the outermost level only. A group that its hooks cannot finish goes
+to quarantine and the others go on; a hook that fails on several groups in a row stops the reads of its task,
+with its cause.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
+from aiohttp import web
 
 from rollstream.buffer.generator_files import GeneratorFiles
-from rollstream.buffer.groups import GroupSettings, StoredItem, finish_group, summarize_rewards
+from rollstream.buffer.groups import GroupSettings, StoredItem, Verdict, finish_group, summarize_rewards
 from rollstream.buffer.hooks import FINISHING, HookError
 from rollstream.buffer.items import Encoding, dump_list
 from rollstream.buffer.store.base import Change, Group, JobRecord, Judged, Removal, Taken, Wanted
 from rollstream.buffer.store.sql import SqlStore
-from rollstream.errors import RollstreamError
+from rollstream.errors import ConflictError, RollstreamError
+from rollstream.web import Request
 
 _LOG = logging.getLogger(__name__)
 
 _PART_BYTES: Final = 2**20
-"""Groups are loaded and finished so much at a time, one part ahead of the reader."""
+"""Groups are loaded and finished so much at a time."""
 
 _PART_GROUPS: Final = 64
 
 _FAILURES_IN_A_ROW: Final = 8
 """So many groups of a task go to quarantine; then the hook is to blame, not the groups."""
 
-_JUDGED_AT_ONCE: Final = 64
-
-_LOOK_S: Final = 1.0
-"""A waiting reader looks this often whether its client is there and the server goes on."""
+_CHECK_S: Final = 1.0
+"""A waiting reader checks this often whether its client is there and the server goes on."""
 
 _META_BYTES: Final = 64 * 2**20
 """Of items that a task's own get_group_data_meta_info is given."""
 
 _DROPS: Final = 10_000
+
+_NOTHING: Final = Taken(lease=None, groups=[], available=0)
+
+T = TypeVar("T")
 
 
 class Ready(NamedTuple):
@@ -55,71 +62,86 @@ class Ready(NamedTuple):
     n: int
 
 
+class Scope(NamedTuple):
+    """Whose groups a reader gets."""
+
+    task: str | None
+    """None: of any task."""
+    jobs: tuple[str, ...] | None
+    """None: of any job."""
+
+    def has(self, task: str, job: str) -> bool:
+        """Whether groups of this task and job are among them."""
+        return self.task in (None, task) and (self.jobs is None or job in self.jobs)
+
+
+class Form(NamedTuple):
+    """How a read is answered."""
+
+    media_type: str
+    encoding: Encoding | None
+    """Of the items; None: as they are stored, where a group's items agree."""
+    head: Callable[[dict[str, Any]], bytes]
+    group: Callable[[Ready], bytes]
+    between: bytes
+    """Written between two groups."""
+    end: Callable[[dict[str, Any]], bytes]
+
+
 class HookStoppedError(RollstreamError):
     """A hook fails on group after group: reads of its task are stopped."""
-
-
-@dataclass(slots=True)
-class _Waiter:
-    asked: Wanted
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
-    in_vain: frozenset[Wanted] = frozenset()
-    """What earlier waiters asked for since groups became ready, and did not get."""
-
-    def wants(self, task: str, job: str) -> bool:
-        asked = self.asked
-        return asked.task in (None, task) and (asked.jobs is None or job in asked.jobs)
-
-    @property
-    def question(self) -> Wanted:
-        """The same for all who get the same."""
-        return msgspec.structs.replace(self.asked, consumer=None, read_id=None, seconds=0.0)
 
 
 class TaskPolicy:
     """What the store has to know of tasks: settings of the server and of jobs, and which hooks judge."""
 
     def __init__(self, defaults: GroupSettings, host: GeneratorFiles) -> None:
-        self.defaults = defaults
+        self._defaults = defaults
         self._host = host
         self._of_jobs: dict[str, GroupSettings] = {}
 
     def settings(self, task: str, job: JobRecord | None) -> GroupSettings:
         if job is None:
-            return self.defaults
-        found = self._of_jobs.get(job.id)
-        if found is None:
-            found = self._of_jobs[job.id] = self.defaults.for_job(job.payload)
-        return found
+            return self._defaults
+        if job.id not in self._of_jobs:
+            self._of_jobs[job.id] = self._defaults.for_job(job.payload)
+        return self._of_jobs[job.id]
 
     def has_own_judge(self, task: str) -> bool:
         return "is_valid_group" in self._host.overridden(task)
 
 
+class _Waiter:
+    """A reader that waits."""
+
+    def __init__(self, wanted: Callable[[], Wanted]) -> None:
+        self.wanted = wanted
+        self.given: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
+        self.found = _NOTHING
+        """By the last try, which got no groups."""
+        self.news = [Change(elsewhere=True)]
+        """What has become ready since the last try."""
+
+
 class Reads:
-    """The reads of one server.
+    """The reads of one server. `serve_waiting` and `judge` have to run beside them.
 
     Args:
         store: What there is.
         host: Calls hooks.
         policy: Of groups.
-        jobs: All records, by id.
     """
 
-    def __init__(
-        self,
-        store: SqlStore,
-        host: GeneratorFiles,
-        policy: TaskPolicy,
-        jobs: Callable[[], Mapping[str, JobRecord]],
-    ) -> None:
+    def __init__(self, store: SqlStore, host: GeneratorFiles, policy: TaskPolicy) -> None:
         self._store = store
         self._host = host
         self._policy = policy
-        self._jobs = jobs
         self._waiters: list[_Waiter] = []
+        self._news = asyncio.Event()
+        self._changes = 0
+        """How often groups became ready."""
         self._unjudged = asyncio.Event()
-        self._failed_in_a_row: dict[str, int] = {}
+        self._failed_in_a_row: Counter[str] = Counter()
         self.stopped: dict[str, str] = {}
         """Why reads of a task are stopped."""
 
@@ -129,16 +151,12 @@ class Reads:
         return len(self._waiters)
 
     def on_change(self, change: Change) -> None:
-        """Wakes readers: as many as there are new groups for them."""
-        if change.elsewhere:
+        """Has readers tried again that may get what has become ready, and groups judged."""
+        if change.ready or change.elsewhere:
+            self._changes += 1
             for waiter in self._waiters:
-                waiter.woken.set()
-        for (task, job), count in change.ready.items():
-            for waiter in self._waiters:
-                if count > 0 and waiter.wants(task, job) and not waiter.woken.is_set():
-                    waiter.in_vain = frozenset()
-                    waiter.woken.set()
-                    count -= 1
+                waiter.news.append(change)
+            self._news.set()
         if change.unjudged:
             self._unjudged.set()
 
@@ -146,14 +164,35 @@ class Reads:
         """Hooks may have been mended: stopped tasks go on."""
         self.stopped.clear()
         self._failed_in_a_row.clear()
-        self._unjudged.set()
+        self.on_change(Change(elsewhere=True, unjudged=True))
+
+    def end_waits(self) -> None:
+        """Those who wait get nothing more."""
+        for waiter in self._waiters:
+            if not waiter.given.done():
+                waiter.given.set_result(waiter.found)
 
     def settings(self, group: Group) -> GroupSettings:
         """Of a group; of a server that was started with another size, it keeps its own."""
-        settings = self._policy.settings(group.task, self._jobs().get(group.job))
+        settings = self._policy.settings(group.task, self._store.known_jobs.get(group.job))
         return settings if settings.group_size == group.size else replace(settings, group_size=group.size)
 
     # -- taking
+
+    @asynccontextmanager
+    async def answering(self, request: Request, form: Form) -> AsyncIterator["Answer"]:
+        """An answer to a read. The leases that are in its list at the end go back."""
+        answer = Answer(self, request, form)
+        try:
+            yield answer
+        finally:
+            for lease in answer.leases:
+                await self.give_back(lease)
+
+    async def give_back(self, lease: str) -> None:
+        """The groups go back to their places."""
+        with suppress(ConflictError):
+            await self._store.nack(lease)
 
     async def take(
         self,
@@ -172,90 +211,116 @@ class Reads:
             blocked: Whether something fails that would bring groups. Ends the wait after a second, not at once:
                 a reader that asks again and again must not keep the server busy.
         """
-        deadline = time.monotonic() + seconds
-        waiter = _Waiter(wanted())
-        if seconds > 0:
-            self._waiters.append(waiter)
+        if seconds <= 0:
+            return await self._take(wanted())
+        waiter = _Waiter(wanted)
+        self._waiters.append(waiter)
+        self._news.set()
+        ends = time.monotonic() + seconds
         try:
-            while True:
-                was_woken, in_vain = waiter.woken.is_set(), waiter.in_vain
-                waiter.woken.clear()
-                waiter.asked = wanted()
-                taken = await self._take(waiter.asked)
-                if taken.groups:
-                    return taken
-                if was_woken:
-                    self._pass_on(waiter, in_vain | {waiter.question})
-                while not waiter.woken.is_set():
-                    left = deadline - time.monotonic()
-                    if left <= 0 or gone():
-                        return taken
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(min(left, _LOOK_S)):
-                            await waiter.woken.wait()
-                    if blocked() and not waiter.woken.is_set():
-                        return taken
+            while (left := ends - time.monotonic()) > 0 and not gone():
+                await asyncio.wait({waiter.given}, timeout=min(left, _CHECK_S))
+                if waiter.given.done():
+                    return waiter.given.result()
+                if blocked():
+                    break
+            return waiter.found
         finally:
-            if seconds > 0:
-                self._waiters.remove(waiter)
-            if waiter.woken.is_set():
-                self._pass_on(waiter, waiter.in_vain)
+            self._waiters.remove(waiter)
+            waiter.given.cancel()
+
+    async def serve_waiting(self) -> None:
+        """Hands groups to readers that wait, for ever."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            in_vain: dict[Wanted, tuple[int, Taken]] = {}
+            for waiter in list(self._waiters):
+                if waiter.news and not waiter.given.done():
+                    try:
+                        await self._serve(waiter, in_vain)
+                    except Exception as error:
+                        if not waiter.given.done():
+                            waiter.given.set_exception(error)
+
+    async def _serve(self, waiter: _Waiter, in_vain: dict[Wanted, tuple[int, Taken]]) -> None:
+        news, waiter.news = waiter.news, []
+        asked = waiter.wanted()
+        scope = Scope(asked.task, asked.jobs)
+        if not any(one.elsewhere or any(scope.has(*key) for key in one.ready) for one in news):
+            return
+        # Whoever asks for the same gets the same: nothing, until something has become ready.
+        question = msgspec.structs.replace(asked, consumer=None, read_id=None, seconds=0.0)
+        changes, waiter.found = in_vain.get(question, (-1, waiter.found))
+        if changes == self._changes:
+            return
+        changes = self._changes
+        taken = await self._take(asked)
+        if taken.lease is None:
+            waiter.found = taken
+            in_vain[question] = changes, taken
+        elif waiter.given.done():
+            await self.give_back(taken.lease.id)
+        else:
+            waiter.given.set_result(taken)
 
     async def _take(self, wanted: Wanted) -> Taken:
-        taking = asyncio.ensure_future(
-            self._store.take(msgspec.structs.replace(wanted, skip_tasks=tuple(self.stopped)))
-        )
-        try:
-            return await asyncio.shield(taking)
-        except asyncio.CancelledError:  # the reader is gone: what it took goes back
-            taken = await taking
-            if taken.lease is not None:
-                await self._store.nack(taken.lease.id)
-            raise
-
-    def _pass_on(self, waiter: _Waiter, in_vain: frozenset[Wanted]) -> None:
-        """A group that one reader cannot use may be for one that asks for something else."""
-        for other in self._waiters:
-            if other is not waiter and not other.woken.is_set() and other.question not in in_vain:
-                other.in_vain = in_vain
-                other.woken.set()
-                return
+        return await self._store.take(msgspec.structs.replace(wanted, skip_tasks=tuple(self.stopped)))
 
     # -- finishing
 
-    async def parts(self, taken: Taken, encoding: Encoding | None) -> AsyncGenerator[list[Ready], None]:
-        """The groups of a lease, some at a time, in their order, without those that cannot be finished.
+    async def finish(self, lease: str, part: Sequence[Group], encoding: Encoding | None) -> list[Ready]:
+        """Some groups of a lease as they are handed out, without those that cannot be finished.
 
         Args:
-            taken: By `take`.
+            lease: That they are on.
+            part: One of `parts_of`.
             encoding: Of the items; None: as they are stored, where a group's items agree.
 
         Raises:
             HookStoppedError: The hook fails on everything. The lease is still out.
         """
-        parts = _parts_of(taken.groups)
-        lease = taken.lease
-        if lease is None or not parts:
-            return
-        following = asyncio.ensure_future(self._finish(lease.id, parts[0], encoding))
-        try:
-            for number in range(len(parts)):
-                ready = await following
-                if number + 1 < len(parts):
-                    following = asyncio.ensure_future(self._finish(lease.id, parts[number + 1], encoding))
-                if ready:
-                    yield ready
-        finally:
-            if not following.done():
-                following.cancel()
-                await asyncio.wait({following})
 
-    async def _finish(self, lease: str, groups: Sequence[Group], encoding: Encoding | None) -> list[Ready]:
+        async def call(group: Group, items: list[StoredItem]) -> tuple[Ready | None, list[str]]:
+            return await self._finish(group, items, encoding)
+
+        done, removals = await self._each(part, call)
+        removals += [Removal(group.id, "filtered") for group, (ready, _) in done if ready is None]
+        filtered = {group.id: len(uids) for group, (ready, uids) in done if ready is not None and uids}
+        if removals or filtered:
+            await self._store.finish(lease, removals, filtered)
+        for group in part:
+            if group.task in self.stopped:
+                raise HookStoppedError(self.stopped[group.task])
+        return [ready for _, (ready, _) in done if ready is not None]
+
+    async def _finish(
+        self, group: Group, items: list[StoredItem], encoding: Encoding | None
+    ) -> tuple[Ready | None, list[str]]:
+        settings = self.settings(group)
+        wanted = encoding or ("json" if all(one.encoding == "json" for one in items) else "msgpack")
+        if settings.raw or not self._host.overridden(group.task) & FINISHING:
+            done = finish_group(items, settings, wanted)
+        else:
+            done = await self._host.finish(
+                group.task, group.instance_id, _stored(items), settings, group.timed_out, wanted
+            )
+            self._failed_in_a_row.pop(group.task, None)
+        bodies, left_out = done
+        if not bodies:
+            return None, []
+        return Ready(group, wanted, dump_list(bodies, wanted), len(bodies)), left_out
+
+    async def _each(
+        self, groups: Sequence[Group], call: Callable[[Group, list[StoredItem]], Awaitable[T]]
+    ) -> tuple[list[tuple[Group, T]], list[Removal]]:
+        """Calls hooks for each group with its items: what came of it, and which groups cannot stay.
+
+        Ends early where the hooks of a task are stopped.
+        """
         loaded = await self._store.load([group.id for group in groups])
-        ready: list[Ready] = []
+        done: list[tuple[Group, T]] = []
         removals: list[Removal] = []
-        filtered: dict[int, int] = {}
-        stopped = None
         for group in groups:
             items = loaded[group.id]
             if isinstance(items, str):
@@ -263,55 +328,24 @@ class Reads:
                 removals.append(Removal(group.id, "damaged", items))
                 continue
             try:
-                given, uids = await self._finished(group, items, encoding)
+                done.append((group, await call(group, items)))
             except HookError as error:
+                _LOG.warning("%s", error)
                 removals.append(Removal(group.id, error.hook or "hooks", error.traceback))
-                if stopped := self._note_failure(group.task, error):
+                self._failed_in_a_row[group.task] += 1
+                if self._failed_in_a_row[group.task] >= _FAILURES_IN_A_ROW:
+                    self.stopped[group.task] = (
+                        f"reads of task {group.task!r} are stopped: {error.hook} failed on {_FAILURES_IN_A_ROW} "
+                        f"groups in a row, the last time with: {error}. Mend the generator file, then POST "
+                        "/v1/quarantine/retry"
+                    )
+                    _LOG.error("%s", self.stopped[group.task])
                     break
-                continue
-            if given is None:
-                removals.append(Removal(group.id, "filtered"))
-                continue
-            ready.append(given)
-            if uids:
-                filtered[group.id] = len(uids)
-        if removals or filtered:
-            await self._store.finish(lease, removals, filtered)
-        if stopped:
-            raise HookStoppedError(stopped)
-        return ready
-
-    async def _finished(
-        self, group: Group, items: list[StoredItem], encoding: Encoding | None
-    ) -> tuple[Ready | None, list[str]]:
-        settings = self.settings(group)
-        wanted = encoding or ("json" if all(one.encoding == "json" for one in items) else "msgpack")
-        if settings.raw or not self._host.overridden(group.task) & FINISHING:
-            bodies, uids = finish_group(items, settings, wanted)
-            return _ready(group, wanted, bodies), uids
-        stored = [(one.encoding, one.body) for one in items]
-        done = await self._host.finish(
-            group.task, group.instance_id, stored, settings, group.timed_out, wanted
-        )
-        self._failed_in_a_row.pop(group.task, None)
-        return _ready(group, wanted, done.items), done.left_out
-
-    def _note_failure(self, task: str, error: HookError) -> str | None:
-        """A failure of a task's hook; why the task is stopped, if it is."""
-        count = self._failed_in_a_row[task] = self._failed_in_a_row.get(task, 0) + 1
-        _LOG.warning("%s", error)
-        if count < _FAILURES_IN_A_ROW:
-            return None
-        self.stopped[task] = (
-            f"reads of task {task!r} are stopped: {error.hook} failed on {count} groups in a row, the last "
-            f"time with: {error}. Mend the generator file, then POST /v1/quarantine/retry"
-        )
-        _LOG.error("%s", self.stopped[task])
-        return self.stopped[task]
+        return done, removals
 
     # -- judging
 
-    async def judge_on(self) -> None:
+    async def judge(self) -> None:
         """Has groups judged by their task's own hook, for ever."""
         while True:
             self._unjudged.clear()
@@ -321,52 +355,39 @@ class Reads:
             except RollstreamError as error:
                 _LOG.error("groups cannot be judged: %s", error)
             with suppress(TimeoutError):
-                async with asyncio.timeout(10 * _LOOK_S):
+                async with asyncio.timeout(10 * _CHECK_S):
                     await self._unjudged.wait()
 
     async def _judge_some(self) -> bool:
-        tasks = [
-            task for task in self._host.files if self._policy.has_own_judge(task) and task not in self.stopped
-        ]
-        groups = await self._store.unjudged(tasks, _JUDGED_AT_ONCE) if tasks else []
-        judged: list[Judged] = []
-        removals: list[Removal] = []
-        for part in _parts_of(groups):
-            loaded = await self._store.load([group.id for group in part])
-            for group in part:
-                items = loaded[group.id]
-                if isinstance(items, str):
-                    removals.append(Removal(group.id, "damaged", items))
-                    continue
-                stored = [(one.encoding, one.body) for one in items]
-                try:
-                    verdict = await self._host.judge(
-                        group.task, group.instance_id, stored, self.settings(group), group.timed_out
-                    )
-                except HookError as error:
-                    removals.append(Removal(group.id, error.hook or "hooks", error.traceback))
-                    if self._note_failure(group.task, error):
-                        break
-                else:
-                    self._failed_in_a_row.pop(group.task, None)
-                    judged.append(Judged(group.id, len(items), verdict.valid, verdict.finished))
-            if self.stopped:
-                break
-        if judged or removals:
-            await self._store.judge(judged, removals)
-        return bool(judged or removals)
+        tasks = [task for task in self._host.files if self._policy.has_own_judge(task)]
+        tasks = [task for task in tasks if task not in self.stopped]
+        groups = await self._store.unjudged(tasks, _PART_GROUPS) if tasks else []
+        if not groups:
+            return False
 
-    # -- telling
+        async def call(group: Group, items: list[StoredItem]) -> tuple[int, Verdict]:
+            verdict = await self._host.judge(
+                group.task, group.instance_id, _stored(items), self.settings(group), group.timed_out
+            )
+            self._failed_in_a_row.pop(group.task, None)
+            return len(items), verdict
+
+        done, removals = await self._each(parts_of(groups)[0], call)
+        judged = [Judged(group.id, n, verdict.valid, verdict.finished) for group, (n, verdict) in done]
+        await self._store.judge(judged, removals)
+        return True
+
+    # -- reporting
 
     async def meta_info(
-        self, groups: Sequence[Group], scope: tuple[str | None, Sequence[str] | None] | None = None
+        self, groups: Sequence[Group], scope: Scope | None = None
     ) -> tuple[dict[str, Any], int]:
-        """Of a read of slime's wire: about the groups that leave by it, or were dropped since the last one.
+        """About the groups that leave by a read, and with a `scope` those dropped since the last such read.
 
         Returns:
-            The `meta_info`, and what to give to `ack` as `reported_up_to`.
+            The `meta_info`, and what to give to `ack` as `told`.
         """
-        drops, told = ([], 0) if scope is None else await self._store.unread_drops(*scope, _DROPS)
+        drops, reported = ([], 0) if scope is None else await self._store.unread_drops(*scope, _DROPS)
         gone = [*groups, *drops]
         meta = None
         if groups and "get_group_data_meta_info" in self._host.overridden(groups[0].task):
@@ -377,16 +398,15 @@ class Reads:
         if meta is None:
             raw = bool(groups) and self.settings(groups[0]).raw
             meta = summarize_rewards([group.rewards for group in gone], raw=raw)
-        dropped: dict[str, int] = {}
-        for group in drops:
-            dropped[group.reason or ""] = dropped.get(group.reason or "", 0) + 1
-        return {**meta, "dropped_groups": dropped, "finished_groups": [one.instance_id for one in gone]}, told
+        dropped = Counter(group.reason or "" for group in drops)
+        finished = [group.instance_id for group in gone]
+        return {**meta, "dropped_groups": dropped, "finished_groups": finished}, reported
 
     async def _own_meta_info(self, gone: Sequence[Group], first: Group) -> dict[str, Any]:
         here = await self._store.groups(state="open", task=first.task, limit=1024)
         given: list[tuple[Any, list[tuple[Encoding, bytes]]]] = []
         room = _META_BYTES
-        for part in _parts_of([one for one in (*gone, *here) if one.task == first.task and one.bytes > 0]):
+        for part in parts_of([one for one in (*gone, *here) if one.task == first.task and one.bytes > 0]):
             room -= sum(group.bytes for group in part)
             if room < 0:
                 break
@@ -394,15 +414,76 @@ class Reads:
             for group in part:
                 items = loaded[group.id]
                 if not isinstance(items, str):
-                    given.append((group.instance_id, [(one.encoding, one.body) for one in items]))
+                    given.append((group.instance_id, _stored(items)))
         return await self._host.meta_info(first.task, given, self.settings(first))
 
 
-def _ready(group: Group, encoding: Encoding, bodies: list[bytes]) -> Ready | None:
-    return Ready(group, encoding, dump_list(bodies, encoding), len(bodies)) if bodies else None
+class Answer:
+    """The answer to a read, to which groups are written as they are finished."""
+
+    def __init__(self, reads: Reads, request: Request, form: Form) -> None:
+        self._reads, self._request, self._form = reads, request, form
+        self._response = web.StreamResponse(headers={"content-type": form.media_type})
+        self.leases: list[str] = []
+        self.groups: list[Group] = []
+        """That were written, without those that could not be finished."""
+        self.items = 0
+
+    async def begin(self, head: dict[str, Any]) -> None:
+        """Sends the head of an answer, with groups or without."""
+        if head.get("lease") is not None:
+            self._response.headers["rollstream-lease"] = head["lease"]
+        await self._response.prepare(self._request.raw)
+        await self._response.write(self._form.head(head))
+
+    async def send(self, taken: Taken, head: dict[str, Any]) -> None:
+        """Sends the groups of a lease, and the head before the first one.
+
+        Raises:
+            HookStoppedError: A hook fails on everything, and the answer has not begun.
+            ConnectionError: The client is gone; or a hook fails, and the client was cut off.
+        """
+        assert taken.lease is not None
+        self.leases.append(taken.lease.id)
+        form = self._form
+        for part in parts_of(taken.groups):
+            if self._request.gone:
+                raise ConnectionResetError
+            try:
+                ready = await self._reads.finish(taken.lease.id, part, form.encoding)
+            except HookStoppedError as error:
+                if self._response.prepared:
+                    raise self._request.cut_off() from error
+                raise
+            if ready and not self.groups:
+                await self.begin(head)
+            if ready:
+                between = form.between if self.groups else b""
+                await self._response.write(between + form.between.join(map(form.group, ready)))
+            self.groups += [one.group for one in ready]
+            self.items += sum(one.n for one in ready)
+
+    async def end(
+        self, end: dict[str, Any], then: Callable[[], Awaitable[None]] | None = None
+    ) -> web.StreamResponse:
+        """Sends the end, its last byte only after `then`: so a reader that has it all has the groups, too."""
+        if self._request.gone:
+            raise ConnectionResetError
+        data = self._form.end(end)
+        await self._response.write(data[:-1])
+        if then is not None:
+            await then()
+        await self._response.write(data[-1:])
+        await self._response.write_eof()
+        return self._response
 
 
-def _parts_of(groups: Sequence[Group]) -> list[list[Group]]:
+def _stored(items: Sequence[StoredItem]) -> list[tuple[Encoding, bytes]]:
+    return [(one.encoding, one.body) for one in items]
+
+
+def parts_of(groups: Sequence[Group]) -> list[list[Group]]:
+    """The groups, in their order, so many at a time that memory stays small."""
     parts: list[list[Group]] = []
     size: float = math.inf
     for group in groups:

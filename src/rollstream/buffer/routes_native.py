@@ -1,22 +1,17 @@
 """The native API, below /v1."""
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from rollstream.buffer.items import MAX_ITEMS, MAX_TEXT, Encoding
-from rollstream.buffer.reads import HookStoppedError, Ready
-from rollstream.buffer.service import JobIdentity, Service
-from rollstream.buffer.store.base import Group, JobRecord, Stats, Taken, Wanted
-from rollstream.errors import ConflictError
-from rollstream.web import HTTPError, Request, Route, json_response
-
-T = TypeVar("T")
+from rollstream.buffer.items import MAX_ITEMS, MAX_TEXT
+from rollstream.buffer.reads import Form, Ready, Scope
+from rollstream.buffer.service import Service
+from rollstream.buffer.store.base import JobRecord, Stats, Wanted
+from rollstream.web import Handler, HTTPError, Request, Route
 
 MOST_GROUPS: Final = 1024
 """Of one lease."""
@@ -24,7 +19,10 @@ MOST_GROUPS: Final = 1024
 JSON: Final = "application/json"
 MSGPACK: Final = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
-_MAX_ASKED: Final = 2**20
+_ANY: Final = ("", "application/x-www-form-urlencoded", "application/octet-stream")
+"""What clients send that do not say what they send: taken for JSON."""
+
+MAX_ASKED: Final = 2**20
 """Bytes of a body that is no item: it is parsed in the event loop."""
 
 MAX_PAYLOAD: Final = 16 * 2**20
@@ -35,7 +33,6 @@ _MAX_UIDS: Final = MAX_ITEMS * (MAX_TEXT + 4)
 _Text = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(gt=0, le=10_000_000)]
-_JOB: Final = frozenset({"job"})
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -113,196 +110,108 @@ class NativeRoutes:
         self._store = service.store
 
     def routes(self) -> list[Route]:
+        def get(path: str, handler: Handler, summary: str, **more: Any) -> Route:
+            return Route("GET", path, handler, summary=summary, **more)
+
+        def post(path: str, handler: Handler, summary: str, **more: Any) -> Route:
+            return Route("POST", path, handler, summary=summary, **more)
+
+        lists, chosen = {"query": ListQuery}, {"body": GroupNumbers}
+        record, job = {"answer": JobRecord}, "/v1/jobs/{job}"
         return [
-            Route(
-                "POST",
-                "/v1/items",
-                self.write,
-                answer=Written,
-                scopes=_JOB,
-                summary="Writes items: all or none",
+            post("/v1/items", self.write, "Writes items: all or none", answer=Written, limited=True),
+            post("/v1/uids/known", self.known, "Which uids the buffer knows", body=Uids, limited=True),
+            post("/v1/read", self.read, "Leases groups", body=ReadRequest),
+            get("/v1/leases", self.leases, "What is handed out", query=LeaseQuery),
+            post("/v1/leases/{lease}/ack", self.ack, "The groups are the reader's"),
+            post("/v1/leases/{lease}/nack", self.nack, "The groups go back"),
+            post("/v1/leases/{lease}/extend", self.extend, "More time", body=Extend),
+            post("/v1/consumers/{consumer}/release", self.release, "Gives back all leases of a reader"),
+            post("/v1/jobs", self.start_job, "Starts a job, or goes on with it"),
+            get("/v1/jobs", self.list_jobs, "All jobs, oldest first"),
+            get(job, self.one_job, "One job", **record),
+            post(f"{job}/stop", self.stop_job, "Ends its generator", **record),
+            post(f"{job}/drop", self.drop_job, "Drops what nobody has read of it"),
+            post(
+                f"{job}/expected", self.expected, "How many items it will write", body=Expected, limited=True
             ),
-            Route(
-                *("POST", "/v1/uids/known", self.known),
-                body=Uids,
-                scopes=_JOB,
-                summary="Which uids the buffer knows",
-            ),
-            Route("POST", "/v1/read", self.read, body=ReadRequest, summary="Leases groups"),
-            Route("GET", "/v1/leases", self.leases, query=LeaseQuery, summary="What is handed out"),
-            Route("POST", "/v1/leases/{lease}/ack", self.ack, summary="The groups are the reader's"),
-            Route("POST", "/v1/leases/{lease}/nack", self.nack, summary="The groups go back"),
-            Route("POST", "/v1/leases/{lease}/extend", self.extend, body=Extend, summary="More time"),
-            Route(
-                "POST",
-                "/v1/consumers/{consumer}/release",
-                self.release,
-                summary="Gives back all leases of a reader",
-            ),
-            Route("POST", "/v1/jobs", self.start_job, summary="Starts a job, or goes on with it"),
-            Route("GET", "/v1/jobs", self.list_jobs, summary="All jobs, oldest first"),
-            Route("GET", "/v1/jobs/{job}", self.one_job, answer=JobRecord, summary="One job"),
-            Route(
-                "POST", "/v1/jobs/{job}/stop", self.stop_job, answer=JobRecord, summary="Ends its generator"
-            ),
-            Route("POST", "/v1/jobs/{job}/drop", self.drop_job, summary="Drops what nobody has read of it"),
-            Route(
-                *("POST", "/v1/jobs/{job}/expected", self.expected),
-                body=Expected,
-                scopes=_JOB,
-                summary="How many items it will write, for progress",
-            ),
-            Route("GET", "/v1/groups", self.groups, query=GroupQuery, summary="Groups, without their items"),
-            Route(
-                "GET",
-                "/v1/groups/{group}",
-                self.one_group,
-                summary="A group with its items, as they were written",
-            ),
-            Route(
-                "GET", "/v1/dropped", self.dropped, query=ListQuery, summary="What left undelivered, and why"
-            ),
-            Route(
-                "GET",
-                "/v1/quarantine",
-                self.quarantine,
-                query=ListQuery,
-                summary="Groups that a hook failed on",
-            ),
-            Route(
-                "POST",
-                "/v1/quarantine/retry",
-                self.retry,
-                body=GroupNumbers,
-                summary="Tries their hooks again",
-            ),
-            Route(
-                "POST", "/v1/quarantine/drop", self.drop_quarantined, body=GroupNumbers, summary="Drops them"
-            ),
-            Route("GET", "/v1/stats", self.stats, answer=StatsAnswer, summary="Counts"),
+            get("/v1/groups", self.groups, "Groups, without their items", query=GroupQuery),
+            get("/v1/groups/{group}", self.one_group, "A group with its items, as they were written"),
+            get("/v1/dropped", self.dropped, "What left undelivered, and why", **lists),
+            get("/v1/quarantine", self.quarantine, "Groups that a hook failed on", **lists),
+            post("/v1/quarantine/retry", self.retry, "Tries their hooks again", **chosen),
+            post("/v1/quarantine/drop", self.drop_quarantined, "Drops them", **chosen),
+            get("/v1/stats", self.stats, "Counts", answer=StatsAnswer),
         ]
 
     # -- writing
 
-    async def write(self, request: Request) -> web.Response:
+    async def write(self, request: Request) -> Written:
         kind = request.media_type
-        if kind not in (*MSGPACK, JSON, "", "application/x-www-form-urlencoded", "application/octet-stream"):
-            raise HTTPError(
-                415, f"content-type {kind}: want application/json or application/msgpack", "media_type"
-            )
-        encoding: Encoding = "msgpack" if kind in MSGPACK else "json"
-        items = await self._service.parse(await request.body(), encoding)
+        if kind not in (*MSGPACK, JSON, *_ANY):
+            text = f"content-type {kind}: want application/json or application/msgpack"
+            raise HTTPError(415, text, "media_type")
+        items = await self._service.parse(await request.body(), "msgpack" if kind in MSGPACK else "json")
         stored = await self._service.write(items)
-        count = sum(stored)
-        return json_response(
-            Written(count, len(stored) - count, ["stored" if one else "known" for one in stored])
-        )
+        results = ["stored" if one else "known" for one in stored]
+        return Written(sum(stored), len(stored) - sum(stored), results)
 
-    async def known(self, request: Request) -> web.Response:
-        return json_response(
-            {"known": await self._store.known((await read_json(request, Uids, _MAX_UIDS)).uids)}
-        )
+    async def known(self, request: Request) -> Any:
+        asked = await request.json(Uids, _MAX_UIDS)
+        return {"known": await self._store.known(asked.uids)}
 
     # -- reading
 
     async def read(self, request: Request) -> web.StreamResponse:
-        asked = await read_json(request, ReadRequest)
+        asked = await request.json(ReadRequest, MAX_ASKED)
         if asked.read_id is not None:  # its answer was lost: what it took goes back, and is taken again
             await self._store.return_read(asked.read_id)
+        service, reads = self._service, self._service.reads
         wanted = self._wanted(asked)
-        reads, service = self._service.reads, self._service
-        jobs = wanted.jobs
-
-        def gone() -> bool:
-            return request.gone or service.closing
-
-        form = (
-            _Frames() if any(kind in request.headers.get("accept", "") for kind in MSGPACK) else _Document()
-        )
+        scope = Scope(wanted.task, wanted.jobs)
+        packed = any(kind in request.headers.get("accept", "") for kind in MSGPACK)
         head: dict[str, Any] = {"lease": None, "groups": 0, "failures": [], "notices": []}
-        response = web.StreamResponse(headers={"content-type": form.media_type})
-        items = 0
-        given: list[Group] = []
         ends = time.monotonic() + asked.timeout
-        part, taken = None, Taken(lease=None, groups=[], available=0)
-        try:
-            while part is None:
+        async with reads.answering(request, _FRAMES if packed else _DOCUMENT) as answer:
+            while not answer.groups:
                 taken = await reads.take(
                     lambda: wanted,
-                    max(0.0, ends - time.monotonic()),
-                    gone=gone,
-                    blocked=lambda: service.is_blocked(wanted.task, jobs),
+                    ends - time.monotonic(),
+                    gone=lambda: request.gone or service.closing,
+                    blocked=lambda: service.is_blocked(scope),
                 )
-                if request.gone:
-                    raise ConnectionResetError
-                parts = reads.parts(taken, form.encoding)
-                part = await _next(parts)
-                if part is None and taken.groups:
-                    await self._give_back(taken)  # its hooks left nothing of them: the next ones
-                elif part is None:
+                if taken.lease is None:
+                    head["failures"] = await service.failures(scope)
+                    head["notices"] = await service.notices(taken, scope)
+                    await answer.begin(head)
                     break
-            async with aclosing(parts):
-                if part is not None and taken.lease is not None:
-                    head |= {
-                        "lease": taken.lease.id,
-                        "lease_seconds": wanted.seconds,
-                        "groups": len(taken.groups),
-                    }
-                    head["notices"] = service.drop_notices()
-                    response.headers["rollstream-lease"] = taken.lease.id
-                else:
-                    head["failures"] = await service.failures(wanted.task, jobs)
-                    head["notices"] = await service.notices(taken, wanted.task, jobs)
-                await response.prepare(request.raw)
-                await response.write(form.head(head))
-                while part is not None:
-                    await response.write(form.groups(part, first=not given))
-                    given += [ready.group for ready in part]
-                    items += sum(ready.n for ready in part)
-                    part = await _next(parts)
-            meta, _ = await reads.meta_info(given)
-            await response.write(form.end({"groups": len(given), "items": items, "meta_info": meta}))
-            await response.write_eof()
-        except HookStoppedError as error:
-            await self._give_back(taken)
-            if response.prepared:
-                raise cut_off(request) from error
-            raise HTTPError(503, str(error), "hooks_fail", headers={"retry-after": "10"}) from error
-        except BaseException:
-            await self._give_back(taken)
-            raise
-        service.note_read(given, wanted.consumer)
+                more = {"lease": taken.lease.id, "lease_seconds": wanted.seconds, "groups": len(taken.groups)}
+                await answer.send(taken, head | more | {"notices": service.drop_notices()})
+                if not answer.groups:  # its hooks left nothing of them: the next ones
+                    await reads.give_back(answer.leases.pop())
+            meta, _ = await reads.meta_info(answer.groups)
+            end = {"groups": len(answer.groups), "items": answer.items, "meta_info": meta}
+            response = await answer.end(end)
+            answer.leases.clear()
+        service.note_read(answer.groups, wanted.consumer)
         return response
 
-    async def _give_back(self, taken: Taken) -> None:
-        if taken.lease is not None:
-            try:
-                await self._store.nack(taken.lease.id)
-            except ConflictError:
-                return
-
     def _wanted(self, asked: ReadRequest) -> Wanted:
+        options = self._service.options
         if asked.max_groups is not None and asked.batch_size is not None:
-            raise HTTPError(
-                400, "max_groups and batch_size say the same: give one of them", where="batch_size"
-            )
+            text = "max_groups and batch_size say the same: give one of them"
+            raise HTTPError(400, text, where="batch_size")
         if (asked.max_staleness is None) != (asked.policy_version is None):
             raise HTTPError(400, "policy_version and max_staleness belong together", where="max_staleness")
-        groups, size = asked.max_groups or self._service.options.max_groups_per_read or MOST_GROUPS, None
+        groups, size = min(asked.max_groups or options.max_groups_per_read or MOST_GROUPS, MOST_GROUPS), None
         if asked.batch_size is not None:
             size = self._service.group_size(asked.task_type, asked.job)
-            groups = asked.batch_size // size
-            if groups == 0:
-                raise HTTPError(
-                    400,
-                    f"{asked.batch_size} items are less than a group, which has {size}",
-                    where="batch_size",
-                )
+            groups = groups_of(asked.batch_size, size)
         oldest = None
         if asked.policy_version is not None and asked.max_staleness is not None:
             oldest = asked.policy_version - asked.max_staleness
         return Wanted(
-            groups=min(groups, MOST_GROUPS) if asked.batch_size is None else groups,
+            groups=groups,
             exact=asked.batch_size is not None,
             task=asked.task_type,
             jobs=None if asked.job is None else (asked.job,),
@@ -312,141 +221,119 @@ class NativeRoutes:
             drop_stale=asked.drop_stale,
             consumer=asked.consumer,
             read_id=asked.read_id,
-            seconds=asked.lease_seconds or self._service.options.lease_seconds,
+            seconds=asked.lease_seconds or options.lease_seconds,
         )
 
     # -- leases
 
-    async def leases(self, request: Request) -> web.Response:
-        return json_response({"leases": await self._store.leases(request.arguments(LeaseQuery).consumer)})
+    async def leases(self, request: Request) -> Any:
+        return {"leases": await self._store.leases(request.arguments(LeaseQuery).consumer)}
 
-    async def ack(self, request: Request) -> web.Response:
-        lease = request.params["lease"]
-        done = await self._store.ack([lease])
-        return json_response({"lease": lease, **done._asdict()})
+    async def ack(self, request: Request) -> Any:
+        done = await self._store.ack([request.params["lease"]])
+        return {"lease": request.params["lease"], **done._asdict()}
 
-    async def nack(self, request: Request) -> web.Response:
+    async def nack(self, request: Request) -> Any:
         await self._store.nack(request.params["lease"])
-        return json_response({"lease": request.params["lease"], "returned": True})
+        return {"lease": request.params["lease"], "returned": True}
 
-    async def extend(self, request: Request) -> web.Response:
-        seconds = (await read_json(request, Extend)).seconds
+    async def extend(self, request: Request) -> Any:
+        seconds = (await request.json(Extend, MAX_ASKED)).seconds
         await self._store.extend(request.params["lease"], seconds)
-        return json_response({"lease": request.params["lease"], "lease_seconds": seconds})
+        return {"lease": request.params["lease"], "lease_seconds": seconds}
 
-    async def release(self, request: Request) -> web.Response:
+    async def release(self, request: Request) -> Any:
         consumer = request.params["consumer"]
-        return json_response({"consumer": consumer, "groups": await self._store.release(consumer)})
+        return {"consumer": consumer, "groups": await self._store.release(consumer)}
 
     # -- jobs
 
-    async def start_job(self, request: Request) -> web.Response:
-        payload = await read_json(request, dict, MAX_PAYLOAD)
+    async def start_job(self, request: Request) -> Any:
+        payload = await request.json(dict, MAX_PAYLOAD)
         record, warnings = await self._service.jobs.start(payload, request.shown_token)
-        return json_response({**msgspec.to_builtins(record), "warnings": warnings})
+        return {**msgspec.to_builtins(record), "warnings": warnings}
 
-    async def list_jobs(self, request: Request) -> web.Response:
-        return json_response({"jobs": await self._store.jobs()})
+    async def list_jobs(self, request: Request) -> Any:
+        return {"jobs": await self._store.jobs()}
 
-    async def one_job(self, request: Request) -> web.Response:
-        return json_response(await self._job(request))
-
-    async def stop_job(self, request: Request) -> web.Response:
-        return json_response(await self._service.jobs.stop(request.params["job"]))
-
-    async def drop_job(self, request: Request) -> web.Response:
-        job = request.params["job"]
-        known = {one.id: one for one in await self._store.jobs()}.get(job)
-        if known is not None and known.state == "running":
-            raise HTTPError(409, f"job {job} runs: POST /v1/jobs/{job}/stop first", "running")
-        if known is None and not await self._store.has_groups(job):
-            raise HTTPError(404, f"there is no job {job!r:.100}", "not_found")
-        return json_response({"job": job, "groups": await self._store.drop_job(job, "replaced")})
-
-    async def expected(self, request: Request) -> web.Response:
-        record = await self._job(request)
-        identity = request.identity
-        if isinstance(identity, JobIdentity) and identity.job != record.id:
-            raise HTTPError(403, "this token is another job's", "forbidden")
-        items = (await read_json(request, Expected)).items
-        await self._store.expect(record.id, items)
-        return json_response({"job": record.id, "expected": items})
-
-    async def _job(self, request: Request) -> JobRecord:
+    async def one_job(self, request: Request) -> JobRecord:
         for record in await self._store.jobs():
             if record.id == request.params["job"]:
                 return record
         raise HTTPError(404, f"there is no job {request.params['job']!r:.100}", "not_found")
 
-    # -- looking
+    async def stop_job(self, request: Request) -> JobRecord:
+        return await self._service.jobs.stop(request.params["job"])
 
-    async def groups(self, request: Request) -> web.Response:
+    async def drop_job(self, request: Request) -> Any:
+        job = request.params["job"]
+        if not await self._store.has_groups(job):  # a record may be gone, and its groups still here
+            await self.one_job(request)
+        if any(one.id == job and one.state == "running" for one in await self._store.live_jobs()):
+            raise HTTPError(409, f"job {job} runs: POST /v1/jobs/{job}/stop first", "running")
+        return {"job": job, "groups": await self._store.drop_job(job, "replaced")}
+
+    async def expected(self, request: Request) -> Any:
+        job = (await self.one_job(request)).id
+        if request.token_of not in (None, job):
+            raise HTTPError(403, "this token is another job's", "forbidden")
+        items = (await request.json(Expected, MAX_ASKED)).items
+        await self._store.expect(job, items)
+        return {"job": job, "expected": items}
+
+    # -- inspecting
+
+    async def groups(self, request: Request) -> Any:
         asked = request.arguments(GroupQuery)
-        found = await self._store.groups(
-            state=asked.state, task=asked.task_type, job=asked.job, after=asked.after, limit=asked.limit
-        )
-        return json_response({"groups": found})
+        which = {"state": asked.state, "task": asked.task_type, "job": asked.job}
+        return {"groups": await self._store.groups(**which, after=asked.after, limit=asked.limit)}
 
-    async def one_group(self, request: Request) -> web.Response:
+    async def one_group(self, request: Request) -> Any:
         number = request.params["group"]
         whole = number.isascii() and number.isdigit() and len(number) < 19
         found = await self._store.group_with_items(int(number)) if whole else None
         if found is None:
             raise HTTPError(404, f"there is no group {number!r:.50}", "not_found")
-        return json_response(found)
+        return found
 
-    async def dropped(self, request: Request) -> web.Response:
+    async def dropped(self, request: Request) -> Any:
         asked = request.arguments(ListQuery)
-        return json_response({"dropped": await self._store.dropped(asked.after, asked.limit)})
+        return {"dropped": await self._store.dropped(asked.after, asked.limit)}
 
-    async def quarantine(self, request: Request) -> web.Response:
+    async def quarantine(self, request: Request) -> Any:
         asked = request.arguments(ListQuery)
-        found = await self._store.groups(state="quarantined", after=asked.after, limit=min(asked.limit, 1000))
-        return json_response({"quarantined": found})
+        limit = min(asked.limit, 1000)
+        return {"quarantined": await self._store.groups(state="quarantined", after=asked.after, limit=limit)}
 
-    async def retry(self, request: Request) -> web.Response:
-        asked = await read_json(request, GroupNumbers)
+    async def retry(self, request: Request) -> Any:
+        asked = await request.json(GroupNumbers, MAX_ASKED)
         await self._service.host.refresh(again=True)
         self._service.reads.try_again()
         back = await self._store.retry(asked.groups)
-        return json_response({"groups": len(back), "unknown": sorted(set(asked.groups or ()) - set(back))})
+        return {"groups": len(back), "unknown": sorted(set(asked.groups or ()) - set(back))}
 
-    async def drop_quarantined(self, request: Request) -> web.Response:
-        asked = await read_json(request, GroupNumbers)
-        aside = await self._store.groups(state="quarantined", limit=100_000)
+    async def drop_quarantined(self, request: Request) -> Any:
+        asked = await request.json(GroupNumbers, MAX_ASKED)
+        quarantined = await self._store.groups(state="quarantined", limit=100_000)
         chosen = None if asked.groups is None else set(asked.groups)
-        wanted = [one.id for one in aside if chosen is None or one.id in chosen]
-        return json_response({"groups": await self._store.drop(wanted, "quarantined")})
+        wanted = [one.id for one in quarantined if chosen is None or one.id in chosen]
+        return {"groups": await self._store.drop(wanted, "quarantined")}
 
-    async def stats(self, request: Request) -> web.Response:
-        service = self._service
-        return json_response(
-            StatsAnswer(
-                store=await self._store.stats(),
-                job=self._store.last_job,
-                failures=await service.failures(None, None),
-                held_writes=service.held_writes,
-                waiting_reads=service.reads.waiting,
-            )
+    async def stats(self, request: Request) -> StatsAnswer:
+        return StatsAnswer(
+            store=await self._store.stats(),
+            job=self._store.last_job,
+            failures=await self._service.failures(Scope(None, None)),
+            held_writes=self._service.held_writes,
+            waiting_reads=self._service.reads.waiting,
         )
 
 
-async def read_json(request: Request, kind: type[T], most: int = _MAX_ASKED) -> T:
-    """The body of a request that is no item. Raises `HTTPError`."""
-    if len(await request.body()) > most:
-        raise HTTPError(413, f"the body is larger than {most} bytes", "too_large")
-    return await request.json(kind)
-
-
-def cut_off(request: Request) -> ConnectionResetError:
-    """Ends a connection whose answer has begun and cannot be finished; to be raised."""
-    if request.raw.transport is not None:
-        request.raw.transport.abort()
-    return ConnectionResetError()
-
-
-async def _next(parts: AsyncIterator[list[Ready]]) -> list[Ready] | None:
-    return await anext(parts, None)
+def groups_of(items: int, size: int) -> int:
+    """Groups that so many items are. Raises `HTTPError`."""
+    if items < size:
+        raise HTTPError(400, f"{items} items are less than a group, which has {size}", where="batch_size")
+    return items // size
 
 
 def _described(ready: Ready) -> dict[str, Any]:
@@ -461,45 +348,30 @@ def _described(ready: Ready) -> dict[str, Any]:
     }
 
 
-class _Document:
-    """One JSON document."""
-
-    media_type = JSON
-    encoding: Encoding | None = "json"
-
-    def head(self, head: dict[str, Any]) -> bytes:
-        return b'{"head":' + msgspec.json.encode(head) + b',"groups":['
-
-    def groups(self, part: list[Ready], *, first: bool) -> bytes:
-        texts = [
-            b"".join((msgspec.json.encode(_described(ready))[:-1], b',"items":', ready.items, b"}"))
-            for ready in part
-        ]
-        return (b"" if first else b",") + b",".join(texts)
-
-    def end(self, end: dict[str, Any]) -> bytes:
-        return b'],"end":' + msgspec.json.encode(end) + b"}"
-
-
-class _Frames:
-    """Msgpack documents, each after its length (4 bytes, big-endian). Items are in the encoding they came in."""
-
-    media_type = MSGPACK[0]
-    encoding: Encoding | None = None
-
-    def head(self, head: dict[str, Any]) -> bytes:
-        return _frame({"head": head})
-
-    def groups(self, part: list[Ready], *, first: bool) -> bytes:
-        return b"".join(
-            _frame({"group": {**_described(ready), "encoding": ready.encoding, "items": ready.items}})
-            for ready in part
-        )
-
-    def end(self, end: dict[str, Any]) -> bytes:
-        return _frame({"end": end})
+def _in_document(ready: Ready) -> bytes:
+    return b"".join((msgspec.json.encode(_described(ready))[:-1], b',"items":', ready.items, b"}"))
 
 
 def _frame(document: dict[str, Any]) -> bytes:
     body = msgspec.msgpack.encode(document)
     return len(body).to_bytes(4, "big") + body
+
+
+_DOCUMENT = Form(
+    media_type=JSON,
+    encoding="json",
+    head=lambda head: b'{"head":' + msgspec.json.encode(head) + b',"groups":[',
+    group=_in_document,
+    between=b",",
+    end=lambda end: b'],"end":' + msgspec.json.encode(end) + b"}",
+)
+
+_FRAMES = Form(
+    media_type=MSGPACK[0],
+    encoding=None,
+    head=lambda head: _frame({"head": head}),
+    group=lambda one: _frame({"group": {**_described(one), "encoding": one.encoding, "items": one.items}}),
+    between=b"",
+    end=lambda end: _frame({"end": end}),
+)
+"""Msgpack documents, each after its length (4 bytes, big-endian). Items are in the encoding they came in."""

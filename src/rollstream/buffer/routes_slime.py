@@ -8,18 +8,17 @@ goes away before it has them; bad input is a 4xx.
 """
 
 import asyncio
-from contextlib import aclosing
 from typing import Annotated, Any, Final
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from rollstream.buffer.items import InstanceId, plain_item
-from rollstream.buffer.reads import HookStoppedError
-from rollstream.buffer.routes_native import JSON, MAX_PAYLOAD, MOST_GROUPS, cut_off, read_json
+from rollstream.buffer.items import ItemError, plain_item
+from rollstream.buffer.reads import Form, HookStoppedError
+from rollstream.buffer.routes_native import JSON, MAX_ASKED, MAX_PAYLOAD, MOST_GROUPS, groups_of
 from rollstream.buffer.service import Service
-from rollstream.buffer.store.base import Group, Taken, Wanted
+from rollstream.buffer.store.base import Taken, Wanted
 from rollstream.web import HTTPError, Request, Route, json_response, render_json_error
 
 CONSUMER: Final = "slime"
@@ -51,9 +50,8 @@ class SlimeRoutes:
         self._store = service.store
 
     def routes(self) -> list[Route]:
-        job = frozenset({"job"})
         return [
-            Route("POST", "/buffer/write", self.write, scopes=job, summary="slime: writes one item"),
+            Route("POST", "/buffer/write", self.write, limited=True, summary="slime: writes one item"),
             Route("POST", "/start_rollout", self.start_rollout, summary="slime: starts a job"),
             Route(
                 "POST",
@@ -69,8 +67,11 @@ class SlimeRoutes:
         ]
 
     async def write(self, request: Request) -> web.StreamResponse:
-        item = await self._service.parse_one(await request.body())
-        await self._service.write((item,), hold=lambda: request.gone)
+        items = await self._service.parse(await request.body(), "json")
+        if len(items) != 1:
+            raise ItemError("must be one item, is a batch", "items")
+        await self._service.write(items, hold=lambda: request.gone)
+        item = items[0]
         head = b'{"success":true,"message":"Data has been successfully written to buffer","data":{"data":['
         tail = b'],"meta_info":"write to buffer"}}'
         if len(item.body) <= _PART:
@@ -83,58 +84,42 @@ class SlimeRoutes:
         await response.write(tail)
         return response
 
-    async def start_rollout(self, request: Request) -> web.Response:
+    async def start_rollout(self, request: Request) -> Any:
         try:
-            payload = await read_json(request, dict, MAX_PAYLOAD)
+            payload = await request.json(dict, MAX_PAYLOAD)
             record, warnings = await self._service.jobs.start(payload, request.shown_token)
         except Exception:
             await asyncio.sleep(_START_ERROR_S)
             raise
         # The words are slime's, also where nothing had to be started: `state` tells.
-        answer: dict[str, Any] = {
-            "message": "Rollout started",
-            "rollout_id": record.id,
-            "state": record.state,
-        }
-        return json_response(answer | ({"warnings": warnings} if warnings else {}))
+        answer = {"message": "Rollout started", "rollout_id": record.id, "state": record.state}
+        return {**answer, "warnings": warnings} if warnings else answer
 
     async def get_rollout_data(self, request: Request) -> web.StreamResponse:
         """All groups that are ready; --max-groups-per-read of them or none; as many as asked for or none."""
-        asked = await read_json(request, SlimeRead)
+        asked = await request.json(SlimeRead, MAX_ASKED)
         items = int(asked.batch_size or 0)
-        most = self._service.options.max_groups_per_read
         if items > 0:
-            groups = self._groups_of(items)
+            nothing = "Not enough data. Requested {} items but only {} available."
             return await self._answer(
-                request, groups, exact=True, distinct=False,
-                nothing="Not enough data. Requested {} items but only {} available.", asked=items,
-            )  # fmt: skip
-        return await self._answer(
-            request,
-            most,
-            exact=most is not None,
-            distinct=most is not None,
-            nothing="No data available to read",
-        )
+                request, self._groups_of(items), exact=True, nothing=nothing, asked=items
+            )
+        most, nothing = self._service.options.max_groups_per_read, "No data available to read"
+        whole = most is not None
+        return await self._answer(request, most, exact=whole, distinct=whole, nothing=nothing)
 
     async def read(self, request: Request) -> web.StreamResponse:
         """Up to as much as asked for; waits for the first group."""
-        asked = await read_json(request, SlimeRead)
+        asked = await request.json(SlimeRead, MAX_ASKED)
         items = int(asked.batch_size or 0)
-        seconds = min(max(asked.timeout or 0.0, 0.0), 3600.0) if asked.wait else 0.0
         groups = self._groups_of(items) if items > 0 else self._service.options.max_groups_per_read
-        nothing = "Timeout waiting, no data available to read" if asked.wait else "Successfully read 0 items"
-        return await self._answer(
-            request,
-            groups,
-            exact=False,
-            distinct=False,
-            nothing=nothing,
-            seconds=seconds,
-            fine=not asked.wait,
-        )
+        if not asked.wait:
+            return await self._answer(request, groups, nothing="Successfully read 0 items", fine=True)
+        nothing = "Timeout waiting, no data available to read"
+        seconds = min(asked.timeout or 0.0, 3600.0)
+        return await self._answer(request, groups, nothing=nothing, seconds=seconds)
 
-    async def peek(self, request: Request) -> web.Response:
+    async def peek(self, request: Request) -> Any:
         count = request.query.get("batch_size", "1")
         wanted = max(1, int(count)) if count.isascii() and count.isdigit() and len(count) < 6 else 1
         task, jobs = self._service.scope()
@@ -146,7 +131,7 @@ class SlimeRoutes:
                 items += [plain_item(one.body, one.encoding) for one in stored]
         return _reply(f"Successfully previewed {len(items[:wanted])} items", items[:wanted])
 
-    async def stats(self, request: Request) -> web.Response:
+    async def stats(self, request: Request) -> Any:
         stats = await self._store.stats()
         counts = {
             "current_size": stats.items_ready,
@@ -156,23 +141,20 @@ class SlimeRoutes:
         }
         return _reply("Buffer stats retrieved successfully", [counts])
 
-    async def root(self, request: Request) -> web.Response:
-        return json_response({"message": "Rollout Buffer Server is running"})
+    async def root(self, request: Request) -> Any:
+        return {"message": "Rollout Buffer Server is running"}
 
     def _groups_of(self, items: int) -> int:
-        size = self._service.group_size(self._service.scope()[0])
-        if items < size:
-            raise HTTPError(400, f"{items} items are less than a group, which has {size}", where="batch_size")
-        return items // size
+        return groups_of(items, self._service.group_size(self._service.scope().task))
 
     async def _answer(
         self,
         request: Request,
         most: int | None,
         *,
-        exact: bool,
-        distinct: bool,
         nothing: str,
+        exact: bool = False,
+        distinct: bool = False,
         asked: int = 0,
         seconds: float = 0.0,
         fine: bool = False,
@@ -182,97 +164,71 @@ class SlimeRoutes:
         Args:
             request: To be answered.
             most: Groups; None: all that are ready.
+            nothing: The message where there is nothing.
             exact: That many or none. For a group that its hooks spoil another is taken.
             distinct: No instance twice.
-            nothing: The message where there is nothing.
             asked: Items that were asked for, for that message.
             seconds: To wait for the first group.
             fine: Whether having nothing is a success.
         """
         service, reads = self._service, self._service.reads
-        leases: list[str] = []
-        given: list[Group] = []
-        had: set[InstanceId] = set()
-        items = 0
-        response = web.StreamResponse(headers={"content-type": JSON})
+        async with reads.answering(request, _ROWS) as answer:
+            given = answer.groups
 
-        def wanted() -> Wanted:
-            task, jobs = service.scope()  # another job may have begun
-            return Wanted(
-                groups=MOST_GROUPS if most is None else most - len(given),
-                exact=exact,
-                distinct=distinct,
-                without=frozenset(had),
-                task=task,
-                jobs=jobs,
-                size=service.group_size(task) if asked else None,
-                consumer=CONSUMER,
-                seconds=service.options.lease_seconds,
-            )
-
-        def gone() -> bool:
-            return request.gone or service.closing
-
-        taken = await reads.take(
-            wanted, seconds, gone=gone, blocked=lambda: service.is_blocked(*service.scope())
-        )
-        try:
-            while taken.lease is not None:
-                leases.append(taken.lease.id)
-                async with aclosing(reads.parts(taken, "json")) as parts:
-                    async for part in parts:
-                        if not response.prepared:
-                            await response.prepare(request.raw)
-                            await response.write(b'{"data":{"data":[')
-                        rows = b",".join(ready.items[1:-1] for ready in part)
-                        await response.write(b"," + rows if given else rows)
-                        given += [ready.group for ready in part]
-                        items += sum(ready.n for ready in part)
-                if request.gone:
-                    raise ConnectionResetError
-                if (most is None and len(taken.groups) < MOST_GROUPS) or len(given) == most:
-                    break
-                had |= {group.instance_id for group in given}
-                taken = await reads.take(wanted)
-            whole = len(given) == most if exact else bool(given)
-            task, jobs = service.scope()
-            if not given:
-                return await self._nothing(
-                    nothing.format(asked, taken.available * service.group_size(task)), taken, fine
+            def wanted() -> Wanted:
+                task, jobs = service.scope()  # another job may have begun
+                return Wanted(
+                    groups=MOST_GROUPS if most is None else most - len(given),
+                    exact=exact,
+                    distinct=distinct,
+                    without=frozenset(group.instance_id for group in given) if distinct else frozenset(),
+                    task=task,
+                    jobs=jobs,
+                    size=service.group_size(task) if asked else None,
+                    consumer=CONSUMER,
+                    seconds=service.options.lease_seconds,
                 )
-            meta, told = await reads.meta_info(given, (task, jobs))
+
+            taken = await reads.take(
+                wanted,
+                seconds,
+                gone=lambda: request.gone or service.closing,
+                blocked=lambda: service.is_blocked(service.scope()),
+            )
+            try:
+                while taken.lease is not None:
+                    await answer.send(taken, {})
+                    if (most is None and len(taken.groups) < MOST_GROUPS) or len(given) == most:
+                        break
+                    taken = await reads.take(wanted)
+            except HookStoppedError:
+                return await self._nothing(nothing.format(asked, 0), taken, False)
+            scope = service.scope()
+            if not given:
+                available = taken.available * service.group_size(scope.task)
+                return await self._nothing(nothing.format(asked, available), taken, fine)
+            meta, reported = await reads.meta_info(given, scope)
             if last := self._store.last_job:
                 stats = await self._store.stats()
                 meta["progress"] = {"job": last.id, "written": stats.items_of_job, "expected": last.expected}
                 meta["open_groups"] = stats.groups["open"]
-            message = (
-                f"Successfully read {items} items" if whole else "some groups were spoiled by their hooks"
-            )
-            end = msgspec.json.encode({"meta_info": meta})[1:] + b',"success":%b,"message":%b' % (
-                msgspec.json.encode(whole),
-                msgspec.json.encode(message),
-            )
-            await response.write(b"]," + end)
-            if whole:
-                await self._store.ack(leases, reported_up_to=told)
-                leases.clear()
+            if exact and len(given) != most:
+                message = "some groups were spoiled by their hooks"
+                return await answer.end({"success": False, "message": message, "meta_info": meta})
+
+            async def deliver() -> None:
+                await self._store.ack(answer.leases, reported_up_to=reported)
+                answer.leases.clear()
                 service.note_read(given, CONSUMER)
-            await response.write(b"}")
-            await response.write_eof()
-            return response
-        except HookStoppedError as error:
-            if response.prepared:
-                raise cut_off(request) from error
-            return await self._nothing(nothing.format(asked, 0), taken, False)
-        finally:
-            for lease in leases:
-                await asyncio.shield(self._store.nack(lease))
+
+            message = f"Successfully read {answer.items} items"
+            return await answer.end({"success": True, "message": message, "meta_info": meta}, deliver)
 
     async def _nothing(self, message: str, taken: Taken, success: bool) -> web.Response:
         service = self._service
-        task, jobs = service.scope()
-        causes = [one["message"] for one in await service.failures(task, jobs)]
-        causes += await service.notices(taken, task, jobs)
+        scope = service.scope()
+        causes = [one["message"] for one in await service.failures(scope)]
+        causes += await service.notices(taken, scope)
         most = service.options.max_groups_per_read
         if most is not None and 0 < taken.available < most and service.is_job_over():
             causes.append(
@@ -280,6 +236,21 @@ class SlimeRoutes:
                 'takes them, or {"batch_size": …} here'
             )
         return _reply(f"{message} ({'; '.join(causes)})" if causes else message, [], success=success)
+
+
+def _end(end: dict[str, Any]) -> bytes:
+    meta = msgspec.json.encode({"meta_info": end.pop("meta_info")})
+    return b"]," + meta[1:] + b"," + msgspec.json.encode(end)[1:]
+
+
+_ROWS = Form(
+    media_type=JSON,
+    encoding="json",
+    head=lambda _: b'{"data":{"data":[',
+    group=lambda ready: ready.items[1:-1],
+    between=b",",
+    end=_end,
+)
 
 
 def _reply(message: str, items: list[Any], *, success: bool = True) -> web.Response:

@@ -1,4 +1,4 @@
-"""The buffer without HTTP: store, hooks and jobs, what runs beside requests, and what readers are told."""
+"""The buffer without HTTP: store, hooks and jobs, what runs beside requests, and what is reported to readers."""
 
 import asyncio
 import contextlib
@@ -7,10 +7,12 @@ import math
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+
+import msgspec
 
 from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.groups import GroupSettings
@@ -19,14 +21,13 @@ from rollstream.buffer.items import (
     Encoding,
     Item,
     ItemError,
-    parse_item,
     parse_items,
     parse_nth,
     split_batch,
 )
 from rollstream.buffer.jobs import Jobs
 from rollstream.buffer.payload_rules import PayloadRules
-from rollstream.buffer.reads import Reads, TaskPolicy
+from rollstream.buffer.reads import Reads, Scope, TaskPolicy
 from rollstream.buffer.store.base import Change, Group, Limits, Stats, Taken
 from rollstream.buffer.store.sql import Driver, SqlStore
 from rollstream.buffer.store.sqlite import SqliteDriver
@@ -38,10 +39,10 @@ _LOG = logging.getLogger(__name__)
 
 _SWEEP_S: Final = 0.5
 
-_SAY_S: Final = 60.0
+_LOG_COUNTS_S: Final = 60.0
 
 _ROOM_S: Final = 1.0
-"""A write without room looks this often whether its client is still there."""
+"""A write without room checks this often whether its client is still there."""
 
 _BIG: Final = 2**20
 """A body from this size on is parsed in a process of its own."""
@@ -80,13 +81,6 @@ class BufferOptions:
     hook_seconds: float = 60.0
 
 
-class JobIdentity(NamedTuple):
-    """A generator, by the token that it got."""
-
-    job: str
-    scope: str = "job"
-
-
 class Service:
     """One server's buffer.
 
@@ -101,27 +95,35 @@ class Service:
         self._parser = HookProcess(_PARSE_S)
         self.policy = TaskPolicy(options.settings, self.host)
         self.store = SqlStore(_driver(options), self.policy, options.limits)
-        self.reads = Reads(self.store, self.host, self.policy, lambda: self.store.known_jobs)
-        self.jobs: Jobs = None  # type: ignore[assignment]  # from `begin` on
-        self._rules = PayloadRules(
-            options.inputs, options.engines, forbidden=options.directory, tools=_tool_names(options.tools)
+        self.reads = Reads(self.store, self.host, self.policy)
+        self.jobs = Jobs(
+            self.store,
+            self.host,
+            directory=options.directory,
+            buffer_url="",
+            rules=PayloadRules(
+                options.inputs, options.engines, forbidden=options.directory, tools=_tool_names(options.tools)
+            ),
+            server_id=_server_id(options.directory),
+            group_defaults=options.settings,
+            issue_token=self._issue_token,
+            tools_file=options.tools,
         )
         self.closing = False
         self.held_writes = 0
         self._token = token
-        self._job_tokens: dict[str, JobIdentity] = {}
+        self._job_token: tuple[str, str] | None = None
+        """The token of the last job's generator, and the job."""
         self._room = asyncio.Event()
         self._lock: RunLock | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._readied = 0
-        self._dropped: Counter[str] = Counter()
         self._dropped_unread: Counter[str] = Counter()
         """Since a reader got something last."""
         self._hinted: set[str] = set()
         self.store.changed = self._on_change
 
     async def open(self) -> None:
-        """Takes the folder, looks at the generator files, opens the store.
+        """Takes the folder, reads the generator files, opens the store.
 
         Raises:
             ConfigError: An option is wrong, or a generator file cannot be used.
@@ -146,19 +148,8 @@ class Service:
 
     async def begin(self, url: str) -> None:
         """Goes on with the job that ran. `url`: where generators reach this server."""
-        options = self.options
-        self.jobs = Jobs(
-            self.store,
-            self.host,
-            directory=options.directory,
-            buffer_url=_own_url(url),
-            rules=self._rules,
-            server_id=_server_id(options.directory),
-            group_defaults=options.settings,
-            issue_token=self._issue_token,
-            tools_file=options.tools,
-        )
-        for work in (self._sweep_on(), self._say_on(), self.reads.judge_on()):
+        self.jobs.buffer_url = _own_url(url)
+        for work in (self._sweep(), self._log_counts(), self.reads.judge(), self.reads.serve_waiting()):
             self._tasks.append(asyncio.create_task(work))
         await self.jobs.resume()
 
@@ -166,7 +157,7 @@ class Service:
         """Whoever waits is answered now: the server stops."""
         self.closing = True
         self._room.set()
-        self.reads.on_change(Change(elsewhere=True))
+        self.reads.end_waits()
 
     async def close(self) -> None:
         """Ends generators, hooks and the store, whatever user code does."""
@@ -175,9 +166,8 @@ class Service:
         await self.host.close()
         await self._parser.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.jobs is not None:
-            with contextlib.suppress(RollstreamError):
-                await self.jobs.close()
+        with contextlib.suppress(RollstreamError):
+            await self.jobs.close()
         await self.store.close()
         if self._lock is not None:
             self._lock.release()
@@ -198,27 +188,18 @@ class Service:
         items: list[Item] = []
         parsed = 0
         for number, one in enumerate(bodies):
-            if len(one) >= _BIG:
-                try:
-                    items.append(await self._parser.parse(one, encoding))
-                except ItemError as error:
-                    raise error.within(number) from None
+            if len(one) < _BIG:
+                items.append(parse_nth(number, one, encoding))
+                parsed += len(one)
+                if parsed >= _BIG:
+                    parsed = 0
+                    await asyncio.sleep(0)
                 continue
-            items.append(parse_nth(number, one, encoding))
-            parsed += len(one)
-            if parsed >= _BIG:
-                parsed = 0
-                await asyncio.sleep(0)
+            try:
+                items.append(await self._parser.parse(one, encoding))
+            except ItemError as error:
+                raise error.within(number) from None
         return items
-
-    async def parse_one(self, body: bytes) -> Item:
-        """`parse` of one item in JSON; a batch is none."""
-        if len(body) < _BIG:
-            return parse_item(body)
-        items = await self.parse(body, "json")
-        if len(items) != 1:
-            raise ItemError("must be one item, is a batch", "items")
-        return items[0]
 
     async def write(self, items: Sequence[Item], *, hold: Callable[[], bool] | None = None) -> list[bool]:
         """Stores items; which of them were new.
@@ -246,20 +227,19 @@ class Service:
             if self.closing:
                 raise closing_error()
 
-    # -- telling
+    # -- reporting
 
-    def scope(self) -> tuple[str | None, tuple[str, ...] | None]:
-        """Task and jobs whose groups a trainer on slime's wire gets.
+    def scope(self) -> Scope:
+        """What a trainer on slime's wire gets.
 
         What the job that it started made, or came in for its task from outside: never another job's rest.
         """
         last = self.store.last_job
-        return (None, None) if last is None else (last.task, (last.id, ""))
+        return Scope(None, None) if last is None else Scope(last.task, (last.id, ""))
 
     def group_size(self, task: str | None, job: str | None = None) -> int:
         """Of a job's groups; of the last job's by default."""
-        jobs = self.store.known_jobs
-        record = jobs.get(job) if job else self.store.last_job
+        record = self.store.known_jobs.get(job) if job else self.store.last_job
         if record is not None and task not in (None, record.task):
             record = None
         return self.policy.settings(task or "", record).group_size
@@ -269,47 +249,38 @@ class Service:
         last = self.store.last_job
         return last is not None and last.state != "running"
 
-    def is_blocked(self, task: str | None, jobs: Collection[str] | None) -> bool:
+    def is_blocked(self, scope: Scope) -> bool:
         """Whether a generator or hook fails that would bring these groups."""
-        return any(task in (None, stopped) for stopped in self.reads.stopped) or any(
-            task in (None, one.task) and (jobs is None or one.job in jobs) for one in self.jobs.failures()
-        )
+        failing = any(scope.has(one.task, one.job) for one in self.jobs.failures())
+        return failing or any(scope.task in (None, task) for task in self.reads.stopped)
 
-    async def failures(self, task: str | None, jobs: Collection[str] | None) -> list[dict[str, Any]]:
+    async def failures(self, scope: Scope) -> list[dict[str, Any]]:
         """What keeps groups from readers: jobs that fail, hooks that fail."""
         found = [
-            {**_fields(one), "message": str(one)}
+            {**msgspec.structs.asdict(one), "message": str(one)}
             for one in self.jobs.failures()
-            if task in (None, one.task) and (jobs is None or one.job in jobs)
+            if scope.has(one.task, one.job)
         ]
-        for stopped, why in self.reads.stopped.items():
-            if task in (None, stopped):
-                found.append({"task": stopped, "error": why, "message": why, "final": False})
-        aside = await self.store.groups(state="quarantined", task=task, limit=100)
-        aside = [one for one in aside if jobs is None or one.job in jobs]
-        if aside:
-            last = aside[-1]
-            line = (last.cause or "").strip().rpartition("\n")[2]
-            count = f"{len(aside)}{' or more' if len(aside) == 100 else ''}"
-            message = (
-                f"{count} groups are quarantined, the last one by {last.reason}: {line} (GET /v1/quarantine)"
+        for task, why in self.reads.stopped.items():
+            if scope.task in (None, task):
+                found.append({"task": task, "error": why, "message": why, "final": False})
+        quarantined = await self.store.groups(state="quarantined", task=scope.task, limit=100)
+        quarantined = [one for one in quarantined if scope.has(one.task, one.job)]
+        if quarantined:
+            last, count = quarantined[-1], str(len(quarantined)) + " or more" * (len(quarantined) == 100)
+            error = (last.cause or "").strip().rpartition("\n")[2]
+            why = (
+                f"{count} groups are quarantined, the last one by {last.reason}: {error} (GET /v1/quarantine)"
             )
-            found.append(
-                {
-                    "task": last.task,
-                    "error": line,
-                    "message": message,
-                    "traceback": last.cause,
-                    "final": False,
-                }
-            )
+            facts = {"error": error, "message": why, "traceback": last.cause, "final": False}
+            found.append({"task": last.task, **facts})
         return found
 
-    async def notices(self, taken: Taken, task: str | None, jobs: tuple[str, ...] | None) -> list[str]:
+    async def notices(self, taken: Taken, scope: Scope) -> list[str]:
         """Why there may be nothing for a reader although nothing fails."""
         found = self.drop_notices()
         ready = (await self.store.stats()).groups["ready"]
-        if ready and not self.is_blocked(task, jobs):
+        if ready and not self.is_blocked(scope):
             found.append(
                 f"{ready} groups are ready, {taken.available} of them fit this read; others are of another task, "
                 "job or size, or of an instance that it has already"
@@ -317,8 +288,8 @@ class Service:
         if taken.stale:
             found.append(f"{taken.stale} groups are older than max_staleness allows")
         last = self.store.last_job
-        mine = last is not None and task in (None, last.task) and (jobs is None or last.id in jobs)
-        if last is not None and mine and self.is_job_over() and not await self.store.has_groups(last.id):
+        over = last is not None and last.state != "running" and scope.has(last.task, last.id)
+        if over and last is not None and not await self.store.has_groups(last.id):
             found.append(
                 f"job {last.id} of task {last.task!r} is {last.state} and all of it has left the buffer: "
                 "nothing more comes of it until a job is started"
@@ -330,11 +301,10 @@ class Service:
         counts = self._dropped_unread
         if not counts:
             return []
-        said = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
         hint = _HINTS.get(counts.most_common(1)[0][0], "")
+        reasons = _listed(counts.most_common()) + (f" ({hint})" if hint else "")
         return [
-            f"{counts.total()} groups were dropped since the last read: {said}{hint and f' ({hint})'}; "
-            "GET /v1/dropped lists them"
+            f"{counts.total()} groups were dropped since the last read: {reasons}; GET /v1/dropped lists them"
         ]
 
     def note_read(self, groups: Sequence[Group], consumer: str | None) -> None:
@@ -348,68 +318,66 @@ class Service:
 
     # -- in the background
 
-    def identify(self, token: str) -> JobIdentity | None:
-        """The generator that has this token."""
-        for known, identity in self._job_tokens.items():
-            if secrets.compare_digest(known.encode(), token.encode(errors="replace")):
-                return identity
-        return None
+    def job_of_token(self, token: str) -> str | None:
+        """The job whose generator has this token."""
+        if self._job_token is None:
+            return None
+        known, job = self._job_token
+        return job if secrets.compare_digest(known.encode(), token.encode(errors="replace")) else None
 
     def _issue_token(self, job: str) -> str | None:
         if self._token is None:
             return None
-        token = secrets.token_urlsafe(32)
-        self._job_tokens = {token: JobIdentity(job)}  # one job at a time
-        return token
+        self._job_token = secrets.token_urlsafe(32), job  # one job at a time
+        return self._job_token[0]
 
     def _on_change(self, change: Change) -> None:
         self.reads.on_change(change)
-        self._readied += sum(change.ready.values())
         if change.room:
             self._room.set()
         for reason, count in change.dropped.items():
-            self._dropped[reason] += count
             self._dropped_unread[reason] += count
             if reason not in self._hinted:
                 self._hinted.add(reason)
                 _LOG.info("the first group dropped as %s: %s", reason, _HINTS.get(reason, ""))
 
-    async def _sweep_on(self) -> None:
+    async def _sweep(self) -> None:
         trouble = ""
         while True:
-            pause = _SWEEP_S
+            more, error = 0, ""
             try:
-                if await self.store.sweep():
-                    pause = 0.0  # there may be more: it works in slices
-                trouble = ""
-            except RollstreamError as error:
-                if str(error) != trouble:
+                more = await self.store.sweep()  # it works in slices
+            except RollstreamError as failure:
+                error = str(failure)
+                if error != trouble:
                     _LOG.error("%s", error)
-                trouble = str(error)
-            await asyncio.sleep(pause)
+            trouble = error
+            await asyncio.sleep(0 if more else _SWEEP_S)
 
-    async def _say_on(self) -> None:
+    async def _log_counts(self) -> None:
         before: Stats | None = None
         while True:
             with contextlib.suppress(RollstreamError):
                 now = await self.store.stats()
-                if before is not None and (now.items_written, now.items_delivered, self._dropped) != (
-                    before.items_written, before.items_delivered, Counter(),
-                ):  # fmt: skip
-                    self._say(before, now)
-                self._readied, self._dropped = 0, Counter()
+                if before is not None and _left(now) != _left(before):
+                    dropped = Counter(now.groups_dropped) - Counter(before.groups_dropped)
+                    _LOG.info(
+                        "last minute: %d items written, %d groups read; dropped: %s. Now: %s",
+                        now.items_written - before.items_written,
+                        now.groups_delivered - before.groups_delivered,
+                        _listed(dropped.most_common()) or "none",
+                        _listed(now.groups.items()),
+                    )
                 before = now
-            await asyncio.sleep(_SAY_S)
+            await asyncio.sleep(_LOG_COUNTS_S)
 
-    def _say(self, before: Stats, now: Stats) -> None:
-        dropped = ", ".join(f"{count} {reason}" for reason, count in self._dropped.most_common())
-        _LOG.info(
-            "last minute: %d items written, %d groups ready, %d read; dropped: %s. Now: %d open, %d ready, "
-            "%d leased, %d quarantined",
-            *(now.items_written - before.items_written, self._readied),
-            *(now.groups_delivered - before.groups_delivered, dropped or "none"),
-            *(now.groups[state] for state in ("open", "ready", "leased", "quarantined")),
-        )
+
+def _left(stats: Stats) -> tuple[Any, ...]:
+    return stats.items_written, stats.groups_delivered, stats.groups_dropped
+
+
+def _listed(counts: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts)
 
 
 def _own_url(url: str) -> str:
@@ -426,10 +394,6 @@ def _own_url(url: str) -> str:
 def closing_error() -> HTTPError:
     """For whoever waits when the server stops."""
     return HTTPError(503, "the server stops", "closing", headers={"retry-after": "1"})
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__struct_fields__}
 
 
 def _driver(options: BufferOptions) -> Driver:

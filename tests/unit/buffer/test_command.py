@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from rollstream.cli import build_parser, main
-from tests.support.buffer import generator, group, item, serve_buffer
+from tests.support.buffer import generator, group, item, serve_buffer, until
 
 Capture = pytest.CaptureFixture[str]
 
@@ -85,12 +85,16 @@ def test_the_defaults() -> None:
     assert (options.max_buffer_size, options.max_groups_per_read, options.raw) == (10**9, None, False)
 
 
-def test_help_says_what_each_option_is_for(capsys: Capture) -> None:
-    for words in (["serve"], ["status"], ["show"]):
+def test_help_says_what_each_option_is_for_and_each_exit_code(capsys: Capture) -> None:
+    for command, option, code in (
+        ("serve", "--max-groups-per-read", "0 ended by SIGINT"),
+        ("status", "URL|DIR", "0 printed"),
+        ("show", "--state", "0 printed"),
+    ):
         with pytest.raises(SystemExit) as ended:
-            main(["buffer", *words, "--help"])
-        assert ended.value.code == 0
-    assert "--state" in capsys.readouterr().out
+            main(["buffer", command, "--help"])
+        shown = capsys.readouterr().out
+        assert ended.value.code == 0 and option in shown and code in shown
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -113,27 +117,39 @@ def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
         assert main(["buffer", *words]) == 0
         return capsys.readouterr().out
 
+    def listed(*words: str) -> int:
+        return len(printed("show", *words).splitlines())
+
     files = generator(tmp_path / "files")
     with serve_buffer(tmp_path / "buffer", "--generators", files) as server:
         job = server.post("/v1/jobs", {"task_type": "math", "num_repeat_per_sample": 2})[1]["id"]
-        items = [*group("good", (0, 1)), *group("bad", (1, 1)), item("open", None)]
+        failed = {"extra_info": {"failure": {"error": "engine away", "stage": "generate", "attempts": 3}}}
+        items = [*group("good", (0, 1)), *group("bad", (1, 1)), item("open", -1, **failed)]
         assert server.post("/v1/items", {"items": items})[0] == 200
         for where in (server.url, str(server.folder)):
-            told = printed("status", where)
-            assert "1 open" in told and "1 equal_rewards" in told and f"{job} of task 'math'" in told
-            listed = printed("show", where)
-            assert len(listed.splitlines()) == 3 and "'good'" in listed and "rewards 1 1" in listed
-            assert (
-                len(printed("show", where, "--state", "open", "--task", "math", "--job", job).splitlines())
-                == 1
-            )
-            assert printed("show", where, "--job", "nobody").strip() == ""
-            assert len(printed("show", where, "--limit", "1", "--after", "1").splitlines()) == 1
+            said = printed("status", where)
+            assert "1 open" in said and "1 equal_rewards" in said and f"{job} of task 'math'" in said
+            shown = printed("show", where)
+            assert len(shown.splitlines()) == 3 and "'good'" in shown and "rewards 1 1" in shown
+            assert listed(where, "--state", "open", "--task", "math", "--job", job) == 1
+            assert listed(where, "--job", "nobody") == 0
+            assert listed(where, "--limit", "1", "--after", "1") == 1
             found: Any = orjson.loads(printed("show", where, "2", "--json"))
             assert [one["uid"] for one in found["items"]] == ["'bad'-0", "'bad'-1"]
-            assert main(["buffer", "show", where, "99"]) in (1, 2)
+            assert "its rollout failed: generate: engine away" in printed("show", where, "3")
+            assert main(["buffer", "show", where, "99"]) == 1
             assert "there is no group" in capsys.readouterr().err
-    told = printed("status", str(tmp_path / "buffer"))  # the server is gone
-    assert "1 ready" in told
+    assert "1 ready" in printed("status", str(tmp_path / "buffer")), "the server is gone"
     assert main(["buffer", "status", str(tmp_path)]) == 2
     assert "is not the folder of a buffer" in capsys.readouterr().err
+
+
+def test_status_says_why_a_job_failed(tmp_path: Path, capsys: Capture) -> None:
+    run = "from rollstream.errors import ConfigError; raise ConfigError('there is no such model')"
+    with serve_buffer(tmp_path / "buffer", "--generators", generator(tmp_path / "files", run=run)) as server:
+        server.post("/v1/jobs", {"task_type": "math"})
+        until(lambda: server.get("/v1/stats")["job"]["state"] == "failed")
+        for where in (server.url, str(server.folder)):
+            assert main(["buffer", "status", where]) == 0
+            said = capsys.readouterr().out
+            assert "failed" in said and "there is no such model" in said

@@ -10,6 +10,9 @@ import msgspec
 import pytest
 
 from tests.support.buffer import Served, generator, group, item, served
+from tests.support.postgres import PostgresServer, postgres
+
+__all__ = ["postgres"]
 
 
 async def counted(buffer: Served, **states: int) -> bool:
@@ -84,6 +87,26 @@ async def test_readers_are_answered_when_the_server_stops(tmp_path: Path) -> Non
         async with asyncio.timeout(10):
             assert [one["groups"] for one in await asyncio.gather(*readers)] == [[]] * 3
         assert (await buffer.get("/ready"))[0] == 503
+
+
+async def test_readers_of_several_servers_are_woken_and_told_of_a_lost_database(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    postgres: PostgresServer = request.getfixturevalue("postgres")
+    async with (
+        served(tmp_path / "one", store=postgres.url) as one,
+        served(tmp_path / "two", store=postgres.url) as two,
+    ):
+        readers = [*await waiting(one, 2, max_groups=1), *await waiting(two, 2, max_groups=1)]
+        for n in range(4):
+            await (one if n % 2 else two).write(*group(n))
+        async with asyncio.timeout(20):
+            answers = await asyncio.gather(*readers)
+        assert sorted(answer["groups"][0]["instance_id"] for answer in answers) == list(range(4))
+        postgres.kill()
+        async with asyncio.timeout(30):
+            assert (await one.post("/v1/read", {"timeout": 60}))[0] == 503
+        postgres.start()
 
 
 HOOKS = """
