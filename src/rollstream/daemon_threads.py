@@ -213,7 +213,9 @@ class UserCalls:
             raise TransientError(f"the {self._kind}s are closed")
         if len(function.lost) < MAX_LOST:
             return None
-        said = f"{name}: {len(function.lost)} earlier calls still hang; it is not called until some of them end"
+        said = (
+            f"{name}: {len(function.lost)} earlier calls still hang; it is not called until some of them end"
+        )
         return Outcome(error=CallsRefusedError(said))
 
     async def _run_thread(

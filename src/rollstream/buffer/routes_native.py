@@ -314,10 +314,7 @@ class NativeRoutes:
 
     async def drop_quarantined(self, request: Request) -> Any:
         asked = await request.json(GroupNumbers, MAX_ASKED)
-        quarantined = await self._store.groups(state="quarantined", limit=100_000)
-        chosen = None if asked.groups is None else set(asked.groups)
-        wanted = [one.id for one in quarantined if chosen is None or one.id in chosen]
-        return {"groups": await self._store.drop(wanted, "quarantined")}
+        return {"groups": await self._store.drop(asked.groups, "quarantined")}
 
     async def stats(self, request: Request) -> StatsAnswer:
         return StatsAnswer(
