@@ -11,7 +11,7 @@ from rollstream.errors import DamageError, RunDirectoryError
 from rollstream.store.batch import KEY_COLUMNS, build_table, open_parquet, reading, value_range
 from rollstream.store.export.jsonl import decode_row
 from rollstream.store.journal import ScanReport, scan
-from rollstream.store.manifest import DATASET_IDENTITY, Manifest, read_manifest
+from rollstream.store.manifest import DATASET_IDENTITY, Manifest, require_manifest
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
 
@@ -36,9 +36,7 @@ def find_trajectory(
         RunDirectoryError: no run, or no such rollout in it.
         DamageError: the file that holds it, or may hold it, is damaged.
     """
-    manifest = read_manifest(root)
-    if manifest is None:
-        raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
+    manifest = require_manifest(root)
     paths = RunPaths(root)
     damaged: list[str] = []
     for path in _files(paths):
