@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 
 from rollstream.errors import DamageError, RunDirectoryError
-from rollstream.store.batch import KEY_COLUMNS, build_table, open_parquet, reading
+from rollstream.store.batch import KEY_COLUMNS, build_table, open_parquet, reading, value_range
 from rollstream.store.export.jsonl import decode_row
 from rollstream.store.journal import ScanReport, scan
-from rollstream.store.manifest import DATASET_IDENTITY, Manifest, read_manifest
+from rollstream.store.manifest import DATASET_IDENTITY, Manifest, require_manifest
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
 
@@ -36,9 +36,7 @@ def find_trajectory(
         RunDirectoryError: no run, or no such rollout in it.
         DamageError: the file that holds it, or may hold it, is damaged.
     """
-    manifest = read_manifest(root)
-    if manifest is None:
-        raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
+    manifest = require_manifest(root)
     paths = RunPaths(root)
     damaged: list[str] = []
     for path in _files(paths):
@@ -91,8 +89,8 @@ def _in_parquet(path: Path, index: int | None, repeat: int) -> list[dict[str, An
         return rows
     with open_parquet(path) as file, reading(path):
         for group in range(file.num_row_groups):
-            column = file.metadata.row_group(group).column(0).statistics
-            if index is not None and column is not None and not column.min <= index <= column.max:
+            around = value_range(file.metadata, group, 0)
+            if index is not None and around is not None and not around[0] <= index <= around[1]:
                 continue
             keys = file.read_row_group(group, columns=KEY_COLUMNS, use_threads=False)
             if index is None:

@@ -88,6 +88,14 @@ def read_manifest(run_dir: Path) -> Manifest | None:
         raise RunDirectoryError(f"{path} is damaged ({error}); restore it from a copy") from error
 
 
+def require_manifest(run_dir: Path) -> Manifest:
+    """The manifest of a run directory. Raises `RunDirectoryError` when there is none."""
+    manifest = read_manifest(run_dir)
+    if manifest is None:
+        raise RunDirectoryError(f"{run_dir} is not a run directory: it has no run.json")
+    return manifest
+
+
 def write_manifest(run_dir: Path, manifest: Manifest) -> None:
     """Writes `run.json` atomically and durably."""
     data = orjson.dumps(msgspec.to_builtins(manifest), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)

@@ -32,6 +32,7 @@ from rollstream.store.batch import (
     read_tables,
     reading,
     recorded_digests,
+    value_range,
     write_tables_durably,
 )
 from rollstream.store.paths import MERGE_FOLDER, RunPaths
@@ -213,15 +214,16 @@ class _Size:
 def _survey(path: Path) -> _Size:
     with reading(path):
         metadata = pq.read_metadata(path)
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        index, repeat = ([group.column(at).statistics for group in groups] for at in (0, 1))
-        if not all((*index, *repeat)):
-            raise DamagedFileError(path, f"{path.name} is damaged: its footer has no statistics")
+        groups = range(metadata.num_row_groups)
+        ranges = [value_range(metadata, group, column) for column in (0, 1) for group in groups]
+        most = [one[1] for one in ranges if one is not None and one[0] >= 0]
+        if len(most) < len(ranges):
+            raise DamagedFileError(path, f"{path.name} is damaged: its footer has no range of keys")
         return _Size(
             rows=metadata.num_rows,
-            bytes=sum(group.total_byte_size for group in groups),
-            max_index=max((one.max for one in index), default=0),
-            max_repeat=max((one.max for one in repeat), default=0),
+            bytes=sum(metadata.row_group(group).total_byte_size for group in groups),
+            max_index=max(most[: len(groups)], default=0),
+            max_repeat=max(most[len(groups) :], default=0),
         )
 
 

@@ -36,7 +36,7 @@ from rollstream.store.manifest import (
     Manifest,
     identity_differences,
     new_manifest,
-    read_manifest,
+    require_manifest,
     write_manifest,
 )
 from rollstream.store.merge import merge_batches, until
@@ -159,9 +159,7 @@ def _check_shards(roots: Sequence[Path]) -> list[_Shard]:
 
 
 def _manifest(root: Path) -> Manifest:
-    manifest = read_manifest(root)
-    if manifest is None:
-        raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
+    manifest = require_manifest(root)
     if manifest.identity.get(SHARD_IDENTITY) is None:
         raise ConfigError(f"{root} holds a whole run, not a shard of one (generation.shard=i/k)")
     return manifest

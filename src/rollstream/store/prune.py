@@ -8,11 +8,11 @@ names. A crash in between leaves the artifact, from which the next opening takes
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollstream.errors import DamageError, RunDirectoryError
+from rollstream.errors import DamageError
 from rollstream.store.batch import forget_digests, open_parquet, recorded_digests
 from rollstream.store.journal import sync_folder
 from rollstream.store.lock import locked
-from rollstream.store.manifest import read_manifest
+from rollstream.store.manifest import require_manifest
 from rollstream.store.merge import merged_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.recovery import recover
@@ -35,9 +35,7 @@ def prune_run(root: Path, *, dry_run: bool) -> Pruned:
         RunDirectoryError: no run directory, or a run is writing there.
         DamageError: the artifact is damaged; nothing was deleted.
     """
-    manifest = read_manifest(root)
-    if manifest is None:
-        raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
+    manifest = require_manifest(root)
     paths = RunPaths(root)
     with locked(root):
         if paths.artifact.exists():

@@ -23,7 +23,7 @@ from pathlib import Path
 import orjson
 import pyarrow as pa
 
-from rollstream.errors import DamageError, RunDirectoryError
+from rollstream.errors import DamageError
 from rollstream.store.batch import (
     BatchKeys,
     batch_metadata,
@@ -48,7 +48,7 @@ from rollstream.store.journal import (
     write_file_durably,
 )
 from rollstream.store.keys import KeyStates
-from rollstream.store.manifest import Manifest, read_manifest
+from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import holds_other_batches, is_merged
 from rollstream.store.paths import (
     MERGE_FOLDER,
@@ -143,9 +143,7 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
 
     Also while another process writes: what it commits meanwhile may or may not be counted.
     """
-    manifest = read_manifest(root)
-    if manifest is None:
-        raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
+    manifest = require_manifest(root)
     paths = RunPaths(root)
     state = RunState(KeyStates(manifest.n))
     numbers = paths.journal_numbers()  # before the batches: one sealed meanwhile is then seen as batch

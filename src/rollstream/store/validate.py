@@ -21,14 +21,11 @@ from rollstream.store.batch import (
 from rollstream.store.export.files import stale_exports
 from rollstream.store.journal import ScanReport, scan
 from rollstream.store.lock import is_locked, locked
-from rollstream.store.manifest import Manifest, read_manifest
+from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import is_current, is_merged
 from rollstream.store.paths import RunPaths, missing_batches
 from rollstream.store.records import RecordCodec
 from rollstream.store.recovery import RunState, quarantine_batch, recover
-
-_READ_ROWS = 1024
-"""Rows whose token columns are checked at once."""
 
 NO_CHECKSUM = "has no checksum"
 
@@ -62,9 +59,7 @@ def validate_run(root: Path) -> Validation:
     Raises:
         RunDirectoryError: it is no run directory.
     """
-    manifest = read_manifest(root)
-    if manifest is None:
-        raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
+    manifest = require_manifest(root)
     paths = RunPaths(root)
     result = Validation()
     if is_locked(root / "run.lock"):
@@ -116,15 +111,13 @@ def validate_parquet(
             if (file.metadata.metadata or {}).get(b"rollstream.run_id") != run_id.encode():
                 wrong.append("belongs to another run")
         for table in read_tables(path):
-            for at in range(0, len(table), _READ_ROWS):
-                part = table.slice(at, _READ_ROWS)
-                keys.append(np.stack([part[column].to_numpy().astype(np.int64) for column in KEY_COLUMNS], 1))
-                wrong.extend(_row_problems(part))
+            keys.append(np.stack([table[column].to_numpy().astype(np.int64) for column in KEY_COLUMNS], 1))
+            wrong.extend(_row_problems(table))
     except (DamageError, RunDirectoryError) as error:
         wrong.append(str(error).partition(": ")[2] or str(error))
         result.problems.append(f"{name} is damaged: {'; '.join(dict.fromkeys(wrong))}")
         return None
-    joined = np.concatenate(keys) if keys else np.zeros((0, 3), np.int64)
+    joined = _join(keys)
     if len(joined) > 1 and not (np.lexsort(joined.T[::-1]) == np.arange(len(joined))).all():
         wrong.append("is not sorted by key")
     if wrong:
@@ -155,9 +148,7 @@ def repair_run(root: Path) -> list[str]:
     Raises:
         RunDirectoryError: it is no run directory, or a run is writing there.
     """
-    manifest = read_manifest(root)
-    if manifest is None:
-        raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
+    manifest = require_manifest(root)
     paths = RunPaths(root)
     done: list[str] = []
 

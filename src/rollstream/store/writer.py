@@ -1,26 +1,22 @@
 """The writer: makes rollouts durable, many with one fdatasync, and seals them into batches.
 
-    commit(): encode --queue--> writer thread: append, fdatasync, mark done, resolve
-                              |  the journal is full (rows, bytes) or idle: close it, open the next
-                              v
-                        sealer thread: journal N -> batch N, delete journal N
+    commit(): encode --> what waits --> one thread writes: append, fdatasync, mark done
+                                          |  the journal is full (rows, bytes) or idle: close it, open the next
+                                          v
+                                        one thread seals: journal N -> batch N, delete journal N
 
-One thread owns the open journal file, one the sealing; the keys' states are written by the writer thread
-alone. A group is what has gathered while the last fdatasync ran: no commit waits for company, and the
-number of syncs falls by itself when the disk is slow.
+All else happens in the event loop. A group is what has gathered while the last fdatasync ran: no commit waits
+for company, and the number of syncs falls by itself when the disk is slow.
 
 How it fails: an I/O error (a full disk) cuts the journal back to what was durable and breaks the writer
 for good, as does anything unforeseen in one of its threads: every commit, waiting or to come, raises
 `StorageError` with the first cause, and `failed` is resolved with it. Nothing that was said to be done is
-touched. Nobody waits for a thread that is gone.
+touched.
 """
 
 import asyncio
-import logging
-import queue
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,8 +27,6 @@ from rollstream.store.records import EncodedRollout, EncodingError, RecordCodec
 from rollstream.store.run_dir import RunDirectory
 from rollstream.trajectory import Failure, Rollout
 
-logger = logging.getLogger(__name__)
-
 _SEGMENT_BYTES = 64 << 20
 """A journal is closed when its rollouts take this much uncompressed, even with few rows: sealing holds
 them about three times over."""
@@ -40,21 +34,20 @@ them about three times over."""
 _GROUP_ROLLOUTS = 1024
 """Rollouts of one group commit at most; bounds the bytes between two syncs."""
 
+_LONGEST_TIMER_S = 1e7
+"""Event loops refuse timers of infinite length."""
+
+
+_WRITE, _SEAL = 0, 1
+"""The threads."""
+
 
 @dataclass(slots=True)
 class _Pending:
     record: EncodedRollout | Failure
     frame: bytes
     future: asyncio.Future[None]
-
-
-@dataclass(slots=True)
-class _Rotate:
-    done: threading.Event
-
-
-class _Stop:
-    pass
+    durable: bool = False
 
 
 class StoreWriter:
@@ -76,24 +69,27 @@ class StoreWriter:
         self._paths = run.paths
         self._run_id = run.manifest.run_id_bytes
         self._save_batch_size = save_batch_size
-        self._pull_timeout = pull_timeout
+        self._pull_timeout = min(pull_timeout, _LONGEST_TIMER_S)
         self._segment_bytes = segment_bytes
         self._codec = RecordCodec()
-        self._queue: queue.SimpleQueue[_Pending | _Rotate | _Stop] = queue.SimpleQueue()
-        self._seal_queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._sealed = threading.Condition()
-        self._unsealed = len(run.state.unsealed)
-        self._closed_rows: dict[int, int] = {}
         self._next_number = run.state.next_number
         self._journal: JournalFile | None = None
         self._journal_number = -1
         self._journal_bytes = 0
-        self._closed = False
         self._failure_journal: JournalFile | None = None
+        self._closed_rows: dict[int, int] = {}
+        """Rows of the journals that are closed and wait to be sealed, by number."""
+        self._waiting: list[_Pending] = []
+        self._rotate_asked = False
+        self._full: list[int] = []
+        """Numbers of journals that were closed a moment ago."""
+        self._writing: asyncio.Task[None] | None = None
+        self._sealing: set[asyncio.Task[None]] = set()
+        self._idle: asyncio.TimerHandle | None = None
+        self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+        self._closed = False
         self._broken: StorageError | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._failed: asyncio.Future[None] | None = None
-        self._threads: list[threading.Thread] = []
         self.journal_rows = 0
         """Rows in the open journal: durable, not in a batch yet."""
 
@@ -118,8 +114,6 @@ class StoreWriter:
 
         What the opened journal held is durable when this returns. Raises `StorageError`.
         """
-        self._loop = asyncio.get_running_loop()
-        self._failed = self._loop.create_future()
         state = self._run.state
         if state.open_journal is not None:
             path = self._paths.journal(state.open_journal)
@@ -129,12 +123,11 @@ class StoreWriter:
                 raise StorageError(f"cannot write {path}: {error.strerror}") from error
             self._journal_number = state.open_journal
             self.journal_rows, self._journal_bytes = state.journal_rows, state.journal_bytes
+        self._failed = asyncio.get_running_loop().create_future()
+        self._threads = ThreadPoolExecutor(1, "store-write"), ThreadPoolExecutor(1, "store-seal")
         for number in state.unsealed:
-            self._seal_queue.put(number)
-        for target in (self._write_forever, self._seal_forever):
-            thread = threading.Thread(target=target, name=f"store{target.__name__}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._seal_soon(number)
+        self._start_timer()
 
     async def commit(self, record: Rollout | EncodedRollout | Failure) -> None:
         """Returns when the record is durable; raises as the future of `submit`."""
@@ -147,8 +140,7 @@ class StoreWriter:
             EncodingError: this record cannot be stored; nothing of it was.
             StorageError: the writer is broken (disk full, I/O error) or closed.
         """
-        assert self._loop is not None, "start() first"
-        future: asyncio.Future[None] = self._loop.create_future()
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._broken is not None or self._closed:
             future.set_exception(self._broken or StorageError(f"{self._paths.root} is closed"))
             return future
@@ -162,12 +154,18 @@ class StoreWriter:
             frame = encode_frame(record.index, record.repeat, record.rows, record.body)
         else:
             frame = encode_frame(record.index, record.repeat, 0, self._codec.encode_failure(record))
-        self._queue.put(_Pending(record, frame, future))
+        self._waiting.append(_Pending(record, frame, future))
+        self._write_soon()
         return future
 
     async def seal(self) -> None:
         """Seals everything that is durable; returns when it is in batches. Raises `StorageError`."""
-        await asyncio.to_thread(self._seal_all)
+        if self._closed:
+            raise self._broken or StorageError(f"{self._paths.root} is closed")
+        self._write_soon(rotate=True)
+        await self._at_rest()
+        if self._broken is not None:
+            raise self._broken
 
     async def close(self, *, seal: bool = True) -> None:
         """Commits what is queued, seals unless told not to, and ends the threads. Idempotent.
@@ -178,107 +176,112 @@ class StoreWriter:
         Raises:
             StorageError: with `seal`, when not everything is in batches.
         """
-        if not self._threads:
+        if self._threads is None:
             return
         try:
             if seal and self._broken is None:
                 await self.seal()
         finally:
             self._closed = True
-            await _to_the_end(self._end_threads)
-            for journal in (self._journal, self._failure_journal):
-                if journal is not None:
-                    journal.close()
-            if self._failed is not None and not self._failed.done():
-                self._failed.cancel()
+            await _finish_despite_cancellation(self._end())
         if seal and self._broken is not None:
             raise self._broken
 
-    def _end_threads(self) -> None:
-        writer, sealer = self._threads
-        self._queue.put(_Stop())
-        writer.join()
-        self._seal_queue.put(None)
-        sealer.join()
-        self._threads = []
+    async def _end(self) -> None:
+        await self._at_rest()
+        if self._idle is not None:
+            self._idle.cancel()
+        for thread in self._threads or ():
+            thread.shutdown()
+        self._threads = None
+        for journal in (self._journal, self._failure_journal):
+            if journal is not None:
+                journal.close()
+        if not self.failed.done():
+            self.failed.cancel()
 
-    def _seal_all(self) -> None:
-        if self._closed:
-            raise self._broken or StorageError(f"{self._paths.root} is closed")
-        rotated = _Rotate(threading.Event())
-        self._queue.put(rotated)
-        rotated.done.wait()
-        with self._sealed:
-            self._sealed.wait_for(lambda: self._unsealed == 0 or self._broken is not None)
-        if self._broken is not None:
-            raise self._broken
+    async def _at_rest(self) -> None:
+        """Returns when nothing is being written or sealed."""
+        while tasks := [*([self._writing] if self._writing else []), *self._sealing]:
+            await asyncio.wait(tasks)
 
-    # -- writer thread
+    # -- in the event loop
 
-    def _write_forever(self) -> None:
+    def _write_soon(self, *, rotate: bool = False) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        self._rotate_asked = self._rotate_asked or rotate
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write())
+
+    async def _write(self) -> None:
+        """Writes what waits, group by group, and closes the journal if asked to."""
+        while self._waiting or self._rotate_asked:
+            group, self._waiting = self._waiting[:_GROUP_ROLLOUTS], self._waiting[_GROUP_ROLLOUTS:]
+            if not group:
+                self._rotate_asked = False
+                await self._in_thread(_WRITE, self._rotate)
+            else:
+                await self._in_thread(_WRITE, partial(self._write_group, group))
+            while self._full:
+                self._seal_soon(self._full.pop(0))
+            for pending in group:
+                if pending.future.done():
+                    continue
+                if pending.durable:
+                    pending.future.set_result(None)
+                else:
+                    assert self._broken is not None
+                    pending.future.set_exception(self._broken)
+        self._writing = None
+        self._start_timer()
+
+    def _start_timer(self) -> None:
+        if self.journal_rows and self._broken is None and not self._closed:
+            loop = asyncio.get_running_loop()
+            self._idle = loop.call_later(self._pull_timeout, partial(self._write_soon, rotate=True))
+
+    def _seal_soon(self, number: int) -> None:
+        task = asyncio.ensure_future(self._in_thread(_SEAL, partial(self._seal, number)))
+        self._sealing.add(task)
+        task.add_done_callback(self._sealing.discard)
+
+    async def _in_thread(self, thread: int, work: Callable[[], None]) -> None:
+        """Does nothing once the writer is broken, and breaks it when `work` raises."""
+        assert self._threads is not None, "start() first"
         try:
-            self._write_until_stopped()
+            if self._broken is None:
+                await asyncio.get_running_loop().run_in_executor(self._threads[thread], work)
+        except asyncio.CancelledError:
+            raise
         except BaseException as error:
             self._break(error)
-            self._refuse_until_stopped()
-        # Nobody may wait for what came behind the stop.
-        while not self._queue.empty():
-            self._refuse(self._queue.get())
 
-    def _refuse_until_stopped(self) -> None:
-        while not isinstance(item := self._queue.get(), _Stop):
-            self._refuse(item)
+    def _break(self, error: BaseException) -> None:
+        if self._broken is not None:
+            return
+        if isinstance(error, StorageError):
+            self._broken = error
+        else:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+            self._broken = StorageError(
+                f"cannot write to {self._paths.root}: {reason}. What was counted as done is safe; "
+                "free space (or mend the disk) and run the same command again."
+            )
+            self._broken.__cause__ = error
+        if not self.failed.done():
+            self.failed.set_exception(self._broken)
+            self.failed.exception()  # commits and `close` raise it, too: no warning when nobody awaits this
 
-    def _refuse(self, item: "_Pending | _Rotate | _Stop") -> None:
-        if isinstance(item, _Rotate):
-            item.done.set()
-        elif isinstance(item, _Pending):
-            self._resolve([item], self._broken or StorageError(f"{self._paths.root} is closed"))
+    # -- in the thread that writes
 
-    def _write_until_stopped(self) -> None:
-        last_commit = time.monotonic()
-        carried: _Pending | _Rotate | _Stop | None = None
-        while True:
-            idle = max(0.0, last_commit + self._pull_timeout - time.monotonic())
-            idle = min(idle, threading.TIMEOUT_MAX)
-            try:
-                waits = self.journal_rows and self._broken is None
-                item = carried or self._queue.get(timeout=idle if waits else None)
-            except queue.Empty:
-                self._guarded(self._rotate)
-                continue
-            carried = None
-            if isinstance(item, _Stop):
-                return
-            if isinstance(item, _Rotate):
-                self._guarded(self._rotate)
-                item.done.set()
-                continue
-            group = [item]
-            while len(group) < _GROUP_ROLLOUTS:
-                try:
-                    following = self._queue.get_nowait()
-                except queue.Empty:
-                    break
-                if not isinstance(following, _Pending):
-                    carried = following
-                    break
-                group.append(following)
-            self._commit_group(group)
-            last_commit = time.monotonic()
-
-    def _commit_group(self, group: list[_Pending]) -> None:
+    def _write_group(self, group: list[_Pending]) -> None:
         at = 0
-        try:
-            while at < len(group) and self._broken is None:
-                at = self._commit_segment(group, at)
-        except BaseException as error:
-            self._break(error)
-        if self._broken is not None:
-            self._resolve(group, self._broken)  # those that are durable were resolved before
+        while at < len(group):
+            at = self._write_until_full(group, at)
 
-    def _commit_segment(self, group: list[_Pending], start: int) -> int:
-        """Commits from `start` until the journal is full; returns where to go on."""
+    def _write_until_full(self, group: list[_Pending], start: int) -> int:
+        """Writes from `start` until the journal is full; returns where to go on."""
         written: list[_Pending] = []
         rollouts: list[bytes] = []
         failures: list[bytes] = []
@@ -293,14 +296,10 @@ class StoreWriter:
                 size += pending.record.raw_bytes
             else:
                 failures.append(pending.frame)
-        try:
-            if rollouts:
-                self._append(self._open_journal(), rollouts)
-            if failures:
-                self._append(self._open_failure_journal(), failures)
-        except OSError as error:
-            self._break(error)
-            return start
+        if rollouts:
+            self._append(self._open_journal(), rollouts)
+        if failures:
+            self._append(self._open_failure_journal(), failures)
         state = self._run.state
         for pending in written:
             record = pending.record
@@ -310,10 +309,10 @@ class StoreWriter:
                 state.rows += record.rows
             else:
                 state.keys.mark_failed(record.index, record.repeat)
+            pending.durable = True
         self.journal_rows, self._journal_bytes = rows, size
-        self._resolve(written, None)
         if rows >= self._save_batch_size or size >= self._segment_bytes:
-            self._guarded(self._rotate)
+            self._rotate()
         return start
 
     @staticmethod
@@ -342,26 +341,16 @@ class StoreWriter:
         return self._failure_journal
 
     def _rotate(self) -> None:
-        """Closes the journal and hands it to the sealer. The next one is opened when it is needed."""
+        """Closes the journal, to be sealed. The next one is opened when it is needed."""
         if self._journal is None or not self.journal_rows:
             return
         journal, self._journal = self._journal, None
         journal.close()
         self._closed_rows[self._journal_number] = self.journal_rows
         self.journal_rows = self._journal_bytes = 0
-        with self._sealed:
-            self._unsealed += 1
-        self._seal_queue.put(self._journal_number)
+        self._full.append(self._journal_number)
 
-    # -- sealer thread
-
-    def _seal_forever(self) -> None:
-        while (number := self._seal_queue.get()) is not None:
-            if self._broken is None:
-                self._guarded(partial(self._seal, number))
-            with self._sealed:
-                self._unsealed -= 1
-                self._sealed.notify_all()
+    # -- in the thread that seals
 
     def _seal(self, number: int) -> None:
         journal = self._paths.journal(number)
@@ -376,49 +365,10 @@ class StoreWriter:
         self._closed_rows.pop(number, None)
         self._run.state.batches.append(number)
 
-    # -- both
 
-    def _guarded(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except BaseException as error:
-            self._break(error)
-
-    def _break(self, error: BaseException) -> None:
-        if self._broken is not None:
-            return
-        if isinstance(error, StorageError):
-            self._broken = error
-        else:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
-            self._broken = StorageError(
-                f"cannot write to {self._paths.root}: {reason}. What was counted as done is safe; "
-                "free space (or mend the disk) and run the same command again."
-            )
-            self._broken.__cause__ = error
-        with self._sealed:
-            self._sealed.notify_all()
-        self._call_loop(self._fail_future, self._broken)
-
-    def _fail_future(self, error: StorageError) -> None:
-        if self._failed is not None and not self._failed.done():
-            self._failed.set_exception(error)
-
-    def _resolve(self, group: list[_Pending], error: Exception | None) -> None:
-        if group:
-            self._call_loop(_resolve_futures, [pending.future for pending in group], error)
-
-    def _call_loop(self, callback: Callable[..., object], *arguments: object) -> None:
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:
-            logger.debug("the event loop is closed; nobody waits for this commit any more")
-
-
-async def _to_the_end(work: Callable[[], None]) -> None:
-    """Runs `work` in a thread and waits for its end through any number of cancellations."""
-    task = asyncio.ensure_future(asyncio.to_thread(work))
+async def _finish_despite_cancellation(work: Coroutine[None, None, None]) -> None:
+    """Awaits the end of `work` through any number of cancellations."""
+    task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -428,13 +378,3 @@ async def _to_the_end(work: Callable[[], None]) -> None:
     task.result()
     if cancelled is not None:
         raise cancelled
-
-
-def _resolve_futures(futures: list[asyncio.Future[None]], error: Exception | None) -> None:
-    for future in futures:
-        if future.done():
-            continue
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)

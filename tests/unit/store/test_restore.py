@@ -10,6 +10,7 @@ import pytest
 from rollstream.cli import main
 from rollstream.errors import DamageError, StorageError
 from rollstream.store.export.run import export_run
+from rollstream.store.export.zip import zip_batches
 from rollstream.store.find import find_trajectory
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
@@ -201,6 +202,14 @@ async def test_exports_of_an_earlier_artifact_are_stale(tmp_path: Path) -> None:
     assert [note.split()[0] for note in validate_run(tmp_path).notes] == stale
     export_run(tmp_path, "jsonl")
     assert read_status(tmp_path).stale == stale[1:]
+
+
+async def test_a_zip_of_batches_is_stale_once_there_are_more(tmp_path: Path) -> None:
+    await commit_all(tmp_path, [rollout(0)])
+    zip_batches(RunPaths(tmp_path), tmp_path / "trajectories.zip")
+    assert read_status(tmp_path).stale == []
+    await commit_all(tmp_path, [rollout(1)])
+    assert read_status(tmp_path).stale == ["trajectories.zip"]
 
 
 async def test_the_command_asks_before_it_deletes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -297,14 +298,13 @@ async def test_cancelled_closing_ends_only_when_the_threads_have(tmp_path: Path)
         writer = StoreWriter(run, save_batch_size=4, pull_timeout=60)
         writer.start()
         await asyncio.gather(*(writer.commit(rollout(index)) for index in range(30)))
-        threads = list(writer._threads)
         closing = asyncio.create_task(writer.close())
         for _ in range(3):
             await asyncio.sleep(0)
             closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        assert not any(thread.is_alive() for thread in threads)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("store-")]
 
 
 async def test_a_passing_read_error_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,19 @@
 went on (more data, failed rollouts tried again) is not taken for one of the artifact that lies beside it.
 """
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
 
+from rollstream.errors import StorageError
 from rollstream.store.batch import recorded_digests
 from rollstream.store.journal import write_file_durably
+from rollstream.store.merge import source_digest
+from rollstream.store.paths import RunPaths
 
 FILE_NAMES = {
     "parquet": "trajectories.parquet",
@@ -20,6 +26,25 @@ FILE_NAMES = {
     "zip": "trajectories.zip",
 }
 """What an export is named in the run directory, by format. That of `hf` is a folder."""
+
+
+@contextmanager
+def replacing(target: Path, artifact: Path) -> Iterator[Path]:
+    """A file to write that becomes `target`, made of `artifact`, when the block ends well.
+
+    Raises `StorageError` when it cannot be written; an older `target` stays.
+    """
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.replace(target)
+        note_export(artifact, target)
+    except OSError as error:
+        raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def note_export(artifact: Path, *targets: Path) -> None:
@@ -36,7 +61,7 @@ def stale_exports(root: Path) -> list[str]:
     names = [Path(name) for name in FILE_NAMES.values() if name != FILE_NAMES["parquet"]]
     there = {path.name for one in names for path in root.glob(f"{one.stem}*") if _is_export(path, one)}
     noted, current = _noted(root), _digest(root / FILE_NAMES["parquet"])
-    return [name for name in sorted(there) if not current or noted.get(name) != current]
+    return [name for name in sorted(there) if noted.get(name) != current]
 
 
 def _is_export(path: Path, name: Path) -> bool:
@@ -48,7 +73,10 @@ def _is_export(path: Path, name: Path) -> bool:
 
 
 def _digest(artifact: Path) -> str:
-    return " ".join(sorted(recorded_digests(artifact).get(artifact.name, ()))) if artifact.exists() else ""
+    """Of the artifact; of the batches where a run is not merged."""
+    if not artifact.exists():
+        return source_digest(RunPaths(artifact.parent))
+    return " ".join(sorted(recorded_digests(artifact).get(artifact.name, ())))
 
 
 def _noted(root: Path) -> dict[str, str]:

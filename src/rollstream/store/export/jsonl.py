@@ -1,15 +1,13 @@
 """The artifact as JSON Lines: one trajectory a line, JSON columns as JSON."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from rollstream.errors import StorageError
 from rollstream.store.batch import DamagedFileError, read_tables
-from rollstream.store.export.files import note_export
+from rollstream.store.export.files import replacing
 from rollstream.store.merge import MergeCancelledError
 
 JSON_COLUMNS = ("messages", "reward_extra", "ground_truth", "extra")
@@ -44,21 +42,11 @@ def export_jsonl(artifact: Path, target: Path, cancelled: Callable[[], bool] = l
         StorageError: the disk is full, or `target` cannot be written.
         MergeCancelledError: `cancelled`, asked now and then, said so. An older `target` stays.
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     lines = 0
-    try:
-        with temporary.open("wb") as file:
-            for row in read_rows(artifact):
-                file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
-                lines += 1
-                if cancelled():
-                    raise MergeCancelledError
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(target)
-        note_export(artifact, target)
-    except OSError as error:
-        raise StorageError(f"cannot write {target}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(target, artifact) as temporary, temporary.open("wb") as file:
+        for row in read_rows(artifact):
+            if cancelled():
+                raise MergeCancelledError
+            file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+            lines += 1
     return lines

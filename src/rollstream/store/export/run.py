@@ -5,7 +5,6 @@ done so far (batches and journals) is merged in a temporary folder beside the ou
 left as it is, and no file there ever passes for the artifact of a finished run.
 """
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,12 +15,12 @@ from pathlib import Path
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
 from rollstream.store.batch import file_rows, seal_journal
 from rollstream.store.export.dataproto import DataProtoOptions, dataproto_files, export_dataproto
-from rollstream.store.export.files import FILE_NAMES
+from rollstream.store.export.files import FILE_NAMES, replacing
 from rollstream.store.export.hf import check_replaceable, export_hf
 from rollstream.store.export.jsonl import export_jsonl
 from rollstream.store.export.zip import export_zip
 from rollstream.store.lock import locked
-from rollstream.store.manifest import Manifest, read_manifest
+from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.recovery import recover
@@ -83,9 +82,7 @@ def export_run(
         DamageError: a batch or journal is damaged.
         StorageError: the disk is full.
     """
-    manifest = read_manifest(root)
-    if manifest is None:
-        raise RunDirectoryError(f"{root} is not a run directory: it has no run.json")
+    manifest = require_manifest(root)
     own = root / FILE_NAMES[name]
     target = output or own
     options = dataproto or DataProtoOptions()
@@ -177,14 +174,7 @@ def _write(
         return export_dataproto(artifact, target, options=dataproto)
     if name == "jsonl":
         return export_jsonl(artifact, target)
-    if target.resolve() == artifact.resolve():
-        return file_rows(artifact)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        shutil.copyfile(artifact, temporary)
-        os.replace(temporary, target)  # noqa: PTH105
-    except OSError as error:
-        raise StorageError(f"cannot write {target}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    if target.resolve() != artifact.resolve():
+        with replacing(target, artifact) as temporary:
+            shutil.copyfile(artifact, temporary)
     return file_rows(target)

@@ -1,12 +1,10 @@
 """`trajectories.zip`: a run's trajectories and its summary in one file, to be taken elsewhere."""
 
-import os
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rollstream.errors import StorageError
-from rollstream.store.export.files import note_export
+from rollstream.store.export.files import replacing
 from rollstream.store.merge import MergeCancelledError
 from rollstream.store.paths import RunPaths
 
@@ -29,8 +27,7 @@ def export_zip(
         StorageError: it cannot be written.
         MergeCancelledError: cancelled; `target` is as it was.
     """
-    _write([(artifact, "trajectories.parquet"), (summary, "checkpoint.json")], target, cancelled)
-    note_export(artifact, target)
+    _write([(artifact, "trajectories.parquet"), (summary, "checkpoint.json")], target, artifact, cancelled)
 
 
 def zip_batches(paths: RunPaths, target: Path, cancelled: Callable[[], bool] = lambda: False) -> int:
@@ -40,28 +37,25 @@ def zip_batches(paths: RunPaths, target: Path, cancelled: Callable[[], bool] = l
     """
     batches = [paths.batch(number) for number in paths.batch_numbers()]
     files = [(path, f"batches/{path.name}") for path in batches]
-    _write([*files, (paths.root / "checkpoint.json", "checkpoint.json")], target, cancelled)
+    files.append((paths.root / "checkpoint.json", "checkpoint.json"))
+    _write(files, target, paths.artifact, cancelled)
     return len(batches)
 
 
-def _write(files: Sequence[tuple[Path, str]], target: Path, cancelled: Callable[[], bool]) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        # Stored: Parquet is compressed already, and what is stored can be read where it is.
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED, strict_timestamps=False) as archive:
-            for path, name in files:
-                if not path.exists():
-                    continue
-                entry = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)
-                with path.open("rb") as source, archive.open(entry, "w") as sink:
-                    while chunk := source.read(_CHUNK):
-                        if cancelled():
-                            raise MergeCancelledError
-                        sink.write(chunk)
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, target)  # noqa: PTH105
-    except OSError as error:
-        raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+def _write(
+    files: Sequence[tuple[Path, str]], target: Path, artifact: Path, cancelled: Callable[[], bool]
+) -> None:
+    # Stored: Parquet is compressed already, and what is stored can be read where it is.
+    with (
+        replacing(target, artifact) as temporary,
+        zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED, strict_timestamps=False) as archive,
+    ):
+        for path, name in files:
+            if not path.exists():
+                continue
+            entry = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)
+            with path.open("rb") as source, archive.open(entry, "w") as sink:
+                while chunk := source.read(_CHUNK):
+                    if cancelled():
+                        raise MergeCancelledError
+                    sink.write(chunk)
