@@ -184,7 +184,7 @@ class Loud(str):
         raise AssertionError
 
 
-class SilentError:
+class Silent:
     def __str__(self) -> str:
         raise RuntimeError("no")
 
@@ -202,7 +202,7 @@ def test_values() -> None:
     with pytest.raises(TypeError, match="generator"):
         to_text((x for x in ()), 10, "left")
     with pytest.raises(RuntimeError):
-        to_text(SilentError(), 10, "left")
+        to_text(Silent(), 10, "left")
 
 
 def test_errors() -> None:
