@@ -8,11 +8,18 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rollstream.errors import ConfigError
+
+T = TypeVar("T")
 
 _SOURCE = "__rollstream_source__"
 """The name under which a module that was run keeps the digest of the bytes that ran."""
@@ -96,6 +103,31 @@ def import_name(dotted: str, *, key: str, beside: Path | None = None) -> Any:
             f"{key}: {module_name} cannot be imported ({type(error).__name__}: {error})"
         ) from error
     return _attribute(module, name, module_name, key)
+
+
+def read_yaml(path: str | Path, *, key: str) -> Any:
+    """Reads a YAML file, interpolations resolved. `key` is the configuration key, for messages.
+
+    Raises:
+        ConfigError: no such file, or not YAML.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{key}: no such file: {file}")
+    try:
+        return OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{key}: {file} cannot be read as YAML ({error})") from error
+
+
+def construct(make: Callable[[], T], where: str) -> T:
+    """What `make` returns. Raises `ConfigError`, whatever the user's code raises: SystemExit, too."""
+    try:
+        return make()
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ConfigError(f"{where} cannot be made ({type(error).__name__}: {error})") from error
 
 
 def source_digest(code: Any) -> str:

@@ -12,15 +12,12 @@ from typing import Any
 from uuid import uuid4
 
 import orjson
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rollstream.aio import finish_despite_cancellation
 from rollstream.daemon_threads import CallsRefusedError, UserCalls
 from rollstream.errors import ConfigError, DataError, TransientError
 from rollstream.trajectory import Message
-from rollstream.user_code import import_name, source_digest
+from rollstream.user_code import construct, import_name, read_yaml, source_digest
 
 logger = logging.getLogger(__name__)
 
@@ -226,12 +223,7 @@ def load_interactions(path: str | None, *, timeout: float) -> Interactions:
     if path is None:
         return Interactions(timeout=timeout)
     file = Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"{_KEY}: no such file: {file}")
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{_KEY}: {file} cannot be read as YAML ({error})") from error
+    content = read_yaml(file, key=_KEY)
     entries = content.get("interaction") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{_KEY}: {file} needs `interaction:` with a list of interactions")
@@ -247,14 +239,7 @@ def load_interactions(path: str | None, *, timeout: float) -> Interactions:
         if not isinstance(given, dict):
             raise ConfigError(f"{where}: config is {given!r}, want a mapping")
         config = {**given, "name": name}
-        try:
-            interaction = made(config)
-        except BaseException as error:  # a class of the user's: SystemExit is an error of its, too
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            raise ConfigError(
-                f"{where}: {entry['class_name']} cannot be made ({type(error).__name__}: {error})"
-            ) from error
+        interaction = construct(partial(made, config), f"{where}: {entry['class_name']}")
         for method in _METHODS:
             if not callable(getattr(interaction, method, None)):
                 raise ConfigError(f"{where}: {entry['class_name']} has no method {method}")

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rollstream.agent.base import AgentLoop, AgentResources
 from rollstream.errors import ConfigError
-from rollstream.user_code import import_name, source_digest
+from rollstream.user_code import import_name, read_yaml, source_digest
 
 _KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 
@@ -138,12 +135,7 @@ def load_agent_loops(path: str | None) -> dict[str, LoopEntry]:
     if path is None:
         return {}
     file = Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"{_KEY}: no such file: {file}")
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{_KEY}: {file} cannot be read as YAML ({error})") from error
+    content = read_yaml(file, key=_KEY)
     if not isinstance(content, list) or not content:
         raise ConfigError(f"{_KEY}: {file} needs a list of entries with `name` and `_target_`")
     entries: dict[str, LoopEntry] = {}

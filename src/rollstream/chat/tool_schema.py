@@ -5,11 +5,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
-
 from rollstream.errors import ConfigError
+from rollstream.user_code import read_yaml
 
 ToolSchema = dict[str, Any]
 """An OpenAI tool schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -28,16 +25,10 @@ def read_tool_entries(path: str | Path, *, key: str) -> list[Any]:
     Raises:
         ConfigError: No such file, not YAML, or no tools.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"{key}: no such file: {file}")
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{key}: {file} cannot be read as YAML ({error})") from error
+    content = read_yaml(path, key=key)
     tools = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(tools, list) or not tools:
-        raise ConfigError(f"{key}: {file} needs `tools:` with a list of tools")
+        raise ConfigError(f"{key}: {path} needs `tools:` with a list of tools")
     return tools
 
 

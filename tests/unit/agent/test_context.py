@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.agent.base import TurnLimits
-from rollstream.agent.context import ContextAgent
-from rollstream.agent.context_tools import NAMES, SCHEMAS, Notes, Refused
+from rollstream.agent.context import NAMES, SCHEMAS, ContextAgent, Notes, Refused
 from rollstream.agent.interactions import Interaction, Interactions
 from rollstream.agent.registry import AgentLoops, LoopEntry
 from rollstream.errors import RewardError, TransientEngineError

@@ -25,7 +25,7 @@ from rollstream.chat.tool_schema import (
 from rollstream.daemon_threads import UserCalls
 from rollstream.engine.checks import unknown_name
 from rollstream.errors import ConfigError
-from rollstream.user_code import import_name, source_digest
+from rollstream.user_code import construct, import_name, source_digest
 
 _KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 _ENTRY_KEYS = ("class_name", "config", "tool_schema", "mcp")
@@ -282,17 +282,13 @@ def _read_class(entry: Mapping[str, Any], config: dict[str, Any], where: str, fi
     given = entry.get("tool_schema")
     if given is not None:
         given = OpenAIFunctionToolSchema.model_validate(check_tool_schema(given, where))
-    try:
+
+    def make() -> tuple[Any, ToolSchema]:
         tool = cls(config=config, tool_schema=given)
-        schema = OpenAIFunctionToolSchema.model_validate(
-            given or getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema()
-        ).model_dump()
-    except BaseException as error:  # a class of the user's: SystemExit is an error of its, too
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise ConfigError(
-            f"{where}: {class_name} cannot be made ({type(error).__name__}: {error})"
-        ) from error
+        schema = given or getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema()
+        return tool, OpenAIFunctionToolSchema.model_validate(schema).model_dump()
+
+    tool, schema = construct(make, f"{where}: {class_name}")
     check_tool_schema(schema, f"{where} ({class_name})")
     return ClassTool(schema["function"]["name"], tool, schema, [cls.__qualname__, source_digest(cls), config])
 

@@ -9,8 +9,8 @@ arguments in a ```json block, `<｜tool▁call▁end｜>`. `deepseek_v3_1`, of V
 import re
 
 from rollstream.chat.parsers.base import register_parser
+from rollstream.chat.parsers.json_call import UnreadableError
 from rollstream.chat.parsers.sections import CallHead, SectionFormat, SectionParser
-from rollstream.chat.parsers.strict_json import UnreadableError
 from rollstream.chat.parsers.turn import TurnReader
 
 _SEPARATOR = "<｜tool▁sep｜>"

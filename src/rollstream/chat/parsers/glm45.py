@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollstream.chat.parsers.base import ParsedOutput, register_parser
-from rollstream.chat.parsers.calls import is_bare_name
-from rollstream.chat.parsers.parameter_types import (
+from rollstream.chat.parsers.json_call import UnreadableError, is_bare_name
+from rollstream.chat.parsers.tagged_call import (
+    CLOSING,
+    OPENING,
+    TaggedCall,
     declared_types,
     json_or_text,
     read_value,
 )
-from rollstream.chat.parsers.strict_json import UnreadableError
-from rollstream.chat.parsers.tagged_call import CLOSING, OPENING, TaggedCall
 from rollstream.chat.parsers.turn import TurnReader
 
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"

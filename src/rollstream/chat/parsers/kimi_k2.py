@@ -8,8 +8,8 @@ moonshotai/Kimi-K2-Instruct.
 import re
 
 from rollstream.chat.parsers.base import register_parser
+from rollstream.chat.parsers.json_call import UnreadableError
 from rollstream.chat.parsers.sections import CallHead, SectionFormat, SectionParser
-from rollstream.chat.parsers.strict_json import UnreadableError
 from rollstream.chat.parsers.turn import END_TOKENS, TurnReader
 
 _ARGUMENTS = "<|tool_call_argument_begin|>"

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollstream.chat.parsers.base import ParsedOutput, register_parser
-from rollstream.chat.parsers.calls import broken_call, call_of_object
-from rollstream.chat.parsers.strict_json import UnreadableError
+from rollstream.chat.parsers.json_call import UnreadableError, broken_call, call_of_object
 from rollstream.chat.parsers.turn import TurnReader
 
 _TAG = "<|python_tag|>"

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollstream.chat.parsers.base import ParsedOutput, register_parser
-from rollstream.chat.parsers.calls import is_bare_name
-from rollstream.chat.parsers.parameter_types import declared_types, read_value
-from rollstream.chat.parsers.strict_json import UnreadableError
-from rollstream.chat.parsers.tagged_call import CLOSING, OPENING, TaggedCall
+from rollstream.chat.parsers.json_call import UnreadableError, is_bare_name
+from rollstream.chat.parsers.tagged_call import CLOSING, OPENING, TaggedCall, declared_types, read_value
 from rollstream.chat.parsers.turn import TurnReader
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"

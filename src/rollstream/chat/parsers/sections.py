@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rollstream.chat.parsers.base import ParsedOutput
-from rollstream.chat.parsers.calls import broken_call, call_of_arguments, is_bare_name
-from rollstream.chat.parsers.strict_json import UnreadableError
+from rollstream.chat.parsers.json_call import UnreadableError, broken_call, call_of_arguments, is_bare_name
 from rollstream.chat.parsers.turn import END_TOKENS, TurnReader
 
 

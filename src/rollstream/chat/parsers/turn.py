@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from rollstream.chat.parsers.base import ParsedOutput, Segment, SegmentKind, ToolCall
-from rollstream.chat.parsers.strict_json import UnreadableError, decode_value, place
+from rollstream.chat.parsers.json_call import UnreadableError, decode_value, place
 
 END_TOKENS = (
     "<|im_end|>",

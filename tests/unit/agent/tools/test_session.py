@@ -7,13 +7,15 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollstream import daemon_threads as calls_module
 from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool, ToolError, ToolResponse
-from rollstream.agent.tools.session import ToolSession
+from rollstream.agent.tools.session import RowArguments, ToolSession, read_row_arguments, select_tools
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.chat.parsers.base import ToolCall
+from rollstream.errors import DataError
 
 from .tools import Recorder, call, class_tool, functions, opened, schema
 
@@ -577,3 +579,53 @@ async def test_many_rollouts_leave_nothing_behind(tmp_path: Path) -> None:
         assert threads() == calls_module.THREADS
     gc.collect()
     assert not sessions
+
+
+def test_arguments() -> None:
+    row = {
+        "a": {"create_kwargs": {"x": 1}, "execute_kwargs": None},
+        "b": None,
+        "c": {"release_kwargs": {"y": None}},
+    }
+    assert read_row_arguments(row) == {
+        "a": RowArguments(create_kwargs={"x": 1}),
+        "c": RowArguments(release_kwargs={"y": None}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"a": 1}, r"tools_kwargs\.a is 1, want a mapping"),
+        (
+            {"a": {"create_kwarg": {}}},
+            r"tools_kwargs\.a: unknown key 'create_kwarg'; did you mean create_kwargs",
+        ),
+        ({"a": {"create_kwargs": [1]}}, r"tools_kwargs\.a\.create_kwargs is \[1\], want a mapping"),
+    ],
+)
+def test_arguments_of_another_shape(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_row_arguments(row)
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [(None, ["a", "b"]), ([], ["a", "b"]), (["b", "a", "b"], ["b", "a"]), (np.array(["b"]), ["b"])],
+)
+def test_selection(selection: Any, expected: list[str]) -> None:
+    assert select_tools(selection, ["a", "b"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        (["serch"], "unknown tool 'serch'; did you mean search. Known: search, b"),
+        ([3], "unknown tool 3 Known"),
+        ("search", "want a list"),
+        ({"search": 1}, "want a list"),
+    ],
+)
+def test_a_selection_of_nothing_there_is(selection: Any, message: str) -> None:
+    with pytest.raises(DataError, match=f"tool_selection.*{message}"):
+        select_tools(selection, ["search", "b"])

@@ -1,7 +1,7 @@
 import pytest
 
 from rollstream.chat.parsers.base import Segment
-from rollstream.chat.parsers.strict_json import UnreadableError
+from rollstream.chat.parsers.json_call import UnreadableError
 from rollstream.chat.parsers.turn import TurnReader
 
 

@@ -1,7 +1,7 @@
 import orjson
 import pytest
 
-from rollstream.chat.parsers.strict_json import UnreadableError, decode_value
+from rollstream.chat.parsers.json_call import UnreadableError, decode_value
 
 
 def test_a_value_and_its_end() -> None:

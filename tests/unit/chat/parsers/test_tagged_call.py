@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.chat.parsers.parameter_types import declared_types, parameters_of, read_value
+from rollstream.chat.parsers.tagged_call import declared_types, parameters_of, read_value
 
 
 @pytest.mark.parametrize(
