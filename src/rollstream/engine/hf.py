@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from rollstream.daemon_threads import DaemonThreads, ThreadCall
+from rollstream.aio import finish_despite_cancellation
+from rollstream.daemon_threads import DaemonThreads
 from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import check_request
 from rollstream.engine.hf_batch import Batch, BatchSettings
@@ -170,7 +171,7 @@ class HFEngine:
         """
         pairs = self._live_model().match(state)
         async with self.changing_weights(version):
-            await self._to_the_end(lambda: copy_weights(pairs))
+            await finish_despite_cancellation(self._in_thread(lambda: copy_weights(pairs)))
 
     @contextlib.asynccontextmanager
     async def changing_weights(self, version: int) -> AsyncIterator[None]:
@@ -180,7 +181,7 @@ class HFEngine:
         as it was.
 
         What is in flight ends with what was sampled and finish reason `abort`; what has no token yet begins
-        anew. Whoever asked can go on from those ids, as `InterruptibleEngine` does: everything before is then
+        anew. Whoever asked can go on from those ids, as `ContinuingEngine` does: everything before is then
         computed anew, with the new weights.
 
         With `engine_kwargs.keep_cache` it goes on instead, over the keys and values that the old weights left
@@ -189,7 +190,9 @@ class HFEngine:
         """
         model = self._live_model()
         try:
-            await self._to_the_end(model.lock.acquire)  # waits for the step that is under way
+            await finish_despite_cancellation(
+                self._in_thread(model.lock.acquire)
+            )  # waits for the step that is under way
         except asyncio.CancelledError:
             model.lock.release()
             raise
@@ -198,7 +201,7 @@ class HFEngine:
                 self._batch.interrupt()
             yield
             if model.module.device.type == "cuda":
-                await self._to_the_end(_synchronize)
+                await finish_despite_cancellation(self._in_thread(_synchronize))
             model.version = version
             self._weight_changes += 1
         finally:
@@ -238,7 +241,7 @@ class HFEngine:
             if self._batch is not None:
                 batch, self._batch = self._batch, None
                 batch.close()
-                await self._to_the_end(batch.stop)
+                await finish_despite_cancellation(self._in_thread(batch.stop))
                 if self._end is not None:
                     self._end.detach()
             self._loaded = None
@@ -264,7 +267,7 @@ class HFEngine:
 
     async def _load_and_start(self) -> None:
         if self._batch is not None:
-            await self._to_the_end(self._batch.stop)  # frees its cache
+            await finish_despite_cancellation(self._in_thread(self._batch.stop))  # frees its cache
         if self._loaded is None:
             self._loaded = await self._in_thread(self._load)
         model, settings, stop_texts = self._loaded.model, self._loaded.settings, self._loaded.stop_texts
@@ -323,20 +326,6 @@ class HFEngine:
         except asyncio.CancelledError:
             self._threads.abandon(call)
             raise
-
-    async def _to_the_end(self, function: Callable[[], _T]) -> _T:
-        """The same, but it has ended when this does, also when this is cancelled."""
-        call: ThreadCall = self._threads.start(function)
-        cancelled: asyncio.CancelledError | None = None
-        while not call.future.done():
-            try:
-                await asyncio.wait([call.future])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        result = _result(call.future.result())
-        if cancelled is not None:
-            raise cancelled
-        return cast(_T, result)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
+from rollstream.aio import finish_despite_cancellation
 from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import check_request, read_engine_kwargs, read_model_limits
 from rollstream.engine.openvino_process import WorkerProcess
 from rollstream.engine.openvino_protocol import Add, Start, Update, pack_ids, unpack_floats, unpack_ids
 from rollstream.engine.openvino_weights import lay_out_weights
-from rollstream.engine.to_the_end import to_the_end
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.scratch import ScratchFolder
 from rollstream.trajectory import Completion, SamplingParams
@@ -186,7 +186,7 @@ class OpenVINOEngine:
         async with self._restart_lock:
             if self._closed or self._worker is None:
                 raise EngineUnavailableError("the engine is closed, or was not started")
-            await to_the_end(self._update(self._worker, Path(source).expanduser(), version))
+            await finish_despite_cancellation(self._update(self._worker, Path(source).expanduser(), version))
 
     async def health(self) -> bool:
         """Whether the worker is alive. Starts a new one if not, at most one at a time, with back-off."""

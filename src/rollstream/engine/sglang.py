@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollstream.aio import SharedCheck
 from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import ModelLimits, no_longer_than, read_engine_kwargs, read_model_limits
 from rollstream.engine.http_server import AWAY_STATUSES, CONNECTION_KWARGS, HttpServer, is_answered
@@ -19,7 +20,7 @@ from rollstream.engine.load import (
     read_sglang_loads,
 )
 from rollstream.engine.pool import POOL_KWARGS, PoolEngine
-from rollstream.engine.replica import ReplicaRequest, SharedHealth, WeightsLostError
+from rollstream.engine.replica import ReplicaRequest, WeightsLostError
 from rollstream.engine.served_model import check_served_model, model_names
 from rollstream.engine.sglang_wire import (
     EXTRA_SAMPLING,
@@ -67,7 +68,7 @@ class SGLangReplica:
         self, url: str, *, model_path: str | None, limits: ModelLimits | None, kwargs: dict[str, Any]
     ) -> None:
         self._server = HttpServer(url, kwargs)
-        self._health = SharedHealth(self)
+        self._health = SharedCheck(self.health)
         self._model_path = model_path
         self._update_timeout: float = kwargs["update_timeout"]
         self._image_token_id = limits.image_token_id if limits else None

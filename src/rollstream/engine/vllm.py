@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import orjson
 
+from rollstream.aio import SharedCheck, finish_despite_cancellation
 from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import ModelLimits, no_longer_than, read_engine_kwargs, read_model_limits
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer, is_answered
 from rollstream.engine.load import ASK_TIMEOUT_S, VLLM_METRICS, LoadRoutes, read_metrics
 from rollstream.engine.pool import POOL_KWARGS, PoolEngine
-from rollstream.engine.replica import ReplicaAwayError, ReplicaRequest, SharedHealth, WeightsLostError
+from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError, WeightsLostError
 from rollstream.engine.served_model import check_served_model, model_names
-from rollstream.engine.to_the_end import to_the_end
 from rollstream.engine.vllm_wire import (
     COMPLETIONS,
     EXTRA_SAMPLING,
@@ -76,7 +76,7 @@ class VLLMReplica:
         self, url: str, *, model_path: str | None, limits: ModelLimits | None, kwargs: dict[str, Any]
     ) -> None:
         self._server = HttpServer(url, kwargs)
-        self._health = SharedHealth(self)
+        self._health = SharedCheck(self.health)
         self._model_path = model_path
         self._check_model: bool = kwargs["check_model"]
         self._probe_timeout: float = kwargs["probe_timeout"]
@@ -107,7 +107,7 @@ class VLLMReplica:
         elif self._paused_by_us and self._said is not None:
             return self._said
         else:
-            raise ReplicaAwayError(f"{self.name} is paused (POST /resume ends that)")
+            raise ReplicaUnavailableError(f"{self.name} is paused (POST /resume ends that)")
         try:
             if await self._has_generate_route():
                 self._route, self._abort_path = GENERATE, _ABORT
@@ -119,7 +119,7 @@ class VLLMReplica:
                 self._names_requests = True
                 logprobs, stop_strings = said["logprobs"], said["stop_strings"]
         except TransientEngineError as error:
-            raise ReplicaAwayError(str(error)) from error
+            raise ReplicaUnavailableError(str(error)) from error
         self._said = Capabilities(
             token_ids=True,
             logprobs=logprobs,
@@ -170,7 +170,7 @@ class VLLMReplica:
             # A server whose engine died answers 500.
             if await self._health.ask():
                 raise
-            raise ReplicaAwayError(f"{error}, and it is not healthy") from error
+            raise ReplicaUnavailableError(f"{error}, and it is not healthy") from error
         finally:
             del self._in_flight[request.rid]
             task.cancel()  # closes the connection, which ends the request in the server
@@ -206,7 +206,7 @@ class VLLMReplica:
         """
         if self._said is None:
             await self.describe()  # weights of ours are nothing for a server of another model
-        await to_the_end(self._load_weights(source, version))
+        await finish_despite_cancellation(self._load_weights(source, version))
 
     async def _load_weights(self, source: str, version: int) -> None:
         reload = {
@@ -297,7 +297,7 @@ class VLLMReplica:
         """The answer to something that a server may not have or may refuse; None if so."""
         try:
             return await self._tell(path, body, timeout_s=timeout_s)
-        except (ReplicaAwayError, TransientEngineError):
+        except (ReplicaUnavailableError, TransientEngineError):
             raise
         except EngineError as error:
             _LOG.info("%s does not take %s: %s", self.name, path, error)

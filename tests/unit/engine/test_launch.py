@@ -260,17 +260,6 @@ def test_a_broken_driver_is_no_machine_without_devices(
     assert len(plan("rollstream", None)) == 1
 
 
-async def test_a_replica_that_loads_what_it_owes_is_excused_and_others_are_not(tmp_path: Path) -> None:
-    async with launched(tmp_path, [stub_plan(tmp_path, at) for at in range(2)]) as engine:
-        await engine.start()
-        assert not any(supervisor._is_excused() for supervisor in engine.supervisors)
-        assert engine._pool is not None
-        url = engine.supervisors[1].url
-        assert url is not None
-        engine._pool._fitting._loading.add(url)
-        assert [supervisor._is_excused() for supervisor in engine.supervisors] == [False, True]
-
-
 def test_the_plan_is_what_is_launched(tmp_path: Path) -> None:
     request = LaunchRequest(server="rollstream", replicas=2, env={"A": "b"})
     plans = launch_plan(
