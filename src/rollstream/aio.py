@@ -85,3 +85,35 @@ class Backoff:
     def reset(self) -> None:
         """It went well: the next pause is the first again."""
         self._next, self.failures = self._first, 0
+
+
+class Restarts:
+    """When something that ended is started again: pauses that double while it keeps ending soon.
+
+    Args:
+        first: seconds before the first restart.
+        longest: seconds between restarts at most.
+        most_failures: starts in a row that may fail.
+    """
+
+    served_well_s = 10.0
+    """What breaks by its configuration or by what it is asked breaks sooner; what served for so long before it
+    ended is started again with the first pause."""
+
+    def __init__(self, *, first: float, longest: float, most_failures: int) -> None:
+        self._backoff = Backoff(first, longest)
+        self._most_failures = most_failures
+        self.failures = 0
+        """Failed starts in a row."""
+
+    def after_serving(self, seconds: float) -> float:
+        """It served for so long, and ended: seconds to wait."""
+        self.failures = 0
+        if seconds >= self.served_well_s:
+            self._backoff.reset()
+        return self._backoff.pause()
+
+    def after_failed_start(self) -> float | None:
+        """It never served: seconds to wait; None when it is to be given up."""
+        self.failures += 1
+        return None if self.failures > self._most_failures else self._backoff.pause()

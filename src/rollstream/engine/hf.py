@@ -21,7 +21,14 @@ from rollstream.engine.hf_batch import Batch, BatchSettings
 from rollstream.engine.hf_cache import cache_size
 from rollstream.engine.hf_model import LiveModel, copy_weights, load_module, read_weights, tokenizer_file
 from rollstream.engine.hf_request import Request
-from rollstream.engine.hf_settings import check_model_path, check_packages, read_kwargs
+from rollstream.engine.hf_settings import (
+    DATA_DECIDING_KWARGS,
+    ENGINE_KWARGS,
+    check_model_path,
+    check_packages,
+    read_kwargs,
+)
+from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.openvino_worker import StopTexts
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
@@ -348,3 +355,12 @@ def _synchronize() -> None:
     import torch
 
     torch.cuda.synchronize()
+
+
+def _create(options: EngineOptions) -> HFEngine:
+    return HFEngine(
+        options.model_path, max_model_len=options.max_model_len, engine_kwargs=options.engine_kwargs
+    )
+
+
+KIND = EngineKind("hf", _create, ENGINE_KWARGS, DATA_DECIDING_KWARGS, is_embedded=True)

@@ -222,17 +222,24 @@ class PoolEngine:
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def add_replica(self, replica: Replica) -> None:
-        """Takes in a replica while requests go on; it loads the current weights first.
+        """Takes in a replica, before the start or while requests go on; it loads the current weights first.
 
         Raises:
             EngineError: it is not there (`ReplicaUnavailableError`), or cannot do what the others can: a run
                 that relies on that must not meet it.
         """
-        if replica.name not in self._replicas:
-            if not await self._readiness.make_ready(replica):
-                raise ReplicaUnavailableError(f"{replica.name} is not healthy")
-            self._replicas[replica.name] = replica
-            self._router.add(replica.name)
+        if replica.name in self._replicas:
+            return
+        if self._capabilities is not None:
+            is_ready = await self._readiness.make_ready(replica)
+        else:  # what all of them are, the start finds out
+            await replica.describe()
+            is_ready = await replica.health()
+        if not is_ready:
+            raise ReplicaUnavailableError(f"{replica.name} is not healthy")
+        self._replicas[replica.name] = replica
+        self._router.add(replica.name)
+        if self._capabilities is not None:
             self._readiness.add(replica)
 
     async def remove_replica(self, name: str) -> None:

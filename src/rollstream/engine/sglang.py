@@ -10,8 +10,9 @@ from typing import Any
 
 from rollstream.aio import SharedCheck
 from rollstream.engine.base import Capabilities, EngineLoad
-from rollstream.engine.checks import ModelLimits, no_longer_than, read_engine_kwargs, read_model_limits
+from rollstream.engine.checks import ModelLimits, no_longer_than, read_model_limits
 from rollstream.engine.http_server import AWAY_STATUSES, CONNECTION_KWARGS, HttpServer, is_answered
+from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.load import (
     ASK_TIMEOUT_S,
     SGLANG_METRICS,
@@ -218,13 +219,37 @@ class SGLangEngine(PoolEngine):
                 "engine 'sglang' needs the servers' URLs: "
                 "actor_rollout_ref.rollout.server_urls=[http://host:30000]"
             )
-        kwargs = read_engine_kwargs("sglang", engine_kwargs or {}, ENGINE_KWARGS)
+        kwargs = KIND.read_kwargs(engine_kwargs or {})
+        options = EngineOptions(model_path, server_urls, max_model_len, engine_kwargs or {})
         limits = read_model_limits(Path(model_path)) if model_path else None
-
         super().__init__(
-            [SGLangReplica(url, model_path=model_path, limits=limits, kwargs=kwargs) for url in server_urls],
+            [_make_replica(url, options) for url in server_urls],
             own=no_longer_than(max_model_len, limits.max_model_len if limits else None),
             what="SGLang",
             hint=_WHAT_TO_CHECK,
             kwargs={key: kwargs[key] for key in POOL_KWARGS},
         )
+
+
+def _make_replica(url: str, options: EngineOptions) -> SGLangReplica:
+    path = options.model_path
+    limits = read_model_limits(Path(path)) if path else None
+    return SGLangReplica(url, model_path=path, limits=limits, kwargs=KIND.read_kwargs(options.engine_kwargs))
+
+
+def _create(options: EngineOptions) -> SGLangEngine:
+    return SGLangEngine(
+        options.server_urls,
+        model_path=options.model_path,
+        max_model_len=options.max_model_len,
+        engine_kwargs=options.engine_kwargs,
+    )
+
+
+KIND = EngineKind(
+    "sglang",
+    _create,
+    ENGINE_KWARGS,
+    launches=("sglang", "rollstream"),
+    make_replica=_make_replica,
+)

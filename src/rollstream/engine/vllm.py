@@ -12,8 +12,9 @@ import orjson
 
 from rollstream.aio import SharedCheck, finish_despite_cancellation
 from rollstream.engine.base import Capabilities, EngineLoad
-from rollstream.engine.checks import ModelLimits, no_longer_than, read_engine_kwargs, read_model_limits
+from rollstream.engine.checks import ModelLimits, no_longer_than, read_model_limits
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer, is_answered
+from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.load import ASK_TIMEOUT_S, VLLM_METRICS, LoadRoutes, read_metrics
 from rollstream.engine.pool import POOL_KWARGS, PoolEngine
 from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError, WeightsLostError
@@ -341,13 +342,37 @@ class VLLMEngine(PoolEngine):
                 "engine 'vllm' needs the servers' URLs: "
                 "actor_rollout_ref.rollout.server_urls=[http://host:8000]"
             )
-        kwargs = read_engine_kwargs("vllm", engine_kwargs or {}, ENGINE_KWARGS)
+        kwargs = KIND.read_kwargs(engine_kwargs or {})
+        options = EngineOptions(model_path, server_urls, max_model_len, engine_kwargs or {})
         limits = read_model_limits(Path(model_path)) if model_path else None
-
         super().__init__(
-            [VLLMReplica(url, model_path=model_path, limits=limits, kwargs=kwargs) for url in server_urls],
+            [_make_replica(url, options) for url in server_urls],
             own=no_longer_than(max_model_len, limits.max_model_len if limits else None),
             what="vLLM",
             hint=_WHAT_TO_CHECK,
             kwargs={key: kwargs[key] for key in POOL_KWARGS},
         )
+
+
+def _make_replica(url: str, options: EngineOptions) -> VLLMReplica:
+    path = options.model_path
+    limits = read_model_limits(Path(path)) if path else None
+    return VLLMReplica(url, model_path=path, limits=limits, kwargs=KIND.read_kwargs(options.engine_kwargs))
+
+
+def _create(options: EngineOptions) -> VLLMEngine:
+    return VLLMEngine(
+        options.server_urls,
+        model_path=options.model_path,
+        max_model_len=options.max_model_len,
+        engine_kwargs=options.engine_kwargs,
+    )
+
+
+KIND = EngineKind(
+    "vllm",
+    _create,
+    ENGINE_KWARGS,
+    launches=("vllm",),
+    make_replica=_make_replica,
+)

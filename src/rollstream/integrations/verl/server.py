@@ -16,9 +16,8 @@ from typing import Any
 from rollstream.chat.images import encode_for_engine
 from rollstream.engine.base import Engine
 from rollstream.engine.continuation import ContinuingEngine
-from rollstream.engine.launch import replica_maker
 from rollstream.engine.pool import PoolEngine
-from rollstream.engine.registry import create_engine
+from rollstream.engine.registry import create_engine, replica_maker
 from rollstream.errors import ConfigError, EngineError
 from rollstream.trajectory import SamplingParams
 
