@@ -13,6 +13,7 @@ from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.launch_plan import LaunchRequest
 from rollstream.engine.replica import Replica
 from rollstream.errors import ConfigError
+from rollstream.sampling import check_extra
 from rollstream.trajectory import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -206,5 +207,7 @@ def check_capabilities(
     for name in sorted(set(sampling.extra) - set(capabilities.extra_sampling)):
         known = ", ".join(capabilities.extra_sampling) or "none"
         problems.append(f"it takes no {rollout}.extra_sampling.{name} (it takes: {known})")
+    if (wrong := check_extra(sampling.extra)) is not None:
+        problems.append(f"{rollout}.extra_sampling.{wrong}")
     if problems:
         raise ConfigError("the engine cannot give what is asked for: " + "; ".join(problems))

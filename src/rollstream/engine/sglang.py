@@ -24,7 +24,6 @@ from rollstream.engine.pool import POOL_KWARGS, PoolEngine
 from rollstream.engine.replica import ReplicaRequest, WeightsLostError
 from rollstream.engine.served_model import check_served_model, model_names
 from rollstream.engine.sglang_wire import (
-    EXTRA_SAMPLING,
     check_images,
     collapse_images,
     parse_version,
@@ -32,6 +31,7 @@ from rollstream.engine.sglang_wire import (
     request_body,
 )
 from rollstream.errors import ConfigError, EngineError, RollstreamError
+from rollstream.sampling import server_sampling
 from rollstream.trajectory import Completion
 
 _LOG = logging.getLogger(__name__)
@@ -111,13 +111,14 @@ class SGLangReplica:
         said = info.get("capabilities")  # of `rollstream serve`, whose engines differ
         self._is_rollstream = isinstance(said, dict)
         kind = said.get("logprobs") if isinstance(said, dict) else None
+        has_tokenizer = not info.get("skip_tokenizer_init")
         return Capabilities(
             token_ids=True,
             logprobs=kind if kind in ("raw", "processed", "none") else "processed",
             # Without --enable-deterministic-inference seeds are silently ignored.
             seeds=bool(info.get("enable_deterministic_inference")),
             # Without its tokenizer a server cannot match stop strings.
-            stop_strings=not info.get("skip_tokenizer_init"),
+            stop_strings=has_tokenizer,
             stop_token_ids=True,
             # A server of a text model takes images without a word and ignores them.
             images=bool(model.get("has_image_understanding")),
@@ -126,7 +127,7 @@ class SGLangReplica:
             vocab_size=self._vocab_size,
             # SGLang looks at stop_token_ids only where it looks at the end token.
             stop_token_ids_with_ignore_eos=False,
-            extra_sampling=() if self._is_rollstream else EXTRA_SAMPLING,
+            extra_sampling=() if self._is_rollstream else server_sampling(has_tokenizer=has_tokenizer),
         )
 
     @property

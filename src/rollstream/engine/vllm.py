@@ -21,7 +21,6 @@ from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError, W
 from rollstream.engine.served_model import check_served_model, model_names
 from rollstream.engine.vllm_wire import (
     COMPLETIONS,
-    EXTRA_SAMPLING,
     GENERATE,
     LogprobKind,
     Route,
@@ -32,6 +31,7 @@ from rollstream.engine.vllm_wire import (
     server_request_id,
 )
 from rollstream.errors import ConfigError, EngineError, RollstreamError, TransientEngineError
+from rollstream.sampling import server_sampling
 from rollstream.trajectory import Completion
 
 _LOG = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class VLLMReplica:
             update_weights=self._is_dev and self._route == GENERATE,
             max_model_len=max_model_len,
             vocab_size=self._vocab_size,
-            extra_sampling=EXTRA_SAMPLING if said is None else (),
+            extra_sampling=server_sampling(has_tokenizer=stop_strings) if said is None else (),
         )
         return self._said
 
