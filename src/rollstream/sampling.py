@@ -6,9 +6,13 @@ that it takes in `Capabilities.extra_sampling`; asking for another one is an err
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
+
+from rollstream.errors import DataError
+from rollstream.trajectory import SamplingParams
 
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 STRUCTURED = ("grammar", "json_schema", "regex")
@@ -34,6 +38,44 @@ def check_extra(extra: Mapping[str, Any]) -> str | None:
     if len(given := [name for name in STRUCTURED if name in extra]) > 1:
         return f"{' and '.join(given)} cannot be asked for at once"
     return None
+
+
+def sampling_of_row(sampling: SamplingParams, given: Any) -> SamplingParams:
+    """How to sample for a prompt row whose column `sampling_params` says otherwise than the run.
+
+    Args:
+        sampling: the run's.
+        given: a mapping, or JSON text of one: fields of `SamplingParams`, but for `seed` and `logprobs`, which
+            are the run's, and further parameters. A value of None is as if it was not there.
+
+    Raises:
+        DataError: it is none, a name that is not known, a value of another type, more tokens than the run has.
+    """
+    where = "the row's sampling_params"
+    try:
+        values = orjson.loads(given) if isinstance(given, str | bytes) else given
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{where}: {error}") from error
+    if not isinstance(values, Mapping):
+        raise DataError(f"{where} must be a mapping, not {given!r:.100}")
+    values = {name: value for name, value in values.items() if value is not None}
+    fields: dict[str, Any] = {}
+    for name in [name for name in values if name in _ROW_FIELDS]:
+        check, wanted = _ROW_FIELDS[name]
+        value = fields[name] = values.pop(name)
+        if not check(value):
+            raise DataError(f"{where}.{name} must be {wanted}, not {value!r:.100}")
+    if unknown := sorted(values.keys() - {*SERVER_SAMPLING}):
+        known = ", ".join(sorted({*_ROW_FIELDS, *SERVER_SAMPLING}))
+        raise DataError(f"{where} has {unknown[0]!r} (known: {known})")
+    if (wrong := check_extra(values)) is not None:
+        raise DataError(f"{where}.{wrong}")
+    if fields.get("max_tokens", 0) > sampling.max_tokens:
+        raise DataError(f"{where}.max_tokens is more than the run's response_length {sampling.max_tokens}")
+    for name in ("stop", "stop_token_ids"):
+        if name in fields:
+            fields[name] = tuple(fields[name])
+    return replace(sampling, **fields, extra={**sampling.extra, **values})
 
 
 def schema_text(schema: str | Mapping[str, Any]) -> str:
@@ -83,4 +125,23 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "presence_penalty": (_within(-2, 2), "from -2 to 2"),
     "regex": (_is_text, "a regular expression, as text"),
     "repetition_penalty": (lambda value: _is_number(value) and 0 < value <= 2, "above 0 and at most 2"),
+}
+
+
+def _is_whole(low: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def _is_list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list | tuple) and all(type(one) is kind for one in value)
+
+
+_ROW_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "ignore_eos": (lambda value: isinstance(value, bool), "true or false"),
+    "max_tokens": (_is_whole(1), "a whole number, 1 or more"),
+    "stop": (_is_list_of(str), "a list of texts"),
+    "stop_token_ids": (_is_list_of(int), "a list of token ids"),
+    "temperature": (_within(0, math.inf), "0 or more"),
+    "top_k": (lambda value: value == -1 or _is_whole(1)(value), "-1, or a whole number, 1 or more"),
+    "top_p": (lambda value: _within(0, 1)(value) and value > 0, "above 0 and at most 1"),
 }

@@ -7,7 +7,8 @@ import pytest
 
 from rollstream.engine import openai_wire, sglang_wire, vllm_wire
 from rollstream.engine.base import ChatPrompt
-from rollstream.sampling import SERVER_SAMPLING, check_extra
+from rollstream.errors import DataError
+from rollstream.sampling import SERVER_SAMPLING, check_extra, sampling_of_row
 from rollstream.trajectory import SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}}
@@ -74,3 +75,34 @@ def test_a_chat_endpoint_gets_a_schema_as_its_response_format() -> None:
 def test_what_counts_tokens_or_follows_a_grammar_is_not_continued() -> None:
     goes_on = {name for name in SOUND if SamplingParams(4, extra={name: SOUND[name]}).can_be_continued}
     assert goes_on == {"logit_bias", "min_p"}
+
+
+RUN = SamplingParams(64, seed=3, stop=("a",), extra={"min_p": 0.1})
+
+
+def test_a_row_says_how_it_is_sampled() -> None:
+    given = {"temperature": 0.2, "max_tokens": 8, "stop": ["x", "y"], "min_tokens": 2, "top_k": None}
+    expected = SamplingParams(
+        8, temperature=0.2, seed=3, stop=("x", "y"), extra={"min_p": 0.1, "min_tokens": 2}
+    )
+    assert sampling_of_row(RUN, given) == sampling_of_row(RUN, orjson.dumps(given).decode()) == expected
+    assert sampling_of_row(RUN, {}) == RUN
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("hot", "sampling_params: "),
+        (3, "must be a mapping"),
+        ({"temprature": 1}, "has 'temprature'"),
+        ({"seed": 1}, "has 'seed'"),
+        ({"temperature": "hot"}, "temperature must be 0 or more"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"max_tokens": 65}, "more than the run's response_length 64"),
+        ({"stop": "x"}, "stop must be a list of texts"),
+        ({"min_p": 2}, "min_p must be from 0 to 1"),
+    ],
+)
+def test_a_row_that_asks_for_nonsense_is_refused(given: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        sampling_of_row(RUN, given)
