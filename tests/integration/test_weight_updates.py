@@ -175,7 +175,7 @@ async def test_a_run_goes_on_over_new_weights(
 
     async def load_and_note(source: str, version: int) -> None:
         await load(source, version)
-        for flight in engine._flights.values():
+        for flight in engine._requests.values():
             ids = flight.partial.result("abort").token_ids
             prompt = flight.partial.prompt_ids
             cuts.append((flight.request_id, prompt[: len(prompt) - len(ids)], ids, version))

