@@ -70,17 +70,17 @@ class SamplingParams:
     """Token ids that end the generation, besides the model's own."""
     ignore_eos: bool = False
     """Go on after the model's end token until `max_tokens`."""
-    extra: Mapping[str, float] = field(default_factory=dict)
-    """Further parameters of the engine's own: those of `Capabilities.extra_sampling`."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further parameters, those of `Capabilities.extra_sampling`: see `rollstream.sampling`."""
 
     @property
     def can_be_continued(self) -> bool:
         """Whether a generation that is cut off may go on in another request.
 
-        Not with stop texts: one may stand across the cut. Not with penalties: they count the tokens of one
-        request.
+        Not with stop texts: one may stand across the cut. Not with penalties and the like: they count the
+        tokens of one request. Not with a grammar: an answer has to follow it from its beginning.
         """
-        return not self.stop and not set(self.extra) - {"min_p"}
+        return not self.stop and not set(self.extra) - {"logit_bias", "min_p"}
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import pytest
 
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import ChatPrompt, Engine
-from rollstream.engine.interruptible import InterruptibleEngine
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.openai import OpenAIEngine
 from rollstream.engine.openai_wire import Turn
 from rollstream.engine.openvino import OpenVINOEngine
@@ -247,7 +247,7 @@ async def test_what_an_update_interrupts_goes_on_with_the_new_weights(
 ) -> None:
     if server.route != "generate":
         pytest.skip("needs the generate route and VLLM_SERVER_DEV_MODE=1")
-    engine = InterruptibleEngine(VLLMEngine([server.url], model_path=str(MODEL_PATH)))
+    engine = ContinuingEngine(VLLMEngine([server.url], model_path=str(MODEL_PATH)))
     await engine.start()
     how = replace(LONG, max_tokens=1500, temperature=0.0, seed=None)
     tasks = [
@@ -291,7 +291,7 @@ async def test_its_chat_route_with_the_openai_engine(
             assert answer.message["content"] == whole
         # A partial answer is the beginning of the model's own: it goes on as it would have.
         turn = Turn(content=whole[:1], pieces=1)
-        replica: Any = engine._watch._replicas[engine.replicas[0]]
+        replica: Any = engine._replicas[engine.replicas[0]]
         await replica._send(how, asked, turn)
         assert turn.content == whole
     finally:

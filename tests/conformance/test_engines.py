@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import Engine
-from rollstream.engine.partial import PartialCompletion
+from rollstream.engine.continuation import PartialCompletion
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
 from tests.conformance.engines import NAMES, missing, started

@@ -34,7 +34,7 @@ class Launched:
         return [
             pid
             for pid, command in self.processes().items()
-            if "--port" in command and "launch_guard" not in command
+            if "--port" in command and "reaper" not in command
         ]
 
     def serving(self) -> list[int]:
@@ -43,8 +43,8 @@ class Launched:
             pid for pid, command in self.processes().items() if pid in self.servers() and _listens(command)
         ]
 
-    def guards(self) -> list[int]:
-        return [pid for pid, command in self.processes().items() if "launch_guard" in command]
+    def reapers(self) -> list[int]:
+        return [pid for pid, command in self.processes().items() if "reaper" in command]
 
     def workers(self) -> list[int]:
         """Of the servers' engines."""

@@ -55,9 +55,9 @@ def test_kills_of_replicas_cost_no_rollout_and_no_attempt(
     assert runner.wait_until(lambda: has_begun(paths.root))
     kills, next_kill = 0, 0.0
     while runner.process.poll() is None:
-        # One is left to go on with; any process may be hit: a server, its guard, or its worker.
+        # One is left to go on with; any process may be hit: a server, its reaper, or its worker.
         if time.monotonic() >= next_kill and len(serving := launched.serving()) > 1:
-            launched.kill([rng.choice([*serving, *launched.guards(), *launched.workers()])])
+            launched.kill([rng.choice([*serving, *launched.reapers(), *launched.workers()])])
             kills += 1
             next_kill = time.monotonic() + rng.uniform(0.5, 2.5)
         time.sleep(0.05)
@@ -240,7 +240,7 @@ def test_no_replica_outlives_rollstream_and_the_same_command_goes_on(
     )
     runner = Runner(command, log=tmp_path / "log")
     assert runner.wait_until(lambda: has_begun(paths.root)), runner.output()
-    assert len(launched.servers()) == len(launched.guards()) == 2
+    assert len(launched.servers()) == len(launched.reapers()) == 2
     assert len(launched.workers()) == (2 if how == "SIGKILL" else 0)
     number = signal.Signals[how.split()[0]]
     runner.process.send_signal(number)

@@ -16,9 +16,9 @@ import pytest
 
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import Engine, EngineLoad
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.hf import HFEngine
 from rollstream.engine.hf_model import load_module
-from rollstream.engine.interruptible import InterruptibleEngine
 from rollstream.engine.load import ask_load
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
@@ -669,9 +669,9 @@ async def test_new_weights_outlive_the_thread(module: Any, other: Any) -> None:
     await engine.close()
 
 
-def so_far(interruptible: InterruptibleEngine, engine: HFEngine) -> list[int]:
+def so_far(continuing: ContinuingEngine, engine: HFEngine) -> list[int]:
     """Tokens of each request, over all pieces."""
-    before = {flight.request_id: len(flight.partial) for flight in interruptible._flights.values()}
+    before = {one.request_id: len(one.partial) for one in continuing._requests.values()}
     return [before[name] + len(request.token_ids) for name, request in engine._in_flight.items()]
 
 
@@ -679,16 +679,16 @@ async def test_a_trainer_steps_its_own_model_between_the_engines_steps(module: A
     """The trainer's forward and backward go on beside generation; only its step is inside the block."""
     reference = copy.deepcopy(module)
     engine = await started(module)
-    interruptible = InterruptibleEngine(engine)
+    continuing = ContinuingEngine(engine)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     snapshots = [copy.deepcopy(module)]
     long = SamplingParams(150, ignore_eos=True, seed=1)
-    tasks = [asyncio.create_task(interruptible.generate([i, 9], long, request_id=str(i))) for i in range(8)]
+    tasks = [asyncio.create_task(continuing.generate([i, 9], long, request_id=str(i))) for i in range(8)]
     batch = torch.tensor([[5, 6, 7, 8, 9, 10]])
     for version in (1, 2, 3):
         target = 20 * version
         await eventually(
-            lambda least=target: min(so_far(interruptible, engine), default=0) >= least  # type: ignore[misc]
+            lambda least=target: min(so_far(continuing, engine), default=0) >= least  # type: ignore[misc]
         )
         module.train()
         output = module(batch, labels=batch)

@@ -16,7 +16,7 @@ import pytest
 from rollstream.config.load import compose
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import Engine
-from rollstream.engine.interruptible import InterruptibleEngine
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.engine.openvino_weights import lay_out_weights, read_safetensors
 from rollstream.engine.sglang import SGLangEngine
@@ -140,12 +140,12 @@ async def test_a_run_goes_on_over_new_weights(
     """Stored versions change exactly where each rollout was cut, what it had stays, log-probs are exact."""
     if name == "hf":
         pytest.importorskip("psutil")
-    made: list[InterruptibleEngine] = []
+    made: list[ContinuingEngine] = []
     create = Prepared.create_engine
 
     def create_and_keep(self: Prepared, log_dir: Path) -> Engine:
         engine = create(self, log_dir)
-        assert isinstance(engine, InterruptibleEngine)
+        assert isinstance(engine, ContinuingEngine)
         made.append(engine)
         return engine
 
@@ -175,7 +175,7 @@ async def test_a_run_goes_on_over_new_weights(
 
     async def load_and_note(source: str, version: int) -> None:
         await load(source, version)
-        for flight in engine._flights.values():
+        for flight in engine._requests.values():
             ids = flight.partial.result("abort").token_ids
             prompt = flight.partial.prompt_ids
             cuts.append((flight.request_id, prompt[: len(prompt) - len(ids)], ids, version))
@@ -238,12 +238,12 @@ async def test_a_run_goes_on_over_new_weights(
 async def test_a_run_may_begin_anew_or_end(
     policy: str, steps: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[InterruptibleEngine] = []
+    made: list[ContinuingEngine] = []
     create = Prepared.create_engine
 
     def create_and_keep(self: Prepared, log_dir: Path) -> Engine:
         engine = create(self, log_dir)
-        assert isinstance(engine, InterruptibleEngine)
+        assert isinstance(engine, ContinuingEngine)
         made.append(engine)
         return engine
 
@@ -452,7 +452,7 @@ async def test_a_pool_of_servers_gets_new_weights(
     options = ("--engine-kwargs", "num_threads=1")
     with serve(*options, log=tmp_path / "a") as one:
         with serve(*options, log=tmp_path / "b") as two:
-            engine = InterruptibleEngine(SGLangEngine([one.url, two.url], model_path=str(MODEL_PATH)))
+            engine = ContinuingEngine(SGLangEngine([one.url, two.url], model_path=str(MODEL_PATH)))
             await engine.start()
             asked = ask(engine, ROLLOUTS, LONG)
             await eventually(lambda: len(engine._inside) == ROLLOUTS)

@@ -11,7 +11,17 @@ ROOT = Path(__file__).parents[2] / "src" / "rollstream"
 
 FLOORS: list[set[str]] = [
     {"trajectory", "errors"},
-    {"aio", "web", "user_code", "daemon_threads", "stop_signals", "metrics_text", "redaction", "scratch"},
+    {
+        "aio",
+        "web",
+        "user_code",
+        "daemon_threads",
+        "stop_signals",
+        "metrics_text",
+        "redaction",
+        "sampling",
+        "scratch",
+    },
     {"config", "chat", "engine", "reward", "store"},
     {"data", "agent"},
     {"rollout"},
@@ -71,6 +81,28 @@ def test_imports_point_down(path: Path) -> None:
     room = room_of(path)
     for other in imported_rooms(path) - {room}:
         assert floor_of(other) < floor_of(room), f"{room} must not know {other}"
+
+
+def imported_modules(path: Path) -> set[Path]:
+    """Files of the package that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rollstream"):
+            base = ROOT.joinpath(*str(node.module).split(".")[1:])
+            found |= {
+                base.with_suffix(".py"),
+                *((base / alias.name).with_suffix(".py") for alias in node.names),
+            }
+    return {one for one in found if one.is_file()} - {path}
+
+
+@pytest.mark.parametrize("room", ["engine"])
+def test_no_files_of_a_room_import_each_other_in_a_circle(room: str) -> None:
+    left = {path: imported_modules(path) for path in (ROOT / room).rglob("*.py")}
+    while ends := [path for path, imports in left.items() if not imports & left.keys()]:
+        for path in ends:
+            del left[path]
+    assert not [str(path.relative_to(ROOT)) for path in left]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,8 +1,8 @@
-"""One run of a generator: a process below a guard, its payload, its report and its log.
+"""One run of a generator: a process below a reaper, its payload, its report and its log.
 
-    server --(pipe)--> guard --> python -m rollstream.buffer.generator_process --> what it starts
+    server --(pipe)--> reaper --> python -m rollstream.buffer.generator_process --> what it starts
 
-The guard (`engine.launch_guard`) ends the generator and everything below it when the server is gone, SIGKILL
+The reaper (`engine.reaper`) ends the generator and everything below it when the server is gone, SIGKILL
 included: two generators of one job would write every group twice. Payload and report are files without a
 name, which the generator inherits; its token is in its environment.
 """
@@ -24,13 +24,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from rollstream.engine import launch_guard
-from rollstream.engine.launch_process import kill_left
+from rollstream.engine import reaper
+from rollstream.engine.reaper import kill_left
 from rollstream.errors import ConfigError, DataError
 from rollstream.user_code import run_file
 
-STOP_TIMEOUT_S = launch_guard.GRACE_S + 3.0
-"""The guard kills after its own grace period. If it has not ended by then, its process group is killed."""
+STOP_TIMEOUT_S = reaper.GRACE_S + 3.0
+"""The reaper kills after its own grace period. If it has not ended by then, its process group is killed."""
 
 _HEADER = " run_rollout of "
 _LAST_LINES = 20
@@ -70,8 +70,8 @@ class GeneratorProcess:
         `requests` does. All runs of a job on one server have one `mark`: what an earlier one left behind is
         ended first.
         """
-        await asyncio.to_thread(kill_left, mark, {}, f"an earlier generator of {file.name}")
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", launch_guard.MARK: mark}
+        await asyncio.to_thread(kill_left, mark)
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", reaper.MARK: mark}
         env.pop("ROLLSTREAM_BUFFER_TOKEN", None)  # the server's own
         with tempfile.TemporaryFile() as payload, _open_log(log, file) as output:
             payload.write(msgspec.json.encode(data))
@@ -81,7 +81,7 @@ class GeneratorProcess:
                 env |= {"ROLLSTREAM_BUFFER_TOKEN": token, "NETRC": str(netrc.absolute())}
             report = tempfile.TemporaryFile()  # noqa: SIM115 - read when the generator has ended
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", launch_guard.__file__, str(os.getpid())),
+                *(sys.executable, "-I", "-S", reaper.__file__),
                 *(sys.executable, "-m", __name__),
                 *(str(file.absolute()), str(payload.fileno()), str(report.fileno())),
                 stdin=asyncio.subprocess.PIPE,  # held open as long as the generator is wanted
@@ -96,22 +96,22 @@ class GeneratorProcess:
     async def wait(self) -> GeneratorEnd:
         """Returns when it has ended, and everything that it started. Called once."""
         code = await self._process.wait()
-        if code < 0:  # it may have been the guard: then nobody looked after the others
+        if code < 0:  # it may have been the reaper: then nobody looked after the others
             self._kill_group()
-            await asyncio.to_thread(kill_left, self._mark, {}, f"generator {self.pid}")
+            await asyncio.to_thread(kill_left, self._mark)
         return await asyncio.to_thread(self._end, code)
 
     async def stop(self) -> None:
         """Ends it and everything it started, within seconds. May be called twice, and after its end."""
         assert self._process.stdin is not None
-        self._process.stdin.close()  # the guard's sign to end
+        self._process.stdin.close()  # the reaper's sign to end
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await self._process.wait()
         except TimeoutError:
             self._kill_group()
             await self._process.wait()
-        await asyncio.to_thread(kill_left, self._mark, {}, f"generator {self.pid}")
+        await asyncio.to_thread(kill_left, self._mark)
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -127,7 +127,7 @@ class GeneratorProcess:
             end = None
         if end is not None and (code == 0 or not end.finished):
             return end
-        # A guard that gets SIGTERM ends with 0, too: only a report says that a generator has finished.
+        # A reaper that gets SIGTERM ends with 0, too: only a report says that a generator has finished.
         known = {number.value: number.name for number in signal.Signals}
         how = f"was killed by {known.get(-code, -code)}" if code < 0 else f"ended with exit code {code}"
         return GeneratorEnd(error=f"its process {how}", traceback=self._last_words())
@@ -200,7 +200,7 @@ def main(file: str, payload: int, report: int) -> bool:
 
 if __name__ == "__main__":
     if not main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])):
-        # What the generator file left behind must not keep a process that failed: the guard ends it.
+        # What the generator file left behind must not keep a process that failed: the reaper ends it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

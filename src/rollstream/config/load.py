@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rollstream.config.ray_options import check_ray
 from rollstream.config.settings import Settings
 from rollstream.errors import ConfigError
+from rollstream.sampling import check_extra
 
 FREE_FORM = frozenset(
     {
@@ -338,11 +339,8 @@ def _check_values(settings: Settings) -> None:
     for key, value in above_zero:
         if not value > 0:
             raise ConfigError(f"{key} must be above 0 (it is {value})")
-    for name, value in rollout.extra_sampling.items():
-        if not abs(value) <= _LARGEST:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.extra_sampling.{name} must be finite (it is {value})"
-            )
+    if (wrong := check_extra(rollout.extra_sampling)) is not None:
+        raise ConfigError(f"actor_rollout_ref.rollout.extra_sampling.{wrong}")
     if rollout.top_p > 1:
         raise ConfigError(f"actor_rollout_ref.rollout.top_p must be at most 1 (it is {rollout.top_p})")
     share = rollout.gpu_memory_utilization

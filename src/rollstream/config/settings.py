@@ -74,7 +74,7 @@ class RolloutSettings:
     stop: list[str]
     stop_token_ids: list[int]
     ignore_eos: bool
-    extra_sampling: dict[str, int | float]
+    extra_sampling: dict[str, Any]
     calculate_log_probs: bool
     prompt_length: int
     response_length: int

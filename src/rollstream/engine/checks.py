@@ -13,6 +13,7 @@ import orjson
 
 from rollstream.engine.base import Capabilities
 from rollstream.errors import ConfigError, EngineError
+from rollstream.sampling import check_extra
 from rollstream.trajectory import SamplingParams
 
 
@@ -119,6 +120,8 @@ def check_request(
         )
     if sampling.stop and not capabilities.stop_strings:
         raise EngineError("this engine cannot stop at texts")
+    if sampling.extra and (problem := check_extra(sampling.extra)) is not None:
+        raise EngineError(problem)
     if unknown := sorted(set(sampling.extra) - set(capabilities.extra_sampling)):
         raise EngineError(f"this engine takes no sampling parameter {unknown[0]!r}")
     if sampling.ignore_eos and sampling.stop_token_ids and not capabilities.stop_token_ids_with_ignore_eos:

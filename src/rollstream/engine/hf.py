@@ -13,14 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from rollstream.daemon_threads import DaemonThreads, ThreadCall
+from rollstream.aio import finish_despite_cancellation
+from rollstream.daemon_threads import DaemonThreads
 from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import check_request
 from rollstream.engine.hf_batch import Batch, BatchSettings
 from rollstream.engine.hf_cache import cache_size
 from rollstream.engine.hf_model import LiveModel, copy_weights, load_module, read_weights, tokenizer_file
 from rollstream.engine.hf_request import Request
-from rollstream.engine.hf_settings import check_model_path, check_packages, read_kwargs
+from rollstream.engine.hf_settings import (
+    DATA_DECIDING_KWARGS,
+    ENGINE_KWARGS,
+    check_model_path,
+    check_packages,
+    read_kwargs,
+)
+from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.openvino_worker import StopTexts
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
@@ -170,7 +178,7 @@ class HFEngine:
         """
         pairs = self._live_model().match(state)
         async with self.changing_weights(version):
-            await self._to_the_end(lambda: copy_weights(pairs))
+            await finish_despite_cancellation(self._in_thread(lambda: copy_weights(pairs)))
 
     @contextlib.asynccontextmanager
     async def changing_weights(self, version: int) -> AsyncIterator[None]:
@@ -180,7 +188,7 @@ class HFEngine:
         as it was.
 
         What is in flight ends with what was sampled and finish reason `abort`; what has no token yet begins
-        anew. Whoever asked can go on from those ids, as `InterruptibleEngine` does: everything before is then
+        anew. Whoever asked can go on from those ids, as `ContinuingEngine` does: everything before is then
         computed anew, with the new weights.
 
         With `engine_kwargs.keep_cache` it goes on instead, over the keys and values that the old weights left
@@ -189,7 +197,9 @@ class HFEngine:
         """
         model = self._live_model()
         try:
-            await self._to_the_end(model.lock.acquire)  # waits for the step that is under way
+            await finish_despite_cancellation(
+                self._in_thread(model.lock.acquire)
+            )  # waits for the step that is under way
         except asyncio.CancelledError:
             model.lock.release()
             raise
@@ -198,7 +208,7 @@ class HFEngine:
                 self._batch.interrupt()
             yield
             if model.module.device.type == "cuda":
-                await self._to_the_end(_synchronize)
+                await finish_despite_cancellation(self._in_thread(_synchronize))
             model.version = version
             self._weight_changes += 1
         finally:
@@ -238,7 +248,7 @@ class HFEngine:
             if self._batch is not None:
                 batch, self._batch = self._batch, None
                 batch.close()
-                await self._to_the_end(batch.stop)
+                await finish_despite_cancellation(self._in_thread(batch.stop))
                 if self._end is not None:
                     self._end.detach()
             self._loaded = None
@@ -264,7 +274,7 @@ class HFEngine:
 
     async def _load_and_start(self) -> None:
         if self._batch is not None:
-            await self._to_the_end(self._batch.stop)  # frees its cache
+            await finish_despite_cancellation(self._in_thread(self._batch.stop))  # frees its cache
         if self._loaded is None:
             self._loaded = await self._in_thread(self._load)
         model, settings, stop_texts = self._loaded.model, self._loaded.settings, self._loaded.stop_texts
@@ -324,20 +334,6 @@ class HFEngine:
             self._threads.abandon(call)
             raise
 
-    async def _to_the_end(self, function: Callable[[], _T]) -> _T:
-        """The same, but it has ended when this does, also when this is cancelled."""
-        call: ThreadCall = self._threads.start(function)
-        cancelled: asyncio.CancelledError | None = None
-        while not call.future.done():
-            try:
-                await asyncio.wait([call.future])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        result = _result(call.future.result())
-        if cancelled is not None:
-            raise cancelled
-        return cast(_T, result)
-
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
@@ -359,3 +355,12 @@ def _synchronize() -> None:
     import torch
 
     torch.cuda.synchronize()
+
+
+def _create(options: EngineOptions) -> HFEngine:
+    return HFEngine(
+        options.model_path, max_model_len=options.max_model_len, engine_kwargs=options.engine_kwargs
+    )
+
+
+KIND = EngineKind("hf", _create, ENGINE_KWARGS, DATA_DECIDING_KWARGS, is_embedded=True)

@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from rollstream.engine.replica import ReplicaAwayError
+from rollstream.engine.replica import ReplicaUnavailableError
 from rollstream.errors import ConfigError, EngineError, EngineOverloadedError, TransientEngineError
 
 CONNECTION_KWARGS: dict[str, Any] = {
@@ -82,7 +82,7 @@ class HttpServer:
             wanted: asked before the request is sent a second time.
 
         Raises:
-            ReplicaAwayError: see above, like the others.
+            ReplicaUnavailableError: see above, like the others.
             TransientEngineError: see there.
             EngineError: see there.
         """
@@ -103,13 +103,13 @@ class HttpServer:
         refusal = self.refusal(status, payload)
         if status not in AWAY_STATUSES or await is_healthy():
             raise refusal
-        raise ReplicaAwayError(f"{refusal}, and it is not healthy")
+        raise ReplicaUnavailableError(f"{refusal}, and it is not healthy")
 
     async def tell(self, path: str, body: object, *, timeout_s: float) -> bytes:
         """Posts something that is answered soon; returns the body of its 200.
 
         Raises:
-            ReplicaAwayError: the server does not answer.
+            ReplicaUnavailableError: the server does not answer.
             EngineError: another status.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -131,7 +131,7 @@ class HttpServer:
         Leaving the block before its end closes the connection.
 
         Raises:
-            ReplicaAwayError: no connection, or it is lost inside the block.
+            ReplicaUnavailableError: no connection, or it is lost inside the block.
         """
         try:
             async with self._open_session().post(self._url(path), data=body) as response:
@@ -148,7 +148,7 @@ class HttpServer:
         return text.replace(self._api_key, "***") if self._api_key else text
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body. Raises `ReplicaAwayError`."""
+        """Status and body. Raises `ReplicaUnavailableError`."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._open_session().get(self._url(path), timeout=timeout) as response:
@@ -164,7 +164,7 @@ class HttpServer:
             kind: what kind of server this should be, for the message.
 
         Raises:
-            ReplicaAwayError: it does not answer, or answers as one that starts or is gone.
+            ReplicaUnavailableError: it does not answer, or answers as one that starts or is gone.
             EngineError: it refuses, or its answer is no JSON.
         """
         status, payload = await self.get(path, timeout_s=self._info_timeout)
@@ -172,7 +172,7 @@ class HttpServer:
             return {}
         if status != 200:
             error = self.refusal(status, payload)
-            raise ReplicaAwayError(str(error)) if status in AWAY_STATUSES else error
+            raise ReplicaUnavailableError(str(error)) if status in AWAY_STATUSES else error
         try:
             value = orjson.loads(payload)
         except orjson.JSONDecodeError as cause:
@@ -180,7 +180,7 @@ class HttpServer:
         return value if isinstance(value, dict) else {}
 
     async def close(self) -> None:
-        """Ends all connections; requests on them end with `ReplicaAwayError`."""
+        """Ends all connections; requests on them end with `ReplicaUnavailableError`."""
         self._closed = True
         session, self._session = self._session, None
         if session is not None:
@@ -188,7 +188,7 @@ class HttpServer:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:
-            raise ReplicaAwayError("the engine is closed")
+            raise ReplicaUnavailableError("the engine is closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
@@ -206,7 +206,7 @@ class HttpServer:
             url = self._urls[path] = URL(self.url + path)
         return url
 
-    def _away(self, error: BaseException) -> ReplicaAwayError:
+    def _away(self, error: BaseException) -> ReplicaUnavailableError:
         hint = ""
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             hint = (
@@ -215,14 +215,14 @@ class HttpServer:
             )
         elif isinstance(error, aiohttp.ClientSSLError):
             hint = ": it does not speak TLS as a server at https:// does. Is its URL http://?"
-        return ReplicaAwayError(f"{self.url}: {type(error).__name__}: {error}{hint}")
+        return ReplicaUnavailableError(f"{self.url}: {type(error).__name__}: {error}{hint}")
 
 
 async def is_answered(request: Awaitable[tuple[int, bytes]]) -> int | None:
     """The status that a request is answered with; None when nobody answers."""
     try:
         return (await request)[0]
-    except (TimeoutError, ReplicaAwayError):
+    except (TimeoutError, ReplicaUnavailableError):
         return None
 
 

@@ -6,34 +6,29 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import rollstream
-from rollstream.engine.checks import read_engine_kwargs, read_model_limits
+from rollstream.engine.checks import no_longer_than, read_model_limits
 from rollstream.engine.devices import Devices, DeviceToolError, find_devices
-from rollstream.engine.launch_commands import MODULES, ServerKind
+from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.launch_plan import (
+    MODULES,
     NODE_PYTHON,
     LaunchRequest,
     ReplicaPlan,
+    ServerKind,
     choose_server,
     plan_for_nodes,
     plan_replicas,
 )
 from rollstream.engine.launch_process import Launcher, LocalLauncher
 from rollstream.engine.launched import LaunchedEngine
-from rollstream.engine.pool import PoolEngine
+from rollstream.engine.pool import POOL_KWARGS
 from rollstream.engine.ray_launch import RayLauncher
 from rollstream.engine.ray_plan import read_options
-from rollstream.engine.replica import Replica
-from rollstream.engine.sglang import ENGINE_KWARGS as SGLANG_KWARGS
-from rollstream.engine.sglang import SGLangEngine, SGLangReplica
-from rollstream.engine.vllm import ENGINE_KWARGS as VLLM_KWARGS
-from rollstream.engine.vllm import VLLMEngine, VLLMReplica
 from rollstream.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
@@ -42,57 +37,38 @@ _PYTHON_TIMEOUT_S = 60.0
 """For an interpreter to say whether it has a package, from a slow disk."""
 
 
-def launched_engine(
-    name: str,
-    *,
-    model_path: str,
-    max_model_len: int | None,
-    engine_kwargs: Mapping[str, Any] | None,
-    request: LaunchRequest,
-    log_dir: Path,
-) -> LaunchedEngine:
+def launched_engine(kind: EngineKind, options: EngineOptions, request: LaunchRequest) -> LaunchedEngine:
     """Makes an engine that launches its replicas; `start` it before use. On Ray, join the cluster first.
 
     Raises:
         ConfigError: what `launch_plan` raises, or an unknown key of engine_kwargs.
     """
+    assert options.model_path is not None and kind.make_replica is not None
     plans = launch_plan(
-        name, model_path=model_path, max_model_len=max_model_len, request=request, log_dir=log_dir
+        kind.name,
+        model_path=options.model_path,
+        max_model_len=options.max_model_len,
+        request=request,
+        log_dir=options.log_dir,
     )
-    path = _expanded(model_path)
+    options = replace(options, model_path=_expanded(options.model_path))
+    kwargs = kind.read_kwargs(options.engine_kwargs)
+    limits = read_model_limits(Path(str(options.model_path)))
     launcher: Launcher
     if request.where == "ray":
-        launcher = RayLauncher(choose_server(name, request.server), request, log_dir)
+        launcher = RayLauncher(choose_server(kind.name, request.server), request, options.log_dir)
     else:
-        launcher = LocalLauncher(log_dir)
-
-    def make_pool(urls: Sequence[str]) -> PoolEngine:
-        engine = SGLangEngine if name == "sglang" else VLLMEngine
-        return engine(urls, model_path=path, max_model_len=max_model_len, engine_kwargs=engine_kwargs)
-
+        launcher = LocalLauncher(options.log_dir)
+    make = kind.make_replica
     return LaunchedEngine(
         plans,
         launcher,
-        make_pool=make_pool,
-        make_replica=replica_maker(name, model_path=model_path, engine_kwargs=engine_kwargs),
+        make_replica=lambda url: make(url, options),
         request=request,
-        kwargs=_connection_kwargs(name, engine_kwargs),
+        own=no_longer_than(options.max_model_len, limits.max_model_len),
+        what=kind.name,
+        kwargs={key: kwargs[key] for key in POOL_KWARGS},
     )
-
-
-def replica_maker(
-    name: str, *, model_path: str, engine_kwargs: Mapping[str, Any] | None
-) -> Callable[[str], Replica]:
-    """What makes a replica of a launched engine from its URL. Raises `ConfigError` as `launched_engine`."""
-    path = _expanded(model_path)
-    limits = read_model_limits(Path(path))
-    kwargs = _connection_kwargs(name, engine_kwargs)
-    kind = SGLangReplica if name == "sglang" else VLLMReplica
-    return lambda url: kind(url, model_path=path, limits=limits, kwargs=kwargs)
-
-
-def _connection_kwargs(name: str, engine_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    return read_engine_kwargs(name, engine_kwargs or {}, SGLANG_KWARGS if name == "sglang" else VLLM_KWARGS)
 
 
 def launch_plan(
@@ -126,8 +102,6 @@ def launch_plan(
         log_dir=log_dir.absolute(),
     )
     _check_interpreter(server, request.python)
-    if server == "rollstream" and request.python is None:
-        _check_embedded(path, request.args)
     return plans
 
 
@@ -136,8 +110,6 @@ def _plan_on_ray(
 ) -> ReplicaPlan:
     """Refuses what shows without the cluster; what the nodes' environments have, their servers say."""
     read_options(request.actor_options)
-    if server == "rollstream" and request.python is None:
-        _check_embedded(path, request.args)
     return plan_for_nodes(
         server,
         request,
@@ -201,16 +173,6 @@ def _check_interpreter(server: ServerKind, python: str | None) -> None:
         raise ConfigError(f"{rollout}.launch.python: {python} cannot be run as a Python interpreter")
     if not found:
         raise ConfigError(f"{rollout}.launch.python: {python} has no {module!r}")
-
-
-def _check_embedded(path: str, args: Mapping[str, Any]) -> None:
-    """Refuses what `rollstream serve` would refuse, as far as its engine shows without a start."""
-    from rollstream.engine.registry import check_engine_config
-
-    given = {str(name).replace("_", "-"): value for name, value in args.items()}
-    check_engine_config(
-        str(given.get("engine", "openvino")), model_path=path, engine_kwargs=given.get("engine-kwargs")
-    )
 
 
 @cache

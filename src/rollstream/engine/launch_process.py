@@ -1,20 +1,21 @@
 """What starts a replica and tells when it has ended: a protocol, and the way that does it on this machine."""
 
 import asyncio
+import contextlib
 import logging
 import os
+import random
 import shlex
 import signal
-import sys
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
-from rollstream.engine import launch_guard
-from rollstream.engine.launch_plan import ReplicaPlan
-from rollstream.engine.ports import ReservedPort, holds_socket, is_free, listening_inodes
+from rollstream.engine import reaper
+from rollstream.engine.launch_plan import LOOPBACK, ReplicaPlan
 from rollstream.errors import EngineError
 
 _LOG = logging.getLogger(__name__)
@@ -23,11 +24,9 @@ _SHOWN_LINES = 20
 _SHOWN_BYTES = 16_384
 """Of a log's end, to find the last lines in."""
 
-STOP_TIMEOUT_S = launch_guard.GRACE_S + 3.0
-"""For the guard, which kills after its own grace; then it is killed itself."""
-
-_KILL_LEFT_S = 5.0
-"""For processes that are killed to be gone: one that holds a device's memory takes a second or two."""
+_PORTS = range(20_000, 32_768)
+"""Below the kernel's usual range for outgoing connections; a firewall of a cluster has to let them through."""
+_PORT_TRIES = 200
 
 
 class ReplicaProcess(Protocol):
@@ -45,14 +44,6 @@ class ReplicaProcess(Protocol):
 
     async def wait(self) -> str:
         """Returns when it has ended, with how: `ended with exit code 1`, `was killed by SIGKILL`."""
-        ...
-
-    async def is_listening(self) -> bool:
-        """Whether it, and nobody else, listens at `url`."""
-        ...
-
-    async def is_port_taken(self) -> bool:
-        """Once it has ended: whether another program has its port."""
         ...
 
     async def last_words(self) -> str:
@@ -94,10 +85,6 @@ class LocalLauncher:
         self._log_dir = log_dir
         self._stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
-    def log_path(self, index: int) -> Path:
-        """The log of a replica."""
-        return self._log_dir / f"replica-{index}-{self._stamp}.log"
-
     def place(self, plans: Sequence[ReplicaPlan]) -> Sequence[ReplicaPlan]:
         return plans
 
@@ -105,25 +92,17 @@ class LocalLauncher:
         return
 
     async def start(self, plan: ReplicaPlan) -> "LocalProcess":
-        try:
-            port = ReservedPort()
-            try:
-                return await LocalProcess.start(plan, port, self.log_path(plan.index))
-            except BaseException:
-                port.release()
-                raise
-        except OSError as error:  # no descriptor, process or disk space is left, perhaps for a moment
-            raise EngineError(f"replica {plan.index} could not be started: {error}") from error
+        return await LocalProcess.start(plan, self._log_dir / f"replica-{plan.index}-{self._stamp}.log")
 
 
 class LocalProcess:
-    """A replica below a guard of its own (see `launch_guard`). Made by `start`."""
+    """A replica below a reaper of its own. Made by `start`."""
 
     def __init__(
         self,
         process: asyncio.subprocess.Process,
         command: Sequence[str],
-        port: ReservedPort,
+        port: socket.socket,
         log_path: Path,
         log_offset: int,
         mark: str,
@@ -131,54 +110,57 @@ class LocalProcess:
         self._process = process
         self._command = list(command)
         self._port = port
+        host, number = port.getsockname()[:2]
+        self.url = f"http://[{host}]:{number}" if ":" in host else f"http://{host}:{number}"
         self._log_path = log_path
         self._log_offset = log_offset
         self._mark = mark
-        self._family: dict[int, int] = {}
-        """Processes below the guard by pid, see `launch_guard.begun`: some overwrite their environment, with
-        a title that they show in its place."""
-        self._killing: asyncio.Future[None] | None = None
 
     @classmethod
     async def start(
         cls,
         plan: ReplicaPlan,
-        port: ReservedPort,
         log_path: Path,
         *,
+        host: str = LOOPBACK,
         mark: str | None = None,
         node: Mapping[str, str] | None = None,
     ) -> "LocalProcess":
-        """Starts a replica on a port, which it takes over.
+        """Starts a replica.
 
         Args:
             plan: what is started.
-            port: where it will listen.
             log_path: its log, which is appended to.
-            mark: the value of `launch_guard.MARK`, never used before; None takes one.
+            host: the address of this machine that it listens on.
+            mark: the value of `reaper.MARK`, never used before; None takes one.
             node: see `ReplicaPlan.command`.
-        """
-        command = plan.command(port.number, node)
-        mark = mark or uuid4().hex
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
-            log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
-            log.flush()
-            offset = log.tell()
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", launch_guard.__file__, str(os.getpid()), *command),
-                stdin=asyncio.subprocess.PIPE,  # held open as long as the replica is wanted
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **plan.env, launch_guard.MARK: mark},
-                start_new_session=True,
-            )
-        return cls(process, command, port, log_path, offset, mark)
 
-    @property
-    def url(self) -> str:
-        host = self._port.host
-        return f"http://[{host}]:{self._port.number}" if ":" in host else f"http://{host}:{self._port.number}"
+        Raises:
+            EngineError: it cannot be started.
+        """
+        mark = mark or uuid4().hex
+        with contextlib.ExitStack() as stack:
+            try:
+                port = stack.enter_context(reserve_port(host))
+                command = plan.command(port.getsockname()[1], node)
+                log_path.parent.mkdir(parents=True, exist_ok=True)
+                log = stack.enter_context(log_path.open("ab"))
+                log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
+                log.flush()
+                offset = log.tell()
+                process = await asyncio.create_subprocess_exec(
+                    *reaper.reaped(command),
+                    stdin=asyncio.subprocess.PIPE,  # held open as long as the replica is wanted
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **plan.env, reaper.MARK: mark},
+                    start_new_session=True,
+                )
+            except OSError as error:  # no descriptor, process or disk space is left, perhaps for a moment
+                raise EngineError(f"replica {plan.index} could not be started: {error}") from error
+            stack.pop_all()
+            log.close()
+        return cls(process, command, port, log_path, offset, mark)
 
     @property
     def what(self) -> str:
@@ -186,23 +168,16 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard, which leads the replica's process group."""
+        """Of the reaper, which leads the replica's process group."""
         return self._process.pid
 
     async def wait(self) -> str:
         code = await self._process.wait()
         if code >= 0:
             return f"ended with exit code {code}"
-        # It may have been the guard itself: then nobody looked after the others.
-        await self._kill_left()
+        await self._kill_left()  # it may have been the reaper: then nobody looked after the others
         known = {number.value: number.name for number in signal.Signals}
         return f"was killed by {known.get(-code, f'signal {-code}')}"
-
-    async def is_listening(self) -> bool:
-        return await asyncio.to_thread(self._is_listening)
-
-    async def is_port_taken(self) -> bool:
-        return not is_free(self._port.number, self._port.host)
 
     async def last_words(self) -> str:
         try:
@@ -216,62 +191,40 @@ class LocalProcess:
 
     async def stop(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()  # which tells the guard
+        self._process.stdin.close()  # the reaper's sign to end
         try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
+            async with asyncio.timeout(reaper.STOP_TIMEOUT_S):
                 await self.wait()
         except TimeoutError:
-            self._kill_group()
-            await self._process.wait()
             await self._kill_left()
-        self._port.release()
+            await self._process.wait()
+        self._port.close()
 
     async def _kill_left(self) -> None:
-        """Kills what a guard that was killed leaves behind, once."""
-        if self._killing is None:
-            self._kill_group()
-            self._killing = asyncio.ensure_future(asyncio.to_thread(self._kill_family))
-        await asyncio.shield(self._killing)
-
-    def _kill_group(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-
-    def _kill_family(self) -> None:
-        """What has the replica's mark, or was below the guard when the replica was last seen to listen."""
-        kill_left(self._mark, self._family, self.what)
-
-    def _is_listening(self) -> bool:
-        if sys.platform != "linux":
-            return True
-        inodes = listening_inodes(self._port.number)
-        members = launch_guard.below(self._process.pid)
-        if not any(holds_socket(pid, inodes) for pid in members):
-            return False
-        self._family = launch_guard.begun(members)
-        return True
+        await asyncio.to_thread(reaper.kill_left, self._mark)
 
 
-def kill_left(mark: str, family: Mapping[int, int], what: str) -> None:
-    """Kills what a replica has left behind on this machine: returns when it is gone, or after a few seconds.
+def reserve_port(host: str, rng: random.Random | None = None) -> socket.socket:
+    """A socket that holds a free port of one of this machine's addresses, until it is closed.
 
-    Args:
-        mark: of its start.
-        family: processes that were seen below its guard, see `launch_guard.begun`.
-        what: whose, for a message.
+    Nobody else gets the port, but for a server that is given its number: such servers set SO_REUSEADDR, and so
+    does the socket once it is bound. The socket itself never listens.
+
+    Raises:
+        EngineError: there is none.
     """
-    deadline = time.monotonic() + _KILL_LEFT_S
-    trouble: object = None
-    while time.monotonic() < deadline:
+    rng = rng or random.Random()
+    for _ in range(_PORT_TRIES):
+        port = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
-            left = launch_guard.marked(mark) | launch_guard.still(family)
-            if not left:
-                return
-            trouble = sorted(left)
-            launch_guard.kill(left, signal.SIGKILL)
-        except OSError as error:  # no descriptor is left to look at processes with, perhaps for a moment
-            trouble = error
-        time.sleep(0.02)
-    _LOG.error("what %s left behind may still run: %s", what, trouble)
+            port.bind((host, rng.choice(_PORTS)))
+        except OSError:
+            port.close()
+            continue
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return port
+    raise EngineError(
+        f"no free port from {_PORTS[0]} to {_PORTS[-1]} on {host} was found in {_PORT_TRIES} tries"
+    )

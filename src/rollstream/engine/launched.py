@@ -1,43 +1,51 @@
-"""An engine of replicas that it starts itself, and keeps running.
+"""A pool of replicas that it starts itself, and keeps running.
 
-The pool routes between what is there; a supervisor for each replica starts it, watches it and starts it anew,
-each time on a new port: so a replica that comes back is a new one to the pool, with nothing remembered of the
-one before.
+A supervisor for each replica starts it, watches it and starts it anew, each time on a new port: so a replica that
+comes back is a new one to the pool, which checks it and gives it the current weights as any other.
+
+waiting --> starting --(ready)--> serving --(ended, or unhealthy for long: killed)--> waiting
+                |                                                                        |
+                +--(ended, or not ready in time: killed)-- too often in a row --> given up
+                +--------------------------------------------------------------> waiting
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from rollstream.engine.base import Capabilities, EngineLoad
+from rollstream.aio import Restarts
+from rollstream.engine.base import Capabilities
 from rollstream.engine.launch_plan import LaunchRequest, ReplicaPlan
-from rollstream.engine.launch_process import Launcher
+from rollstream.engine.launch_process import Launcher, ReplicaProcess
 from rollstream.engine.pool import PoolEngine
 from rollstream.engine.replica import Replica
-from rollstream.engine.restarts import Restarts
-from rollstream.engine.supervisor import Supervisor
-from rollstream.errors import EngineError, EngineLostError, EngineUnavailableError
-from rollstream.trajectory import Completion, SamplingParams
+from rollstream.errors import EngineError, EngineLostError, EngineUnavailableError, TransientEngineError
 
 _LOG = logging.getLogger(__name__)
 
 _WAITING_SAID_S = 10.0
 """Between two lines about replicas that load: a large model takes minutes."""
 
+_START_CHECK_S = 0.2
+"""Between looks at a replica that starts: it is used soon after it can be."""
 
-class LaunchedEngine:
+_CHECK_S = 10.0
+"""Between health checks of one that serves: SGLang generates a token for each. Its end is noticed without."""
+
+
+class LaunchedEngine(PoolEngine):
     """Launches replicas and drives them as one engine. Closing it ends them.
 
     Args:
         plans: of the replicas, at least one.
         launcher: starts them.
-        make_pool: the engine over their URLs.
-        make_replica: a replica of that engine, for one that is back.
+        make_replica: speaks to one, by its URL.
         request: timeouts and restarts.
-        kwargs: of the connections.
+        own: see `PoolEngine`, like the others.
+        what: see there.
+        kwargs: see there.
     """
 
     def __init__(
@@ -45,115 +53,62 @@ class LaunchedEngine:
         plans: Sequence[ReplicaPlan],
         launcher: Launcher,
         *,
-        make_pool: Callable[[Sequence[str]], PoolEngine],
         make_replica: Callable[[str], Replica],
         request: LaunchRequest,
-        kwargs: dict[str, Any],
+        own: Callable[[Capabilities], Capabilities] = lambda capabilities: capabilities,
+        what: str = "engine",
+        kwargs: dict[str, Any] | None = None,
     ) -> None:
+        super().__init__([], own=own, what=what, kwargs=kwargs)
         self._plans = plans
         self._launcher = launcher
-        self._request = request
-        self._kwargs = kwargs
-        self._make_pool = make_pool
         self._make_replica = make_replica
-        self._pool: PoolEngine | None = None
-        self._updates = 0
-        self._gone: set[str] = set()
+        self._request = request
+        self._supervision: list[asyncio.Task[None]] = []
         self._closing = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._broken: dict[str, BaseException] = {}
-        """Replicas that are not looked after any more, by name, and why."""
-        self._closed = False
         self.supervisors: list[Supervisor] = []
         """One for each replica, by index; made at start."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._running.capabilities
-
     async def start(self) -> None:
-        """Starts all replicas at once and waits until all are healthy.
+        """Starts all replicas at once and waits until all are ready.
 
         Raises:
             ConfigError: there is no place for them.
             EngineError: one of them is not; with its command and the end of its log. The others are stopped.
         """
-        if self._pool is not None:
+        if self.supervisors:
             return
         self.supervisors = [
-            self._supervisor(at, plan) for at, plan in enumerate(self._launcher.place(self._plans))
+            Supervisor(plan, self._launcher, self._make_replica, self._request, self)
+            for plan in self._launcher.place(self._plans)
         ]
         try:
-            pool = self._make_pool(await self._start_all())
-            await pool.start()
+            await self._start_all()
+            await super().start()
         except BaseException:
             await self.close()
             raise
-        self._pool = pool
-        for supervisor in self.supervisors:
-            task = asyncio.create_task(supervisor.run(), name=f"rollstream-{supervisor.name}")
-            task.add_done_callback(partial(self._supervised, supervisor.name))
-            self._tasks.add(task)
-
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        images: list[object] | None = None,
-    ) -> Completion:
-        if self._closed:
-            raise EngineUnavailableError("the engine is closed")
-        return await self._running.generate(prompt_ids, sampling, request_id=request_id, images=images)
-
-    async def abort(self, request_id: str) -> None:
-        await self._running.abort(request_id)
-
-    async def update_weights(self, source: str, version: int) -> None:
-        """Loads weights on all replicas, see `PoolEngine.update_weights`; they may be deaf meanwhile."""
-        self._updates += 1
-        try:
-            await self._running.update_weights(source, version)
-        finally:
-            self._updates -= 1
-
-    async def load(self) -> EngineLoad | None:
-        """Of all replicas that are there."""
-        return await self._running.load()
+        self._supervision = [
+            asyncio.create_task(supervisor.run(), name=f"rollstream-{supervisor.name}")
+            for supervisor in self.supervisors
+        ]
 
     async def health(self) -> bool:
-        """Whether at least one replica says it is healthy.
+        """Whether at least one replica is ready and healthy.
 
         Raises:
-            EngineLostError: nobody serves and nobody is started again: waiting would be in vain.
+            EngineLostError: no replica is started again: waiting would be in vain.
         """
-        if self._closed or self._pool is None:
-            return False
-        if self.serving and await self._pool.health():
-            return True
-        if any(one.state != "given up" and one.name not in self._broken for one in self.supervisors):
-            return False
-        broken = next(iter(self._broken.values()), None)
-        why = self.supervisors[0].cause if broken is None else f"They are not looked after: {broken!r}"
-        raise EngineLostError(
-            "no replica could be started again. What is done is safe; mend the cause and run the same "
-            f"command again. {why}"
-        ) from broken
-
-    @property
-    def urls(self) -> list[str]:
-        """Where its replicas listen now; those that come back listen elsewhere."""
-        return self._running.replicas
-
-    @property
-    def serving(self) -> int:
-        """How many replicas serve."""
-        return sum(supervisor.state == "serving" for supervisor in self.supervisors)
+        if self._supervision and all(one.state == "given up" for one in self.supervisors):
+            raise EngineLostError(
+                "no replica could be started again. What is done is safe; mend the cause and run the same "
+                f"command again. {self.supervisors[0].cause}"
+            )
+        return await super().health()
 
     def replica_counts(self) -> tuple[int, int]:
-        """How many replicas serve, and how many there should be."""
-        return self.serving, len(self.supervisors)
+        """How many replicas take requests now, and how many there should be."""
+        return len(self.ready), len(self.supervisors)
 
     @property
     def restarts(self) -> int:
@@ -161,48 +116,20 @@ class LaunchedEngine:
         return sum(supervisor.restarted for supervisor in self.supervisors)
 
     async def close(self) -> None:
-        self._closed = True
-        async with (
-            self._closing
-        ):  # a start that was cancelled closes, too: who comes second waits for the end
-            for task in self._tasks:
+        async with self._closing:  # a start that was cancelled closes, too: the second one waits for the end
+            for task in self._supervision:
                 task.cancel()
             try:
-                if self._pool is not None:
-                    await self._pool.close()
+                await super().close()
             finally:
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await asyncio.gather(*self._supervision, return_exceptions=True)
                 try:
                     await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
                 finally:
                     await self._launcher.close()
 
-    @property
-    def _running(self) -> PoolEngine:
-        if self._pool is None:
-            raise EngineError("the engine has not been started")
-        return self._pool
-
-    def _supervisor(self, at: int, plan: ReplicaPlan) -> Supervisor:
-        request = self._request
-        return Supervisor(
-            plan,
-            self._launcher,
-            restarts=Restarts(
-                first=request.restart_delay,
-                longest=request.restart_delay_max,
-                most_failures=request.max_restarts,
-            ),
-            startup_timeout=request.startup_timeout,
-            unhealthy_timeout=request.unhealthy_timeout,
-            kwargs=self._kwargs,
-            take_in=self._take_in,
-            leave_out=self._leave_out,
-            is_excused=partial(self._is_excused, at),
-        )
-
-    async def _start_all(self) -> list[str]:
-        """Starts the replicas; returns their URLs. The first that fails ends the wait."""
+    async def _start_all(self) -> None:
+        """Starts the replicas. The first that fails ends the wait."""
         began = time.monotonic()
         tasks = [asyncio.ensure_future(supervisor.start()) for supervisor in self.supervisors]
         try:
@@ -214,43 +141,170 @@ class LaunchedEngine:
                     task.result()
                 if not waiting:
                     break
-                _LOG.info(
-                    "waiting for replicas: %d of %d ready (%.0f s)",
-                    *(len(done), len(tasks), time.monotonic() - began),
-                )
+                seconds = time.monotonic() - began
+                _LOG.info("waiting for replicas: %d of %d ready (%.0f s)", len(done), len(tasks), seconds)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        _LOG.info("%d of %d replicas ready after %.1f s", len(tasks), len(tasks), time.monotonic() - began)
-        return [task.result() for task in tasks]
+        _LOG.info("%d replicas ready after %.1f s", len(tasks), time.monotonic() - began)
 
-    def _is_excused(self, at: int) -> bool:
-        """Whether a replica may be deaf: it loads weights, in an update or before it gets work again."""
-        if self._updates:
-            return True
-        url = self.supervisors[at].url
-        return self._pool is not None and url is not None and self._pool.is_loading(url)
 
-    async def _take_in(self, url: str) -> None:
-        pool = self._running
-        replica = self._make_replica(url)
+class Supervisor:
+    """Starts a replica, watches it, and starts it again. `start` it, then `run` it, then `stop` it.
+
+    Args:
+        plan: what is started.
+        launcher: starts it.
+        make_replica: speaks to it, by its URL.
+        request: timeouts and restarts.
+        pool: takes it in while it serves.
+    """
+
+    def __init__(
+        self,
+        plan: ReplicaPlan,
+        launcher: Launcher,
+        make_replica: Callable[[str], Replica],
+        request: LaunchRequest,
+        pool: PoolEngine,
+    ) -> None:
+        self._plan = plan
+        self._launcher = launcher
+        self._make_replica = make_replica
+        self._request = request
+        self._pool = pool
+        self._restarts = Restarts(
+            first=request.restart_delay,
+            longest=request.restart_delay_max,
+            most_failures=request.max_restarts,
+        )
+        self._process: ReplicaProcess | None = None
+        self._replica: Replica | None = None
+        self.state: Literal["waiting", "starting", "serving", "given up"] = "waiting"
+        self.restarted = 0
+        """How often it was started again."""
+        self.cause = ""
+        """Why it is not serving, with the end of its log."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"replica {self._plan.index}"
+
+    async def start(self) -> None:
+        """Starts the replica and waits until the pool has taken it in.
+
+        Raises:
+            EngineError: it ended, was not ready in time, or is not what is expected; with the end of its log.
+        """
+        self.state = "starting"
+        self._process = process = await self._launcher.start(self._plan)
+        replica = self._make_replica(process.url)
+        ended = asyncio.ensure_future(process.wait())
         try:
-            await pool.add_replica(replica)
+            async with asyncio.timeout(self._request.startup_timeout):
+                while not await self._is_taken_in(replica):
+                    await asyncio.wait((ended,), timeout=_START_CHECK_S)
+                    if ended.done():
+                        raise EngineError(f"{self.name} {ended.result()} before it was healthy")
+        except (TimeoutError, EngineError) as error:
+            said = (
+                f"{self.name} was not healthy within {self._request.startup_timeout:g} s "
+                "(actor_rollout_ref.rollout.launch.startup_timeout), and was stopped"
+                if isinstance(error, TimeoutError)
+                else str(error)
+            )
+            await replica.close()
+            details = await _details(process)
+            await self.stop()
+            raise EngineError(said + details) from error
         except BaseException:
             await replica.close()
             raise
-        while self._gone:
-            await pool.remove_replica(self._gone.pop())
+        finally:
+            ended.cancel()
+        self._replica = replica
+        self.state, self.cause = "serving", ""
 
-    async def _leave_out(self, url: str) -> None:
-        pool = self._running
-        if len(pool.replicas) > 1:
-            await pool.remove_replica(url)
-        else:
-            self._gone.add(url)  # a pool is never empty: it stays until another one comes
+    async def run(self) -> None:
+        """Watches the replica that was started, and starts it anew until it is given up, or cancelled."""
+        try:
+            pause: float | None = await self._watch()
+            while pause is not None:
+                self.state = "waiting"
+                _LOG.warning("%s\n%s is started again in %g s", self.cause, self.name, pause)
+                await asyncio.sleep(pause)
+                self.restarted += 1
+                try:
+                    await self.start()
+                except EngineError as error:
+                    self.cause = str(error)
+                    pause = self._restarts.after_failed_start()
+                else:
+                    _LOG.warning("%s is back", self.name)
+                    pause = await self._watch()
+            why = f"after {self._restarts.failures} starts in a row that failed: {self.cause}"
+        except Exception as error:  # a bug: the other replicas go on, and it is said when none is left
+            self.cause = why = f"it is not looked after any more: {error!r}"
+            _LOG.exception("%s is not looked after any more", self.name)
+        self.state = "given up"
+        _LOG.error("%s is given up %s", self.name, why)
 
-    def _supervised(self, name: str, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._broken[name] = error
-            _LOG.error("%s is not looked after any more: %r", name, error, exc_info=error)
+    async def stop(self) -> None:
+        """Ends the replica, and all that it started."""
+        process, self._process = self._process, None
+        if process is not None:
+            try:
+                await process.stop()
+            except asyncio.CancelledError:
+                self._process = process  # whoever cancels stops it again
+                raise
+
+    async def _is_taken_in(self, replica: Replica) -> bool:
+        """Whether a replica that starts is ready, and the pool's now. Raises when it will never be."""
+        try:
+            await self._pool.add_replica(replica)
+        except (EngineUnavailableError, TransientEngineError):
+            return False
+        return True
+
+    async def _watch(self) -> float:
+        """Returns when the replica is gone, with the pause before the next start. `cause` says why."""
+        process, replica, pool = self._process, self._replica, self._pool
+        assert process is not None and replica is not None
+        ended = asyncio.ensure_future(process.wait())
+        began = healthy_at = time.monotonic()
+        unhealthy_timeout = self._request.unhealthy_timeout
+        try:
+            while True:
+                await asyncio.wait((ended,), timeout=min(_CHECK_S, unhealthy_timeout / 4))
+                if ended.done():
+                    self.cause = f"{self.name} {ended.result()}"
+                    break
+                # The check's own time counts: a server that hangs is asked with a bound.
+                if pool.is_loading(replica.name) or await replica.health():
+                    healthy_at = time.monotonic()
+                elif time.monotonic() - healthy_at >= unhealthy_timeout:
+                    self.cause = (
+                        f"{self.name} runs, but was not healthy for {unhealthy_timeout:g} s "
+                        "(actor_rollout_ref.rollout.launch.unhealthy_timeout), and was stopped"
+                    )
+                    break
+        finally:
+            ended.cancel()
+        self.cause += await _details(process)
+        self.state = "waiting"
+        await pool.remove_replica(replica.name)
+        await self.stop()
+        return self._restarts.after_serving(time.monotonic() - began)
+
+
+async def _details(process: ReplicaProcess) -> str:
+    """Command and log's end, for a message."""
+    words = await process.last_words()
+    return f"\n  command: {process.what}\n" + (
+        "  the end of its log:\n" + "\n".join(f"    {line}" for line in words.splitlines())
+        if words
+        else "  it wrote nothing to its log"
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from rollstream.engine.base import EngineLoad, ReportsLoad
-from rollstream.engine.replica import ReplicaAwayError
+from rollstream.engine.replica import ReplicaUnavailableError
 
 _LOG = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ ASK_TIMEOUT_S = 2.0
 """A server that takes longer to say how busy it is has said nothing: that was of another moment."""
 
 Get = Callable[[str], Awaitable[tuple[int, bytes]]]
-"""Asks a server for a path: status and body. Raises `ReplicaAwayError`."""
+"""Asks a server for a path: status and body. Raises `ReplicaUnavailableError`."""
 
 VLLM_METRICS = {
     "vllm:num_requests_running": "running",
@@ -119,7 +119,7 @@ class LoadRoutes:
             path, read = route
             try:
                 status, body = await get(path)
-            except ReplicaAwayError:
+            except ReplicaUnavailableError:
                 return None
             load = read(body) if status == 200 else None
             if load is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from rollstream.engine.base import ChatPrompt
 from rollstream.engine.checks import no_longer_than, read_engine_kwargs
 from rollstream.engine.http_server import CONNECTION_KWARGS
+from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.openai_replica import OpenAIReplica, needs_messages
 from rollstream.engine.openai_wire import MAY_BE_OMITTED, OWN_FIELDS
 from rollstream.engine.pool import POOL_KWARGS, PoolEngine
@@ -124,3 +125,15 @@ def read_settings(engine_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     if taken := sorted(OWN_FIELDS.intersection(kwargs["extra_body"])):
         raise ConfigError(f"engine_kwargs.extra_body has {taken[0]!r}, which rollstream sets itself")
     return kwargs
+
+
+def _create(options: EngineOptions) -> OpenAIEngine:
+    return OpenAIEngine(
+        options.server_urls,
+        model_path=options.model_path,
+        max_model_len=options.max_model_len,
+        engine_kwargs=options.engine_kwargs,
+    )
+
+
+KIND = EngineKind("openai", _create, ENGINE_KWARGS, DATA_DECIDING_KWARGS, is_token_exact=False)

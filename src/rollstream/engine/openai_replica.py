@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from rollstream.aio import SharedCheck
 from rollstream.engine.base import Capabilities, ChatPrompt
 from rollstream.engine.http_server import AWAY_STATUSES, HttpServer, is_answered
 from rollstream.engine.openai_wire import (
@@ -33,7 +34,7 @@ from rollstream.engine.openai_wire import (
     request_fields,
 )
 from rollstream.engine.rate_limit import LimitHeaders, RateLimit, Sent, read_limit_headers
-from rollstream.engine.replica import ReplicaAwayError, ReplicaRequest, SharedHealth
+from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import Completion, SamplingParams
 
@@ -97,7 +98,7 @@ class OpenAIReplica:
 
     def __init__(self, url: str, *, model: str, kwargs: dict[str, Any]) -> None:
         self._server = HttpServer(endpoint_url(url), kwargs)
-        self._health = SharedHealth(self)
+        self._health = SharedCheck(self.health)
         self._model = model
         self._kwargs = kwargs
         self._limit = RateLimit(
@@ -139,7 +140,7 @@ class OpenAIReplica:
             await asyncio.wait((flight.task,))
             if flight.task.cancelled():  # by `close`, or by `abort`
                 if self._closed:
-                    raise ReplicaAwayError("the engine is closed")
+                    raise ReplicaUnavailableError("the engine is closed")
                 return _completion(flight.turn, "abort")
             return flight.task.result()
         finally:
@@ -176,7 +177,7 @@ class OpenAIReplica:
         if status == 401:
             raise self._server.refusal(status, payload)
         if status in AWAY_STATUSES:
-            raise ReplicaAwayError(str(self._server.refusal(status, payload)))
+            raise ReplicaUnavailableError(str(self._server.refusal(status, payload)))
         cards = _model_cards(payload) if status == 200 else []
         if not cards:  # no such route, no leave to read it, or a list of another form
             _LOG.info("%s/models does not list its models (HTTP %d)", self.name, status)
@@ -213,7 +214,7 @@ class OpenAIReplica:
                 await self._send(SamplingParams(1, logprobs=False), prompt, Turn())
         except (_RateLimitedError, _CutError, TimeoutError) as error:
             _LOG.info("%s did not answer a first question: %s", self.name, error)
-        except ReplicaAwayError:
+        except ReplicaUnavailableError:
             raise
         except EngineError as error:
             raise EngineError(f"{error}: is it a chat endpoint that serves {self._model!r}?") from error
@@ -235,8 +236,8 @@ class OpenAIReplica:
             except _RateLimitedError as refusal:
                 headers = refusal.headers
                 self._hold(sent, refusal)
-            except (_CutError, ReplicaAwayError) as error:
-                if isinstance(error, ReplicaAwayError) and not _was_cut(error):
+            except (_CutError, ReplicaUnavailableError) as error:
+                if isinstance(error, ReplicaUnavailableError) and not _was_cut(error):
                     raise
                 cuts += 1
                 if cuts > _CUTS:
@@ -307,32 +308,33 @@ class OpenAIReplica:
             # (and can be resumed) when nobody has mended it within generation.engine_timeout.
             what = "the API key is refused" if status == 401 else "no quota is left on the account"
             self._stopped = f"{refusal} ({what}; waiting alone does not help)"
-            raise ReplicaAwayError(self._stopped)
+            self._tried_at = time.monotonic()
+            raise ReplicaUnavailableError(self._stopped)
         if status in (429, 529) or (status == 503 and headers.retry_after is not None):
             raise _RateLimitedError(str(refusal), headers)
         if status in AWAY_STATUSES and not await self._health.ask():
-            raise ReplicaAwayError(f"{refusal}, and it is not healthy")
+            raise ReplicaUnavailableError(f"{refusal}, and it is not healthy")
         raise refusal
 
     async def _given_up(self, error: Exception) -> EngineError:
-        said = f"{error}" if isinstance(error, ReplicaAwayError) else f"{self.name}: {error}"
+        said = f"{error}" if isinstance(error, ReplicaUnavailableError) else f"{self.name}: {error}"
         if await self._health.ask():
             return TransientEngineError(f"{said} ({_CUTS + 1} times in a row)")
-        return ReplicaAwayError(f"{said}, and it is not healthy")
+        return ReplicaUnavailableError(f"{said}, and it is not healthy")
 
     async def _allowed(self, tokens: int) -> Sent:
         """Waits until the limits let a request through; counts it.
 
         Raises:
-            ReplicaAwayError: they will not for long, or the endpoint has stopped serving.
+            ReplicaUnavailableError: they will not for long, or the endpoint has stopped serving.
         """
         async with self._line:
             while True:
                 now = time.monotonic()
                 if self._stopped:
-                    raise ReplicaAwayError(self._stopped)
+                    raise ReplicaUnavailableError(self._stopped)
                 if (held := self._limit.held_for(now)) > _LONG_HOLD_S:
-                    raise ReplicaAwayError(f"{self.name} takes nothing for {held:.0f} s (rate limit)")
+                    raise ReplicaUnavailableError(f"{self.name} takes nothing for {held:.0f} s (rate limit)")
                 wait = self._limit.wait(now, tokens)
                 if wait <= 0:
                     return self._limit.send(now, tokens)
@@ -373,7 +375,7 @@ def needs_messages() -> EngineError:
     )
 
 
-def _was_cut(error: ReplicaAwayError) -> bool:
+def _was_cut(error: ReplicaUnavailableError) -> bool:
     """Whether a connection was there and was lost; perhaps an idle one that was just being closed."""
     cause = error.__cause__
     lost = (

@@ -14,9 +14,10 @@ from yarl import URL
 from rollstream.engine.base import ChatPrompt
 from rollstream.engine.http_server import base_url
 from rollstream.errors import ConfigError, EngineError, TransientEngineError
+from rollstream.sampling import bias_by_id, schema_text
 from rollstream.trajectory import FinishReason, Message, SamplingParams
 
-EXTRA_SAMPLING = ("frequency_penalty", "presence_penalty")
+EXTRA_SAMPLING = ("frequency_penalty", "json_schema", "logit_bias", "presence_penalty")
 """Further sampling parameters that OpenAI's API has; others go by `extra_body`."""
 
 OWN_FIELDS = frozenset(
@@ -112,7 +113,17 @@ def request_fields(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    fields |= sampling.extra
+    extra = dict(sampling.extra)
+    if "json_schema" in extra:
+        schema = {
+            "name": "answer",
+            "schema": orjson.loads(schema_text(extra.pop("json_schema"))),
+            "strict": True,
+        }
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if "logit_bias" in extra:
+        extra["logit_bias"] = bias_by_id(extra["logit_bias"])
+    fields |= extra
     if sampling.seed is not None:
         fields["seed"] = sampling.seed
     if sampling.stop:

@@ -15,12 +15,13 @@ from typing import Any
 
 import msgspec
 
+from rollstream.aio import finish_despite_cancellation
 from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import check_request, read_engine_kwargs, read_model_limits
+from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.openvino_process import WorkerProcess
 from rollstream.engine.openvino_protocol import Add, Start, Update, pack_ids, unpack_floats, unpack_ids
 from rollstream.engine.openvino_weights import lay_out_weights
-from rollstream.engine.to_the_end import to_the_end
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.scratch import ScratchFolder
 from rollstream.trajectory import Completion, SamplingParams
@@ -186,7 +187,7 @@ class OpenVINOEngine:
         async with self._restart_lock:
             if self._closed or self._worker is None:
                 raise EngineUnavailableError("the engine is closed, or was not started")
-            await to_the_end(self._update(self._worker, Path(source).expanduser(), version))
+            await finish_despite_cancellation(self._update(self._worker, Path(source).expanduser(), version))
 
     async def health(self) -> bool:
         """Whether the worker is alive. Starts a new one if not, at most one at a time, with back-off."""
@@ -363,3 +364,17 @@ def _order(number: int, prompt_ids: list[int], sampling: SamplingParams) -> Add:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
     )
+
+
+def _create(options: EngineOptions) -> OpenVINOEngine:
+    if options.model_path is None:
+        raise ConfigError("engine 'openvino' needs actor_rollout_ref.model.path")
+    return OpenVINOEngine(
+        options.model_path,
+        max_model_len=options.max_model_len,
+        engine_kwargs=options.engine_kwargs,
+        log_path=options.log_dir / "engine-openvino.log",
+    )
+
+
+KIND = EngineKind("openvino", _create, ENGINE_KWARGS, DATA_DECIDING_KWARGS, is_embedded=True)

@@ -1,28 +1,42 @@
 """Replicas on the nodes of a Ray cluster: each in a placement group of its own, below an actor.
 
+    driver --(actor calls)--> ReplicaHost --(pipe)--> reaper --> server --> its workers …
+
     placement group of a replica: claimed at its first start, kept over restarts, given back at the end
     actor in it:                  one for each start; a node that dies takes it along, the group moves on
 
-Groups and actors are not detached: Ray ends them with the program that made them, however that ends.
+Groups and actors are not detached: Ray ends them with the program that made them, however that ends. Whatever
+ends the actor (the driver; the node's raylet; a signal) ends the reaper's input, and the reaper ends the
+server. Ray itself would kill the actor's children, the reaper first, and leave the server's own children to
+themselves: `_KEEP_CHILDREN` keeps it from that.
 """
 
 import asyncio
 import logging
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from rollstream.engine.launch_commands import ServerKind
-from rollstream.engine.launch_plan import LaunchRequest, ReplicaPlan
-from rollstream.engine.launch_process import STOP_TIMEOUT_S
-from rollstream.engine.ray_host import KEEP_CHILDREN, ReplicaAddress, ReplicaHost, ReplicaStart
+import rollstream
+from rollstream.engine import reaper
+from rollstream.engine.launch_plan import (
+    NODE_ADDRESS,
+    NODE_LOGS,
+    NODE_PYTHON,
+    LaunchRequest,
+    ReplicaPlan,
+    ServerKind,
+)
+from rollstream.engine.launch_process import LocalProcess
 from rollstream.engine.ray_package import cause_of, import_ray, is_death, one_line
-from rollstream.engine.ray_plan import Claims, claim
+from rollstream.engine.ray_plan import Claims, claim, device_env
 from rollstream.errors import ConfigError, EngineError
 
 _LOG = logging.getLogger(__name__)
@@ -32,6 +46,36 @@ _ASKED_S = 20.0
 
 _ROOM_SAID_S = 30.0
 """After which a replica that has no place yet is worth a line: others may use the cluster, too."""
+
+_KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
+"""Environment of the actor's process."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStart:
+    """One start of a replica, as a node is told of it."""
+
+    plan: ReplicaPlan
+    mark: str
+    """Of this start, see `reaper.MARK`."""
+    left_by: str
+    """The mark of the start before it: what has it is killed first, it holds the devices. Empty: none."""
+    log_dir: str
+    """Of the run; a folder of the node's own where the node has no such folder."""
+    log_name: str
+    kind: str
+    """Of the devices, see `ray_plan.Claims`."""
+    devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAddress:
+    """What the driver knows of a replica that was started."""
+
+    url: str
+    what: str
+    """Its process, log and node, for messages."""
+    actor_pid: int
 
 
 class RayLauncher:
@@ -130,7 +174,7 @@ class RayLauncher:
             "num_gpus": amounts.pop("GPU", 0),
             "memory": amounts.pop("memory", None),
             "resources": amounts or None,
-            "runtime_env": {**env, "env_vars": {**(env.get("env_vars") or {}), **KEEP_CHILDREN}},
+            "runtime_env": {**env, "env_vars": {**(env.get("env_vars") or {}), **_KEEP_CHILDREN}},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._groups[index], 0),
             "max_restarts": 0,  # the next start is another actor's, with another port
             "max_task_retries": 0,
@@ -170,12 +214,6 @@ class RayProcess:
     async def wait(self) -> str:
         return await asyncio.shield(self._end)  # asked for again and again, and given up in between
 
-    async def is_listening(self) -> bool:
-        return await self._ask("is_listening") is True
-
-    async def is_port_taken(self) -> bool:
-        return await self._ask("is_port_taken") is True
-
     async def last_words(self) -> str:
         if self._words is None:
             words = await self._ask("last_words")
@@ -184,7 +222,7 @@ class RayProcess:
 
     async def stop(self) -> None:
         if self._words is None:
-            words = await self._ask("stop", STOP_TIMEOUT_S + _ASKED_S)
+            words = await self._ask("stop", reaper.STOP_TIMEOUT_S + _ASKED_S)
             self._words = words if isinstance(words, str) else await self.last_words()
         self._end.cancel()
         _end(self._actor)
@@ -205,6 +243,72 @@ class RayProcess:
             _LOG.debug("the actor of %s does not say %s: %s", self.what, method, one_line(error))
             return None
         return answer
+
+
+class ReplicaHost:
+    """The actor: starts one replica on its node, once, and tells how it fares."""
+
+    def __init__(self) -> None:
+        self._process: LocalProcess | None = None
+
+    async def start(self, start: ReplicaStart) -> ReplicaAddress:
+        """Starts the replica on this node. Raises `EngineError` when it cannot."""
+        node = str(import_ray().util.get_node_ip_address())
+        if start.left_by:
+            await asyncio.to_thread(reaper.kill_left, start.left_by)
+        log_dir = _log_dir(start.log_dir)
+        words = {
+            NODE_PYTHON: sys.executable,
+            NODE_ADDRESS: node,
+            NODE_LOGS: str(log_dir / start.log_name),
+        }
+        self._process = process = await LocalProcess.start(
+            _with_env(start.plan, start),
+            log_dir / f"{start.log_name}.log",
+            host=node,
+            mark=start.mark,
+            node=words,
+        )
+        return ReplicaAddress(process.url, f"{process.what} on node {node}", os.getpid())
+
+    async def wait(self) -> str:
+        """See `ReplicaProcess`, like the others."""
+        return await self._running.wait()
+
+    async def last_words(self) -> str:
+        return await self._running.last_words()
+
+    async def stop(self) -> str:
+        """Ends the replica; returns its last words."""
+        words = await self._running.last_words()
+        await self._running.stop()
+        return words
+
+    @property
+    def _running(self) -> LocalProcess:
+        assert self._process is not None, "start() first"
+        return self._process
+
+
+def _with_env(plan: ReplicaPlan, start: ReplicaStart) -> ReplicaPlan:
+    """The plan with the devices that Ray has assigned to this actor, and the way to its packages."""
+    ids = import_ray().get_runtime_context().get_accelerator_ids().get(start.kind, []) if start.kind else []
+    if len(ids) != start.devices:
+        raise EngineError(
+            f"replica {plan.index} was to have {start.devices} devices, but Ray assigned {ids} to its actor"
+        )
+    env = device_env(start.kind, ids, os.environ)
+    if plan.words[0] == NODE_PYTHON:
+        # This interpreter's environment, but what the actor itself found by another way is not on its path.
+        here = str(Path(rollstream.__file__).parent.parent)
+        env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return ReplicaPlan(plan.index, tuple(ids), {**env, **plan.env}, plan.words)
+
+
+def _log_dir(wanted: str) -> Path:
+    if Path(wanted).is_dir():
+        return Path(wanted)
+    return Path(tempfile.mkdtemp(prefix="rollstream-replica-"))
 
 
 def _end(actor: Any) -> None:

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollstream.engine.launch_commands import ServerKind
-from rollstream.engine.launch_plan import LaunchRequest, devices_each
+from rollstream.engine.launch_plan import LaunchRequest, ServerKind, devices_each
 from rollstream.errors import ConfigError
 
 ACTOR_OPTIONS = ("num_cpus", "memory", "resources", "runtime_env")

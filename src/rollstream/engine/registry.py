@@ -1,20 +1,42 @@
 """Engines by name, and whether one can give what is asked for."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from rollstream.engine.base import Capabilities, Engine
-from rollstream.engine.checks import ids_fit, read_engine_kwargs, unknown_name
+from rollstream.engine.checks import ids_fit, unknown_name
+from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.launch_plan import LaunchRequest
+from rollstream.engine.replica import Replica
 from rollstream.errors import ConfigError
+from rollstream.sampling import check_extra
 from rollstream.trajectory import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-ENGINES = ("hf", "openai", "openvino", "sglang", "vllm")
+_MODULES = {
+    "hf": "rollstream.engine.hf",
+    "openai": "rollstream.engine.openai",
+    "openvino": "rollstream.engine.openvino",
+    "sglang": "rollstream.engine.sglang",
+    "vllm": "rollstream.engine.vllm",
+}
+"""Where the `KIND` of an engine is. They are imported when they are asked for."""
+
+ENGINES = tuple(_MODULES)
 """Names for `actor_rollout_ref.rollout.name`."""
+
+
+def engine_kind(name: str) -> EngineKind:
+    """The engine of a name. Raises `ConfigError`."""
+    if name not in _MODULES:
+        raise unknown_name("engine", name, ENGINES)
+    kind: EngineKind = import_module(_MODULES[name]).KIND
+    return kind
 
 
 def create_engine(
@@ -31,9 +53,9 @@ def create_engine(
 
     Args:
         name: one of `ENGINES`.
-        model_path: folder of the model (embedded engines); what servers are expected to serve.
+        model_path: see `EngineOptions`, like the others.
         server_urls: base URLs of engines that are servers.
-        max_model_len: prompt plus response tokens at most; None takes the engine's own limit.
+        max_model_len: see there.
         engine_kwargs: settings of the engine itself, see docs/engines.md.
         launch: how servers are launched where no URLs are given; None: an engine that needs URLs says so.
         log_dir: where an embedded engine and launched servers write their logs.
@@ -42,71 +64,42 @@ def create_engine(
         ConfigError: unknown engine or engine_kwargs key, a value out of range, missing package, model folder
             or URLs; servers that cannot be launched.
     """
-    if name in ("hf", "openvino") and server_urls:
+    kind = engine_kind(name)
+    path = None if model_path is None else str(model_path)
+    options = EngineOptions(path, server_urls, max_model_len, engine_kwargs or {}, log_dir)
+    if kind.is_embedded and server_urls:
         raise ConfigError(
             f"engine {name!r} is embedded: actor_rollout_ref.rollout.server_urls is for servers"
         )
-    if name == "hf":
-        from rollstream.engine.hf import HFEngine
+    if launch is None or not is_launched(name, server_urls):
+        return kind.create(options)
+    from rollstream.engine.launch import launched_engine
 
-        return HFEngine(model_path, max_model_len=max_model_len, engine_kwargs=engine_kwargs)
-    if name == "openvino":
-        from rollstream.engine.openvino import OpenVINOEngine
-
-        if model_path is None:
-            raise ConfigError("engine 'openvino' needs actor_rollout_ref.model.path")
-        return OpenVINOEngine(
-            model_path,
-            max_model_len=max_model_len,
-            engine_kwargs=engine_kwargs,
-            log_path=log_dir / "engine-openvino.log",
-        )
-    if launch is not None and is_launched(name, server_urls):
-        from rollstream.engine.launch import launched_engine
-
-        if model_path is None:
-            raise ConfigError(f"engine {name!r} needs actor_rollout_ref.model.path to launch servers")
-        return launched_engine(
-            name,
-            model_path=str(model_path),
-            max_model_len=max_model_len,
-            engine_kwargs=engine_kwargs,
-            request=launch,
-            log_dir=log_dir,
-        )
-    if name == "sglang":
-        from rollstream.engine.sglang import SGLangEngine
-
-        return SGLangEngine(
-            server_urls,
-            model_path=None if model_path is None else str(model_path),
-            max_model_len=max_model_len,
-            engine_kwargs=engine_kwargs,
-        )
-    if name == "vllm":
-        from rollstream.engine.vllm import VLLMEngine
-
-        return VLLMEngine(
-            server_urls,
-            model_path=None if model_path is None else str(model_path),
-            max_model_len=max_model_len,
-            engine_kwargs=engine_kwargs,
-        )
-    if name == "openai":
-        from rollstream.engine.openai import OpenAIEngine
-
-        return OpenAIEngine(
-            server_urls,
-            model_path=None if model_path is None else str(model_path),
-            max_model_len=max_model_len,
-            engine_kwargs=engine_kwargs,
-        )
-    raise unknown_name("engine", name, ENGINES)
+    if path is None:
+        raise ConfigError(f"engine {name!r} needs actor_rollout_ref.model.path to launch servers")
+    engine = launched_engine(kind, replace(options, model_path=path), launch)
+    if launch.server == "rollstream" and launch.python is None:
+        # What `rollstream serve` would refuse, as far as its engine shows without a start.
+        given = {str(key).replace("_", "-"): value for key, value in launch.args.items()}
+        inner = str(given.get("engine", "openvino"))
+        check_engine_config(inner, model_path=path, engine_kwargs=given.get("engine-kwargs"))
+    return engine
 
 
 def is_launched(name: str, server_urls: Sequence[str]) -> bool:
     """Whether an engine's servers are launched by rollstream: they could be, and no URLs are given."""
-    return name in ("sglang", "vllm") and not server_urls
+    return bool(engine_kind(name).launches) and not server_urls
+
+
+def replica_maker(
+    name: str, *, model_path: str, engine_kwargs: Mapping[str, Any] | None
+) -> Callable[[str], Replica]:
+    """What makes a replica of an engine from a URL, for a pool that takes it in. Raises `ConfigError`."""
+    make = engine_kind(name).make_replica
+    if make is None:
+        raise ConfigError(f"engine {name!r} has no servers that come and go")
+    options = EngineOptions(model_path, engine_kwargs=engine_kwargs or {})
+    return lambda url: make(url, options)
 
 
 def check_engine_config(
@@ -119,17 +112,8 @@ def check_engine_config(
 ) -> None:
     """Refuses an engine that cannot start as it is configured, as far as that shows without starting it.
 
-    It takes milliseconds and touches no server, so call it before anything slow.
-
-    Args:
-        name: as for `create_engine`, like the others.
-        model_path: see there.
-        server_urls: see there.
-        engine_kwargs: see there.
-        launch: see there; asking for devices may take seconds.
-
-    Raises:
-        ConfigError: what `create_engine` raises.
+    It takes milliseconds (seconds where `launch` asks for devices) and touches no server, so call it before
+    anything slow. Arguments and errors are those of `create_engine`.
     """
     # An engine that was not started holds nothing and has written nothing.
     create_engine(
@@ -150,24 +134,10 @@ def data_deciding_kwargs(name: str, engine_kwargs: Mapping[str, Any] | None = No
     Raises:
         ConfigError: unknown engine or engine_kwargs key, or a value of a wrong type.
     """
-    if name == "hf":
-        from rollstream.engine import hf_settings
-
-        values = read_engine_kwargs(name, engine_kwargs or {}, hf_settings.ENGINE_KWARGS)
-        return {key: values[key] for key in hf_settings.DATA_DECIDING_KWARGS}
-    if name == "openvino":
-        from rollstream.engine import openvino
-
-        values = read_engine_kwargs(name, engine_kwargs or {}, openvino.ENGINE_KWARGS)
-        return {key: values[key] for key in openvino.DATA_DECIDING_KWARGS}
-    if name == "openai":
-        from rollstream.engine import openai
-
-        values = openai.read_settings(engine_kwargs)
-        return {"token_exact": False, **{key: values[key] for key in openai.DATA_DECIDING_KWARGS}}
-    if name in ("sglang", "vllm"):
-        return {}  # its settings are about connections; the servers decide the rest
-    raise unknown_name("engine", name, ENGINES)
+    kind = engine_kind(name)
+    values = kind.read_kwargs(engine_kwargs or {})
+    deciding = {key: values[key] for key in kind.data_deciding}
+    return deciding if kind.is_token_exact else {"token_exact": False, **deciding}
 
 
 def check_capabilities(
@@ -237,5 +207,7 @@ def check_capabilities(
     for name in sorted(set(sampling.extra) - set(capabilities.extra_sampling)):
         known = ", ".join(capabilities.extra_sampling) or "none"
         problems.append(f"it takes no {rollout}.extra_sampling.{name} (it takes: {known})")
+    if (wrong := check_extra(sampling.extra)) is not None:
+        problems.append(f"{rollout}.extra_sampling.{wrong}")
     if problems:
         raise ConfigError("the engine cannot give what is asked for: " + "; ".join(problems))

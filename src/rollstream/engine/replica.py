@@ -1,6 +1,5 @@
 """One server of a pool."""
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -9,12 +8,24 @@ from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
 
 
-class ReplicaAwayError(EngineUnavailableError):
+class ReplicaUnavailableError(EngineUnavailableError):
     """The replica is not there; another one may be. The message names it."""
 
 
 class WeightsLostError(EngineError):
-    """A replica did not get to new weights, and has not got its old ones any more."""
+    """A replica could not load new weights, and has lost its old ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What an update names."""
+
+    source: str
+    version: int
+
+
+INITIAL_WEIGHTS = Weights("", 0)
+"""What a server began with, wherever that is from; its answers may say another version."""
 
 
 @dataclass(slots=True)
@@ -37,7 +48,7 @@ class ReplicaRequest:
 class Replica(Protocol):
     """Speaks to one server. Its errors tell the pool what to do.
 
-    - `ReplicaAwayError`: nobody is there (no connection, a lost one, a server that says it is not healthy);
+    - `ReplicaUnavailableError`: nobody is there (no connection, a lost one, a server that says it is not healthy);
       the request goes elsewhere.
     - `TransientEngineError`: the server failed at it (5xx, a broken reply); another one may do better.
     - `EngineError`: the request itself is at fault; no server will do better.
@@ -52,7 +63,7 @@ class Replica(Protocol):
         """Asks the server what it is.
 
         Raises:
-            ReplicaAwayError: it does not answer.
+            ReplicaUnavailableError: it does not answer.
             EngineError: it refuses to say, or is something else than expected.
         """
         ...
@@ -73,7 +84,7 @@ class Replica(Protocol):
         """Loads other weights.
 
         Raises:
-            ReplicaAwayError: it was not there, or was lost midway.
+            ReplicaUnavailableError: it was not there, or was lost midway.
             WeightsLostError: it could not, and its old weights are gone.
             TransientEngineError: it failed in a way that says nothing of its weights.
             EngineError: it refused, and keeps the old ones.
@@ -93,32 +104,3 @@ class ResumesAborted(Protocol):
     def resumes_aborted(self) -> bool:
         """Whether an aborted request gives its tokens, and a prompt that ends with them goes on there."""
         ...
-
-
-class SharedHealth:
-    """A replica's health, asked once for all who want to know at the same time.
-
-    When a server goes, all its requests ask at once. A check ends by its own timeout, or with `close`.
-    """
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        self._check: asyncio.Task[bool] | None = None
-
-    async def ask(self) -> bool:
-        """Whether the replica is healthy."""
-        if self._check is None:
-            self._check = asyncio.ensure_future(self._replica.health())
-            self._check.add_done_callback(self._forget)
-        check = self._check
-        await asyncio.wait((check,))
-        return not check.cancelled() and check.result()
-
-    async def close(self) -> None:
-        """Ends a check that is running."""
-        if (check := self._check) is not None:
-            check.cancel()
-            await asyncio.gather(check, return_exceptions=True)
-
-    def _forget(self, _: "asyncio.Task[bool]") -> None:
-        self._check = None

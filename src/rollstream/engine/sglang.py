@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollstream.aio import SharedCheck
 from rollstream.engine.base import Capabilities, EngineLoad
-from rollstream.engine.checks import ModelLimits, no_longer_than, read_engine_kwargs, read_model_limits
+from rollstream.engine.checks import ModelLimits, no_longer_than, read_model_limits
 from rollstream.engine.http_server import AWAY_STATUSES, CONNECTION_KWARGS, HttpServer, is_answered
+from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.load import (
     ASK_TIMEOUT_S,
     SGLANG_METRICS,
@@ -19,10 +21,9 @@ from rollstream.engine.load import (
     read_sglang_loads,
 )
 from rollstream.engine.pool import POOL_KWARGS, PoolEngine
-from rollstream.engine.replica import ReplicaRequest, SharedHealth, WeightsLostError
+from rollstream.engine.replica import ReplicaRequest, WeightsLostError
 from rollstream.engine.served_model import check_served_model, model_names
 from rollstream.engine.sglang_wire import (
-    EXTRA_SAMPLING,
     check_images,
     collapse_images,
     parse_version,
@@ -30,6 +31,7 @@ from rollstream.engine.sglang_wire import (
     request_body,
 )
 from rollstream.errors import ConfigError, EngineError, RollstreamError
+from rollstream.sampling import server_sampling
 from rollstream.trajectory import Completion
 
 _LOG = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ class SGLangReplica:
         self, url: str, *, model_path: str | None, limits: ModelLimits | None, kwargs: dict[str, Any]
     ) -> None:
         self._server = HttpServer(url, kwargs)
-        self._health = SharedHealth(self)
+        self._health = SharedCheck(self.health)
         self._model_path = model_path
         self._update_timeout: float = kwargs["update_timeout"]
         self._image_token_id = limits.image_token_id if limits else None
@@ -109,13 +111,14 @@ class SGLangReplica:
         said = info.get("capabilities")  # of `rollstream serve`, whose engines differ
         self._is_rollstream = isinstance(said, dict)
         kind = said.get("logprobs") if isinstance(said, dict) else None
+        has_tokenizer = not info.get("skip_tokenizer_init")
         return Capabilities(
             token_ids=True,
             logprobs=kind if kind in ("raw", "processed", "none") else "processed",
             # Without --enable-deterministic-inference seeds are silently ignored.
             seeds=bool(info.get("enable_deterministic_inference")),
             # Without its tokenizer a server cannot match stop strings.
-            stop_strings=not info.get("skip_tokenizer_init"),
+            stop_strings=has_tokenizer,
             stop_token_ids=True,
             # A server of a text model takes images without a word and ignores them.
             images=bool(model.get("has_image_understanding")),
@@ -124,7 +127,7 @@ class SGLangReplica:
             vocab_size=self._vocab_size,
             # SGLang looks at stop_token_ids only where it looks at the end token.
             stop_token_ids_with_ignore_eos=False,
-            extra_sampling=() if self._is_rollstream else EXTRA_SAMPLING,
+            extra_sampling=() if self._is_rollstream else server_sampling(has_tokenizer=has_tokenizer),
         )
 
     @property
@@ -217,13 +220,37 @@ class SGLangEngine(PoolEngine):
                 "engine 'sglang' needs the servers' URLs: "
                 "actor_rollout_ref.rollout.server_urls=[http://host:30000]"
             )
-        kwargs = read_engine_kwargs("sglang", engine_kwargs or {}, ENGINE_KWARGS)
+        kwargs = KIND.read_kwargs(engine_kwargs or {})
+        options = EngineOptions(model_path, server_urls, max_model_len, engine_kwargs or {})
         limits = read_model_limits(Path(model_path)) if model_path else None
-
         super().__init__(
-            [SGLangReplica(url, model_path=model_path, limits=limits, kwargs=kwargs) for url in server_urls],
+            [_make_replica(url, options) for url in server_urls],
             own=no_longer_than(max_model_len, limits.max_model_len if limits else None),
             what="SGLang",
             hint=_WHAT_TO_CHECK,
             kwargs={key: kwargs[key] for key in POOL_KWARGS},
         )
+
+
+def _make_replica(url: str, options: EngineOptions) -> SGLangReplica:
+    path = options.model_path
+    limits = read_model_limits(Path(path)) if path else None
+    return SGLangReplica(url, model_path=path, limits=limits, kwargs=KIND.read_kwargs(options.engine_kwargs))
+
+
+def _create(options: EngineOptions) -> SGLangEngine:
+    return SGLangEngine(
+        options.server_urls,
+        model_path=options.model_path,
+        max_model_len=options.max_model_len,
+        engine_kwargs=options.engine_kwargs,
+    )
+
+
+KIND = EngineKind(
+    "sglang",
+    _create,
+    ENGINE_KWARGS,
+    launches=("sglang", "rollstream"),
+    make_replica=_make_replica,
+)

@@ -3,7 +3,7 @@
 Source: https://docs.sglang.io/basic_usage/native_api.html and sampling_params.html.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ import orjson
 from rollstream.engine.checks import ids_fit, logprobs_fit
 from rollstream.engine.http_server import status_error
 from rollstream.errors import EngineError, TransientEngineError
+from rollstream.sampling import bias_by_id, schema_text
 from rollstream.trajectory import Completion, FinishReason, SamplingParams
 
 
@@ -45,9 +46,6 @@ class _Reply(msgspec.Struct):
     output_ids: list[int] | None = None
 
 
-EXTRA_SAMPLING = ("frequency_penalty", "min_new_tokens", "min_p", "presence_penalty", "repetition_penalty")
-"""Further sampling parameters that a server takes."""
-
 _REPLY = msgspec.json.Decoder(_Reply)
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -78,7 +76,7 @@ def request_body(
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        **sampling.extra,
+        **extra_params(sampling.extra),
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
@@ -98,6 +96,19 @@ def request_body(
     if images:
         body["image_data"] = images
     return orjson.dumps(body)
+
+
+def extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Further sampling parameters by SGLang's names."""
+    params = dict(extra)
+    for name, own in (("grammar", "ebnf"), ("min_tokens", "min_new_tokens")):
+        if name in params:
+            params[own] = params.pop(name)
+    if "json_schema" in params:
+        params["json_schema"] = schema_text(params["json_schema"])
+    if "logit_bias" in params:
+        params["logit_bias"] = bias_by_id(params["logit_bias"])
+    return params
 
 
 def collapse_images(prompt_ids: list[int], image_token_id: int | None, images: int) -> list[int]:

@@ -16,10 +16,10 @@ FASTER = 1.5
 """A replica is faster when it is so by this factor: measured speeds are off by some 20 %. Also what keeps a
 request from going back."""
 IDLE = 0.5
-"""A replica is idle while it has less than this share of its usual requests: between an answer and the next
+"""A replica is idle while it has less than this share of its typical requests: between an answer and the next
 request it has one fewer, and not many."""
 MOST_MOVES = 2
-"""Of a request. From slow to fast, and once more if it was wrong."""
+"""A request moves from slow to fast, and once more if that was wrong."""
 LEAST_GAIN_S = 0.2
 """A move also costs two round trips."""
 _PREFILL = 20.0
@@ -28,20 +28,20 @@ so that a move is rather not made."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """What is known of a replica."""
+class ReplicaLoad:
+    """How busy and how fast a replica is."""
 
     in_flight: int
     speed: float
     """Tokens per second of one request."""
-    usual: float
-    """Requests that it usually has in flight; 0: not known."""
+    typical_in_flight: float
+    """0: not known."""
 
     @property
-    def room(self) -> int:
+    def spare(self) -> int:
         """How many more requests it may take and still be idle; an idle one takes at least one."""
-        room = int(IDLE * self.usual) - self.in_flight
-        return max(room, 0 if self.in_flight else 1)
+        spare = int(IDLE * self.typical_in_flight) - self.in_flight
+        return max(spare, 0 if self.in_flight else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Running:
     seconds: float
     """Since it began there."""
     prompt_tokens: int
-    """As it was sent there."""
+    """Of the prompt as it was sent there, with the tokens of earlier pieces."""
     max_tokens: int
-    """Likewise."""
+    """Left when it was sent there."""
     moves: int
-    """That it has made."""
+    """How often it has moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,44 +68,44 @@ class Move:
     to: str
 
 
-def has_slower(lanes: Mapping[str, Lane]) -> bool:
+def has_slower(loads: Mapping[str, ReplicaLoad]) -> bool:
     """Whether a move is possible at all: an idle replica, and a slower one that is at work."""
-    fastest = max((lane.speed for lane in lanes.values() if lane.room), default=0.0)
-    return any(lane.in_flight and lane.speed * FASTER <= fastest for lane in lanes.values())
+    fastest = max((load.speed for load in loads.values() if load.spare), default=0.0)
+    return any(load.in_flight and load.speed * FASTER <= fastest for load in loads.values())
 
 
-def choose_moves(lanes: Mapping[str, Lane], running: Iterable[Running]) -> list[Move]:
-    """The moves to make now, those that gain most first. At most as many as there is room for.
+def choose_moves(loads: Mapping[str, ReplicaLoad], running: Iterable[Running]) -> list[Move]:
+    """The moves to make now, those that gain most first. At most as many as idle replicas can spare.
 
     Args:
-        lanes: by name. A request on a replica that is not among them stays.
+        loads: by name. A request on a replica that is not among them stays.
         running: the requests that may move.
     """
-    rooms = {name: lane.room for name, lane in lanes.items() if lane.room}
-    order = sorted(rooms, key=lambda name: -lanes[name].speed)
-    wishes = []
+    spares = {name: load.spare for name, load in loads.items() if load.spare}
+    order = sorted(spares, key=lambda name: -loads[name].speed)
+    candidates = []
     for one in running:
-        if one.moves >= MOST_MOVES or one.replica not in lanes:
+        if one.moves >= MOST_MOVES or one.replica not in loads:
             continue
-        gain = _gain(one, lanes[one.replica], lanes[order[0]]) if order else 0.0
+        gain = _gain(one, loads[one.replica], loads[order[0]]) if order else 0.0
         if gain >= LEAST_GAIN_S:
-            wishes.append((gain, one))
-    wishes.sort(key=lambda wish: -wish[0])
+            candidates.append((gain, one))
+    candidates.sort(key=lambda candidate: -candidate[0])
     moves = []
-    for _, one in wishes:
+    for _, one in candidates:
         # The emptiest of those that are as fast as the fastest with room, near enough.
-        open_lanes = [name for name in order if rooms[name]]
-        if not open_lanes:
+        with_spare = [name for name in order if spares[name]]
+        if not with_spare:
             break
-        fast = [name for name in open_lanes if lanes[name].speed * FASTER > lanes[open_lanes[0]].speed]
-        to = max(fast, key=lambda name: rooms[name] / max(1, lanes[name].room + lanes[name].in_flight))
-        if _gain(one, lanes[one.replica], lanes[to]) >= LEAST_GAIN_S:
-            rooms[to] -= 1
+        fast = [name for name in with_spare if loads[name].speed * FASTER > loads[with_spare[0]].speed]
+        to = max(fast, key=lambda name: spares[name] / max(1, loads[name].spare + loads[name].in_flight))
+        if _gain(one, loads[one.replica], loads[to]) >= LEAST_GAIN_S:
+            spares[to] -= 1
             moves.append(Move(one.request_id, to))
     return moves
 
 
-def _gain(one: Running, here: Lane, there: Lane) -> float:
+def _gain(one: Running, here: ReplicaLoad, there: ReplicaLoad) -> float:
     """Seconds that a move saves; less than none when it is not a faster one."""
     if there.speed < FASTER * here.speed:
         return -1.0

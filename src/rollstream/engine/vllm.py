@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 import orjson
 
+from rollstream.aio import SharedCheck, finish_despite_cancellation
 from rollstream.engine.base import Capabilities, EngineLoad
-from rollstream.engine.checks import ModelLimits, no_longer_than, read_engine_kwargs, read_model_limits
+from rollstream.engine.checks import ModelLimits, no_longer_than, read_model_limits
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer, is_answered
+from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.load import ASK_TIMEOUT_S, VLLM_METRICS, LoadRoutes, read_metrics
 from rollstream.engine.pool import POOL_KWARGS, PoolEngine
-from rollstream.engine.replica import ReplicaAwayError, ReplicaRequest, SharedHealth, WeightsLostError
+from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError, WeightsLostError
 from rollstream.engine.served_model import check_served_model, model_names
-from rollstream.engine.to_the_end import to_the_end
 from rollstream.engine.vllm_wire import (
     COMPLETIONS,
-    EXTRA_SAMPLING,
     GENERATE,
     LogprobKind,
     Route,
@@ -31,6 +31,7 @@ from rollstream.engine.vllm_wire import (
     server_request_id,
 )
 from rollstream.errors import ConfigError, EngineError, RollstreamError, TransientEngineError
+from rollstream.sampling import server_sampling
 from rollstream.trajectory import Completion
 
 _LOG = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class VLLMReplica:
         self, url: str, *, model_path: str | None, limits: ModelLimits | None, kwargs: dict[str, Any]
     ) -> None:
         self._server = HttpServer(url, kwargs)
-        self._health = SharedHealth(self)
+        self._health = SharedCheck(self.health)
         self._model_path = model_path
         self._check_model: bool = kwargs["check_model"]
         self._probe_timeout: float = kwargs["probe_timeout"]
@@ -107,7 +108,7 @@ class VLLMReplica:
         elif self._paused_by_us and self._said is not None:
             return self._said
         else:
-            raise ReplicaAwayError(f"{self.name} is paused (POST /resume ends that)")
+            raise ReplicaUnavailableError(f"{self.name} is paused (POST /resume ends that)")
         try:
             if await self._has_generate_route():
                 self._route, self._abort_path = GENERATE, _ABORT
@@ -119,7 +120,7 @@ class VLLMReplica:
                 self._names_requests = True
                 logprobs, stop_strings = said["logprobs"], said["stop_strings"]
         except TransientEngineError as error:
-            raise ReplicaAwayError(str(error)) from error
+            raise ReplicaUnavailableError(str(error)) from error
         self._said = Capabilities(
             token_ids=True,
             logprobs=logprobs,
@@ -131,7 +132,7 @@ class VLLMReplica:
             update_weights=self._is_dev and self._route == GENERATE,
             max_model_len=max_model_len,
             vocab_size=self._vocab_size,
-            extra_sampling=EXTRA_SAMPLING if said is None else (),
+            extra_sampling=server_sampling(has_tokenizer=stop_strings) if said is None else (),
         )
         return self._said
 
@@ -170,7 +171,7 @@ class VLLMReplica:
             # A server whose engine died answers 500.
             if await self._health.ask():
                 raise
-            raise ReplicaAwayError(f"{error}, and it is not healthy") from error
+            raise ReplicaUnavailableError(f"{error}, and it is not healthy") from error
         finally:
             del self._in_flight[request.rid]
             task.cancel()  # closes the connection, which ends the request in the server
@@ -206,7 +207,7 @@ class VLLMReplica:
         """
         if self._said is None:
             await self.describe()  # weights of ours are nothing for a server of another model
-        await to_the_end(self._load_weights(source, version))
+        await finish_despite_cancellation(self._load_weights(source, version))
 
     async def _load_weights(self, source: str, version: int) -> None:
         reload = {
@@ -297,7 +298,7 @@ class VLLMReplica:
         """The answer to something that a server may not have or may refuse; None if so."""
         try:
             return await self._tell(path, body, timeout_s=timeout_s)
-        except (ReplicaAwayError, TransientEngineError):
+        except (ReplicaUnavailableError, TransientEngineError):
             raise
         except EngineError as error:
             _LOG.info("%s does not take %s: %s", self.name, path, error)
@@ -341,13 +342,37 @@ class VLLMEngine(PoolEngine):
                 "engine 'vllm' needs the servers' URLs: "
                 "actor_rollout_ref.rollout.server_urls=[http://host:8000]"
             )
-        kwargs = read_engine_kwargs("vllm", engine_kwargs or {}, ENGINE_KWARGS)
+        kwargs = KIND.read_kwargs(engine_kwargs or {})
+        options = EngineOptions(model_path, server_urls, max_model_len, engine_kwargs or {})
         limits = read_model_limits(Path(model_path)) if model_path else None
-
         super().__init__(
-            [VLLMReplica(url, model_path=model_path, limits=limits, kwargs=kwargs) for url in server_urls],
+            [_make_replica(url, options) for url in server_urls],
             own=no_longer_than(max_model_len, limits.max_model_len if limits else None),
             what="vLLM",
             hint=_WHAT_TO_CHECK,
             kwargs={key: kwargs[key] for key in POOL_KWARGS},
         )
+
+
+def _make_replica(url: str, options: EngineOptions) -> VLLMReplica:
+    path = options.model_path
+    limits = read_model_limits(Path(path)) if path else None
+    return VLLMReplica(url, model_path=path, limits=limits, kwargs=KIND.read_kwargs(options.engine_kwargs))
+
+
+def _create(options: EngineOptions) -> VLLMEngine:
+    return VLLMEngine(
+        options.server_urls,
+        model_path=options.model_path,
+        max_model_len=options.max_model_len,
+        engine_kwargs=options.engine_kwargs,
+    )
+
+
+KIND = EngineKind(
+    "vllm",
+    _create,
+    ENGINE_KWARGS,
+    launches=("vllm",),
+    make_replica=_make_replica,
+)

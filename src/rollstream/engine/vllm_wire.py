@@ -10,21 +10,19 @@ Source: `vllm/entrypoints/scale_out/token_in_token_out/protocol.py` and
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from rollstream.engine.checks import ids_fit, logprobs_fit
 from rollstream.errors import TransientEngineError
+from rollstream.sampling import bias_by_id, schema_text
 from rollstream.trajectory import Completion, FinishReason, SamplingParams
 
 Route = Literal["/inference/v1/generate", "/v1/completions"]
 GENERATE: Route = "/inference/v1/generate"
 COMPLETIONS: Route = "/v1/completions"
-
-EXTRA_SAMPLING = ("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "repetition_penalty")
-"""Further sampling parameters that a server takes."""
 
 LogprobKind = Literal["raw", "processed", "none"]
 
@@ -142,7 +140,7 @@ def request_body(
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        **sampling.extra,
+        **extra_params(sampling.extra),
     }
     if sampling.logprobs:
         params["logprobs"] = 0  # of the sampled token, and no other
@@ -171,6 +169,23 @@ def request_body(
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,  # no text of tokens: what is no UTF-8 has none
     }
+
+
+def extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Further sampling parameters by vLLM's names."""
+    params = dict(extra)
+    structured = {
+        own: params.pop(name)
+        for name, own in (("grammar", "grammar"), ("json_schema", "json"), ("regex", "regex"))
+        if name in params
+    }
+    if "json" in structured:
+        structured["json"] = schema_text(structured["json"])
+    if structured:
+        params["structured_outputs"] = structured
+    if "logit_bias" in params:
+        params["logit_bias"] = bias_by_id(params["logit_bias"])
+    return params
 
 
 def read_reply(

@@ -14,11 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.engine.base import Engine, HasReplicas
-from rollstream.engine.launch import replica_maker
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.pool import PoolEngine
 from rollstream.engine.ray_package import import_ray
 from rollstream.engine.ray_plan import read_options
+from rollstream.engine.registry import replica_maker
 from rollstream.errors import ConfigError, EngineError
 from rollstream.generation.executors import EMBEDDED_ENGINES, executor_elsewhere
 from rollstream.generation.replicas import launches_on_ray
@@ -249,7 +249,7 @@ async def _start_workers(
         prepared.check_engine(engine)
         if isinstance(engine, LaunchedEngine):
             launched = engine
-            urls = lambda: launched.urls  # noqa: E731
+            urls = lambda: launched.replicas  # noqa: E731
     backend: WorkerBackend
     if settings.executor == "ray":
         if cluster is None:  # after the engine: what is wrong with that shows sooner

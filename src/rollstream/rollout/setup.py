@@ -27,7 +27,7 @@ from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.config.settings import LaunchSettings, RewardSettings, Settings
 from rollstream.data.tool_schemas import load_tool_schemas
 from rollstream.engine.base import Engine
-from rollstream.engine.interruptible import InterruptibleEngine
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.launch_plan import LaunchRequest, refuse_secrets
 from rollstream.engine.registry import check_capabilities, check_engine_config, create_engine, is_launched
 from rollstream.errors import ConfigError
@@ -173,7 +173,7 @@ class RolloutSetup:
 
     def interruptible(self, engine: Engine) -> Engine:
         """The engine, as rollouts use it: generations live through weight updates."""
-        return InterruptibleEngine(engine, on_update=self.settings.actor_rollout_ref.rollout.on_weight_update)
+        return ContinuingEngine(engine, on_update=self.settings.actor_rollout_ref.rollout.on_weight_update)
 
     def create_plain_engine(self, log_dir: Path) -> Engine:
         """The configured engine by itself, not started. Raises `ConfigError`."""

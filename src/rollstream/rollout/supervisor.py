@@ -16,7 +16,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollstream.engine.restarts import Restarts
+from rollstream.aio import Restarts
 from rollstream.errors import EngineLostError, EngineUnavailableError, RollstreamError
 from rollstream.rollout.stats import WorkerStats
 from rollstream.rollout.worker_host import WorkerRecipe, WorkerReport, WorkItem

@@ -40,6 +40,7 @@ from rollstream.rollout.isolation import PoisonIsolator
 from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
 from rollstream.rollout.stats import Counts
 from rollstream.rollout.validate import check_trajectories
+from rollstream.sampling import sampling_of_row
 from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -193,8 +194,10 @@ class RolloutWorker:
         self, row: PromptRow, repeat: int, attempt: int
     ) -> tuple[Sequence[Trajectory], SnapshotScoring]:
         name = row.agent_name or self._default_loop
-        loop = self._loops.create(name, self._resources, request_id=f"{row.index}-{repeat}-{attempt}")
         sampling = self._sampling
+        if (given := row.columns.get("sampling_params")) is not None:
+            sampling = sampling_of_row(sampling, given)
+        loop = self._loops.create(name, self._resources, request_id=f"{row.index}-{repeat}-{attempt}")
         if self._seed is not None:
             sampling = replace(sampling, seed=rollout_seed(self._seed, row.index, repeat))
         try:

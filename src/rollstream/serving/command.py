@@ -20,7 +20,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from rollstream.chat.parsers.base import get_parser
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.engine.base import Engine
-from rollstream.engine.interruptible import InterruptibleEngine
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.registry import create_engine, data_deciding_kwargs
 from rollstream.errors import ConfigError
 from rollstream.serving.model import ServedModel
@@ -76,7 +76,7 @@ def _load(options: argparse.Namespace, log_dir: Path) -> tuple[Engine, ServedMod
         # The same engines are set up by `rollstream generate`, whose word for it this is.
         raise ConfigError(str(error).replace("actor_rollout_ref.model.path", "--model")) from error
     # Who is in flight when weights are updated goes on with the new ones.
-    return InterruptibleEngine(engine), ServedModel(
+    return ContinuingEngine(engine), ServedModel(
         name, path, options.engine, tokenizer, parser, keeps_prefixes
     )
 

@@ -6,10 +6,12 @@ from typing import Any, Protocol
 
 import orjson
 
-from rollstream.engine.sglang_wire import EXTRA_SAMPLING
 from rollstream.testing.answers import AnswerBook
 from rollstream.testing.stub_faults import Fault
 from rollstream.trajectory import Completion, SamplingParams
+
+_EXTRA = ("frequency_penalty", "min_new_tokens", "min_p", "presence_penalty", "repetition_penalty")
+"""Further sampling parameters that are kept, by SGLang's names."""
 
 
 class StubAnswer(Protocol):
@@ -105,7 +107,7 @@ def read_sampling(query: Mapping[str, Any]) -> SamplingParams:
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(params.get("stop_token_ids") or ()),
         ignore_eos=bool(params.get("ignore_eos")),
-        extra={name: params[name] for name in EXTRA_SAMPLING if name in params},
+        extra={name: params[name] for name in _EXTRA if name in params},
     )
 
 

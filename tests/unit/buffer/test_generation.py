@@ -268,7 +268,7 @@ async def test_an_interrupted_generation_goes_on_where_it_was(world: World) -> N
     ("change", "words"),
     [
         ({"sampling_params": {"max_tokens": 8, "temprature": 1}}, "did you mean 'temperature'"),
-        ({"sampling_params": {"max_tokens": 8, "length_penalty": 1}}, "presence_penalty, repetition_penalty"),
+        ({"sampling_params": {"max_tokens": 8, "length_penalty": 1}}, "did you mean 'presence_penalty'"),
         ({"sampling_params": {"max_tokens": 8, "min_p": "x"}}, "sampling_params"),
         ({"agent_name": "singel_turn_agent"}, "did you mean 'single_turn_agent'"),
         ({"agent_name": "tool_agent"}, "has no tools"),

@@ -17,8 +17,8 @@ from rollstream.buffer.groups import GroupSettings, Verdict
 from rollstream.buffer.hook_process import HookProcess
 from rollstream.buffer.hooks import HookError
 from rollstream.buffer.items import Encoding, ItemError, dump_item, load_item, parse_item
-from rollstream.engine.launch_guard import begun, still
 from rollstream.errors import ConfigError, RollstreamError
+from tests.support.processes import command_line
 from tests.support.until import until
 
 SETTINGS = GroupSettings(group_size=2, min_valid_item_size_ratio=0.5)
@@ -300,5 +300,5 @@ asyncio.run(main())
     finally:
         server.kill()
         server.wait()
-    child = begun([int(file.with_name(file.name + ".pid").read_text())])
-    await until(lambda: not still(child))
+    child = int(file.with_name(file.name + ".pid").read_text())
+    await until(lambda: not command_line(child))

@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from rollstream.buffer.generator_process import GeneratorEnd, GeneratorProcess
-from rollstream.engine.launch_guard import marked
+from rollstream.engine.reaper import marked
 from tests.support.until import until
 
 PATIENCE_S = 30.0

@@ -16,7 +16,7 @@ from rollstream.buffer.payload_rules import PayloadRules
 from rollstream.buffer.store.base import JobRecord
 from rollstream.buffer.store.sql import SqlStore, Tx
 from rollstream.buffer.store.sqlite import SqliteDriver
-from rollstream.engine.launch_guard import marked
+from rollstream.engine.reaper import marked
 from rollstream.errors import ConfigError, NotFoundError, StorageError, StorageFullError
 from rollstream.rollout.retry import RetryPolicy
 from tests.support.stores import Clock, ClockedDriver, FixedPolicy, item

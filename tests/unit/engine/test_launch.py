@@ -1,10 +1,13 @@
-"""The engine of launched replicas: pool and supervisors together, over stub servers in processes."""
+"""The engine of launched replicas: what is planned is started, watched, and started again."""
 
 import asyncio
+import errno
 import os
+import random
 import signal
+import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,193 +15,248 @@ from typing import Any
 import pytest
 
 from rollstream.demo import MODEL_PATH
-from rollstream.engine import launch
+from rollstream.engine import launch, launch_process
 from rollstream.engine.launch import launch_plan
 from rollstream.engine.launch_plan import LaunchRequest, ReplicaPlan
-from rollstream.engine.launch_process import LocalLauncher
+from rollstream.engine.launch_process import LocalLauncher, LocalProcess, reserve_port
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.registry import check_engine_config, create_engine
-from rollstream.engine.sglang import ENGINE_KWARGS, SGLangEngine, SGLangReplica
+from rollstream.engine.replica import Replica
 from rollstream.errors import ConfigError, EngineError, EngineLostError, EngineUnavailableError
 from rollstream.trajectory import SamplingParams
-from tests.unit.engine.launching import running, servers_of, small_server
-
-STUB = (sys.executable, "-m", "rollstream.testing.stub_server", "--response-tokens", "8")
-
-
-def stub_plan(folder: Path, index: int) -> ReplicaPlan:
-    # The folder stands in the command only to find its processes.
-    return ReplicaPlan(index, (), {}, ("env", f"FOLDER={folder}", *STUB))
+from tests.support.launching import SmallReplica, servers_of, small_server
+from tests.support.processes import running
 
 
 @asynccontextmanager
-async def launched(folder: Path, plans: list[ReplicaPlan], **request: Any) -> AsyncIterator[LaunchedEngine]:
-    settings: dict[str, Any] = {"restart_delay": 0.05, "max_restarts": 1}
+async def launched(
+    folder: Path, count: int = 1, *, make_replica: Callable[[str], Replica] = SmallReplica, **request: Any
+) -> AsyncIterator[LaunchedEngine]:
+    """An engine of small servers, each with a folder `0`, `1`, …"""
+    plans = []
+    for index in range(count):
+        (folder / str(index)).mkdir(exist_ok=True)
+        plans.append(small_server(folder / str(index), index))
+    settings: dict[str, Any] = {"restart_delay": 0.05, "restart_delay_max": 0.2, "max_restarts": 1}
     engine = LaunchedEngine(
         plans,
         LocalLauncher(folder / "logs"),
-        make_pool=SGLangEngine,
-        make_replica=lambda url: SGLangReplica(url, model_path=None, limits=None, kwargs=ENGINE_KWARGS),
+        make_replica=make_replica,
         request=LaunchRequest(**(settings | request)),
-        kwargs=ENGINE_KWARGS,
     )
     try:
         yield engine
     finally:
         await engine.close()
-        assert not guards(engine)
+        assert not running(str(folder))
 
 
-def guards(engine: LaunchedEngine) -> list[int]:
-    return [
-        process.pid
-        for supervisor in engine.supervisors
-        if (process := supervisor._process) is not None  # type: ignore[attr-defined]
-    ]
-
-
-def kill(engine: LaunchedEngine, *indices: int) -> None:
-    """The groups of some replicas, guards and all."""
+def kill(folder: Path, *indices: int) -> None:
+    """The servers of some replicas."""
     for index in indices:
-        os.killpg(engine.supervisors[index]._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        for pid in servers_of(str(folder / str(index))):
+            os.kill(pid, signal.SIGKILL)
 
 
 async def ask(engine: LaunchedEngine, name: str = "r") -> int:
     return len((await engine.generate([1, 2], SamplingParams(8), request_id=name)).token_ids)
 
 
-async def until_serving(engine: LaunchedEngine, count: int, *, restarts: int = 0) -> None:
-    """Right after a kill, who was killed still counts: `restarts` says how many have to have been noticed."""
-    async with asyncio.timeout(120):
-        while engine.serving != count or engine.restarts < restarts:
-            await asyncio.sleep(0.02)
+async def eventually(check: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not check():
+            await asyncio.sleep(0.01)
 
 
-async def test_replicas_come_and_go_and_requests_are_served_by_who_is_there(tmp_path: Path) -> None:
-    plans = [stub_plan(tmp_path, index) for index in range(3)]
-    async with launched(tmp_path, plans) as engine:
+async def test_replicas_come_and_go_and_requests_are_served_by_the_others(tmp_path: Path) -> None:
+    async with launched(tmp_path, 3) as engine:
         await engine.start()
-        first = set(engine._pool.replicas)  # type: ignore[union-attr]
-        assert len(first) == 3
-        assert await ask(engine) == 8
-        kill(engine, 0, 1)
-        answers = await asyncio.gather(*(ask(engine, f"r{i}") for i in range(20)))
-        assert answers == [8] * 20
+        first = engine.replicas
+        assert len(first) == 3 and await ask(engine) == 8
+        kill(tmp_path, 0, 1)
+        assert await asyncio.gather(*(ask(engine, f"r{i}") for i in range(20))) == [8] * 20
         assert await engine.health()
-        await until_serving(engine, 3, restarts=2)
-        kill(engine, 0, 1, 2)
-        await until_serving(engine, 0)
+        await eventually(lambda: engine.restarts == 2 and engine.replica_counts() == (3, 3))
+        kill(tmp_path, 0, 1, 2)
+        await eventually(lambda: engine.replica_counts() == (0, 3))
         with pytest.raises(EngineUnavailableError):
             await ask(engine)
-        assert not await engine.health()
-        await until_serving(engine, 3, restarts=5)
-        assert await engine.health()
-        assert await ask(engine) == 8
-        assert engine.restarts == 5
-        # Nothing that is gone is left in the pool, which was never empty.
-        assert len(engine._pool.replicas) == 3  # type: ignore[union-attr]
-        assert not first & set(engine._pool.replicas)  # type: ignore[union-attr]
+        await eventually(lambda: engine.restarts == 5 and engine.replica_counts() == (3, 3))
+        assert await engine.health() and await ask(engine) == 8
+        # Each start has a port of its own, and nothing that is gone is left in the pool.
+        assert len(engine.replicas) == 3 and not {*first} & {*engine.replicas}
     with pytest.raises(EngineUnavailableError, match="closed"):
         await ask(engine)
     await engine.close()
 
 
-async def test_one_that_cannot_start_stops_the_others_and_fails_the_start(tmp_path: Path) -> None:
-    good, bad = tmp_path / "good", tmp_path / "bad"
-    good.mkdir()
-    bad.mkdir()
-    (bad / "broken").touch()
-    async with launched(tmp_path, [small_server(good, 0), small_server(bad, 1)]) as engine:
-        with pytest.raises(EngineError, match=r"(?s)replica 1 ended with exit code 1.*no such model"):
+async def test_a_killed_reaper_takes_its_server_along(tmp_path: Path) -> None:
+    async with launched(tmp_path) as engine:
+        await engine.start()
+        servers = servers_of(str(tmp_path))
+        for pid in set(running(str(tmp_path))) - set(servers):
+            os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: engine.restarts == 1 and len(engine.ready) == 1)
+        assert not set(servers) & set(running(str(tmp_path)))
+
+
+async def test_a_restarted_replica_gets_the_current_weights(tmp_path: Path) -> None:
+    made: list[SmallReplica] = []
+
+    def make(url: str) -> SmallReplica:
+        made.append(SmallReplica(url))
+        return made[-1]
+
+    async with launched(tmp_path, make_replica=make) as engine:
+        await engine.start()
+        await engine.update_weights("/step3", 3)
+        kill(tmp_path, 0)
+        await eventually(lambda: engine.restarts == 1 and len(engine.ready) == 1)
+        assert made[-1].loads == [3]
+
+
+async def test_one_that_cannot_start_stops_the_others_and_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    async with launched(tmp_path, 2) as engine:
+        (tmp_path / "1" / "broken").touch()
+        with pytest.raises(EngineError) as raised:
             await engine.start()
+        message = str(raised.value)
+        assert message.startswith("replica 1 ended with exit code 1 before it was healthy\n  command: ")
+        assert message.endswith("    line 28\n    line 29\n    no such model")
+        assert "line 11\n" in message and "line 10\n" not in message  # twenty lines
         assert not running(str(tmp_path))
 
 
-async def test_when_all_are_given_up_that_is_said_and_not_waited_for(tmp_path: Path) -> None:
-    flag = tmp_path / "broken"
-    script = (
-        f"import os, sys; os.path.exists({str(flag)!r}) and sys.exit('out of memory'); "
-        "import runpy; runpy.run_module('rollstream.testing.stub_server', run_name='__main__')"
-    )
-    plan = ReplicaPlan(0, (), {}, (sys.executable, "-c", script))
-    async with launched(tmp_path, [plan]) as engine:
+async def test_one_that_is_not_ready_in_time_is_stopped(tmp_path: Path) -> None:
+    async with launched(tmp_path, startup_timeout=0.5) as engine:
+        (tmp_path / "0" / "loading").touch()
+        with pytest.raises(EngineError, match=r"not healthy within 0\.5 s .*startup_timeout\)"):
+            await engine.start()
+
+
+async def test_one_that_is_something_else_than_expected_fails_the_start(tmp_path: Path) -> None:
+    class Other(SmallReplica):
+        async def describe(self) -> Any:
+            await super().describe()
+            raise EngineError("another model")
+
+    async with launched(tmp_path, make_replica=Other) as engine:
+        with pytest.raises(EngineError, match=r"another model\n  command: "):
+            await engine.start()
+
+
+@pytest.mark.parametrize("how", ["deaf", "ill"])
+async def test_one_that_is_not_healthy_for_long_is_replaced(tmp_path: Path, how: str) -> None:
+    async with launched(tmp_path, unhealthy_timeout=1.0) as engine:
         await engine.start()
-        flag.touch()
-        kill(engine, 0)
-        async with asyncio.timeout(60):
-            while engine.supervisors[0].state != "given up":
-                await asyncio.sleep(0.02)
-        with pytest.raises(EngineLostError, match=r"no replica could be started again(?s:.*)out of memory"):
+        (tmp_path / "0" / how).touch()
+        await eventually(lambda: "not healthy for 1 s" in engine.supervisors[0].cause)
+        (tmp_path / "0" / how).unlink()
+        await eventually(lambda: len(engine.ready) == 1)
+
+
+async def test_when_all_are_given_up_that_is_said_and_not_waited_for(tmp_path: Path) -> None:
+    async with launched(tmp_path) as engine:
+        await engine.start()
+        (tmp_path / "0" / "broken").touch()
+        kill(tmp_path, 0)
+        await eventually(lambda: engine.supervisors[0].state == "given up")
+        assert engine.restarts == 2  # one may fail
+        with pytest.raises(EngineLostError, match=r"no replica could be started again(?s:.*)no such model"):
             await engine.health()
         with pytest.raises(EngineUnavailableError):
             await ask(engine)
 
 
-async def test_a_supervisor_that_breaks_is_heard_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with launched(tmp_path, [stub_plan(tmp_path, 0)]) as engine:
+async def test_a_supervisor_that_breaks_does_not_stop_what_others_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with launched(tmp_path, 2) as engine:
         await engine.start()
 
-        async def broken(url: str) -> None:
+        async def broken(name: str) -> None:
             raise ZeroDivisionError("a bug")
 
-        engine.supervisors[0]._leave_out = broken
-        kill(engine, 0)
-        async with asyncio.timeout(60):
-            while not engine._broken:
-                await asyncio.sleep(0.02)
-        assert "replica 0 is not looked after any more: ZeroDivisionError('a bug')" in caplog.text
-        with pytest.raises(EngineLostError, match="a bug"):
-            await engine.health()
-
-
-async def test_a_supervisor_that_breaks_does_not_stop_a_run_that_others_serve(tmp_path: Path) -> None:
-    async with launched(tmp_path, [stub_plan(tmp_path, index) for index in range(2)]) as engine:
-        await engine.start()
-
-        async def broken(url: str) -> None:
-            raise ZeroDivisionError("a bug")
-
-        engine.supervisors[0]._leave_out = broken
-        kill(engine, 0)
-        async with asyncio.timeout(60):
-            while not engine._broken:
-                await asyncio.sleep(0.02)
-        assert await engine.health()
-        kill(engine, 1)
-        await until_serving(engine, 0)
-        assert not await engine.health()  # and no error: the other one comes back
-        await until_serving(engine, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "remove_replica", broken)
+            kill(tmp_path, 0)
+            await eventually(lambda: engine.supervisors[0].state == "given up")
+        assert "replica 0 is not looked after any more" in caplog.text
+        assert await engine.health() and await ask(engine) == 8
+        kill(tmp_path, 1)
+        await eventually(lambda: engine.restarts == 1 and engine.supervisors[1].state == "serving")
         assert await engine.health()
 
 
-async def test_a_start_that_the_machine_refuses_counts_as_failed(tmp_path: Path) -> None:
-    async with launched(tmp_path, [stub_plan(tmp_path, 0)], max_restarts=1000) as engine:
+async def test_a_start_that_the_machine_refuses_counts_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with launched(tmp_path, max_restarts=1000) as engine:
         await engine.start()
-        logs = engine.supervisors[0]._launcher._log_dir  # type: ignore[attr-defined]
-        away = logs.rename(tmp_path / "away")
-        logs.touch()  # no folder any more: neither old log nor new one can be opened
-        kill(engine, 0)
-        async with asyncio.timeout(60):
-            while not engine.supervisors[0]._restarts.failures:
-                await asyncio.sleep(0.02)
-        assert not await engine.health()
-        logs.unlink()
-        away.rename(logs)
-        await until_serving(engine, 1)
+
+        def no_port(host: str) -> socket.socket:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(launch_process, "reserve_port", no_port)
+            kill(tmp_path, 0)
+            await eventually(lambda: "Too many open files" in engine.supervisors[0].cause)
+        await eventually(lambda: len(engine.ready) == 1)
         assert await ask(engine) == 8
 
 
 async def test_a_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "loading").touch()
-    async with launched(tmp_path, [small_server(tmp_path, index) for index in range(2)]) as engine:
+    async with launched(tmp_path, 2) as engine:
+        for index in range(2):
+            (tmp_path / str(index) / "loading").touch()
         starting = asyncio.create_task(engine.start())
-        async with asyncio.timeout(60):
-            while len(servers_of(str(tmp_path))) < 2:
-                await asyncio.sleep(0.02)
+        await eventually(lambda: len(servers_of(str(tmp_path))) == 2)
         starting.cancel()
         await engine.close()  # at the same time
         await asyncio.gather(starting, return_exceptions=True)
         assert not running(str(tmp_path))
+
+
+async def test_a_log_that_is_gone_is_said(tmp_path: Path) -> None:
+    process = await LocalLauncher(tmp_path / "logs").start(small_server(tmp_path))
+    try:
+        for log in (tmp_path / "logs").iterdir():
+            log.unlink()
+        assert "its log cannot be read" in await process.last_words()
+    finally:
+        await process.stop()
+    assert not running(str(tmp_path))
+
+
+async def test_what_a_replica_started_in_other_sessions_goes_when_its_reaper_is_killed(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "import subprocess, sys, time; wait = 'import time; time.sleep(600)'; "
+        "subprocess.Popen([sys.executable, '-c', wait, sys.argv[1]], start_new_session=True); time.sleep(600)"
+    )
+    plan = ReplicaPlan(0, (), {}, (sys.executable, "-c", code, str(tmp_path)))
+    process = await LocalProcess.start(plan, tmp_path / "log")
+    await eventually(lambda: len(servers_of(str(tmp_path))) == 2)
+    os.kill(process.pid, signal.SIGKILL)
+    assert await process.wait() == "was killed by SIGKILL"
+    assert not running(str(tmp_path))
+    await process.stop()
+
+
+def test_a_reserved_port_is_for_the_server_that_is_given_its_number() -> None:
+    with (
+        reserve_port("127.0.0.1", random.Random(1)) as port,
+        reserve_port("127.0.0.1", random.Random(1)) as other,
+    ):
+        number = port.getsockname()[1]
+        assert other.getsockname()[1] != number  # though it chose the same
+        with socket.socket() as stranger, pytest.raises(OSError):
+            stranger.bind(("127.0.0.1", number))
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", number))
+            server.listen(1)
 
 
 def test_what_cannot_be_launched_shows_without_a_start(tmp_path: Path) -> None:
@@ -258,17 +316,6 @@ def test_a_broken_driver_is_no_machine_without_devices(
     with pytest.raises(ConfigError, match="has no 'sglang'"):  # which is looked for last
         plan("auto", 0)
     assert len(plan("rollstream", None)) == 1
-
-
-async def test_a_replica_that_loads_what_it_owes_is_excused_and_others_are_not(tmp_path: Path) -> None:
-    async with launched(tmp_path, [stub_plan(tmp_path, at) for at in range(2)]) as engine:
-        await engine.start()
-        assert not any(supervisor._is_excused() for supervisor in engine.supervisors)
-        assert engine._pool is not None
-        url = engine.supervisors[1].url
-        assert url is not None
-        engine._pool._fitting._loading.add(url)
-        assert [supervisor._is_excused() for supervisor in engine.supervisors] == [False, True]
 
 
 def test_the_plan_is_what_is_launched(tmp_path: Path) -> None:

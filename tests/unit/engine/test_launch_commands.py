@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.engine.launch_commands import ServerKind, ServerOptions, server_words
+from rollstream.engine.launch_plan import ServerKind, ServerOptions, server_words
 from rollstream.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from rollstream.engine.load import (
     read_metrics,
     read_sglang_loads,
 )
-from rollstream.engine.replica import ReplicaAwayError
+from rollstream.engine.replica import ReplicaUnavailableError
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.testing.stub_faults import Latency
 from rollstream.testing.stub_server import StubServer
@@ -106,7 +106,7 @@ async def test_a_route_that_is_not_there_is_asked_once() -> None:
     async def get(path: str) -> tuple[int, bytes]:
         asked.append(path)
         if path == "/away":
-            raise ReplicaAwayError("gone")
+            raise ReplicaUnavailableError("gone")
         return answers.get(path, (404, b""))
 
     def read(body: bytes) -> EngineLoad | None:

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from rollstream.engine.base import Engine
-from rollstream.engine.interruptible import InterruptibleEngine
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.engine.sglang_wire import read_reply
 from rollstream.errors import (
@@ -109,7 +109,7 @@ async def test_another_model_is_refused(server: StubServer, caplog: pytest.LogCa
 async def test_an_abort_by_somebody_else_keeps_what_was_sampled(
     server: StubServer, engine: SGLangEngine
 ) -> None:
-    """Whoever wants to go on from it does so: see `InterruptibleEngine`."""
+    """Whoever wants to go on from it does so: see `ContinuingEngine`."""
     whole = await engine.generate([1], SAMPLING, request_id="a")
     server.faults = Faults(abort=1.0)
     # The server sends 8 tokens. The last one may be an end token that it has not looked at.
@@ -329,7 +329,7 @@ async def test_aborting_everything_at_the_server_costs_no_token(
 ) -> None:
     """As a trainer does that pauses generation: the request goes on when it may."""
     server.latency = Latency("fixed", 30.0)
-    interruptible = InterruptibleEngine(engine)
+    interruptible = ContinuingEngine(engine)
     task = asyncio.create_task(interruptible.generate([1], SAMPLING, request_id="a"))
     await eventually(lambda: server.stats.in_flight == 1)
     server.latency = Latency()

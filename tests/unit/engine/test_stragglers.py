@@ -9,15 +9,15 @@ from rollstream.engine.stragglers import (
     FASTER,
     LEAST_GAIN_S,
     MOST_MOVES,
-    Lane,
     Move,
+    ReplicaLoad,
     Running,
     choose_moves,
     has_slower,
 )
 
 NAMES = ["a", "b", "c", "d"]
-SLOW, FAST = Lane(4, 50.0, 4.0), Lane(0, 150.0, 8.0)
+SLOW, FAST = ReplicaLoad(4, 50.0, 4.0), ReplicaLoad(0, 150.0, 8.0)
 
 
 def running(request_id: str = "r", replica: str = "slow", **changes: object) -> Running:
@@ -26,9 +26,9 @@ def running(request_id: str = "r", replica: str = "slow", **changes: object) -> 
 
 
 @st.composite
-def pools(draw: st.DrawFn) -> tuple[dict[str, Lane], list[Running]]:
+def pools(draw: st.DrawFn) -> tuple[dict[str, ReplicaLoad], list[Running]]:
     lanes = {
-        name: Lane(draw(st.integers(0, 20)), draw(st.floats(1, 500)), draw(st.floats(0, 20)))
+        name: ReplicaLoad(draw(st.integers(0, 20)), draw(st.floats(1, 500)), draw(st.floats(0, 20)))
         for name in draw(st.sets(st.sampled_from(NAMES), min_size=1))
     }
     requests = [
@@ -47,7 +47,9 @@ def pools(draw: st.DrawFn) -> tuple[dict[str, Lane], list[Running]]:
 
 @given(pools())
 @settings(max_examples=300, deadline=None)
-def test_every_move_is_to_an_idle_and_faster_replica(pool: tuple[dict[str, Lane], list[Running]]) -> None:
+def test_every_move_is_to_an_idle_and_faster_replica(
+    pool: tuple[dict[str, ReplicaLoad], list[Running]],
+) -> None:
     lanes, requests = pool
     moves = choose_moves(lanes, requests)
     by_id = {one.request_id: one for one in requests}
@@ -58,15 +60,15 @@ def test_every_move_is_to_an_idle_and_faster_replica(pool: tuple[dict[str, Lane]
         assert lanes[move.to].speed >= FASTER * lanes[one.replica].speed
     for name, lane in lanes.items():
         taken = sum(move.to == name for move in moves)
-        assert taken <= lane.room
-        assert taken == 0 or lane.in_flight + taken <= max(1, lane.usual / 2)
+        assert taken <= lane.spare
+        assert taken == 0 or lane.in_flight + taken <= max(1, lane.typical_in_flight / 2)
     if any(lanes[by_id[move.request_id].replica].in_flight for move in moves):
         assert has_slower(lanes)  # the cheap question first
 
 
 @given(pools())
 @settings(max_examples=300, deadline=None)
-def test_none_goes_back(pool: tuple[dict[str, Lane], list[Running]]) -> None:
+def test_none_goes_back(pool: tuple[dict[str, ReplicaLoad], list[Running]]) -> None:
     """With the speeds as they are, whatever is idle and however long it takes."""
     lanes, requests = pool
     for move in choose_moves(lanes, requests):
@@ -79,7 +81,7 @@ def test_none_goes_back(pool: tuple[dict[str, Lane], list[Running]]) -> None:
 
 @given(pools())
 @settings(max_examples=200, deadline=None)
-def test_no_move_only_to_read_the_prompt_again(pool: tuple[dict[str, Lane], list[Running]]) -> None:
+def test_no_move_only_to_read_the_prompt_again(pool: tuple[dict[str, ReplicaLoad], list[Running]]) -> None:
     """What a move saves is more than reading all of the prompt once more, by an estimate that is not rosy."""
     lanes, requests = pool
     by_id = {one.request_id: one for one in requests}

@@ -1,6 +1,7 @@
 """R2, R3, R5, R7: the local executor with real agent loops, a real store and a scripted engine."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rollstream.store.run_dir import RunDirectory
 from rollstream.store.summary import read_failures
 from rollstream.store.writer import StoreWriter
 from rollstream.testing.scripted import ScriptedEngine
-from rollstream.trajectory import Completion, PromptRow, Rollout, SamplingParams, Trajectory
+from rollstream.trajectory import Completion, Failure, PromptRow, Rollout, SamplingParams, Trajectory
 from tests.unit.store.fabric import N, keys_on_disk, open_dir
 
 
@@ -154,6 +155,21 @@ async def test_stored_tokens_are_those_the_engine_sampled(tmp_path: Path, tokeni
     seeds = {request.sampling.seed for request in engine.requests}
     assert seeds == {rollout_seed(3, index, repeat) for index in range(3) for repeat in range(N)}
     assert len(seeds) == 6
+
+
+async def test_a_row_says_how_it_is_sampled(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    engine = ScriptedEngine()
+    await engine.start()
+    with open_dir(tmp_path) as run:
+        harness = Harness(run, engine, tokenizer)
+        row = replace(load_row(0), columns={"sampling_params": {"temperature": 0.25, "max_tokens": 2}})
+        await harness.worker.run(row, 0)
+        failed = await harness.worker.run(replace(row, columns={"sampling_params": {"temprature": 1}}), 1)
+        await harness.writer.close()
+    (asked,) = engine.requests
+    assert (asked.sampling.temperature, asked.sampling.max_tokens) == (0.25, 2)
+    assert asked.sampling.seed == rollout_seed(3, 0, 0)
+    assert isinstance(failed, Failure) and "has 'temprature'" in failed.error
 
 
 async def test_in_flight_never_exceeds_the_window(tmp_path: Path, tokenizer: ChatTokenizer) -> None:

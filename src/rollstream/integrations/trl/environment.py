@@ -20,7 +20,7 @@ from rollstream.data.row import parse_row
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.data.values import BadRow
 from rollstream.engine.base import Engine
-from rollstream.engine.interruptible import InterruptibleEngine
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.errors import ConfigError, DataError, TrainingError
 from rollstream.generation.stopping import in_daemon_thread
 from rollstream.integrations.configured_groups import check_scores
@@ -411,4 +411,4 @@ def _check_tokenizer(trainers: Any, setup: RolloutSetup) -> None:
 
 def unwrap_engine(engine: Engine | None) -> Any:
     """The engine inside of the one that outlives weight updates."""
-    return engine.engine if isinstance(engine, InterruptibleEngine) else engine
+    return engine.engine if isinstance(engine, ContinuingEngine) else engine

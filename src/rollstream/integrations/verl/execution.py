@@ -252,7 +252,7 @@ async def _start(
         await stop.unless_stopped(asyncio.gather(engine.start(), prepared.prepare_reward()))
         prepared.check_engine(engine)
         launched = engine
-        urls = (lambda: launched.urls) if isinstance(launched, LaunchedEngine) else None
+        urls = (lambda: launched.replicas) if isinstance(launched, LaunchedEngine) else None
     await join_cluster(settings, stop=stop, stack=stack)
     given = list(urls()) if urls is not None else settings.actor_rollout_ref.rollout.server_urls
     verl_config = _for_verl(prepared, given)

@@ -15,10 +15,9 @@ from typing import Any
 
 from rollstream.chat.images import encode_for_engine
 from rollstream.engine.base import Engine
-from rollstream.engine.interruptible import InterruptibleEngine
-from rollstream.engine.launch import replica_maker
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.pool import PoolEngine
-from rollstream.engine.registry import create_engine
+from rollstream.engine.registry import create_engine, replica_maker
 from rollstream.errors import ConfigError, EngineError
 from rollstream.trajectory import SamplingParams
 
@@ -167,7 +166,7 @@ class ReplicaServer:
                 )
                 assert isinstance(pool, PoolEngine)
                 await pool.start()
-                self._pool, self._engine = pool, InterruptibleEngine(pool)
+                self._pool, self._engine = pool, ContinuingEngine(pool)
             return self._engine
 
     async def generate(

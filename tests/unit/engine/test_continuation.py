@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.engine import interruptible
+from rollstream.engine import continuation
 from rollstream.engine.base import Capabilities, Engine, EngineLoad, ReportsLoad
-from rollstream.engine.interruptible import InterruptibleEngine, OnUpdate
+from rollstream.engine.continuation import ContinuingEngine, OnUpdate, PartialCompletion
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import Completion, SamplingParams
@@ -171,7 +171,7 @@ def test_whatever_interrupts_tokens_are_exact(
 
 async def _interrupt(ops: list[tuple[str, int]], on_update: OnUpdate, slots: int) -> None:
     inner = Stepper(slots)
-    engine = InterruptibleEngine(inner, on_update=on_update)
+    engine = ContinuingEngine(inner, on_update=on_update)
     asked = [asyncio.create_task(engine.generate([i], LONG, request_id=str(i))) for i in range(6)]
     version, aborted, updates = 0, set(), []
     for op, value in ops:
@@ -196,7 +196,7 @@ async def _interrupt(ops: list[tuple[str, int]], on_update: OnUpdate, slots: int
     answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
     await asyncio.gather(*updates)
     assert inner.version == version
-    assert not inner.inside and not engine._flights and not engine._inside
+    assert not inner.inside
     for i, answer in enumerate(answers):
         if isinstance(answer, asyncio.CancelledError):
             continue
@@ -213,7 +213,7 @@ async def _interrupt(ops: list[tuple[str, int]], on_update: OnUpdate, slots: int
 async def test_what_each_policy_does_with_the_tokens() -> None:
     for on_update in ("continue", "restart", "abort"):
         inner = Stepper()
-        engine = InterruptibleEngine(inner, on_update=on_update)  # type: ignore[arg-type]
+        engine = ContinuingEngine(inner, on_update=on_update)  # type: ignore[arg-type]
         prompts = lasting(8, 10)
         asked = [asyncio.create_task(engine.generate(p, LONG, request_id=str(p[0]))) for p in prompts]
         await turns(5)
@@ -235,7 +235,7 @@ async def test_what_each_policy_does_with_the_tokens() -> None:
 
 async def test_sixty_four_in_flight_with_one_slot() -> None:
     inner = Stepper(1)
-    engine = InterruptibleEngine(inner)
+    engine = ContinuingEngine(inner)
     asked = [asyncio.create_task(engine.generate([i], LONG, request_id=str(i))) for i in range(64)]
     for version in (1, 2, 3):
         await turns(100)
@@ -247,7 +247,7 @@ async def test_sixty_four_in_flight_with_one_slot() -> None:
 
 async def test_stop_strings_begin_anew() -> None:
     inner = Stepper()
-    engine = InterruptibleEngine(inner)
+    engine = ContinuingEngine(inner)
     (prompt,) = lasting(1, 10)
     asked = asyncio.create_task(engine.generate(prompt, replace(LONG, stop=("end",)), request_id="a"))
     await turns(5)
@@ -261,7 +261,7 @@ async def test_stop_strings_begin_anew() -> None:
 async def test_a_seed_repeats_whoever_pauses_the_server(ours: bool) -> None:
     """The same seed and weights give the same tokens; with other weights they are others anyway."""
     inner = Stepper()
-    engine = InterruptibleEngine(inner)
+    engine = ContinuingEngine(inner)
     (prompt,) = lasting(1, 10)
     asked = asyncio.create_task(engine.generate(prompt, replace(LONG, seed=3), request_id="a"))
     await turns(5)
@@ -286,7 +286,7 @@ async def test_weights_changed_beside_us_in_one_version_are_other_weights() -> N
         weight_changes = 0
 
     inner = Shared()
-    engine = InterruptibleEngine(inner)
+    engine = ContinuingEngine(inner)
     (prompt,) = lasting(1, 10)
     asked = asyncio.create_task(engine.generate(prompt, replace(LONG, seed=3), request_id="a"))
     await turns(5)
@@ -299,10 +299,10 @@ async def test_weights_changed_beside_us_in_one_version_are_other_weights() -> N
     assert before and inner.prompts == [prompt, prompt + before]
 
 
-async def test_the_door_is_closed_while_weights_are_loaded() -> None:
+async def test_new_requests_wait_while_weights_are_loaded() -> None:
     inner, loaded = Stepper(), asyncio.Event()
     inner.loading = loaded.wait
-    engine = InterruptibleEngine(inner)
+    engine = ContinuingEngine(inner)
     (prompt,) = lasting(1, 10)
     early = asyncio.create_task(engine.generate(prompt, LONG, request_id="early"))
     await turns(4)
@@ -327,9 +327,9 @@ async def test_the_door_is_closed_while_weights_are_loaded() -> None:
     assert late[1].cancelled() and inner.version == 2
 
 
-async def test_an_update_that_fails_or_is_given_up_opens_the_door() -> None:
+async def test_an_update_that_fails_or_is_given_up_lets_requests_go_on() -> None:
     inner, loaded = Stepper(), asyncio.Event()
-    engine = InterruptibleEngine(inner)
+    engine = ContinuingEngine(inner)
     (prompt,) = lasting(1, 20)
     asked = asyncio.create_task(engine.generate(prompt, LONG, request_id="a"))
     await turns(3)
@@ -349,11 +349,11 @@ async def test_an_update_that_fails_or_is_given_up_opens_the_door() -> None:
 
 
 async def test_an_engine_that_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interruptible, "_DRAIN_S", 0.05)
-    monkeypatch.setattr(interruptible, "_ABORT_AGAIN_S", 0.01)
+    monkeypatch.setattr(continuation, "_DRAIN_S", 0.05)
+    monkeypatch.setattr(continuation, "_ABORT_AGAIN_S", 0.01)
     inner = Stepper()
     inner.deaf = True
-    engine = InterruptibleEngine(inner)
+    engine = ContinuingEngine(inner)
     endless = SamplingParams(10**9, ignore_eos=True)
     asked = asyncio.create_task(engine.generate([1], endless, request_id="a"))
     await turns(2)
@@ -369,11 +369,11 @@ async def test_an_engine_that_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -
 async def test_an_engine_that_ends_everything_is_not_asked_in_a_hot_loop(
     monkeypatch: pytest.MonkeyPatch, others_go_on: bool
 ) -> None:
-    monkeypatch.setattr(interruptible, "_FIRST_REST_S", 0.0005)
-    monkeypatch.setattr(interruptible, "_REST_S_MAX", 0.002)
+    monkeypatch.setattr(continuation, "_FIRST_PAUSE_S", 0.0005)
+    monkeypatch.setattr(continuation, "_PAUSE_S_MAX", 0.002)
     inner = Stepper()
     inner.stuck = True
-    engine = InterruptibleEngine(inner)
+    engine = ContinuingEngine(inner)
     asked = asyncio.create_task(engine.generate([1], LONG, request_id="a"))
     if others_go_on:
         while inner.calls < 10:
@@ -386,12 +386,12 @@ async def test_an_engine_that_ends_everything_is_not_asked_in_a_hot_loop(
     assert inner.calls == 64
 
 
-async def test_a_rest_ends_with_an_abort_or_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interruptible, "_FIRST_REST_S", 1000.0)
-    monkeypatch.setattr(interruptible, "_REST_S_MAX", 1000.0)
+async def test_a_pause_ends_with_an_abort_or_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuation, "_FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(continuation, "_PAUSE_S_MAX", 1000.0)
     inner = Stepper()
     inner.stuck = True
-    engine = InterruptibleEngine(inner)
+    engine = ContinuingEngine(inner)
     asked = [asyncio.create_task(engine.generate([i], LONG, request_id=str(i))) for i in range(2)]
     await turns(9)
     await engine.abort("0")
@@ -408,7 +408,7 @@ async def test_a_rest_ends_with_an_abort_or_the_engine(monkeypatch: pytest.Monke
 async def test_closing_during_an_update_ends_it() -> None:
     inner = Stepper()
     inner.deaf = True
-    engine = InterruptibleEngine(inner)
+    engine = ContinuingEngine(inner)
     endless = SamplingParams(10**9, ignore_eos=True)
     asked = asyncio.create_task(engine.generate([1], endless, request_id="a"))
     await turns(2)
@@ -422,18 +422,17 @@ async def test_closing_during_an_update_ends_it() -> None:
 
 async def test_an_outage_goes_to_the_caller() -> None:
     inner = Stepper()
-    engine = InterruptibleEngine(inner)
+    engine = ContinuingEngine(inner)
     asked = asyncio.create_task(engine.generate(lasting(1, 10)[0], LONG, request_id="a"))
     await turns(4)
     inner.away = True
     with pytest.raises(EngineUnavailableError, match="away"):
         await asked
-    assert not engine._flights
 
 
 async def test_it_is_the_engine_inside() -> None:
     inner = ScriptedEngine()
-    engine = InterruptibleEngine(inner)
+    engine = ContinuingEngine(inner)
     assert isinstance(engine, Engine) and isinstance(engine, ReportsLoad)
     await engine.start()
     assert await engine.health()
@@ -444,6 +443,106 @@ async def test_it_is_the_engine_inside() -> None:
         async def load(self) -> EngineLoad | None:
             return EngineLoad(1, 2)
 
-    assert await InterruptibleEngine(Loaded()).load() == EngineLoad(1, 2)
+    assert await ContinuingEngine(Loaded()).load() == EngineLoad(1, 2)
     await engine.close()
     assert not await engine.health()
+
+
+PROMPT = [7, 8, 9]
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Lengths of pieces, and the versions in each: runs that begin at 0 and go up."""
+    made = []
+    for _ in range(draw(st.integers(1, 6))):
+        length = draw(st.integers(0, 8))
+        starts = sorted({0, *draw(st.lists(st.integers(1, max(1, length)), max_size=3))})
+        made.append((length, [(start, draw(st.integers(0, 3))) for start in starts]))
+    return made
+
+
+def version_at(runs: list[tuple[int, int]], index: int) -> int:
+    return next(version for start, version in reversed(runs) if start <= index)
+
+
+@given(pieces(), st.booleans(), st.one_of(st.none(), st.integers(0, 2**31 - 1)))
+def test_pieces_add_up(
+    made: list[tuple[int, list[tuple[int, int]]]], logprobs: bool, seed: int | None
+) -> None:
+    total = sum(length for length, _ in made)
+    sampling = SamplingParams(total + 5, logprobs=logprobs, seed=seed, temperature=0.7)
+    partial = PartialCompletion(PROMPT, sampling)
+    ids: list[int] = []
+    versions: list[int] = []
+    seeds = set()
+    for length, runs in made:
+        assert partial.prompt_ids == PROMPT + ids
+        how = partial.sampling
+        assert how == replace(sampling, max_tokens=total + 5 - len(ids), seed=how.seed)
+        assert how.seed is None if seed is None else 0 <= (how.seed or 0) < 2**31
+        seeds.add((len(ids), how.seed))
+        assert not partial.is_full
+        new = [len(ids) + i for i in range(length)]
+        partial.add(Completion(new, [-float(i) for i in new] if logprobs else None, "abort", runs))
+        ids += new
+        versions += [version_at(runs, i) for i in range(length)]
+        assert len(partial) == len(ids)
+    whole = partial.result("abort")
+    assert whole.token_ids == ids == list(range(total))
+    assert whole.logprobs == ([-float(i) for i in ids] if logprobs else None)
+    runs = whole.policy_versions
+    assert [version_at(runs, i) for i in range(total)] == versions
+    # Run-length encoded: from 0, going up, no two the same, none without a token.
+    assert runs[0][0] == 0
+    assert all(one[0] < two[0] and one[1] != two[1] for one, two in itertools.pairwise(runs))
+    assert runs[-1][0] < max(1, total)
+    if seed is not None:  # the same place always has the same seed, and each place another one
+        assert len({how for _, how in seeds}) == len({at for at, _ in seeds})
+    partial.clear()
+    assert (len(partial), partial.prompt_ids, partial.sampling) == (0, PROMPT, sampling)
+
+
+def test_the_last_piece_says_how_it_ended() -> None:
+    sampling = SamplingParams(10)
+    partial = PartialCompletion(PROMPT, sampling)
+    only = Completion([1], [-1.0], "stop", [(0, 3)], cached_prompt_tokens=2)
+    assert partial.finish(only) is only
+    partial.add(Completion([], [], "abort"))
+    partial.add(Completion([1, 2], [-1.0, -2.0], "abort", [(0, 3)], cached_prompt_tokens=2))
+    whole = partial.finish(Completion([3], [-3.0], "stop", [(0, 4)], cached_prompt_tokens=5))
+    assert (whole.token_ids, whole.finish_reason, whole.policy_versions) == (
+        [1, 2, 3],
+        "stop",
+        [(0, 3), (2, 4)],
+    )
+    assert (
+        whole.cached_prompt_tokens == 0
+    )  # of the first piece: the later ones' cover the request's own tokens
+
+
+def test_what_cannot_go_on_says_so() -> None:
+    partial = PartialCompletion(PROMPT, SamplingParams(10, stop=("end",)))
+    assert partial.can_go_on
+    partial.add(Completion([1], [-1.0], "abort"))
+    assert not partial.can_go_on
+    partial.clear()
+    assert partial.can_go_on
+    full = PartialCompletion(PROMPT, SamplingParams(1))
+    full.add(Completion([1], [-1.0], "abort"))
+    assert full.is_full
+
+
+def test_tokens_without_their_logprobs_are_refused() -> None:
+    partial = PartialCompletion(PROMPT, SamplingParams(10))
+    with pytest.raises(ValueError, match="2 sampled ids came with 1 log-probs"):
+        partial.add(Completion([1, 2], [-1.0], "abort"))
+    assert len(partial) == 0
+
+
+def test_what_counts_tokens_of_a_request_is_not_continued() -> None:
+    for extra, goes_on in (({}, True), ({"min_p": 0.1}, True), ({"presence_penalty": 0.5}, False)):
+        partial = PartialCompletion(PROMPT, SamplingParams(9, logprobs=False, extra=extra))
+        assert partial.can_go_on
+        partial.add(Completion([1], None, "abort"))
+        assert partial.can_go_on == goes_on

@@ -1,21 +1,21 @@
-"""A program between rollstream and a launched server: the server and all it started end with their owner.
+"""A program between rollstream and a process that it starts: the process and all below it end with their owner.
 
-    rollstream --(pipe)--> guard --> server --> its workers …
+    rollstream --(pipe)--> reaper --> server --> its workers …
 
-The guard runs one command, as the leader of a session and process group of its own, and ends
+The reaper runs one command, as the leader of a session and process group of its own, and ends
 
 - when the command does, after what the command left behind is gone, too; in the same way, by exit code or
-  signal, so that who waits for the guard sees how the command ended;
-- when its input ends or its parent is another one: rollstream is gone, SIGKILL included;
-- when it gets SIGTERM: rollstream wants it to stop.
+  signal, so that whoever waits for the reaper sees how the command ended;
+- when its input ends: rollstream is gone, SIGKILL included, or wants it to stop;
+- when it gets SIGTERM.
 
 In the last two cases everything below it gets SIGTERM, `GRACE_S` to tidy up, and then SIGKILL. Children that
-moved into sessions of their own or whose parents died are found, too: the guard is who the kernel gives
-orphans to. Should the guard itself be killed, the kernel kills the command, and who started the guard looks
-for the others, by `MARK` in their environment.
+moved into sessions of their own or whose parents died are found, too: the kernel gives orphans to the reaper.
+Should the reaper itself be killed, the kernel kills the command, and its owner looks for the others by `MARK`
+in their environment.
 
-It is run as a file, `python -I -S launch_guard.py PARENT_PID COMMAND …`, with nothing but the standard
-library, so that it starts in some 20 ms and any interpreter will do.
+It is run as a file, `python -I -S reaper.py COMMAND …`, with nothing but the standard library, so that it
+starts in some 20 ms and any interpreter will do.
 """
 
 import ctypes
@@ -25,32 +25,35 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 GRACE_S = 5.0
 """For a server to end in order: shared memory is given back. Its answers are lost anyway."""
 
+STOP_TIMEOUT_S = GRACE_S + 3.0
+"""For the reaper, which kills after its own grace; then its owner kills it."""
+
 _LEFTOVERS_S = 1.0
 """For what a dead server leaves behind to end by itself: Python's resource tracker removes shared memory when
 its process is gone."""
 
-_POLL_S = 0.5
-"""Between looks at the parent. The end of the input tells sooner, unless some other child of the parent holds
-the other end of the pipe open."""
+_KILL_LEFT_S = 5.0
+"""For processes that are killed to be gone: one that holds a device's memory takes a second or two."""
 
 MARK = "ROLLSTREAM_REPLICA"
-"""Environment variable by which all processes of a replica can be found, each start of it by a value of its
-own: should the guard be killed, its parent looks for them."""
-
-_PARENT, _BEGUN = 1, 19
-"""Fields of /proc/PID/stat, counted from the state: the parent's pid, and when the process began (in ticks
-since the machine did). Source: proc_pid_stat(5)."""
+"""Environment variable by which all processes below a reaper can be found, if it was killed itself: each start
+has a value of its own."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(parent_pid: int, command: list[str]) -> None:
+def reaped(command: Iterable[str]) -> list[str]:
+    """The words that run a command below a reaper. Hold the other end of its input open."""
+    return [sys.executable, "-I", "-S", __file__, *command]
+
+
+def main(command: list[str]) -> None:
     """Runs the command to its end, and ends like it."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
     if prctl is not None:
@@ -65,11 +68,11 @@ def main(parent_pid: int, command: list[str]) -> None:
     server = _start(command, prctl)
     status: int | None = None
     while status is None:
-        ready, _, _ = select.select([0, woken], [], [], _POLL_S)
+        ready, _, _ = select.select([0, woken], [], [])
         if woken in ready:
             os.read(woken, 4096)
         status = _reap(server)[0]
-        if asked or 0 in ready or os.getppid() != parent_pid:
+        if asked or 0 in ready:
             break
     _end_all(server, grace=_LEFTOVERS_S if status is not None else GRACE_S, ask=status is None)
     if status is None:
@@ -78,7 +81,7 @@ def main(parent_pid: int, command: list[str]) -> None:
 
 
 def _start(command: list[str], prctl: object) -> int:
-    guard = os.getpid()
+    reaper = os.getpid()
     pid = os.fork()
     if pid:
         return pid
@@ -88,9 +91,9 @@ def _start(command: list[str], prctl: object) -> int:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         if callable(prctl):
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:  # it ended before the kernel was told
+        if os.getppid() != reaper:  # it ended before the kernel was told
             os._exit(1)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the guard's input is not the server's
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the reaper's input is not the server's
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"cannot run {command[0]}: {error.strerror}\n".encode())
@@ -119,9 +122,19 @@ def _end_all(server: int, *, grace: float, ask: bool) -> None:
     deadline = time.monotonic() + grace
     while _reap(server)[1]:
         if time.monotonic() > deadline:
-            # Again and again: who starts children while being killed is soon out of them.
+            # Again and again: whatever starts children while being killed is soon out of them.
             kill(below(os.getpid()), signal.SIGKILL)
         time.sleep(0.02)
+
+
+def _end_like(status: int) -> None:
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the server's core, if any, is the one of interest
+        number = os.WTERMSIG(status)
+        if number not in (signal.SIGKILL, signal.SIGSTOP):  # of those nobody can take a handler away
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
 def kill(pids: Iterable[int], number: int) -> None:
@@ -137,8 +150,12 @@ def below(root: int) -> list[int]:
     """All processes that descend from `root`, without it. Linux only; elsewhere nobody."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        if (fields := _stat(int(entry.name))) is not None:
-            children.setdefault(int(fields[_PARENT]), []).append(int(entry.name))
+        try:
+            # The name, in parentheses, may hold anything; state and parent follow (proc_pid_stat(5)).
+            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(entry.name))
     found: list[int] = []
     waiting = [root]
     while waiting:
@@ -146,17 +163,6 @@ def below(root: int) -> list[int]:
         found += below_one
         waiting += below_one
     return found
-
-
-def begun(pids: Iterable[int]) -> dict[int, int]:
-    """Processes by pid, with the moment that each began: a pid that is used again has another."""
-    return {pid: int(fields[_BEGUN]) for pid in pids if (fields := _stat(pid)) is not None}
-
-
-def still(known: Mapping[int, int]) -> set[int]:
-    """Those of `begun` that run, and all below them."""
-    running = {pid for pid, moment in begun(known).items() if moment == known[pid] and not _is_dead(pid)}
-    return running.union(*(below(pid) for pid in running))
 
 
 def marked(mark: str) -> set[int]:
@@ -172,30 +178,13 @@ def marked(mark: str) -> set[int]:
     return found
 
 
-def _stat(pid: int) -> list[bytes] | None:
-    """Fields of /proc/PID/stat from the state on; None for a process that is gone."""
-    try:
-        # The name, in parentheses, may hold anything.
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-
-
-def _is_dead(pid: int) -> bool:
-    """Whether a process has ended and only waits to be collected."""
-    fields = _stat(pid)
-    return fields is None or fields[0] in (b"Z", b"X")
-
-
-def _end_like(status: int) -> None:
-    if os.WIFSIGNALED(status):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the server's core, if any, is the one of interest
-        number = os.WTERMSIG(status)
-        if number not in (signal.SIGKILL, signal.SIGSTOP):  # of those nobody can take a handler away
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+def kill_left(mark: str) -> None:
+    """Kills what is left of a start whose reaper was killed: returns when it is gone, or after seconds."""
+    deadline = time.monotonic() + _KILL_LEFT_S
+    while time.monotonic() < deadline and (left := marked(mark)):
+        kill(left, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[1:])

@@ -1,0 +1,408 @@
+"""Generations that outlive a cut: new weights, a pause, an abort at the server, a move to another replica.
+
+The ids are the state: prompt ids and what was sampled so far are the prompt of the next piece, on any replica
+and under any weights. So nothing that was paid for is thrown away, and every token keeps the log-prob and the
+policy version it was sampled with. `PartialCompletion` is that state; the pool uses it for moves and dead
+replicas, `ContinuingEngine` for new weights and pauses:
+
+    waiting --> in the engine --> ended by itself, or aborted by its caller          --> answered
+       ^             |
+       +---- cut ----+  `continue`: with the tokens it has; `restart`: with none; `abort`: --> answered
+
+An update closes the engine to new requests, aborts what is inside, waits until all of it has left, loads, and
+opens again. So no request has tokens of two versions without a fresh prompt in between, and the log-probs of
+every token are those of a forward pass under the version that it is stamped with.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rollstream.aio import Backoff
+from rollstream.engine.base import (
+    Capabilities,
+    ChatEngine,
+    ChatPrompt,
+    Engine,
+    EngineLoad,
+    HasReplicas,
+    ReportsLoad,
+)
+from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
+from rollstream.trajectory import Completion, FinishReason, SamplingParams
+
+_LOG = logging.getLogger(__name__)
+
+OnUpdate = Literal["continue", "restart", "abort"]
+"""What becomes of a generation that is cut off."""
+
+_DRAIN_S = 60.0
+"""For what is in the engine to end after an abort: a step of the model, or a round trip; more when the CPU is
+taken. An engine that needs longer is not going to."""
+
+_ABORT_AGAIN_S = 1.0
+"""An abort that arrives while a request is on its way (from one replica to another) may miss it."""
+
+_FIRST_PAUSE_S, _PAUSE_S_MAX = 0.05, 1.0
+"""Before a request that was cut off without a new token is sent again: an engine that ends all it is given must
+not be asked in a hot loop, and one that is back should be used soon."""
+
+_NO_PROGRESS_MAX = 64
+"""Cuts in a row without a new token: about a minute with the pauses."""
+
+
+class PartialCompletion:
+    """What a request has so far, and what is still to be asked for.
+
+    Args:
+        prompt_ids: of the request; not changed.
+        sampling: of the request.
+    """
+
+    def __init__(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
+        self._prompt_ids = prompt_ids
+        self._sampling = sampling
+        self._ids: list[int] = []
+        self._logprobs: list[float] | None = [] if sampling.logprobs else None
+        self._versions: list[tuple[int, int]] = []
+        self._cached: int | None = None
+
+    def __len__(self) -> int:
+        """Sampled tokens so far."""
+        return len(self._ids)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another piece can follow what there is, see `SamplingParams.can_be_continued`."""
+        return not self._ids or self._sampling.can_be_continued
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has all the tokens that were asked for."""
+        return len(self._ids) >= self._sampling.max_tokens
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Prompt of the next piece. The request's own list before the first token."""
+        return self._prompt_ids + self._ids if self._ids else self._prompt_ids
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How to sample the next piece: what is left of `max_tokens`, and a seed of its own.
+
+        A piece with the seed of the one before it would draw the same random numbers once more.
+        """
+        if not self._ids:
+            return self._sampling
+        seed = self._sampling.seed
+        if seed is not None:
+            digest = hashlib.blake2b(f"{seed}:piece:{len(self._ids)}".encode(), digest_size=4).digest()
+            seed = int.from_bytes(digest, "little") >> 1
+        return replace(self._sampling, max_tokens=self._sampling.max_tokens - len(self._ids), seed=seed)
+
+    def add(self, piece: Completion) -> None:
+        """Appends what an engine sampled.
+
+        Raises:
+            ValueError: log-probs were asked for, and there is not one for each id.
+        """
+        start, count = len(self._ids), len(piece.token_ids)
+        if self._logprobs is not None:
+            given = piece.logprobs or []
+            if len(given) != count:
+                raise ValueError(f"{count} sampled ids came with {len(given)} log-probs")
+            self._logprobs += given
+        self._ids += piece.token_ids
+        if count:
+            for offset, version in piece.policy_versions:
+                # A run without tokens, at the end, says nothing: the next piece begins there.
+                if offset < count and (not self._versions or self._versions[-1][1] != version):
+                    self._versions.append((start + offset, version))
+        if self._cached is None:
+            self._cached = piece.cached_prompt_tokens
+
+    def clear(self) -> None:
+        """Forgets what there is: the request begins anew."""
+        self._ids, self._versions, self._cached = [], [], None
+        self._logprobs = [] if self._sampling.logprobs else None
+
+    def finish(self, piece: Completion) -> Completion:
+        """The whole, ended by `piece` and for its reason; `piece` itself when it is the only one."""
+        if not self._ids:
+            return piece
+        self.add(piece)
+        return self.result(piece.finish_reason)
+
+    def result(self, finish_reason: FinishReason) -> Completion:
+        """What there is, as a completion."""
+        return Completion(
+            token_ids=list(self._ids),
+            logprobs=None if self._logprobs is None else list(self._logprobs),
+            finish_reason=finish_reason,
+            policy_versions=list(self._versions) or [(0, 0)],
+            cached_prompt_tokens=self._cached or 0,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    request_id: str
+    partial: PartialCompletion
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a reason to wait may have gone."""
+    aborted: bool = False
+    """By its caller, who wants what there is."""
+    cut_by_update: bool = False
+    """Aborted by an update, since it was last sent."""
+    weights: int | None = None
+    """Which weights the engine had when it was last sent, if the engine says so."""
+    longest: int = 0
+    """Tokens it has had at once: more than that is progress."""
+    backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _PAUSE_S_MAX))
+    """Counts cuts in a row without progress."""
+    no_progress_since: float = 0.0
+
+
+class ContinuingEngine:
+    """Wraps an engine: `update_weights` may be called while requests are in flight.
+
+    A cut is a completion with finish reason `abort` that the caller did not ask for. What becomes of its tokens
+    is up to `on_update`:
+
+    - `continue`: they stay, each with its log-prob and version; the request goes on after them. Requests that
+      cannot be continued (`SamplingParams.can_be_continued`) begin anew. So do those with a seed, unless it was
+      for new weights: the same seed and weights must give the same tokens.
+    - `restart`: they are dropped and the request begins anew.
+    - `abort`: the caller gets them, with finish reason `abort`. Without any, the request begins anew.
+
+    This is about one generation: earlier turns of a rollout keep the tokens and versions that they have.
+
+    What a request has is lost when the engine goes away (or fails) before its end: the error goes to the
+    caller, who begins anew.
+
+    Args:
+        engine: what generates; started, updated and closed through this one.
+        on_update: see above.
+    """
+
+    def __init__(self, engine: Engine, *, on_update: OnUpdate = "continue") -> None:
+        self._engine = engine
+        self._on_update = on_update
+        self._weights_inside = _weights_reader(engine)
+        self._requests: dict[str, _Request] = {}
+        self._inside: set[_Request] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._is_open = True
+        self._updating = asyncio.Lock()
+        self._closed = False
+        self._version = 0
+        self._progress_at = float("-inf")
+
+    @property
+    def engine(self) -> Engine:
+        """The one inside."""
+        return self._engine
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._engine.capabilities
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        images: list[object] | None = None,
+    ) -> Completion:
+        """See `Engine.generate`; the completion may have several policy versions.
+
+        Raises:
+            TransientEngineError: also when the engine ends this request again and again without a token, and
+                others go on; `EngineUnavailableError` when none goes on.
+        """
+        request = _Request(request_id, PartialCompletion(prompt_ids, sampling))
+        self._requests[request_id] = request
+        try:
+            while True:
+                await self._wait(request, until=lambda: self._is_open)
+                if self._closed:
+                    raise EngineUnavailableError("the engine is closed")
+                if request.aborted:
+                    return self._what_there_is(request)
+                piece = await self._send(request, images)
+                if piece.finish_reason != "abort" or request.aborted:
+                    return request.partial.finish(piece)
+                if self._on_update == "abort" and (piece.token_ids or len(request.partial)):
+                    return request.partial.finish(piece)
+                is_longer = self._keep(request, piece)
+                if request.partial.is_full:
+                    return request.partial.result("length")
+                if not (is_longer or request.cut_by_update):
+                    await self._pause_without_progress(request)
+        finally:
+            if self._requests.get(request_id) is request:
+                del self._requests[request_id]
+
+    async def chat(self, prompt: ChatPrompt, sampling: SamplingParams, *, request_id: str) -> Completion:
+        """See `ChatEngine.chat`; goes to the engine as it is: one that speaks messages updates no weights."""
+        if not isinstance(self._engine, ChatEngine):
+            raise EngineError("this engine takes token ids: ask `generate`")
+        return await self._engine.chat(prompt, sampling, request_id=request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """See `Engine.abort`; its `generate` returns what was sampled over all pieces."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.aborted = True
+            request.wake.set()
+        if request is None or request in self._inside:
+            await self._engine.abort(request_id)
+
+    async def update_weights(self, source: str, version: int) -> None:
+        """Loads other weights; one update at a time, in the order of the calls.
+
+        Requests that arrive meanwhile wait. Cancelling this while the engine loads is left to the engine.
+
+        Raises:
+            EngineError: the engine's, or it does not let go of its requests. The old weights stand then, and
+                what was cut off goes on with them.
+        """
+        async with self._updating:
+            if self._closed:
+                raise EngineUnavailableError("the engine is closed")
+            self._is_open = False
+            try:
+                await self._drain()
+                await self._engine.update_weights(source, version)
+                _LOG.info("weights of version %d, from %s; before it was %d", version, source, self._version)
+                self._version = version
+            finally:
+                self._is_open = True
+                self._wake_all()
+
+    async def load(self) -> EngineLoad | None:
+        """The engine's, if it says it."""
+        return await self._engine.load() if isinstance(self._engine, ReportsLoad) else None
+
+    def replica_counts(self) -> tuple[int, int] | None:
+        """The engine's, if it has replicas."""
+        return self._engine.replica_counts() if isinstance(self._engine, HasReplicas) else None
+
+    async def health(self) -> bool:
+        return await self._engine.health()
+
+    async def close(self) -> None:
+        self._closed = True
+        self._wake_all()
+        await self._engine.close()
+
+    async def _send(self, request: _Request, images: list[object] | None) -> Completion:
+        """Asks the engine for the next piece. Nothing else can happen between the wait and the engine."""
+        request.cut_by_update, request.weights = False, self._weights_inside()
+        self._inside.add(request)
+        self._empty.clear()
+        try:
+            piece = await self._engine.generate(
+                request.partial.prompt_ids,
+                request.partial.sampling,
+                request_id=request.request_id,
+                images=images,
+            )
+        finally:
+            self._inside.discard(request)
+            if not self._inside:
+                self._empty.set()
+        if piece.finish_reason != "abort":
+            self._progress_at = asyncio.get_running_loop().time()
+        return piece
+
+    def _keep(self, request: _Request, piece: Completion) -> bool:
+        """Takes a piece that was cut off. Returns whether the request has more tokens than ever before."""
+        partial = request.partial
+        length = len(partial) + len(piece.token_ids)
+        if self._on_update != "restart":
+            partial.add(piece)
+            # The same seed and weights must give the same tokens, whoever paused a server meanwhile.
+            has_new_weights = request.cut_by_update or self._weights_inside() != request.weights
+            must_repeat = partial.sampling.seed is not None and not has_new_weights
+            if must_repeat or not partial.can_go_on:
+                partial.clear()
+        if length <= request.longest:
+            return False
+        request.longest = length
+        request.backoff.reset()
+        self._progress_at = asyncio.get_running_loop().time()
+        return True
+
+    async def _pause_without_progress(self, request: _Request) -> None:
+        """Pauses; raises when the request was cut off too often in a row without a new token."""
+        backoff = request.backoff
+        cuts = backoff.failures + 1
+        if cuts == 1:
+            request.no_progress_since = asyncio.get_running_loop().time()
+        elif cuts >= _NO_PROGRESS_MAX:
+            what = f"the engine ended request {request.request_id!r} {cuts} times without a token"
+            if self._progress_at > request.no_progress_since:
+                raise TransientEngineError(f"{what}, while others go on")
+            raise EngineUnavailableError(f"{what}, and no other one has got any: is it paused?")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(backoff.pause()):
+                await self._wait(request, until=lambda: False)
+
+    async def _wait(self, request: _Request, until: Callable[[], bool]) -> None:
+        """Returns when `until` holds, the caller aborts, or the engine is closed."""
+        while not (until() or request.aborted or self._closed):
+            request.wake.clear()
+            await request.wake.wait()
+
+    def _what_there_is(self, request: _Request) -> Completion:
+        completion = request.partial.result("abort")
+        if len(request.partial):
+            return completion
+        return replace(completion, policy_versions=[(0, self._version)])
+
+    async def _drain(self) -> None:
+        """Aborts what is in the engine and returns when it has left it."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + _DRAIN_S
+        while self._inside:
+            if loop.time() > give_up_at:
+                raise EngineError(
+                    f"{len(self._inside)} requests did not end within {_DRAIN_S:g} s of their abort; "
+                    "the old weights stay"
+                )
+            inside = list(self._inside)
+            for request in inside:
+                request.cut_by_update = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(give_up_at):
+                    await asyncio.gather(*(self._engine.abort(request.request_id) for request in inside))
+                    async with asyncio.timeout(_ABORT_AGAIN_S):
+                        await self._empty.wait()
+        if self._closed:
+            raise EngineUnavailableError("the engine was closed while it was updated")
+
+    def _wake_all(self) -> None:
+        for request in self._requests.values():
+            request.wake.set()
+
+
+def _weights_reader(engine: Engine) -> Callable[[], int | None]:
+    """What says which weights an engine in this process has: whoever owns the model may change them beside us.
+
+    It gives a number that differs for other weights: their version, unless the engine counts every change (an
+    owner may change them several times in one version). None of a server.
+    """
+    for name in ("weight_changes", "version"):
+        if hasattr(engine, name):
+            return lambda: getattr(engine, name)
+    return lambda: None

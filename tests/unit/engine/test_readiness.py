@@ -1,0 +1,304 @@
+"""Replicas that come, go, and miss updates: nothing is generated with any but the wanted weights."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from rollstream.engine import pool, readiness
+from rollstream.engine.continuation import ContinuingEngine
+from rollstream.engine.pool import PoolEngine
+from rollstream.engine.readiness import LoadResult, WeightTracker
+from rollstream.engine.replica import INITIAL_WEIGHTS, Weights, WeightsLostError
+from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
+from rollstream.trajectory import SamplingParams
+from tests.support.replicas import CAPABILITIES, FakeReplica
+
+NAMES = ("a", "b", "c")
+RESULTS: tuple[LoadResult, ...] = ("loaded", "refused", "unknown", "not asked")
+
+
+class Tracker(RuleBasedStateMachine):
+    """Beside the tracker there is the truth: what the tracker lets work must hold the wanted weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = WeightTracker()
+        self.truth = dict.fromkeys(NAMES, INITIAL_WEIGHTS)
+        self.versions = 0
+
+    @rule(results=st.tuples(*(st.sampled_from(RESULTS) for _ in NAMES)), arrived=st.booleans())
+    def update(self, results: tuple[LoadResult, ...], arrived: bool) -> None:
+        self.versions += 1
+        weights = Weights(f"/step{self.versions}", self.versions)
+        before, given = self.tracker.wanted, dict(zip(NAMES, results, strict=True))
+        for name, result in given.items():
+            if result == "loaded" or (result == "unknown" and arrived):
+                self.truth[name] = weights
+        self.tracker.settle(weights, given)
+        assert self.tracker.wanted == (weights if "loaded" in results else before)
+
+    @rule(name=st.sampled_from(NAMES))
+    def restart(self, name: str) -> None:
+        self.truth[name] = INITIAL_WEIGHTS
+        self.tracker.lost(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def load(self, name: str) -> None:
+        if self.tracker.needs_load(name) and self.tracker.wanted != INITIAL_WEIGHTS:
+            self.truth[name] = self.tracker.wanted
+            self.tracker.record(name, self.tracker.wanted)
+            assert not self.tracker.needs_load(name)
+
+    @invariant()
+    def nobody_works_with_other_weights(self) -> None:
+        working = [name for name in NAMES if not self.tracker.needs_load(name)]
+        assert all(self.truth[name] == self.tracker.wanted for name in working)
+
+
+class TestTracker(Tracker.TestCase):  # type: ignore[name-defined,misc]
+    pass
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_TICK_S", 0.01)
+    monkeypatch.setattr(pool, "_TRY_WAIT_S", 0.05)
+    monkeypatch.setattr(readiness, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(readiness, "_PAUSE_S_MAX", 0.1)
+
+
+@pytest.fixture
+def a() -> FakeReplica:
+    return FakeReplica("a")
+
+
+@pytest.fixture
+def b() -> FakeReplica:
+    return FakeReplica("b")
+
+
+@pytest.fixture
+async def engine(a: FakeReplica, b: FakeReplica) -> AsyncIterator[PoolEngine]:
+    async with asyncio.timeout(30):
+        one = PoolEngine([a, b], kwargs={"probe_after": 0.05})
+        await one.start()
+        yield one
+        await one.close()
+
+
+async def eventually(check: Callable[[], bool], within: float = 10.0) -> None:
+    async with asyncio.timeout(within):
+        while not check():
+            await asyncio.sleep(0.002)
+
+
+async def versions(engine: PoolEngine | ContinuingEngine, count: int = 8) -> set[int]:
+    """The weights that some requests are answered with."""
+    sampling = SamplingParams(max_tokens=1)
+    requests = (engine.generate([1], sampling, request_id=f"{n}") for n in range(count))
+    return {one.policy_versions[0][1] for one in await asyncio.gather(*requests)}
+
+
+async def test_a_replica_that_missed_an_update_loads_it_once_before_it_works(
+    engine: PoolEngine, b: FakeReplica
+) -> None:
+    b.load_errors = [TransientEngineError("disk full")] * 3
+    await engine.update_weights("/1", 1)
+    assert engine.ready == ["a"]
+    while not b.served:
+        assert await versions(engine) == {1}
+    assert b.loads == [1] * 4
+
+
+async def test_a_restarted_replica_loads_the_weights_again(engine: PoolEngine, a: FakeReplica) -> None:
+    await engine.update_weights("/1", 1)
+    a.restart()  # without a connection being lost: only its answer shows it
+    assert await versions(engine) == {1}
+    await eventually(lambda: len(engine.ready) == 2)
+    assert (a.version, a.loads) == (1, [1, 1])
+
+
+async def test_before_the_first_update_versions_are_whatever_the_servers_say(
+    engine: PoolEngine, a: FakeReplica, b: FakeReplica
+) -> None:
+    a.version = b.version = 7  # somebody else updates them
+    assert await versions(engine) == {7}
+    a.restart()
+    await versions(engine)
+    assert (a.loads, b.loads) == ([], [])
+
+
+async def test_no_replica_could_load(engine: PoolEngine, a: FakeReplica, b: FakeReplica) -> None:
+    await engine.update_weights("/1", 1)
+    a.load_errors, b.load_errors = [EngineError("no such folder")], [EngineError("no such folder")]
+    with pytest.raises(EngineError, match=r"none of 2 replicas could load /2 .*no such folder"):
+        await engine.update_weights("/2", 2)
+    assert await versions(engine) == {1}
+    a.load_errors, b.load_errors = [WeightsLostError("halfway")], [TransientEngineError("cut off")]
+    with pytest.raises(EngineError, match="halfway"):
+        await engine.update_weights("/2", 2)
+    await eventually(lambda: len(engine.ready) == 2)  # both loaded the old ones again
+    assert await versions(engine) == {1}
+    a.away = b.away = True
+    with pytest.raises(EngineUnavailableError, match="no server is there to load weights"):
+        await engine.update_weights("/2", 2)
+
+
+async def test_weights_lost_before_any_others_were_named(engine: PoolEngine, b: FakeReplica) -> None:
+    engine_error = WeightsLostError("out of memory")
+    b.load_errors = [engine_error]
+    await engine.remove_replica("a")
+    with pytest.raises(EngineError, match="out of memory"):
+        await engine.update_weights("/1", 1)
+    with pytest.raises(EngineUnavailableError, match="nobody knows which it has: update again"):
+        await versions(engine, 1)
+    await engine.update_weights("/1", 1)
+    assert await versions(engine) == {1}
+
+
+async def test_a_replica_that_a_failed_update_paused_is_asked_by_the_next(a: FakeReplica) -> None:
+    engine = PoolEngine([a])
+    await engine.start()
+    a.paused, a.load_errors = True, [WeightsLostError("no space")]
+    with pytest.raises(EngineError, match="no space"):
+        await engine.update_weights("/1", 1)
+    assert not await engine.health()
+    await engine.update_weights("/2", 2)
+    assert await versions(engine) == {2}
+    await engine.close()
+
+
+async def test_requests_wait_for_an_update_and_updates_for_each_other(
+    engine: PoolEngine, a: FakeReplica, b: FakeReplica
+) -> None:
+    a.gate.clear()
+    first = asyncio.create_task(engine.update_weights("/1", 1))
+    await eventually(lambda: a.loading == 1)
+    second = asyncio.create_task(engine.update_weights("/2", 2))
+    asked = asyncio.create_task(versions(engine))
+    first.cancel()  # takes effect at its end
+    await asyncio.sleep(0)
+    assert (a.served, b.served, a.loads) == (0, 0, [1])
+    a.gate.set()
+    await second
+    assert 0 not in await asked  # they may go in between the two
+    assert first.cancelled() and (a.version, a.cut_off_loads) == (2, 0)
+
+
+async def test_an_update_and_a_request_do_not_wait_for_a_load_of_before(
+    engine: PoolEngine, a: FakeReplica, b: FakeReplica
+) -> None:
+    b.load_errors = [TransientEngineError("busy")]
+    b.deaf_while_loading = True
+    await engine.update_weights("/1", 1)
+    b.gate.clear()
+    await eventually(lambda: b.loading == 1)
+    assert engine.is_loading("b") and not engine.is_loading("a")
+    assert await versions(engine) == {1}
+    await asyncio.wait_for(engine.update_weights("/2", 2), 5)
+    assert await versions(engine) == {2}
+    a.away = True
+    with pytest.raises(EngineUnavailableError):  # nobody waits for a load, which may take minutes
+        await versions(engine, 1)
+    b.gate.set()
+    await eventually(lambda: engine.ready == ["b"])
+    assert await versions(engine) == {2}
+    assert (b.loads, b.cut_off_loads) == ([1, 1, 2], 0)
+
+
+async def test_health_tries_what_is_not_ready(engine: PoolEngine, a: FakeReplica, b: FakeReplica) -> None:
+    await engine.update_weights("/1", 1)
+    a.away = b.away = True
+    with pytest.raises(EngineUnavailableError, match="a is away"):
+        await versions(engine, 1)
+    assert not await engine.health()
+    a.restart()
+    assert await engine.health()
+    assert await versions(engine) == {1}
+
+
+async def test_a_replica_that_comes_back_as_another_gets_no_work(
+    engine: PoolEngine, b: FakeReplica, caplog: pytest.LogCaptureFixture
+) -> None:
+    b.away = True
+    await versions(engine)
+    b.away, b.served, b.capabilities = False, 0, replace(CAPABILITIES, logprobs="processed", seeds=False)
+    before = b.described
+    await eventually(lambda: b.described > before + 2)
+    assert await versions(engine) == {0} and b.served == 0
+    assert caplog.text.count("log-probs of another kind (processed, not raw), no seeds") == 1
+    b.capabilities = CAPABILITIES
+    await eventually(lambda: len(engine.ready) == 2)
+
+
+async def test_a_replica_that_answers_questions_but_no_requests_is_not_asked_in_a_hot_loop(
+    engine: PoolEngine, b: FakeReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "_FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(readiness, "_PAUSE_S_MAX", 1000.0)
+    late = FakeReplica("c", drops=True)
+    await engine.add_replica(late)
+    for _ in range(20):
+        assert await versions(engine) == {0}
+    assert late.described == 1  # the next try follows a pause
+
+
+async def test_a_hanging_replica_lets_its_requests_go_and_keeps_no_update(
+    engine: PoolEngine, a: FakeReplica, b: FakeReplica
+) -> None:
+    b.hangs = True
+    assert await versions(engine) == {0}
+    assert engine.ready == ["a"] and a.served == 8
+    await asyncio.wait_for(engine.update_weights("/1", 1), 5)
+    assert b.loads == []
+    b.hangs = False
+    await eventually(lambda: len(engine.ready) == 2)
+    assert (await versions(engine), b.loads) == ({1}, [1])
+
+
+async def test_an_update_does_not_wait_for_a_server_that_ends_nothing(
+    a: FakeReplica, b: FakeReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_ABORT_TIMEOUT_S", 0.05)
+    inner = PoolEngine([a, b], kwargs={"probe_after": 0})
+    await inner.start()
+    engine = ContinuingEngine(inner)
+    b.hangs = True
+    asked = asyncio.create_task(versions(engine))
+    await eventually(lambda: b.in_flight == 4 and a.served == 4)
+    await asyncio.wait_for(engine.update_weights("/1", 1), 5)
+    assert await asyncio.wait_for(asked, 5) == {0, 1}
+    await inner.close()
+
+
+async def test_closing_waits_for_a_load_but_not_for_ever(
+    engine: PoolEngine, b: FakeReplica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(readiness, "_CLOSE_WAIT_S", 0.05)
+    b.load_errors = [TransientEngineError("busy")]
+    await engine.update_weights("/1", 1)
+    b.gate.clear()
+    await eventually(lambda: b.loading == 1)
+    await asyncio.wait_for(engine.close(), 5)
+    await eventually(lambda: b.cut_off_loads == 1)
+    assert "still loads weights, and is left alone" in caplog.text
+
+
+async def test_an_unexpected_error_is_said_and_tried_again(
+    engine: PoolEngine, b: FakeReplica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken() -> None:
+        raise KeyError("a mistake")
+
+    describe = b.describe
+    b.away = True
+    monkeypatch.setattr(b, "describe", broken)
+    await versions(engine)
+    await eventually(lambda: "b cannot be made ready" in caplog.text)
+    monkeypatch.setattr(b, "describe", describe)
+    b.away = False
+    await eventually(lambda: len(engine.ready) == 2)

@@ -1,0 +1,106 @@
+"""The reaper: what it runs, and all that this started, end with it, and it ends like what it runs."""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from rollstream.engine import reaper
+from tests.support.processes import are_gone, command_line, holds_within
+
+FAMILY = """
+import os, subprocess, sys, time
+from pathlib import Path
+here = Path(sys.argv[1])
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({!r}, 'w'); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", deaf.format(str(here / "child"))])
+# A session of its own, and its parent ends at once.
+subprocess.Popen(["sh", "-c", 'setsid "$0" -c "$1" &', sys.executable, deaf.format(str(here / "daemon"))])
+while not all((here / name).exists() for name in ("child", "daemon")):
+    time.sleep(0.01)
+(here / "ready").touch()
+time.sleep(600)
+"""
+
+
+def reaped(*command: str, mark: str = "") -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        reaper.reaped(command),
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, reaper.MARK: mark},
+    )
+
+
+def family(folder: Path, mark: str = "") -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A reaper over a server with a child and a daemon that ignore SIGTERM; all below it."""
+    process = reaped(sys.executable, "-c", FAMILY, str(folder), mark=mark)
+    assert holds_within(60, lambda: (folder / "ready").exists() or process.poll() is not None)
+    members = reaper.below(process.pid)
+    assert len(members) >= 3
+    return process, members
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [("exit 0", 0), ("exit 3", 3), ("kill -SEGV $$", -signal.SIGSEGV), ("kill -KILL $$", -signal.SIGKILL)],
+)
+def test_it_ends_like_its_command(script: str, status: int) -> None:
+    process = reaped("sh", "-c", script)
+    assert process.wait(20) == status
+    process.communicate()
+
+
+def test_a_command_that_is_not_there_is_said() -> None:
+    process = reaped("/no/such/program")
+    assert process.wait(20) == 127
+    assert process.communicate()[1] == b"cannot run /no/such/program: No such file or directory\n"
+
+
+@pytest.mark.parametrize("how", ["input", "sigterm"])
+def test_nothing_below_it_is_left_when_it_is_told_to_stop(tmp_path: Path, how: str) -> None:
+    process, members = family(tmp_path)
+    assert process.stdin is not None
+    if how == "input":
+        process.stdin.close()
+    else:
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(reaper.GRACE_S + 10) == 0
+    assert are_gone(members)
+
+
+def test_what_a_dead_server_leaves_behind_goes(tmp_path: Path) -> None:
+    process, members = family(tmp_path)
+    os.kill(next(pid for pid in members if "(here / name)" in command_line(pid)), signal.SIGKILL)
+    assert process.wait(20) == -signal.SIGKILL
+    assert are_gone(members)
+
+
+def test_the_command_goes_with_the_reaper_and_the_rest_is_found_by_its_mark(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    process, members = family(tmp_path, mark)
+    process.kill()
+    process.wait()
+    reaper.kill_left(mark)
+    assert are_gone(members)
+
+
+def ignored_signals() -> int:
+    """Of this process: Python ignores SIGPIPE and SIGXFSZ, and its parent may have ignored others."""
+    return int(Path("/proc/self/status").read_text().split("SigIgn:")[1].split()[0], 16)
+
+
+def test_the_command_has_ordinary_signals_and_no_input() -> None:
+    code = (
+        "import signal, sys; assert sys.stdin.read() == ''; "
+        "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL; "
+        "ignored = int(open('/proc/self/status').read().split('SigIgn:')[1].split()[0], 16); "
+        f"assert ignored == {ignored_signals():#x}, hex(ignored)"
+    )
+    process = reaped(sys.executable, "-c", code)
+    assert process.wait(20) == 0, process.communicate()
