@@ -59,8 +59,8 @@ def _run(
     if options.help_config:
         out.write(Path(rollstream.config.__file__).with_name("generation.yaml").read_text())
         return 0
-    files = [options.config] if options.config is not None else []
-    config = compose(options.overrides, layers=[*layers, *files])
+    log_to_console(err, "warning")
+    config = compose(options.overrides, layers=[*layers, *options.config])
     settings = to_settings(config)
     if options.show_config:
         out.write(_json(OmegaConf.to_container(config, resolve=True)) if options.json else to_yaml(config))

@@ -14,7 +14,7 @@ import orjson
 from omegaconf import DictConfig, OmegaConf
 
 import rollstream
-from rollstream.config.load import to_settings, to_yaml
+from rollstream.config.load import to_settings, to_stored_yaml
 from rollstream.data.overlong import OverlongCount, filter_overlong
 from rollstream.data.prompts import KnownDataset, PromptDataset, load_prompts
 from rollstream.data.task_cache import resolve_tasks_into_config
@@ -77,8 +77,8 @@ class Prepared(RolloutSetup):
 
     @property
     def config_yaml(self) -> str:
-        """The resolved configuration, usable as input again."""
-        return to_yaml(self.config)
+        """The resolved configuration, usable as input again from any folder."""
+        return to_stored_yaml(self.config)
 
     async def prepare_reward(self) -> None:
         """Imports what the first row's rule needs. Raises `ConfigError` when a package is missing."""
