@@ -74,6 +74,11 @@ _RAY_CALLS_IT = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 _SHOWN = 12
 """Left out keys named in a note."""
 
+_IN_ENGLISH = {
+    **{"int": "an integer", "float": "a number", "str": "a text", "bool": "true or false"},
+    **{"array": "a list", "object": "a mapping"},
+}
+
 _SIMPLE_WORD = re.compile(r"(?:\+\+?)?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 _COMPOSING = threading.Lock()
@@ -139,7 +144,7 @@ def _checked(config: DictConfig | Mapping[str, Any]) -> tuple[Settings | None, l
         except OmegaConfBaseException as error:
             return None, [f"configuration cannot be resolved: {_first_line(error)}"]
     problems: list[str] = []
-    settings = _read(Settings, tree, "", problems)
+    settings = read_value(Settings, tree, "", problems)
     if not problems:
         problems = list(_conflicts(settings))
     return (None if problems else settings), problems
@@ -400,8 +405,11 @@ def _absolute(path: Any, *, always: bool) -> Any:
     return str(found.absolute()) if always or found.exists() else path
 
 
-def _read(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
-    """A value as its type; `problems` gets what does not fit, and then what is returned is of no use."""
+def read_value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
+    """A value as its type; `problems` gets what does not fit, and then what is returned is of no use.
+
+    Types are what msgspec converts, dataclasses of such, and typed dicts of options.
+    """
     if path in _MAY_HOLD_SECRETS and (secret := find_secret(value, path)) is not None:
         # Before any other message, which would show it.
         problems.append(
@@ -423,7 +431,7 @@ def _read(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
             problems.append(f"unknown key '{below}{key}'{takes}" if takes else _unknown(f"{below}{key}"))
         given = value if is_typeddict(kind) else dict.fromkeys(hints) | dict(value)
         fields = {
-            name: _read(hints[name], given[name], f"{below}{name}", problems)
+            name: read_value(hints[name], given[name], f"{below}{name}", problems)
             for name in hints
             if name in given
         }
@@ -455,7 +463,8 @@ def _described(kind: Any, message: str, value: Any) -> str:
     for sign, words in ((">= ", "at least"), ("<= ", "at most"), ("> ", "above"), ("< ", "below")):
         if sign in expected:
             return f"must be {words} {float(expected.rpartition(sign)[2]):g} (it is {value!r})"
-    return f"must be {expected.replace(' | ', ' or ')} (it is {value!r})"
+    kinds = " or ".join(_IN_ENGLISH.get(one, one) for one in expected.split(" | "))
+    return f"must be {kinds} (it is {value!r})"
 
 
 def _read_override(text: str) -> tuple[str, Any]:

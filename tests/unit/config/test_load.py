@@ -41,7 +41,10 @@ def test_overrides_in_hydras_grammar() -> None:
         ("response_length=3", "did you mean 'actor_rollout_ref.rollout.response_length'"),
         ("generation.save_batch_size=0", r"save_batch_size must be at least 1 \(it is 0\)"),
         ("actor_rollout_ref.rollout.n=0", r"rollout\.n must be at least 1"),
-        ("actor_rollout_ref.rollout.n=two", r"actor_rollout_ref\.rollout\.n must be int \(it is 'two'\)"),
+        (
+            "actor_rollout_ref.rollout.n=two",
+            r"actor_rollout_ref\.rollout\.n must be an integer \(it is 'two'\)",
+        ),
         ("actor_rollout_ref.rollout.top_p=0", r"top_p must be above 0"),
         ("actor_rollout_ref.rollout.top_k=0", r"top_k must be -1 \(off\) or at least 1"),
         ("generation.resume=maybe", r"resume must be one of auto, never, extend \(it is 'maybe'\)$"),

@@ -14,7 +14,7 @@ from PIL import Image
 from rollstream.chat.images import load_image
 from rollstream.data.prompts import PromptDataset
 from rollstream.data.row import parse_row
-from rollstream.data.source import Concatenated, open_source
+from rollstream.data.sources import Concatenated, open_source
 from rollstream.data.values import BadRow
 from rollstream.errors import DataError
 from rollstream.trajectory import PromptRow

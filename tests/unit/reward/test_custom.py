@@ -194,7 +194,7 @@ async def test_what_it_returns_is_named(path: str) -> None:
 async def test_a_timeout_hurts_its_own_rollout_only(
     path: str, name: str, release: list[FunctionReward], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollstream.reward.calls.STUCK_AFTER", 0.05)
+    monkeypatch.setattr("rollstream.user_calls.STUCK_AFTER", 0.05)
     reward = load_reward(path, name, timeout=0.05, max_concurrency=1)
     release.append(reward)
     for _ in range(2):
@@ -234,7 +234,7 @@ def test_a_function_that_cannot_be_used(path: str, name: str, kwargs: dict[str, 
 
 
 def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"custom_reward_function\.path: no such file"):
+    with pytest.raises(ConfigError, match=r"custom_reward_function: no such file"):
         load_reward(str(tmp_path / "no.py"))
     bad = tmp_path / "bad.py"
     bad.write_text("import nothing_of_the_kind")
