@@ -27,7 +27,7 @@ import msgspec
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rollstream.config.settings import Settings
+from rollstream.config.settings import ArtifactName, Settings
 from rollstream.errors import ConfigError
 from rollstream.redaction import find_secret
 
@@ -57,10 +57,6 @@ _OF_EVERY_RENDERING = frozenset(
     {"conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
 )
 """Arguments of transformers' `apply_chat_template` that are not the template's, but say how it is used."""
-
-_TRUTH_WORDS = ("yes", "no", "on", "off", "true", "false")
-_ARTIFACT_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_.-]{1,128}")
-"""What W&B takes (source: `wandb.sdk.artifacts._validators`), but for bare numbers: they are slips."""
 
 _NEAR = 0.8
 """How alike (difflib's ratio) two last words must be for "did you mean"; the words before them less."""
@@ -175,13 +171,10 @@ def to_stored_yaml(config: DictConfig) -> str:
 
 def check_artifact_name(name: str, key: str) -> None:
     """Raises `ConfigError` for a name that W&B does not take; `key`: what was set to it."""
-    if name.lower() in _TRUTH_WORDS:
-        raise ConfigError(f"{key} is the text {name!r}: write true or false, or another name")
-    if not _ARTIFACT_NAME.fullmatch(name):
-        raise ConfigError(
-            f"{key}: an artifact's name is made of letters, digits, -, _ and ., at most 128, with a letter "
-            f"among them (it is {name!r})"
-        )
+    problems: list[str] = []
+    read_value(ArtifactName, name, key, problems)
+    if problems:
+        raise _as_one(problems)
 
 
 def _as_one(problems: Sequence[str]) -> ConfigError:
@@ -459,7 +452,10 @@ def _described(kind: Any, message: str, value: Any) -> str:
     if expected.endswith("of length >= 1"):
         return "must not be empty"
     if expected.startswith("str matching"):
-        return f"must be i/k, as in 0/4 (it is {value!r})"
+        wanted = [
+            meta.description for one in (kind, *get_args(kind)) for meta in getattr(one, "__metadata__", ())
+        ]
+        return f"must be {' or '.join(map(str, wanted))} (it is {value!r})"
     for sign, words in ((">= ", "at least"), ("<= ", "at most"), ("> ", "above"), ("< ", "below")):
         if sign in expected:
             return f"must be {words} {float(expected.rpartition(sign)[2]):g} (it is {value!r})"
@@ -528,11 +524,6 @@ def _conflicts(settings: Settings) -> Iterator[str]:
         )
     if (shard := generation.shard_of) is not None and shard[0] >= shard[1]:
         yield f"generation.shard must be i/k with 0 <= i < k, as in 0/4 (it is {generation.shard!r})"
-    if isinstance(generation.upload_artifact, str):
-        try:
-            check_artifact_name(generation.upload_artifact, "generation.upload_artifact")
-        except ConfigError as error:
-            yield str(error)
     if generation.export and not generation.final_merge:
         yield (
             f"generation.export=[{','.join(generation.export)}] is made of the merged artifact, which "

@@ -24,6 +24,15 @@ Delay = Annotated[float, Meta(ge=0, le=LARGEST)]
 Number = Annotated[int, Meta(ge=-(10**9), le=10**9)] | Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 AboveZeroShare = Annotated[float, Meta(gt=0, le=1)]
+ArtifactName = Annotated[
+    str,
+    Meta(
+        pattern=r"^(?!(?i:yes|no|on|off|true|false)$)(?=.*[A-Za-z])[A-Za-z0-9_.-]{1,128}$",
+        description="letters, digits, -, _ and ., at most 128, with a letter among them, and no yes or no",
+    ),
+]
+"""What W&B takes (source: `wandb.sdk.artifacts._validators`), but for what are slips: bare numbers, `yes`."""
+Shard = Annotated[str, Meta(pattern=r"^\d{1,9}/\d{1,9}$", description="i/k with 0 <= i < k, as in 0/4")]
 Amount = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, le=1e18)]
 """What a worker claims of a resource of Ray's."""
 
@@ -182,7 +191,7 @@ class GenerationSettings:
     """`generation`. Times in seconds."""
 
     resume: Literal["auto", "never", "extend"]
-    shard: Annotated[str, Meta(pattern=r"^\d{1,9}/\d{1,9}$")] | None
+    shard: Shard | None
     """`i/k`; see `shard_of`."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None
     executor: Literal["local", "ray", "verl"]
@@ -203,7 +212,7 @@ class GenerationSettings:
     export: list[Literal["jsonl", "dataproto"]]
     export_unscored: Literal["error", "keep", "drop"]
     """See `DataProtoOptions.unscored`."""
-    upload_artifact: bool | Text
+    upload_artifact: bool | ArtifactName
     """A text names the artifact."""
     metrics_port: Annotated[int, Meta(ge=0, le=65535)] | None
     grace_period: Delay

@@ -73,9 +73,9 @@ def test_overrides_in_hydras_grammar() -> None:
         ("generation.metrics_port=99999", "metrics_port must be at most 65535"),
         ("data.apply_chat_template_kwargs.tokenize=true", "tokenize is set by rollstream at every rendering"),
         ("generation.upload_artifact=5", "with a letter among them"),
-        ("generation.upload_artifact=yes", r"upload_artifact is the text 'yes': write true or false"),
+        ("generation.upload_artifact=yes", r"upload_artifact must be .* and no yes or no \(it is 'yes'\)"),
         ("generation.shard=4/4", r"shard must be i/k with 0 <= i < k"),
-        ("generation.shard=four", r"shard must be i/k, as in 0/4 \(it is 'four'\)"),
+        ("generation.shard=four", r"shard must be i/k with 0 <= i < k, as in 0/4 \(it is 'four'\)"),
         (
             "ray_kwargs.timeline_json_file=t.json",
             r"timeline_json_file is for generation\.executor=ray or verl",
