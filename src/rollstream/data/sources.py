@@ -15,11 +15,12 @@ import math
 import mmap
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -57,20 +58,29 @@ _SCAN_ROWS = 512
 """Arrow rows turned into Python objects at once by a scan."""
 
 
-class RowSource(Protocol):
-    """Rows by position, read when asked for. Safe to read from several threads."""
+class RowSource(ABC):
+    """Rows by position, read when asked for. Safe to read from several threads.
 
+    Args:
+        label: What messages call the data.
+        folder: Where relative paths in rows are taken from; None when there is no such folder.
+    """
+
+    def __init__(self, label: str, folder: Path | None = None) -> None:
+        self._label = label
+        self._folder = None if folder is None else folder.absolute()
+
+    @abstractmethod
     def __len__(self) -> int:
         """How many rows."""
-        ...
 
+    @abstractmethod
     def row(self, position: int) -> Row:
         """Reads one row, `0 <= position < len`; the caller may change it.
 
         Raises:
             BadRow: The row cannot be read.
         """
-        ...
 
     def scan(self) -> Iterator[Row | BadRow]:
         """Reads all rows in order, the fast way; a row that cannot be read comes as its error."""
@@ -82,17 +92,18 @@ class RowSource(Protocol):
 
     def location(self, position: int) -> str:
         """Where a row is, for people: `train.jsonl, row 17 (line 18)`. Rows count from 0, lines from 1."""
-        ...
+        return f"{self._label}, row {position}"
 
     def folder(self, position: int) -> Path | None:
         """The folder from which a row's relative paths are taken, absolute; None when there is none."""
-        ...
+        return self._folder
 
 
 class Concatenated(RowSource):
     """Several sources, one after the other; at least one."""
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
+        super().__init__("several")
         self._sources = list(sources)
         self._begins = [0, *itertools.accumulate(map(len, sources))]
 
@@ -129,15 +140,15 @@ class JsonLines(RowSource):
     Args:
         file: Open for reading, at its start; kept open as long as this object lives.
         label: What messages call the file.
-        folder: Where it lies; relative paths in rows are taken from there.
+        folder: Where it lies.
 
     Raises:
         DataError: The file holds one JSON array.
     """
 
     def __init__(self, file: BinaryIO, label: str, folder: Path | None = None) -> None:
-        self._file, self._label = file, label
-        self._folder = None if folder is None else folder.absolute()
+        super().__init__(label, folder)
+        self._file = file
         self._starts, self._blanks = array("q"), array("q")
         offset = len(b"\xef\xbb\xbf") if file.read(3) == b"\xef\xbb\xbf" else 0
         file.seek(offset)
@@ -170,10 +181,7 @@ class JsonLines(RowSource):
     def location(self, position: int) -> str:
         # From the offsets and not from the file, whose lines may have changed since.
         line = 1 + position + bisect.bisect_left(self._blanks, self._starts[position])
-        return f"{self._label}, row {position} (line {line})"
-
-    def folder(self, position: int) -> Path | None:
-        return self._folder
+        return f"{super().location(position)} (line {line})"
 
 
 _DIGITS_TO_ZERO = bytes.maketrans(b"0123456789", b"0000000000")
@@ -236,7 +244,7 @@ class ArrowRows(RowSource):
     Args:
         table: Its buffers are mapped, so holding it holds no memory.
         label: What messages call the data.
-        folder: Where the data lie; relative paths in rows are taken from there.
+        folder: Where the data lie.
         indices: Which row of the table each row is, as a Hugging Face dataset may store it; None is as they
             come.
     """
@@ -245,8 +253,8 @@ class ArrowRows(RowSource):
         self, table: pa.Table, label: str, folder: Path, indices: "np.ndarray[Any, Any] | None" = None
     ) -> None:
         names = [name for name in table.column_names if not name.startswith("__index_level_")]
-        self._table, self._label, self._folder = table.select(names), label, folder.absolute()
-        self._indices = indices
+        super().__init__(label, folder)
+        self._table, self._indices = table.select(names), indices
         stored = table.num_rows
         if indices is not None and len(indices) and not 0 <= indices.min() <= indices.max() < stored:
             raise DataError(f"{label}: its indices point outside its {stored} rows; save the dataset again")
@@ -275,12 +283,6 @@ class ArrowRows(RowSource):
                 except BadRow as error:
                     yield error
             begin += batch.num_rows
-
-    def location(self, position: int) -> str:
-        return f"{self._label}, row {position}"
-
-    def folder(self, position: int) -> Path | None:
-        return self._folder
 
     def _to_row(self, raw: Row) -> Row:
         for field in self._json_columns:
@@ -337,7 +339,9 @@ class CustomRows(RowSource):
 
     def __init__(self, data: DataSettings) -> None:
         cls = load_class(data.custom_cls.path, data.custom_cls.name, "data.custom_cls")
-        self._label = f"{cls.__name__} ({data.custom_cls.path})"
+        super().__init__(
+            f"{cls.__name__} ({data.custom_cls.path})"
+        )  # only the class knows where its data lie
         try:
             self._dataset: Any = cls(files=data.files, data=data)
             self._length = len(self._dataset)
@@ -363,12 +367,6 @@ class CustomRows(RowSource):
             raise BadRow(f"the dataset gave {described(row)}, want a dict")
         copied: Row = to_jsonable(row)
         return copied
-
-    def location(self, position: int) -> str:
-        return f"{self._label}, row {position}"
-
-    def folder(self, position: int) -> Path | None:
-        return None  # only the class knows where its data lie
 
 
 def load_class(path: str | None, name: str | None, setting: str) -> type:

@@ -27,7 +27,7 @@ MISSING_EXTRA = "pip install 'rollstream[tasks]'"
 """What gives the packages that tasks need."""
 
 
-class PromptTemplate:
+class PromptTemplate(string.Formatter):
     r"""Text with `{column}` where a column's value goes, as in `str.format`.
 
     `{column[key]}` reaches into a mapping or list, `{column:.2f}` formats. Literal braces are doubled:
@@ -42,18 +42,16 @@ class PromptTemplate:
     """
 
     def __init__(self, text: str, setting: str) -> None:
-        self._formatter = string.Formatter()
+        self._text = text
         try:
-            self._parts = list(self._formatter.parse(text))
+            fields = [(name, spec) for _, name, spec, _ in self.parse(text) if name is not None]
         except ValueError as error:
             raise ConfigError(f"{setting}: {error}; write literal braces twice: {{{{ and }}}}") from error
-        for _, name, spec, _ in self._parts:
-            if name is not None and (not name or name.isdigit()):
+        for name, spec in fields:
+            if not name or name.isdigit() or "{" in (spec or ""):
                 raise ConfigError(
                     f"{setting}: {{{name}}} names no column; write literal braces twice: {{{{{name}}}}}"
                 )
-            if spec and "{" in spec:
-                raise ConfigError(f"{setting}: {{{name}:{spec}}} has braces within a format")
 
     def render(self, columns: Mapping[str, Any]) -> str:
         """Fills the template in.
@@ -61,32 +59,32 @@ class PromptTemplate:
         Raises:
             BadRow: A column that is missing or null, or cannot be formatted so.
         """
-        return "".join(
-            literal if name is None else literal + self._render_field(name, spec or "", conversion, columns)
-            for literal, name, spec, conversion in self._parts
-        )
+        return self.vformat(self._text, (), columns)
 
-    def _render_field(self, name: str, spec: str, conversion: str | None, columns: Mapping[str, Any]) -> str:
-        root, bracket, rest = name.partition("[")
-        if name in columns:
-            value = columns[name]
-        elif root not in columns:
-            raise BadRow(
-                f"the template's column {root!r} is missing; there are: {', '.join(columns) or '(none)'}"
-            )
-        else:
-            value = columns[root]
-            for key in (bracket + rest).rstrip("]").removeprefix("[").split("][") if bracket else ():
-                try:
-                    value = value[int(key) if isinstance(value, list | tuple) else key]
-                except (LookupError, TypeError, ValueError) as error:
-                    raise BadRow(f"the template's {{{name}}} finds nothing at [{key}]") from error
+    def get_field(self, field_name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        """The value of a field; no attributes are looked up, which `str.format` would do."""
+        root, _, rest = (field_name, "", "") if field_name in kwargs else field_name.partition("[")
+        if root not in kwargs:
+            there = ", ".join(kwargs) or "(none)"
+            raise BadRow(f"the template's column {root!r} is missing; there are: {there}")
+        value = kwargs[root]
+        for key in rest.rstrip("]").split("][") if rest else ():
+            try:
+                value = value[int(key) if isinstance(value, list | tuple) else key]
+            except (LookupError, TypeError, ValueError) as error:
+                raise BadRow(f"the template's {{{field_name}}} finds nothing at [{key}]") from error
         if value is None:
-            raise BadRow(f"the template's {{{name}}} is null in this row")
+            raise BadRow(f"the template's {{{field_name}}} is null in this row")
+        return value, root
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """A value as text."""
         try:
-            return format(self._formatter.convert_field(value, conversion), spec)
+            return format(value, format_spec)
         except (TypeError, ValueError) as error:
-            raise BadRow(f"the template's {{{name}:{spec}}} cannot be formatted ({error})") from error
+            raise BadRow(
+                f"{value!r} in the template cannot be formatted by {format_spec!r} ({error})"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
