@@ -1,5 +1,6 @@
 """Configuration: unknown keys get the nearest name, values their types, and YAML files are input again."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from omegaconf import OmegaConf
 
 from rollstream.config.load import compose, to_settings, to_stored_yaml, to_yaml
 from rollstream.errors import ConfigError
+from rollstream.generation.main import main
 
 
 def test_defaults_are_valid_and_typed() -> None:
@@ -182,12 +184,17 @@ def test_config_groups_that_are_not_there(tmp_path: Path) -> None:
         compose(layers=[path])
 
 
-def test_several_files_lie_over_one_another(tmp_path: Path) -> None:
+def test_several_files_lie_over_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
     one.write_text("data: {seed: 1, train_files: [a, b]}\ngeneration: {seed: 1}\n")
     two.write_text("data: {seed: 2}\n")
-    settings = to_settings(compose(layers=[one, two]))
-    assert (settings.data.seed, settings.data.files, settings.generation.seed) == (2, ["a", "b"], 1)
+    assert main(["--config", str(one), "--config", str(two), "--show-config", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["data"]["seed"], shown["data"]["train_files"], shown["generation"]["seed"]) == (
+        2,
+        ["a", "b"],
+        1,
+    )
 
 
 def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:

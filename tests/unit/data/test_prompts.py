@@ -236,14 +236,30 @@ class Picky:
 """
 
 
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("Empty", DataError, r"Empty .*holds no rows"),
+        ("Picky", DataError, r"cannot be made by \(files=…, data=…\) .*TypeError.*executor=verl"),
+        ("Leaves", DataError, r"Leaves .*cannot be made .*\(SystemExit: 3\)"),
+        ("LeavesLater", DataError, r"row 0: the dataset raised SystemExit: 3"),
+        ("Square", ConfigError, r"data\.custom_cls: .*has no Square; did you mean Squares"),
+        (None, ConfigError, "needs both path"),
+    ],
+)
+def test_a_custom_class_that_cannot_be_used(
+    tmp_path: Path, name: str | None, error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(CUSTOM)
+    with pytest.raises(error, match=message):
+        load_prompts(data_settings("some/file", custom_cls=CustomClassSettings(str(path), name)))
+
+
 def test_custom_class(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(CUSTOM)
-
-    def load(name: str) -> PromptDataset:
-        return load_prompts(data_settings("some/file", custom_cls=CustomClassSettings(str(path), name)))
-
-    dataset = load("Squares")
+    dataset = load_prompts(data_settings("some/file", custom_cls=CustomClassSettings(str(path), "Squares")))
     assert dataset.row(3).ground_truth == 9
     assert dataset.row(3).extra_info == {"files": ["some/file"]}
     assert dataset.file_digests is None
@@ -251,31 +267,6 @@ def test_custom_class(tmp_path: Path) -> None:
         DataError, match=r"Squares \(.*mine\.py\), row 4: the dataset raised KeyError: 'four'"
     ):
         _ = dataset.fingerprint
-    with pytest.raises(DataError, match=r"Empty .*holds no rows"):
-        load("Empty")
-    with pytest.raises(
-        DataError, match=r"Picky .*cannot be made by \(files=…, data=…\) .*TypeError.*executor=verl"
-    ):
-        load("Picky")
-    with pytest.raises(DataError, match=r"Leaves .*cannot be made .*\(SystemExit: 3\)"):
-        load("Leaves")
-    with pytest.raises(DataError, match=r"row 0: the dataset raised SystemExit: 3"):
-        load("LeavesLater")
-    with pytest.raises(ConfigError, match=r"data\.custom_cls: .*has no Square; did you mean Squares"):
-        load("Square")
-    with pytest.raises(ConfigError, match=r"data\.custom_cls: no such file"):
-        load_prompts(data_settings(custom_cls=CustomClassSettings(str(tmp_path / "no.py"), "A")))
-    with pytest.raises(ConfigError, match="needs both path"):
-        load_prompts(data_settings(custom_cls=CustomClassSettings(None, "A")))
-    path.write_text("1 / 0")
-    with pytest.raises(ConfigError, match=r"mine\.py raised ZeroDivisionError"):
-        load("Squares")
-    path.write_text("import sys; sys.exit(3)")
-    with pytest.raises(ConfigError, match=r"mine\.py raised SystemExit: 3"):
-        load("Squares")
-    path.write_text("raise KeyboardInterrupt")
-    with pytest.raises(KeyboardInterrupt):
-        load("Squares")
 
 
 def lengths(rows: list[PromptRow]) -> list[int]:

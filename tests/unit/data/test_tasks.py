@@ -1,4 +1,3 @@
-import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -250,27 +249,6 @@ def test_rows_may_change_their_shape(counting: dict[str, Any], tmp_path: Path) -
     mixed = counting | {"custom_cls": {**counting["custom_cls"], "name": "Mixed"}}
     truths = [row["ground_truth"] for row in built_rows(mixed, tmp_path / "cache")]
     assert truths == [None, 1, {"b": [{"c": 1}]}, "dGV4dA=="]
-
-
-def _build_in_process(entry: dict[str, Any], cache: str, barrier: Any, results: Any) -> None:
-    barrier.wait()
-    results.put(get_dataset_paths([entry], cache))
-
-
-def test_processes_that_build_at_once(counting: dict[str, Any], tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(3), context.Queue()
-    entry = counting | {"numbers": 3000}
-    arguments = (entry, str(tmp_path / "cache"), barrier, results)
-    processes = [context.Process(target=_build_in_process, args=arguments) for _ in range(3)]
-    for process in processes:
-        process.start()
-    paths = [results.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join(timeout=60)
-    assert paths[0] == paths[1] == paths[2]
-    assert [str(path) for path in (tmp_path / "cache").iterdir()] == paths[0]
-    assert len(Path(paths[0][0]).read_bytes().splitlines()) == 2999
 
 
 def test_the_first_to_finish_counts(tmp_path: Path) -> None:
