@@ -429,6 +429,10 @@ def read_value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
             if name in given
         }
         return None if problems else kind(**fields)
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        return {
+            key: read_value(get_args(kind)[1], item, f"{path}.{key}", problems) for key, item in value.items()
+        }
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

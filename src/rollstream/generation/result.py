@@ -15,8 +15,6 @@ class GenerationResult:
     failed: int
     unscored: int
     """Completed without a reward: no rule knows their data source, or the reward function failed."""
-    reward_failed: int
-    """The reward function failed on them."""
     generated: int
     """Completed by this call."""
     failed_now: int
@@ -39,6 +37,8 @@ class GenerationResult:
 
     policy_versions: tuple[int, int] | None = None
     """The lowest and the highest version that made tokens of this call's rollouts; None without any."""
+    reward_failed: int = 0
+    """Of the unscored ones: the reward function failed on them."""
     unscored_sources: dict[str, int] = field(default_factory=dict)
     """Data sources that no reward rule knows, with their numbers of prompt rows."""
     uploaded: str | None = None
