@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from rollstream.errors import RewardError
+from rollstream.daemon_threads import CallsRefusedError, UserCalls
+from rollstream.errors import RewardError, TransientError
 from rollstream.trajectory import PromptRow
-from rollstream.user_calls import CallsRefusedError, UserCalls
 
 ComputeScore = Callable[..., Any]
 """verl's `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`."""
@@ -78,7 +78,7 @@ class FunctionReward:
         self.source_digest = source_digest
         self._function = functools.partial(function, **(reward_kwargs or {}))
         self._timeout = timeout
-        self._calls = UserCalls("rollstream-reward", max_concurrency)
+        self._calls = UserCalls("reward", limit=max_concurrency, own_loop=True)
 
     async def score(self, row: PromptRow, solution_str: str) -> Score:
         return await call_score(self._calls, self._function, self.label, self._timeout, row, solution_str)
@@ -104,11 +104,13 @@ async def call_score(
     )
     where = f"{label}, row {row.index} ({row.data_source})"
     try:
-        outcome = await calls.run(call, timeout)
-    except TimeoutError:
-        raise RewardError(f"{where}: took longer than {timeout:g} seconds") from None
-    except CallsRefusedError as error:
-        raise RewardError(f"{where}: the reward is not called: {error}") from error
+        outcome = await calls.run(call, name=label, seconds=timeout)
+    except TransientError as error:
+        raise RewardError(f"{where}: {error}") from error
+    if outcome.timed_out:
+        raise RewardError(f"{where}: took longer than {timeout:g} seconds")
+    if isinstance(outcome.error, CallsRefusedError):
+        raise RewardError(f"reward {outcome.error}") from outcome.error
     if (raised := outcome.error) is not None:
         raise RewardError(f"{where}: raised {type(raised).__name__}: {raised}") from raised
     try:

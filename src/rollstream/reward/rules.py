@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import orjson
 
+from rollstream.daemon_threads import UserCalls
 from rollstream.errors import ConfigError, RewardError
 from rollstream.reward.base import ComputeScore, Score, call_score
 from rollstream.trajectory import PromptRow
-from rollstream.user_calls import UserCalls
 
 _PREPARE_TIMEOUT = 300.0
 """Seconds a rule gets to import what it needs: generous, as a cold network disk can take a minute."""
@@ -85,7 +85,7 @@ class RuleReward:
 
     def __init__(self, timeout: float = 60.0, max_concurrency: int = 32) -> None:
         self._timeout = timeout
-        self._calls = UserCalls("rollstream-reward", max_concurrency)
+        self._calls = UserCalls("reward", limit=max_concurrency, own_loop=True)
 
     @property
     def source_digest(self) -> str:
@@ -106,10 +106,9 @@ class RuleReward:
         rule = find_rule(data_source)
         if rule is None or rule.prepare is None:
             return rule is not None
-        try:
-            outcome = await self._calls.run(rule.prepare, _PREPARE_TIMEOUT)
-        except TimeoutError:
-            raise RewardError(f"preparing the reward of {data_source} takes too long") from None
+        outcome = await self._calls.run(rule.prepare, name="prepare", seconds=_PREPARE_TIMEOUT)
+        if outcome.timed_out:
+            raise RewardError(f"preparing the reward of {data_source} takes too long")
         if isinstance(outcome.error, ConfigError):
             raise outcome.error
         if outcome.error is not None:

@@ -218,7 +218,10 @@ class Recorder:
         results: list[tuple[dict[str, Any], Any]] = []
         for message in given:
             if message["role"] in ("user", "tool"):
-                message = {**message, "content": self._loop.tokenizer.escape_special_tokens(message["content"])}
+                message = {
+                    **message,
+                    "content": self._loop.tokenizer.escape_special_tokens(message["content"]),
+                }
             call = by_id.get(message.get("tool_call_id"))
             if message["role"] != "tool" or call is None:
                 shown.append(message)
