@@ -35,7 +35,7 @@ _KEPT_ROWS = 16
 """Parsed rows kept: the repeats of a row begin one after the other. Few, as a row may hold images."""
 _KEPT_SOURCES = 1000
 """Data sources that are counted each by itself; the rows of further ones are counted together."""
-_OTHER_SOURCES = "(others)"
+OTHER_SOURCES = "(others)"
 _PROGRESS_SECONDS = 5.0
 _FIELDS = tuple(PromptRow.__dataclass_fields__)
 
@@ -64,7 +64,9 @@ class KnownDataset(NamedTuple):
 class PromptDataset:
     """Prompt rows by index, read from their source when asked for.
 
-    Memory is 8 bytes a row (JSON Lines: 16) beyond what the source needs; no row is kept as an object.
+    Memory is 8 bytes a row (JSON Lines: 16) beyond what the source needs; few rows are kept as objects. What
+    is said of all rows (`fingerprint`, `agent_names`, `has_images`, `data_sources`) takes reading and checking
+    them all, once, unless the files are those of `known`; a row that cannot be used is a `DataError` then.
 
     Args:
         source: The rows.
@@ -192,13 +194,7 @@ class PromptDataset:
         return self._fingerprint
 
     def agent_names(self) -> set[str]:
-        """The agent loops that rows name, each by its `agent_name`; rows that name none add nothing.
-
-        Reads and checks every row if that was not done yet, or takes it from `known` if the files are those.
-
-        Raises:
-            DataError: As `fingerprint`.
-        """
+        """The agent loops that rows name, each by its `agent_name`; rows that name none add nothing."""
         _ = self.fingerprint
         return {name for name in self._agent_names if name is not None}
 
@@ -207,24 +203,12 @@ class PromptDataset:
         return self.location(self._agent_names[agent_name])
 
     def has_images(self) -> bool:
-        """Whether a row has images.
-
-        Reads and checks every row if that was not done yet, or takes it from `known` if the files are those.
-
-        Raises:
-            DataError: As `fingerprint`.
-        """
+        """Whether a row has images."""
         _ = self.fingerprint
         return self._has_images
 
     def data_sources(self) -> dict[str, int]:
-        """How many rows of the files are of each data source.
-
-        Reads and checks every row if that was not done yet, or takes it from `known` if the files are those.
-
-        Raises:
-            DataError: As `fingerprint`.
-        """
+        """How many rows of the files are of each data source."""
         _ = self.fingerprint
         return dict(self._data_sources)
 
@@ -269,7 +253,7 @@ class PromptDataset:
                 known = (
                     len(self._data_sources) < _KEPT_SOURCES or prompt_row.data_source in self._data_sources
                 )
-                self._data_sources[prompt_row.data_source if known else _OTHER_SOURCES] += 1
+                self._data_sources[prompt_row.data_source if known else OTHER_SOURCES] += 1
                 fingerprint.update(digest)
                 digests.write(digest)
         if bad:

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 import rollstream
 from rollstream.config.load import to_settings, to_stored_yaml
 from rollstream.data.prompts import (
+    OTHER_SOURCES,
     KnownDataset,
     OverlongCount,
     PromptDataset,
@@ -93,7 +94,7 @@ class Prepared(RolloutSetup):
             ConfigError: a package is missing.
         """
         sources, unscored = self.dataset.data_sources(), self.unscored_sources
-        for source in sources.keys() - unscored.keys():
+        for source in sources.keys() - unscored.keys() - {OTHER_SOURCES}:
             await self.prepare_reward_for(source)
         if unscored:
             rows, none_is_scored = sum(unscored.values()), len(unscored) == len(sources)
@@ -109,7 +110,8 @@ class Prepared(RolloutSetup):
         if not isinstance(self.reward, RuleReward):
             return {}
         sources = self.dataset.data_sources()
-        return {source: rows for source, rows in sources.items() if find_rule(source) is None}
+        known = {source: rows for source, rows in sources.items() if source != OTHER_SOURCES}
+        return {source: rows for source, rows in known.items() if find_rule(source) is None}
 
     def visited_keys(self) -> Iterator[str | None]:
         """Prompt keys by index; None for a row that this run does not visit."""

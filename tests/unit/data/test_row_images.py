@@ -127,30 +127,25 @@ def test_a_tool_call_without_content() -> None:
     ("prompt", "images", "message"),
     [
         ("<image> and <image>", ["a.png"], "have 2 places for images .*, but column 'images' has 1"),
-        ("<image>", ["a.png", "b.png"], "have 1 places for images .*, but column 'images' has 2"),
         ("what?", ["a.png"], "have 0 places"),
         (ask([{"type": "image"}]), None, "have 1 places for images .* has 0"),
         ("<image>", [3], r"images\[0\] is a number \(3\), want a path"),
         ("<image>", [{"width": 3}], r"images\[0\] has none of bytes, image, .*; its keys are width"),
         ("<image>", [{"path": "a.png", "max_pixels": 9}], r"images\[0\] has max_pixels, which is not known"),
         ("<image>", [{"bytes": "?!"}], r"images\[0\]\.bytes is not base64"),
-        ("<image>", [{"bytes": 5}], r"images\[0\]\.bytes is a number \(5\), want base64 text"),
         ("<image>", [{"bytes": ""}], r"images\[0\]\.bytes is empty"),
-        ("<image>", [""], r"images\[0\] is empty"),
         (
             "<image>",
             ["data:image/png;base64,?"],
             r"images\[0\]: image data:image/png;base64,… .*: not base64",
         ),
         (ask([{"type": "image", "max_pixels": 9}]), ["a.png"], r"messages\[0\].content\[0\] has max_pixels"),
-        (ask([{"type": "image", "image": 1}]), None, r"messages\[0\].content\[0\].image is a number"),
         (
             ask([{"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}]),
             None,
             r"content\[0\].image_url has detail, which is not known",
         ),
         (ask([{"type": "video", "video": "a.mp4"}]), None, "is of type 'video': only text and images"),
-        (ask([{"type": "input_audio", "input_audio": {}}]), None, "is of type 'input_audio'"),
     ],
 )
 def test_a_row_whose_images_cannot_be_used(prompt: Any, images: Any, message: str) -> None:
