@@ -3,7 +3,7 @@
 A plain function runs in a daemon thread: one that hangs is left behind, and neither blocks the event loop nor
 keeps the interpreter from exiting (the executors of the standard library join their threads at exit). An
 async one runs in a task of its own, so that nothing it raises, SystemExit and CancelledError included, ends
-anything but itself.
+anything but itself; where it may block its event loop, that is one of its own in a daemon thread.
 """
 
 import asyncio
@@ -30,6 +30,9 @@ refused instead."""
 CANCEL_GRACE = 1.0
 """Seconds for an async function to end once it is cancelled. Cleaning up takes milliseconds; one that goes on
 is left behind."""
+BLOCKED_AFTER = 1.0
+"""Seconds without an answer after which an event loop counts as blocked. A healthy one answers in
+milliseconds; async code that computes for a second between two awaits does not belong on a loop."""
 
 
 @dataclass(slots=True)
@@ -139,9 +142,9 @@ class DaemonThreads:
 class _Function:
     """What is known of the calls of one name."""
 
-    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(THREADS))
+    slots: asyncio.Semaphore
     lost: set[Any] = field(default_factory=set)
-    """Calls that were left behind and still run: tasks, and calls in threads."""
+    """Calls that were left behind and still run: tasks, calls in threads, threads of blocked event loops."""
 
 
 class UserCalls:
@@ -151,17 +154,23 @@ class UserCalls:
     no other.
     """
 
-    def __init__(self, kind: str) -> None:
-        """`kind`: what is called, for messages and debuggers."""
+    def __init__(self, kind: str, *, limit: int | None = None, own_loop: bool = False) -> None:
+        """Args:
+        kind: what is called, for messages and debuggers.
+        limit: calls of one plain function at once (with `own_loop`, of an async one, too); None: `THREADS`.
+        own_loop: run async functions on an event loop of their own, for functions that may block it.
+        """
         self._kind = kind
+        self._limit = limit
         self._threads = DaemonThreads(f"rollstream-{kind}")
+        self._loop_thread = _LoopThread(f"rollstream-{kind}-loop") if own_loop else None
         self._functions: dict[str, _Function] = {}
         self._closed = False
 
     @property
     def lost(self) -> int:
         """Calls that were left behind and still run."""
-        return sum(len(function.lost) for function in self._functions.values())
+        return sum(_still_running(function.lost) for function in self._functions.values())
 
     async def run(
         self,
@@ -188,7 +197,7 @@ class UserCalls:
         """
         function = self._functions.get(name)
         if function is None:
-            function = self._functions[name] = _Function()
+            function = self._functions[name] = _Function(asyncio.Semaphore(self._limit or THREADS))
         if is_async(call):
             return self._refusal(name, function) or await self._run_task(call, read, function, seconds)
         outcome = await self._run_thread(functools.partial(_call, call, read), name, function, seconds)
@@ -203,6 +212,8 @@ class UserCalls:
         """Ends idle threads, and cancels tasks that were left behind. Waits for neither."""
         self._closed = True
         self._threads.close()
+        if self._loop_thread is not None:
+            self._loop_thread.close()
         for function in self._functions.values():
             for lost in function.lost:
                 if isinstance(lost, asyncio.Task):
@@ -211,11 +222,9 @@ class UserCalls:
     def _refusal(self, name: str, function: _Function) -> Outcome | None:
         if self._closed:
             raise TransientError(f"the {self._kind}s are closed")
-        if len(function.lost) < MAX_LOST:
+        if (lost := _still_running(function.lost)) < MAX_LOST:
             return None
-        said = (
-            f"{name}: {len(function.lost)} earlier calls still hang; it is not called until some of them end"
-        )
+        said = f"{name}: {lost} earlier calls still hang; it is not called until some of them end"
         return Outcome(error=CallsRefusedError(said))
 
     async def _run_thread(
@@ -239,6 +248,25 @@ class UserCalls:
             outcome.seconds = time.monotonic() - began
             return outcome
 
+    async def _run_on_loop(
+        self,
+        loop_thread: "_LoopThread",
+        call: Callable[[], Awaitable[Any]],
+        read: Callable[[Any], Any] | None,
+        function: _Function,
+        seconds: float,
+    ) -> Outcome:
+        async with function.slots:
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(max(seconds, 0.0)):
+                    outcome: Outcome = await loop_thread.submit(_await(call, read))
+            except TimeoutError:
+                outcome = Outcome(timed_out=True)
+                await loop_thread.replace_if_blocked(function.lost)
+            outcome.seconds = time.monotonic() - began
+            return outcome
+
     async def _run_task(
         self,
         call: Callable[[], Awaitable[Any]],
@@ -246,6 +274,8 @@ class UserCalls:
         function: _Function,
         seconds: float,
     ) -> Outcome:
+        if self._loop_thread is not None:
+            return await self._run_on_loop(self._loop_thread, call, read, function, seconds)
         began = time.monotonic()
         task = asyncio.create_task(_await(call, read))
         try:
@@ -268,6 +298,66 @@ class UserCalls:
             if not task.done():
                 function.lost.add(task)
                 task.add_done_callback(function.lost.discard)
+
+
+class _LoopThread:
+    """An event loop in a daemon thread; one that is blocked is left behind, and another takes its place."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Any) -> "asyncio.Future[Any]":
+        """Begins a coroutine, which is cancelled with the future."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
+            self._thread.start()
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def replace_if_blocked(self, lost: set[Any]) -> None:
+        """Asks the loop for an answer; puts its thread into `lost` if there is none."""
+        loop = self._loop
+        try:
+            async with asyncio.timeout(BLOCKED_AFTER):
+                await self.submit(asyncio.sleep(0))
+        except TimeoutError:
+            if self._loop is loop:
+                lost.add(self._thread)
+                self.close()
+
+    def close(self) -> None:
+        """Ends the loop once it answers; what runs on it is cancelled."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        while True:
+            try:
+                loop.run_forever()
+                break
+            except (SystemExit, KeyboardInterrupt):
+                # asyncio lets one that a task raises end the loop, besides giving it to whoever awaits the
+                # task: other calls would wait for their timeouts.
+                continue
+        loop.run_until_complete(asyncio.sleep(0))  # what came just before the end begins, to be cancelled
+        while tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+def _still_running(lost: set[Any]) -> int:
+    lost -= {one for one in lost if isinstance(one, threading.Thread) and not one.is_alive()}
+    return len(lost)
 
 
 def _time_out(future: "asyncio.Future[Outcome]") -> None:

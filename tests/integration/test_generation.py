@@ -89,7 +89,8 @@ def logprobs_by_forward_pass(prompt: list[int], response: list[int]) -> np.ndarr
 def test_a_run_stores_what_the_model_sampled(tmp_path: Path, sums: Path, reward_file: Path) -> None:
     result = run_generation(config(tmp_path / "run", sums, custom_reward_function__path=str(reward_file)))
     assert (result.total, result.completed, result.failed, result.artifact_rows) == (24, 24, 0, 24)
-    assert (result.unscored, result.exit_code) == (2, 1)  # row with a == 18: beyond max_failed_share 0
+    # The row with a == 18: beyond max_failed_share 0.
+    assert (result.unscored, result.reward_failed, result.exit_code) == (2, 2, 1)
     assert validate_run(tmp_path / "run").sound
     rows = pq.read_table(tmp_path / "run" / "trajectories.parquet").to_pylist()
     assert [(row["index"], row["repeat"]) for row in rows] == [(i, r) for i in range(12) for r in range(2)]

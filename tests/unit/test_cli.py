@@ -30,7 +30,7 @@ from tests.unit.store.fabric import commit_all, rollout
 def test_words_may_stand_between_options(line: str) -> None:
     for command in ("generate", "demo"):
         options = parse(build_parser(), [command, *line.split()])
-        assert (options.overrides, options.config, options.dry_run) == (["a=b", "c=d"], Path("f.yaml"), True)
+        assert (options.overrides, options.config) == (["a=b", "c=d"], [Path("f.yaml")]) and options.dry_run
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,14 @@ def test_the_summary_says_what_this_call_did() -> None:
     assert "rollstream status --failed 'a run'" in all_failed
     assert summarise(result(completed=9, generated=2, signal=2)).startswith("stopped: 9/30 rollouts done")
     assert summarise(result(completed=9, generated=2)).startswith("ended: 9/30")
+
+
+def test_the_summary_counts_what_is_not_scored() -> None:
+    some = result(unscored=26, reward_failed=2, mean_reward=0.5, unscored_sources={"a": 20, "b": 4})
+    assert "mean reward 0.5000 over 4 scored" in summarise(some)
+    assert "24 of 30 rollouts are not scored: no reward for 'a' (20), 'b' (4)" in summarise(some)
+    assert "the reward failed on 2 rollouts" in summarise(some)
+    assert (some.exit_code, result(unscored=24).exit_code) == (1, 0)
 
 
 def test_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,3 +214,61 @@ def test_a_hanging_thread_does_not_hold_up_the_exit() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=FAR)
     assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)
+
+
+@pytest.fixture
+async def own_loop(let_go: threading.Event) -> AsyncIterator[UserCalls]:
+    calls = UserCalls("reward", limit=4, own_loop=True)
+    yield calls
+    let_go.set()
+    await until(lambda: not calls.lost)
+    calls.close()
+
+
+async def test_async_functions_may_have_a_loop_of_their_own(own_loop: UserCalls) -> None:
+    functions: list[Any] = [in_the_loop, functools.partial(in_the_loop), Callable(), lambda: in_the_loop()]
+    for function in functions:
+        ran = await own_loop.run(function, name="it", seconds=FAR, read=str.lower)
+        assert ran.value == "rollstream-reward-loop"
+    for error in (SystemExit(3), KeyboardInterrupt()):
+        caught = (await own_loop.run(functools.partial(raises_later, error), name="it", seconds=FAR)).error
+        assert type(caught) is type(error)
+
+
+async def test_a_blocked_loop_is_left_behind_and_replaced(
+    own_loop: UserCalls, let_go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BLOCKED_AFTER", 0.05)
+    monkeypatch.setattr(module, "MAX_LOST", 2)
+
+    async def block() -> None:
+        let_go.wait()
+
+    for lost in (1, 2):
+        assert (await own_loop.run(block, name="it", seconds=0.01)).timed_out
+        assert own_loop.lost == lost
+    assert isinstance((await own_loop.run(block, name="it", seconds=FAR)).error, CallsRefusedError)
+    assert (await own_loop.run(in_the_loop, name="other", seconds=FAR)).value == "rollstream-reward-loop"
+    let_go.set()
+    await until(lambda: not own_loop.lost)
+    assert (await own_loop.run(block, name="it", seconds=FAR)).error is None
+
+
+async def test_what_runs_on_its_own_loop_is_cancelled_in_time_and_at_the_end(own_loop: UserCalls) -> None:
+    began, ended = threading.Semaphore(0), threading.Semaphore(0)
+
+    async def forever() -> None:
+        try:
+            began.release()
+            await asyncio.Event().wait()
+        finally:
+            ended.release()
+
+    assert (await own_loop.run(forever, name="it", seconds=0.01)).timed_out
+    assert await asyncio.to_thread(ended.acquire, timeout=FAR) and not own_loop.lost
+    assert await asyncio.to_thread(began.acquire, timeout=FAR)
+    running = asyncio.create_task(own_loop.run(forever, name="it", seconds=FAR))
+    assert await asyncio.to_thread(began.acquire, timeout=FAR)
+    own_loop.close()
+    assert isinstance((await running).error, asyncio.CancelledError)
+    assert await asyncio.to_thread(ended.acquire, timeout=FAR)

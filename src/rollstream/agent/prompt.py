@@ -1,8 +1,9 @@
 """Prompt rows to prompt ids: rendering, length limit, and a small memory of the last rows."""
 
 import asyncio
+import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -11,7 +12,7 @@ from rollstream.agent.images import ImageReader, shows_images
 from rollstream.chat.tokenizer import ChatTokenizer
 from rollstream.chat.truncation import Truncation, truncate
 from rollstream.errors import DataError
-from rollstream.trajectory import Message
+from rollstream.trajectory import Message, PromptRow
 
 _REMEMBERED_ROWS = 64
 """The repeats of a row are dispatched together; a few rows in flight are enough."""
@@ -75,6 +76,27 @@ class PromptRenderer:
         reader = self._reader()
         pixels = [reader.read_one(source).pixels for source in images]
         return len(reader.processor.render(messages, pixels, tools=tools))
+
+    def lengths(
+        self, rows: Sequence[PromptRow], tools_of: Callable[[PromptRow], list[dict[str, Any]] | None]
+    ) -> list[int]:
+        """Tokens of many rows' prompts before truncation; 0 of one that cannot be rendered.
+
+        Texts are encoded together, which takes all cores.
+        """
+
+        def text_of(row: PromptRow) -> str:
+            tools = tools_of(row)
+            return self._tokenizer.render_text(row.messages, tools=self.tools if tools is None else tools)
+
+        texts, measured = [""] * len(rows), {}
+        for i, row in enumerate(rows):
+            with contextlib.suppress(DataError):  # the rollout says why
+                if row.images:
+                    measured[i] = self.length(row.messages, row.images, tools=tools_of(row))
+                else:
+                    texts[i] = text_of(row)
+        return [measured.get(i, count) for i, count in enumerate(self._tokenizer.count(texts))]
 
     def render(
         self, messages: list[Message], *, prompt_key: str, tools: list[dict[str, Any]] | None = None

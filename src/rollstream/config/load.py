@@ -1,38 +1,47 @@
 """From files and `key=value` words to validated settings.
 
-Composition is Hydra's, in this order: `generation.yaml`, then a configuration file if there is one, then
-the overrides in Hydra's grammar (`a.b=1`, `+a.b=1`, `~a.b`, lists, dicts, quotes). A key that
-`generation.yaml` does not have is an error with the nearest known name, except below the free-form keys.
+The defaults are `generation.yaml`; configuration files lie over it in their order, and overrides in Hydra's
+grammar (`a.b=1`, `+a.b=1`, `~a.b`, lists, dicts, quotes) over those. A file that has `defaults:` or `hydra:`
+is composed by Hydra first. A key that `generation.yaml` does not have is an error with the nearest known
+name, except below the free-form keys and for verl's keys that change no data, see `verl_keys.yaml`. All
+problems are collected and said at once.
 
 For a setting that is a text (a path, a name) the text behind `=` is taken as it is where Hydra's grammar
 cannot read it (`~/x.jsonl`, letters beyond ASCII, brackets) or reads a number or a truth value in it.
 """
 
 import difflib
+import logging
 import re
 import shlex
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rollstream.config.ray_options import check_ray
-from rollstream.config.settings import Settings
+from rollstream.config.settings import ArtifactName, Settings
 from rollstream.errors import ConfigError
+from rollstream.redaction import find_secret
 from rollstream.sampling import check_extra
 
-FREE_FORM = frozenset(
+logger = logging.getLogger(__name__)
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+_FREE_FORM = frozenset(
     {
-        "actor_rollout_ref.rollout.engine_kwargs",
-        "actor_rollout_ref.rollout.extra_sampling",
-        "actor_rollout_ref.rollout.launch.args",
-        "actor_rollout_ref.rollout.launch.env",
+        f"{_ROLLOUT}.engine_kwargs",
+        f"{_ROLLOUT}.extra_sampling",
+        f"{_ROLLOUT}.launch.args",
+        f"{_ROLLOUT}.launch.env",
         "data.apply_chat_template_kwargs",
         "custom_reward_function.reward_kwargs",
         "ray_kwargs.ray_init",
@@ -41,86 +50,101 @@ FREE_FORM = frozenset(
         "train_tasks",
     }
 )
-"""Keys whose content is not ours to know."""
+"""Keys whose content `generation.yaml` does not list."""
+
+_MAY_HOLD_SECRETS = ("ray_kwargs.ray_init", "ray_kwargs.worker", "ray_kwargs.replica")
 
 _OF_EVERY_RENDERING = frozenset(
     {"conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
 )
 """Arguments of transformers' `apply_chat_template` that are not the template's, but say how it is used."""
 
-_COMPOSING = threading.Lock()
-"""Hydra's state is the process's, and threads of several runs may begin at once."""
+_NEAR = 0.8
+"""How alike (difflib's ratio) two last words must be for "did you mean"; the words before them less."""
+
+_LAUNCHED = ("sglang", "vllm")
+"""Engines whose servers rollstream launches where no `server_urls` are given."""
+
+_RAY_CALLS_IT = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+"""Resources that have an option of their own: Ray refuses them among the others."""
+
+_SHOWN = 12
+"""Left out keys named in a note."""
+
+_IN_ENGLISH = {
+    **{"int": "an integer", "float": "a number", "str": "a text", "bool": "true or false"},
+    **{"array": "a list", "object": "a mapping"},
+}
 
 _SIMPLE_WORD = re.compile(r"(?:\+\+?)?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
-_ARTIFACT_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_.-]{1,128}")
-"""What W&B takes (source: `wandb.sdk.artifacts._validators`), but for bare numbers: they are slips."""
-
-_NEAR = 0.6
-"""How alike (difflib's ratio) two last words must be for "did you mean"."""
-
-_LARGEST = 1e9
-"""No setting is meaningful beyond it (as seconds: thirty years), and waits overflow not far above."""
-
-
-_PORT_LAST = 65535
+_COMPOSING = threading.Lock()
+"""Hydra's state is the process's, and threads of several runs may begin at once."""
 
 
 def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any] | Path] = ()) -> DictConfig:
     """The configuration tree: defaults, then `layers` (mappings or YAML files), then `overrides`.
 
     Raises:
-        ConfigError: unknown key, unreadable file, override that cannot be parsed.
+        ConfigError: Unknown keys, unreadable files, overrides that cannot be parsed: all of them, and what
+            is wrong with the values of the others.
     """
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_module
-
-    with _COMPOSING, initialize_config_module("rollstream.config", version_base="1.3", job_name="rollstream"):
-        config = hydra_compose("generation")
-    OmegaConf.set_struct(config, False)
-    known = set(_paths(config))
+    config = deepcopy(_defaults())
+    problems: list[str] = []
     for layer in layers:
-        if isinstance(layer, Path):
-            source, content = f"{layer}: ", _read_yaml(layer)
-        else:
-            source, content = "", OmegaConf.create(dict(layer))
-        for path in _paths(content):
-            check_known(path, known, where=source)
+        where = f"{layer}: " if isinstance(layer, Path) else ""
         try:
-            config = OmegaConf.merge(config, content)
+            tree, own = _read_file(layer) if isinstance(layer, Path) else (layer, layer)
+            OmegaConf.unsafe_merge(config, _known_part(tree, own, where, problems))
+        except ConfigError as error:
+            problems.append(str(error))
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{source}{error}") from error
-    _apply_overrides(config, overrides, known)
-    assert isinstance(config, DictConfig)
+            problems.append(f"{where}{_first_line(error)}")
+    for word in overrides:
+        try:
+            key, value = _read_override(word)
+            tree = _nested(key, value)
+            if _known_part(tree, tree, "", problems):
+                merge = isinstance(value, Mapping) and not _is_free_form(key)
+                OmegaConf.update(config, key, value, merge=merge, force_add=True)
+        except ConfigError as error:
+            problems.append(str(error))
+        except OmegaConfBaseException as error:
+            problems.append(f"{word!r}: {_first_line(error)}")
+    settings, wrong = _checked(config)
+    if problems:
+        raise _as_one([*problems, *wrong])
+    if settings is not None and (unused := _unused(settings)):
+        logger.warning("no effect with this engine and generation.executor: %s", ", ".join(unused))
     return config
 
 
 def to_settings(config: DictConfig | Mapping[str, Any]) -> Settings:
-    """Resolves and validates a configuration tree. Raises `ConfigError` naming the key."""
-    try:
-        tree = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"configuration cannot be resolved: {error}") from error
-    try:
-        settings = msgspec.convert(_with_lists(tree), Settings)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$.")
-        where = path.rstrip("`") or "configuration"
-        described = _wrong_choice(where, message) or f"{message}{_found(tree, where)}"
-        raise ConfigError(f"{where}: {described}") from error
-    _check_values(settings)
+    """Resolves and validates a configuration tree.
+
+    Raises:
+        ConfigError: Unknown keys and wrong values, each by its key.
+    """
+    settings, problems = _checked(config)
+    if problems:
+        raise _as_one(problems)
+    assert settings is not None
     return settings
 
 
-def _with_lists(tree: Any) -> Any:
-    """`trainer.logger` may be one name, as verl takes it, or null for none."""
-    trainer = tree.get("trainer") if isinstance(tree, Mapping) else None
-    if not isinstance(trainer, Mapping) or "logger" not in trainer:
-        return tree
-    logger = trainer["logger"]
-    if logger is not None and not isinstance(logger, str):
-        return tree
-    return {**tree, "trainer": {**trainer, "logger": [] if logger is None else [logger]}}
+def _checked(config: DictConfig | Mapping[str, Any]) -> tuple[Settings | None, list[str]]:
+    """The settings, or what is wrong with them."""
+    tree: Any = config
+    if isinstance(config, DictConfig):
+        try:
+            tree = OmegaConf.to_container(config, resolve=True)
+        except OmegaConfBaseException as error:
+            return None, [f"configuration cannot be resolved: {_first_line(error)}"]
+    problems: list[str] = []
+    settings = read_value(Settings, tree, "", problems)
+    if not problems:
+        problems = list(_conflicts(settings))
+    return (None if problems else settings), problems
 
 
 def to_yaml(config: DictConfig) -> str:
@@ -128,37 +152,216 @@ def to_yaml(config: DictConfig) -> str:
     return OmegaConf.to_yaml(config, resolve=True)
 
 
-def check_known(path: str, known: set[str], *, where: str = "") -> None:
-    """Raises `ConfigError` with the nearest known name unless `path` is known or free-form."""
-    if path in known or any(path == free or path.startswith(free + ".") for free in FREE_FORM):
-        return
-    parents = {key.rpartition(".")[0] for key in known}
-    if path in parents:
-        return
-    near = _nearest(path, known)
-    hint = f"; did you mean {near!r}?" if near else "."
-    raise ConfigError(f"{where}unknown key {path!r}{hint} All keys: `rollstream generate --help-config`.")
+def to_stored_yaml(config: DictConfig) -> str:
+    """The resolved configuration as a run keeps it: usable from any folder.
+
+    Files and folders that are there are named by absolute paths; comments at the top say what was typed.
+    """
+    stored = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+    assert isinstance(stored, DictConfig)
+    typed = []
+    for key in [*_path_keys(), *_task_path_keys(stored)]:
+        value = OmegaConf.select(stored, key)
+        given = list(value) if OmegaConf.is_list(value) else [value]
+        found = [_absolute(one, always=key == "trainer.default_local_dir") for one in given]
+        if found != given:
+            OmegaConf.update(stored, key, found if OmegaConf.is_list(value) else found[0], merge=False)
+            typed.append(f"# {key}: {', '.join(map(str, given))}\n")
+    return "".join(["# As they were typed:\n", *typed] if typed else []) + OmegaConf.to_yaml(stored)
 
 
-def _nearest(path: str, known: set[str]) -> str | None:
-    """The known key most like `path`: first by its last word, which must be alike, then as a whole."""
+def check_artifact_name(name: str, key: str) -> None:
+    """Raises `ConfigError` for a name that W&B does not take; `key`: what was set to it."""
+    problems: list[str] = []
+    read_value(ArtifactName, name, key, problems)
+    if problems:
+        raise _as_one(problems)
+
+
+def _as_one(problems: Sequence[str]) -> ConfigError:
+    found = list(dict.fromkeys(problems))
+    many = f"the configuration has {len(found)} problems:\n  "
+    return ConfigError(found[0] if len(found) == 1 else many + "\n  ".join(found))
+
+
+def _first_line(error: Exception) -> str:
+    """An error without the lines that OmegaConf and Hydra add for those who know their insides."""
+    return str(error).strip().partition("\n")[0]
+
+
+@cache
+def _defaults() -> DictConfig:
+    loaded = OmegaConf.load(Path(__file__).with_name("generation.yaml"))
+    assert isinstance(loaded, DictConfig)
+    return loaded
+
+
+@cache
+def _known_tree() -> Any:
+    return OmegaConf.to_container(_defaults())
+
+
+@cache
+def _verl_keys() -> Any:
+    return OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("verl_keys.yaml")))
+
+
+def _is_free_form(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in _FREE_FORM)
+
+
+def _read_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What a configuration file says, composed by Hydra where it wants that, and what it says by itself."""
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError as error:
+        raise ConfigError(f"configuration file {path} does not exist") from error
+    except Exception as error:
+        raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"configuration file {path} must hold keys and values")
+    if not content.keys() & {"defaults", "hydra"}:
+        return content, content
+    return _compose_by_hydra(path, content), content
+
+
+def _compose_by_hydra(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+
+    if path.suffix != ".yaml":
+        raise ConfigError(f"configuration file {path} has defaults: or hydra:, and Hydra reads .yaml files")
+    searched = [*((content.get("hydra") or {}).get("searchpath") or ()), "pkg://rollstream.config"]
+    words = [f"hydra.searchpath={OmegaConf.create(searched)}"]
+    try:
+        with _COMPOSING, initialize_config_dir(str(path.absolute().parent), version_base="1.3"):
+            composed: Any = OmegaConf.to_container(hydra_compose(path.stem, words))
+    except (HydraException, OmegaConfBaseException) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ConfigError(f"configuration file {path} cannot be composed: {' '.join(lines[:2])}") from error
+    return dict(composed)
+
+
+@cache
+def _known_keys() -> tuple[str, ...]:
+    """Dotted paths of all keys, branches included."""
+
+    def walk(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        for key, value in tree.items():
+            yield f"{prefix}{key}"
+            if isinstance(value, Mapping) and not _is_free_form(f"{prefix}{key}"):
+                yield from walk(value, f"{prefix}{key}.")
+
+    return tuple(walk(_known_tree(), ""))
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def _known_part(
+    tree: Mapping[Any, Any], own: Mapping[Any, Any], where: str, problems: list[str]
+) -> dict[str, Any]:
+    """The part of a layer that rollstream has keys for; `problems` gets the other keys.
+
+    Args:
+        tree: The layer.
+        own: What its author wrote. The rest comes from config groups: there unknown keys are only noted, and
+            null means "not set".
+        where: Begins messages.
+        problems: Added to.
+    """
+    notes: list[str] = []
+
+    def walk(tree: Mapping[Any, Any], known: Mapping[str, Any], own: Any, prefix: str) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        for key, value in tree.items():
+            path, is_own = f"{prefix}{key}", isinstance(own, Mapping) and key in own
+            if key not in known:
+                refusal = _refusal(path, value) if is_own else None
+                (notes if refusal is None else problems).append(f"{where}{refusal}" if refusal else path)
+            elif isinstance(known[key], Mapping) and not _is_free_form(path):
+                if isinstance(value, Mapping):
+                    kept[key] = walk(value, known[key], own[key] if is_own else None, f"{path}.")
+                elif isinstance(value, str) and value.startswith("${"):
+                    kept[key] = value
+                else:
+                    problems.append(f"{where}{path} must hold keys (it is {value!r})")
+            elif is_own or (
+                value is not None and not (isinstance(value, Mapping) and not any(value.values()))
+            ):
+                kept[key] = value
+        return kept
+
+    kept = walk(tree, _known_tree(), own, "")
+    notes = [path for path in notes if not path.endswith("_target_")]
+    if notes:
+        more = f" and {len(notes) - _SHOWN} more" if len(notes) > _SHOWN else ""
+        logger.warning(
+            "%sleft out, as nothing here depends on it: %s%s", where, ", ".join(notes[:_SHOWN]), more
+        )
+    return kept
+
+
+def _refusal(path: str, value: Any) -> str | None:
+    """Why a key that rollstream does not have cannot be left out; None: it can, it is verl's and has no effect."""
+    verl = _verl_keys()
+    if path in verl["fine_with"]:
+        values, why = verl["fine_with"][path]
+        return None if value is None or value in values else f"{path}={value}: {why}"
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if f"{path}.{key}" in verl["fine_with"] and (refusal := _refusal(f"{path}.{key}", item)):
+                return refusal
+    for parent, names in verl["no_effect"].items():
+        if any(f"{path}.".startswith(f"{parent}.{name}.".lstrip(".")) for name in names):
+            return None
+    is_off = value in (None, False, 0, "", [], {})
+    return None if path.endswith("_target_") or (is_off and _called_here(path)) else _unknown(path)
+
+
+def _called_here(path: str) -> str | None:
+    names: dict[str, str] = _verl_keys()["called_here"]
+    return names.get(path) or names.get(path.rpartition(".")[2])
+
+
+def _unknown(path: str) -> str:
+    if ours := _called_here(path):
+        hint = f"; it is {ours} here."
+    else:
+        near = _nearest(path)
+        hint = f"; did you mean {near!r}?" if near else "."
+    return f"unknown key {path!r}{hint} All keys: `rollstream generate --help-config`."
+
+
+def _nearest(path: str) -> str | None:
+    """The known key that `path` may mean: the only one of that last word, or one alike in both words."""
+    parent, _, word = path.rpartition(".")
+    same = [key for key in _known_keys() if key.rpartition(".")[2] == word]
+    if len(same) == 1:
+        return same[0]
 
     def likeness(key: str) -> tuple[float, float]:
-        last, asked = key.rpartition(".")[2], path.rpartition(".")[2]
-        by_word = difflib.SequenceMatcher(None, asked, last).ratio()
-        return by_word, difflib.SequenceMatcher(None, path, key).ratio()
+        key_parent, _, key_word = key.rpartition(".")
+        by_word = difflib.SequenceMatcher(None, word, key_word).ratio()
+        last = (parent.rpartition(".")[2], key_parent.rpartition(".")[2])
+        by_parent = difflib.SequenceMatcher(None, *last).ratio() if parent else 1.0
+        return min(by_word, by_parent + 0.2), difflib.SequenceMatcher(None, path, key).ratio()
 
-    best = max(sorted(known), key=likeness)
+    best = max(sorted(_known_keys()), key=likeness)
     return best if likeness(best)[0] >= _NEAR else None
 
 
 @cache
-def setting_types() -> dict[str, Any]:
+def _setting_types() -> dict[str, Any]:
     """The type of every setting, by dotted key."""
 
     def walk(cls: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, kind in get_type_hints(cls).items():
-            if isinstance(kind, type) and is_dataclass(kind):
+        for name, kind in get_type_hints(cls, include_extras=True).items():
+            if is_dataclass(kind):
                 yield from walk(kind, f"{prefix}{name}.")
             else:
                 yield f"{prefix}{name}", kind
@@ -166,97 +369,134 @@ def setting_types() -> dict[str, Any]:
     return dict(walk(Settings, ""))
 
 
-def _takes_text(key: str) -> bool:
-    kind = setting_types().get(key)
-    return kind is str or (get_origin(kind) is not list and str in get_args(kind))
+def _alternatives(kind: Any) -> list[Any]:
+    """The types of a union without what is annotated; a type that is none stands alone."""
+    if hasattr(kind, "__metadata__"):
+        return _alternatives(get_args(kind)[0])
+    if get_origin(kind) not in (Union, UnionType):
+        return [kind]
+    return [one for each in get_args(kind) for one in _alternatives(each)]
 
 
-def _wrong_choice(where: str, message: str) -> str | None:
-    """A better message for a value that is none of a setting's choices; None for other errors."""
-    found = re.fullmatch(r"Invalid enum value '(.*)'", message, re.DOTALL)
-    kind = setting_types().get(where.partition("[")[0])
-    if get_origin(kind) is list:
-        kind = get_args(kind)[0]
-    if found is None or get_origin(kind) is not Literal:
+@cache
+def _path_keys() -> list[str]:
+    def is_path(kind: Any) -> bool:
+        marked = any((meta.extra or {}).get("path") for meta in getattr(kind, "__metadata__", ()))
+        return marked or any(is_path(each) for each in get_args(kind) if not isinstance(each, str))
+
+    return [key for key, kind in _setting_types().items() if is_path(kind)]
+
+
+def _task_path_keys(config: DictConfig) -> Iterator[str]:
+    for i, _ in enumerate(config.get("train_tasks") or ()):
+        yield from (f"train_tasks[{i}].{key}" for key in ("custom_cls.path", "loading_params.data_files"))
+
+
+def _absolute(path: Any, *, always: bool) -> Any:
+    if not isinstance(path, str):
+        return path
+    found = Path(path).expanduser()
+    return str(found.absolute()) if always or found.exists() else path
+
+
+def read_value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
+    """A value as its type; `problems` gets what does not fit, and then what is returned is of no use.
+
+    Types are what msgspec converts, dataclasses of such, and typed dicts of options.
+    """
+    if path in _MAY_HOLD_SECRETS and (secret := find_secret(value, path)) is not None:
+        # Before any other message, which would show it.
+        problems.append(
+            f"{secret} looks like a secret, and what is configured is written to the run directory. Set it "
+            "in the environment that rollstream is started in, which workers on this machine inherit; on "
+            "other machines in that of `ray start`"
+        )
         return None
-    choices = [str(choice) for choice in get_args(kind)]
-    near = difflib.get_close_matches(found[1], choices, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"must be one of {', '.join(choices)} (it is {found[1]!r}){hint}"
-
-
-def _paths(config: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all keys, branches included."""
-    if not isinstance(config, DictConfig) or config._is_none() or config._is_missing():
-        return
-    for key in config:
-        path = f"{prefix}{key!s}"
-        yield path
-        if path not in FREE_FORM and not OmegaConf.is_interpolation(config, str(key)):
-            yield from _paths(config._get_node(key), path + ".")
-
-
-def _read_yaml(path: Path) -> DictConfig:
+    if path == "trainer.logger" and (value is None or isinstance(value, str)):
+        value = [] if value is None else [value]  # as verl takes it
+    if is_dataclass(kind) or is_typeddict(kind):
+        if not isinstance(value, Mapping):
+            problems.append(f"{path} must hold keys (it is {value!r})")
+            return None
+        hints = get_type_hints(kind, include_extras=True)
+        below = f"{path}." if path else ""
+        for key in value.keys() - hints.keys():
+            takes = f"; it takes {', '.join(hints)}" if is_typeddict(kind) else ""
+            problems.append(f"unknown key '{below}{key}'{takes}" if takes else _unknown(f"{below}{key}"))
+        given = value if is_typeddict(kind) else dict.fromkeys(hints) | dict(value)
+        fields = {
+            name: read_value(hints[name], given[name], f"{below}{name}", problems)
+            for name in hints
+            if name in given
+        }
+        return None if problems else kind(**fields)
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        return {
+            key: read_value(get_args(kind)[1], item, f"{path}.{key}", problems) for key, item in value.items()
+        }
     try:
-        content = OmegaConf.load(path)
-    except FileNotFoundError as error:
-        raise ConfigError(f"configuration file {path} does not exist") from error
-    except Exception as error:
-        raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
-    if not isinstance(content, DictConfig):
-        raise ConfigError(f"configuration file {path} must hold keys and values")
-    return content
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        message, _, inner = str(error).partition(" - at `$")
+        if (index := re.match(r"\[(\d+)\]", inner)) is not None and isinstance(value, list):
+            value = value[int(index[1])]
+        problems.append(f"{path}{inner.rstrip('`')} {_described(kind, message, value)}")
+        return None
 
 
-def _apply_overrides(config: Any, overrides: Sequence[str], known: set[str]) -> None:
-    from hydra.errors import HydraException
+def _described(kind: Any, message: str, value: Any) -> str:
+    """A message of msgspec's for people: what the value must be."""
+    expected = message.replace("`", "").replace("Expected ", "", 1).partition(", got ")[0]
+    if (wrong := re.fullmatch(r"Invalid enum value '(.*)'", message, re.DOTALL)) is not None:
+        choices = [
+            str(one) for each in get_args(kind) for one in (get_args(each) or [each])
+        ]  # maybe of a list
+        near = difflib.get_close_matches(wrong[1], choices, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"must be one of {', '.join(choices)} (it is {wrong[1]!r}){hint}"
+    if expected.endswith("of length >= 1"):
+        return "must not be empty"
+    if expected.startswith("str matching"):
+        wanted = [
+            meta.description for one in (kind, *get_args(kind)) for meta in getattr(one, "__metadata__", ())
+        ]
+        return f"must be {' or '.join(map(str, wanted))} (it is {value!r})"
+    for sign, words in ((">= ", "at least"), ("<= ", "at most"), ("> ", "above"), ("< ", "below")):
+        if sign in expected:
+            return f"must be {words} {float(expected.rpartition(sign)[2]):g} (it is {value!r})"
+    kinds = " or ".join(_IN_ENGLISH.get(one, one) for one in expected.split(" | "))
+    return f"must be {kinds} (it is {value!r})"
 
-    for text in overrides:
-        key, value = _read_override(text, known)
-        try:
-            if value is _DELETE:
-                OmegaConf.update(config, key, None)
-            else:
-                OmegaConf.update(config, key, value, merge=False, force_add=True)
-        except (OmegaConfBaseException, HydraException) as error:
-            raise ConfigError(f"{text!r}: {error}") from error
 
-
-_DELETE = object()
-
-
-def _read_override(text: str, known: set[str]) -> tuple[str, Any]:
-    """Key and value of one `key=value` word; the value of `~key` is `_DELETE`. Raises `ConfigError`."""
+def _read_override(text: str) -> tuple[str, Any]:
+    """Key and value of one `key=value` word; the value of `~key` is None. Raises `ConfigError`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     simple = _SIMPLE_WORD.fullmatch(text)
-    takes_text = simple is not None and _takes_text(simple[1])
+    kinds = _alternatives(_setting_types().get(simple[1])) if simple is not None else []
     try:
         override = OverridesParser.create().parse_override(text)
-        value = _DELETE if override.is_delete() else override.value()
+        value = None if override.is_delete() else override.value()
     except HydraException as error:
         if simple is None:
-            detail = str(error).splitlines()[0]
-            raise ConfigError(f"cannot read {text!r} as key=value: {detail}") from error
-        check_known(simple[1], known)
-        if takes_text and simple[2][:1] not in tuple("[{'\""):  # those begin something that goes wrong later
+            raise ConfigError(f"cannot read {text!r} as key=value: {_first_line(error)}") from error
+        if simple[1] not in _known_keys() and not _is_free_form(simple[1]):
+            raise ConfigError(_unknown(simple[1])) from error
+        is_structure = simple[2][:1] in tuple("[{'\"")  # that begins something that goes wrong later
+        if str in kinds and not is_structure:
             return simple[1], simple[2]
-        example = _quoted(simple) if simple[2][:1] not in tuple("[{'\"") else f'\'{simple[1]}=["a b", "c"]\''
+        example = f'\'{simple[1]}=["a b", "c"]\'' if is_structure else _quoted(simple)
         raise ConfigError(
             f"cannot read the value of {text!r}; put texts in quotes, for a shell like this: {example}"
         ) from error
-    key = override.key_or_group
-    check_known(key, known)
     if override.is_sweep_override():
         hint = "" if simple is None else f"; if the comma is part of it: {_quoted(simple)}"
         raise ConfigError(f"{text!r} is a sweep; one run takes one value per key{hint}")
-    is_switch = (
-        isinstance(value, bool) and simple is not None and bool in get_args(setting_types().get(simple[1]))
-    )
-    if simple is not None and takes_text and isinstance(value, bool | int | float) and not is_switch:
+    is_switch = isinstance(value, bool) and bool in kinds
+    if simple is not None and str in kinds and isinstance(value, bool | int | float) and not is_switch:
         value = simple[2].strip()
-    return key, value
+    return override.key_or_group, value
 
 
 def _quoted(word: re.Match[str]) -> str:
@@ -265,154 +505,69 @@ def _quoted(word: re.Match[str]) -> str:
     return shlex.quote(f'{word[1]}="{escaped}"')
 
 
-def _found(tree: Any, path: str) -> str:
-    """` (it is VALUE)` for the value at a path, where it can be reached."""
-    for part in path.split("."):
-        if not isinstance(tree, Mapping) or part not in tree:
-            return ""
-        tree = tree[part]
-    return f" (it is {tree!r})"
-
-
-def _check_values(settings: Settings) -> None:
-    _check_texts_and_numbers(settings)
-    check_ray(settings.ray_kwargs)
+def _conflicts(settings: Settings) -> Iterator[str]:
+    """What is wrong between settings that are fine each by itself, or has no effect beside the others."""
     rollout, data, generation = settings.actor_rollout_ref.rollout, settings.data, settings.generation
-    reward, turns = settings.custom_reward_function, rollout.multi_turn
-    multi_turn = "actor_rollout_ref.rollout.multi_turn"
-    launch, launching = "actor_rollout_ref.rollout.launch", rollout.launch
-    at_least: list[tuple[str, float, float]] = [
-        ("actor_rollout_ref.rollout.n", rollout.n, 1),
-        ("actor_rollout_ref.rollout.response_length", rollout.response_length, 1),
-        ("actor_rollout_ref.rollout.prompt_length", rollout.prompt_length, 1),
-        ("actor_rollout_ref.rollout.temperature", rollout.temperature, 0),
-        ("data.max_prompt_length", data.max_prompt_length, 1),
-        ("data.train_max_samples", data.train_max_samples, -1),
-        ("generation.max_in_flight", generation.max_in_flight, 1),
-        ("generation.processes", generation.processes, 1),
-        ("generation.max_attempts", generation.max_attempts, 1),
-        ("generation.save_batch_size", generation.save_batch_size, 1),
-        ("generation.retry_delay", generation.retry_delay, 0),
-        ("generation.retry_delay_max", generation.retry_delay_max, 0),
-        ("generation.grace_period", generation.grace_period, 0),
-        ("generation.max_failed_share", generation.max_failed_share, 0),
-        ("custom_reward_function.max_concurrency", reward.max_concurrency, 1),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size, 1),
-        ("actor_rollout_ref.rollout.pipeline_model_parallel_size", rollout.pipeline_model_parallel_size, 1),
-        ("actor_rollout_ref.rollout.data_parallel_size", rollout.data_parallel_size, 1),
-        ("trainer.nnodes", settings.trainer.nnodes, 1),
-        (f"{launch}.max_restarts", launching.max_restarts, 0),
-        (f"{launch}.restart_delay", launching.restart_delay, 0),
-        (f"{launch}.restart_delay_max", launching.restart_delay_max, 0),
-        (f"{multi_turn}.max_parallel_calls", turns.max_parallel_calls, 1),
-        (f"{multi_turn}.max_tool_response_length", turns.max_tool_response_length, 1),
-    ]
-    if (workers := rollout.agent.num_workers) is not None:
-        at_least.append(("actor_rollout_ref.rollout.agent.num_workers", workers, 1))
-    for name in ("max_assistant_turns", "max_user_turns"):
-        if (limit := getattr(turns, name)) is not None:
-            at_least.append((f"{multi_turn}.{name}", limit, 1))
-    if launching.replicas is not None:
-        at_least.append((f"{launch}.replicas", launching.replicas, 1))
-    if generation.metrics_port is not None:
-        at_least.append(("generation.metrics_port", generation.metrics_port, 0))
-        if generation.metrics_port > _PORT_LAST:
-            raise ConfigError(
-                f"generation.metrics_port must be at most {_PORT_LAST} (it is {generation.metrics_port})"
-            )
-    if settings.trainer.n_gpus_per_node is not None:
-        at_least.append(("trainer.n_gpus_per_node", settings.trainer.n_gpus_per_node, 0))
-    for key, value, least in at_least:
-        if not value >= least:
-            raise ConfigError(f"{key} must be at least {least:g} (it is {value})")
-    above_zero: list[tuple[str, float]] = [
-        ("actor_rollout_ref.rollout.top_p", rollout.top_p),
-        ("generation.attempt_timeout", generation.attempt_timeout),
-        ("generation.engine_timeout", generation.engine_timeout),
-        ("generation.pull_timeout", generation.pull_timeout),
-        ("custom_reward_function.timeout", reward.timeout),
-        (f"{launch}.startup_timeout", launching.startup_timeout),
-        (f"{launch}.unhealthy_timeout", launching.unhealthy_timeout),
-        (f"{multi_turn}.tool_timeout", turns.tool_timeout),
-        (f"{multi_turn}.interaction_timeout", turns.interaction_timeout),
-    ]
-    for key, value in above_zero:
-        if not value > 0:
-            raise ConfigError(f"{key} must be above 0 (it is {value})")
+    if rollout.top_k == 0:
+        yield f"{_ROLLOUT}.top_k must be -1 (off) or at least 1 (it is 0)"
     if (wrong := check_extra(rollout.extra_sampling)) is not None:
-        raise ConfigError(f"actor_rollout_ref.rollout.extra_sampling.{wrong}")
-    if rollout.top_p > 1:
-        raise ConfigError(f"actor_rollout_ref.rollout.top_p must be at most 1 (it is {rollout.top_p})")
-    share = rollout.gpu_memory_utilization
-    if share is not None and not 0 < share <= 1:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.gpu_memory_utilization must be above 0 and at most 1 (it is {share})"
-        )
-    if rollout.top_k < -1 or rollout.top_k == 0:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.top_k must be -1 (off) or at least 1 (it is {rollout.top_k})"
-        )
+        yield f"{_ROLLOUT}.extra_sampling.{wrong}"
     if own := _OF_EVERY_RENDERING.intersection(data.apply_chat_template_kwargs):
-        raise ConfigError(
+        yield (
             f"data.apply_chat_template_kwargs: {', '.join(sorted(own))} is set by rollstream at every "
             "rendering: only what the template itself asks for can be given"
         )
-    if generation.verl_overrides and generation.executor != "verl":
-        raise ConfigError(
-            f"generation.verl_overrides is for generation.executor=verl (it is {generation.executor})"
-        )
-    if generation.export and not generation.final_merge:
-        raise ConfigError(
-            f"generation.export=[{','.join(generation.export)}] is made of the merged artifact, which "
-            "generation.final_merge=false leaves out: set one of them otherwise"
-        )
-    if generation.max_failed_share > 1:
-        raise ConfigError(
-            f"generation.max_failed_share must be at most 1 (it is {generation.max_failed_share})"
-        )
-    if generation.seed is not None and not 0 <= generation.seed < 2**63:
-        raise ConfigError(f"generation.seed must be from 0 to 2**63 - 1 (it is {generation.seed})")
-    try:
-        _ = generation.shard_of
-    except ValueError as error:
-        raise ConfigError(
-            f"generation.shard must be i/k with 0 <= i < k, as 0/4 (it is {generation.shard!r})"
-        ) from error
-    if isinstance(generation.upload_artifact, str):
-        check_artifact_name(generation.upload_artifact, "generation.upload_artifact")
     if rollout.prompt_length != data.max_prompt_length:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.prompt_length and data.max_prompt_length are one limit by two names: "
-            f"set data.max_prompt_length (they are {rollout.prompt_length} and {data.max_prompt_length})"
+        yield (
+            f"{_ROLLOUT}.prompt_length and data.max_prompt_length are one limit by two names: set "
+            f"data.max_prompt_length (they are {rollout.prompt_length} and {data.max_prompt_length})"
         )
     longest = rollout.prompt_length + rollout.response_length
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
-        raise ConfigError(
+        yield (
             f"lengths cannot fit: prompt_length {rollout.prompt_length} + response_length "
-            f"{rollout.response_length} = {longest} tokens, but actor_rollout_ref.rollout.max_model_len is "
+            f"{rollout.response_length} = {longest} tokens, but {_ROLLOUT}.max_model_len is "
             f"{rollout.max_model_len}"
         )
-
-
-def check_artifact_name(name: str, key: str) -> None:
-    """Raises `ConfigError` for a name that W&B does not take; `key`: what was set to it."""
-    if not _ARTIFACT_NAME.fullmatch(name):
-        raise ConfigError(
-            f"{key}: an artifact's name is made of letters, digits, -, _ and ., at most 128, with a letter "
-            f"among them (it is {name!r})"
+    if (shard := generation.shard_of) is not None and shard[0] >= shard[1]:
+        yield f"generation.shard must be i/k with 0 <= i < k, as in 0/4 (it is {generation.shard!r})"
+    if generation.export and not generation.final_merge:
+        yield (
+            f"generation.export=[{','.join(generation.export)}] is made of the merged artifact, which "
+            "generation.final_merge=false leaves out: set one of them otherwise"
         )
+    if generation.verl_overrides and generation.executor != "verl":
+        yield f"generation.verl_overrides is for generation.executor=verl (it is {generation.executor})"
+    if settings.ray_kwargs.timeline_json_file is not None and generation.executor == "local":
+        yield "ray_kwargs.timeline_json_file is for generation.executor=ray or verl (it is local)"
+    if settings.ray_kwargs.worker and generation.executor == "local":
+        yield "ray_kwargs.worker is for generation.executor=ray or verl (it is local)"
+    yield from _ray_conflicts(settings.ray_kwargs.worker)
 
 
-def _check_texts_and_numbers(settings: Settings) -> None:
-    """What holds for every setting of a type: no empty text, no infinite number."""
-    for key, kind in setting_types().items():
-        value: Any = settings
-        for part in key.split("."):
-            value = getattr(value, part)
-        if kind is float and not abs(value) <= _LARGEST:
-            raise ConfigError(f"{key} must be a number of at most {_LARGEST:g} (it is {value})")
-        texts = value if isinstance(value, list) else [value]
-        if any(isinstance(text, str) and not text for text in texts):
-            where = "holds an empty text" if isinstance(value, list) else "must not be empty"
-            hint = " (null is 'not set')" if type(None) in get_args(kind) else ""
-            raise ConfigError(f"{key} {where}{hint}")
+def _unused(settings: Settings) -> list[str]:
+    """Keys that are set and that the chosen executor or engine does not look at.
+
+    They are no errors because configurations of verl have them always.
+    """
+    rollout, executor = settings.actor_rollout_ref.rollout, settings.generation.executor
+    unused = []
+    if executor == "local" and rollout.agent.num_workers is not None:
+        unused.append(f"{_ROLLOUT}.agent.num_workers")
+    if executor != "verl" and (rollout.name not in _LAUNCHED or rollout.server_urls):
+        if settings.trainer.n_gpus_per_node is not None:
+            unused.append("trainer.n_gpus_per_node")
+        if settings.trainer.nnodes > 1:
+            unused.append("trainer.nnodes")
+    return unused
+
+
+def _ray_conflicts(worker: Mapping[str, Any]) -> Iterator[str]:
+    for resource in worker.get("resources", {}):
+        if resource in _RAY_CALLS_IT:
+            yield f"ray_kwargs.worker.resources.{resource}: say ray_kwargs.worker.{_RAY_CALLS_IT[resource]}"
+    variables = worker.get("runtime_env", {}).get("env_vars", {})
+    try:
+        msgspec.convert(variables, dict[str, str])
+    except msgspec.ValidationError:
+        yield "ray_kwargs.worker.runtime_env.env_vars must be texts by name: put numbers in quotes"

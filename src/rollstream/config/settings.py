@@ -1,20 +1,49 @@
 """The configuration as typed, validated values. Defaults live in `generation.yaml`, and only there.
 
-Classes are named after the keys they hold. A class of the house takes the few values it needs, never all.
+A type says which values a key takes. Classes are named after the keys they hold. A class of the house takes
+the few values it needs, never all.
 """
 
-import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
+
+from msgspec import Meta
+
+LARGEST = 1e9
+"""No setting is meaningful beyond it (as seconds: thirty years), and waits overflow not far above."""
+
+Text = Annotated[str, Meta(min_length=1)]
+LocalPath = Annotated[str, Meta(min_length=1, extra={"path": True})]
+"""A file or folder; `load.to_stored_yaml` makes it absolute where there is one of that name."""
+Count = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Limit = Annotated[float, Meta(gt=0, le=LARGEST)]
+"""Seconds that something may take."""
+Delay = Annotated[float, Meta(ge=0, le=LARGEST)]
+"""Seconds to wait."""
+Number = Annotated[int, Meta(ge=-(10**9), le=10**9)] | Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+AboveZeroShare = Annotated[float, Meta(gt=0, le=1)]
+ArtifactName = Annotated[
+    str,
+    Meta(
+        pattern=r"^(?!(?i:yes|no|on|off|true|false)$)(?=.*[A-Za-z])[A-Za-z0-9_.-]{1,128}$",
+        description="letters, digits, -, _ and ., at most 128, with a letter among them, and no yes or no",
+    ),
+]
+"""What W&B takes (source: `wandb.sdk.artifacts._validators`), but for what are slips: bare numbers, `yes`."""
+Shard = Annotated[str, Meta(pattern=r"^\d{1,9}/\d{1,9}$", description="i/k with 0 <= i < k, as in 0/4")]
+Amount = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, le=1e18)]
+"""What a worker claims of a resource of Ray's."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """`actor_rollout_ref.model`."""
 
-    path: str | None
-    tokenizer_path: str | None
-    custom_chat_template: str | None
+    path: LocalPath | None
+    tokenizer_path: LocalPath | None
+    custom_chat_template: LocalPath | None
     trust_remote_code: bool
 
 
@@ -22,27 +51,27 @@ class ModelSettings:
 class AgentSettings:
     """`actor_rollout_ref.rollout.agent`."""
 
-    num_workers: int | None
-    default_agent_loop: str
-    agent_loop_config_path: str | None
+    num_workers: Count | None
+    default_agent_loop: Text
+    agent_loop_config_path: LocalPath | None
 
 
 @dataclass(frozen=True, slots=True)
 class MultiTurnSettings:
     """`actor_rollout_ref.rollout.multi_turn`. Times in seconds."""
 
-    max_assistant_turns: int | None
-    max_user_turns: int | None
-    tool_config_path: str | None
-    function_tool_path: str | None
-    format: str
+    max_assistant_turns: Count | None
+    max_user_turns: Count | None
+    tool_config_path: LocalPath | None
+    function_tool_path: LocalPath | None
+    format: Text
     show_tools: bool
-    max_parallel_calls: int
-    max_tool_response_length: int
+    max_parallel_calls: Count
+    max_tool_response_length: Count
     tool_response_truncate_side: Literal["left", "right", "middle"]
-    tool_timeout: float
-    interaction_config_path: str | None
-    interaction_timeout: float
+    tool_timeout: Limit
+    interaction_config_path: LocalPath | None
+    interaction_timeout: Limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,41 +80,41 @@ class LaunchSettings:
 
     where: Literal["auto", "local", "ray"]
     server: Literal["auto", "sglang", "vllm", "rollstream"]
-    replicas: int | None
-    python: str | None
+    replicas: Count | None
+    python: Text | None
     args: dict[str, Any]
     env: dict[str, Any]
-    startup_timeout: float
-    unhealthy_timeout: float
-    max_restarts: int
-    restart_delay: float
-    restart_delay_max: float
+    startup_timeout: Limit
+    unhealthy_timeout: Limit
+    max_restarts: NotNegative
+    restart_delay: Delay
+    restart_delay_max: Delay
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
     """`actor_rollout_ref.rollout`: the engine and how it samples. Lengths in tokens."""
 
-    name: str
-    n: int
-    temperature: float
-    top_p: float
-    top_k: int
-    stop: list[str]
+    name: Text
+    n: Count
+    temperature: Annotated[float, Meta(ge=0, le=LARGEST)]
+    top_p: AboveZeroShare
+    top_k: Annotated[int, Meta(ge=-1)]
+    stop: list[Text]
     stop_token_ids: list[int]
     ignore_eos: bool
     extra_sampling: dict[str, Any]
     calculate_log_probs: bool
-    prompt_length: int
-    response_length: int
-    max_model_len: int | None
-    server_urls: list[str]
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    data_parallel_size: int
-    gpu_memory_utilization: float | None
-    dtype: str
-    load_format: str
+    prompt_length: Count
+    response_length: Count
+    max_model_len: Count | None
+    server_urls: list[Text]
+    tensor_model_parallel_size: Count
+    pipeline_model_parallel_size: Count
+    data_parallel_size: Count
+    gpu_memory_utilization: AboveZeroShare | None
+    dtype: Text
+    load_format: Text
     launch: LaunchSettings
     engine_kwargs: dict[str, Any]
     on_weight_update: Literal["continue", "restart", "abort"]
@@ -105,24 +134,24 @@ class ActorRolloutRefSettings:
 class CustomClassSettings:
     """A class in a Python file of the user's."""
 
-    path: str | None
-    name: str | None
+    path: LocalPath | None
+    name: Text | None
 
 
 @dataclass(frozen=True, slots=True)
 class DataSettings:
     """`data`. Lengths in tokens."""
 
-    train_files: str | list[str] | None
-    prompt_key: str
-    max_prompt_length: int
+    train_files: LocalPath | list[LocalPath] | None
+    prompt_key: Text
+    max_prompt_length: Count
     truncation: Literal["error", "left", "right", "middle"]
     filter_overlong_prompts: bool
-    train_max_samples: int
+    train_max_samples: Annotated[int, Meta(ge=-1)]
     shuffle: bool
     seed: int
     apply_chat_template_kwargs: dict[str, Any]
-    tool_config_path: str | None
+    tool_config_path: LocalPath | None
     fetch_images: bool
     custom_cls: CustomClassSettings
 
@@ -138,22 +167,22 @@ class DataSettings:
 class RewardSettings:
     """`custom_reward_function`. Times in seconds."""
 
-    path: str | None
-    name: str
+    path: LocalPath | None
+    name: Text
     reward_kwargs: dict[str, Any]
-    timeout: float
-    max_concurrency: int
+    timeout: Limit
+    max_concurrency: Count
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
     """`trainer`."""
 
-    nnodes: int
-    n_gpus_per_node: int | None
-    project_name: str
-    experiment_name: str
-    default_local_dir: str
+    nnodes: Count
+    n_gpus_per_node: NotNegative | None
+    project_name: Text
+    experiment_name: Text
+    default_local_dir: LocalPath
     logger: list[Literal["console", "wandb", "trackio", "tensorboard", "jsonl"]]
 
 
@@ -162,46 +191,54 @@ class GenerationSettings:
     """`generation`. Times in seconds."""
 
     resume: Literal["auto", "never", "extend"]
-    shard: str | None
+    shard: Shard | None
     """`i/k`; see `shard_of`."""
-    seed: int | None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None
     executor: Literal["local", "ray", "verl"]
-    processes: int
-    verl_overrides: list[str]
-    max_in_flight: int
+    processes: Count
+    verl_overrides: list[Text]
+    max_in_flight: Count
     adaptive_in_flight: bool
-    max_attempts: int
-    attempt_timeout: float
-    retry_delay: float
-    retry_delay_max: float
-    engine_timeout: float
-    max_failed_share: float
+    max_attempts: Count
+    attempt_timeout: Limit
+    retry_delay: Delay
+    retry_delay_max: Delay
+    engine_timeout: Limit
+    max_failed_share: Share
     retry_failed: bool
-    save_batch_size: int
-    pull_timeout: float
+    save_batch_size: Count
+    pull_timeout: Limit
     final_merge: bool
     export: list[Literal["jsonl", "dataproto"]]
     export_unscored: Literal["error", "keep", "drop"]
     """See `DataProtoOptions.unscored`."""
-    upload_artifact: bool | str
+    upload_artifact: bool | ArtifactName
     """A text names the artifact."""
-    metrics_port: int | None
-    grace_period: float
+    metrics_port: Annotated[int, Meta(ge=0, le=65535)] | None
+    grace_period: Delay
     show_progress: bool
     log_level: Literal["debug", "info", "warning", "error"]
 
     @property
     def shard_of(self) -> tuple[int, int] | None:
-        """Number of this driver's shard and how many there are; None: the whole run.
-
-        Raises `ValueError` when `shard` is no `i/k` with `0 <= i < k`.
-        """
+        """Number of this driver's shard and how many there are; None: the whole run."""
         if self.shard is None:
             return None
-        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.shard)
-        if found is None or not int(found[1]) < int(found[2]):
-            raise ValueError(self.shard)
-        return int(found[1]), int(found[2])
+        number, _, count = self.shard.partition("/")
+        return int(number), int(count)
+
+
+class WorkerOptions(TypedDict, total=False):
+    """`ray_kwargs.worker`: what may be said of a worker's actor. Its life and name are rollstream's."""
+
+    num_cpus: Amount
+    num_gpus: Amount
+    memory: Amount
+    resources: dict[str, Amount]
+    accelerator_type: str
+    label_selector: dict[str, str]
+    scheduling_strategy: Literal["DEFAULT", "SPREAD"]
+    runtime_env: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +246,9 @@ class RaySettings:
     """`ray_kwargs`."""
 
     ray_init: dict[str, Any]
-    worker: dict[str, Any]
+    worker: WorkerOptions
     replica: dict[str, Any]
-    timeline_json_file: str | None
+    timeline_json_file: Text | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,43 @@
-"""The prompt rows of a run: which, in what order, and a fingerprint of them all."""
+"""The prompt rows of a run: which, in what order, a fingerprint of them all, and without those too long."""
 
 import hashlib
+import logging
+import marshal
 import os
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from rollstream.config.settings import DataSettings
-from rollstream.data.custom_rows import CustomRows
+from rollstream.data.cache import cache_folder, written_whole
 from rollstream.data.row import parse_row
 from rollstream.data.row_images import resolve
-from rollstream.data.source import Concatenated, RowSource, data_files, open_source
-from rollstream.data.spool import spool_for
+from rollstream.data.sources import Concatenated, CustomRows, RowSource, data_files, open_source, spool_for
 from rollstream.data.values import BadRow
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import PromptRow
+
+logger = logging.getLogger(__name__)
 
 _SHOWN_ERRORS = 5
 """Bad rows named in an error: enough to see what they have in common."""
 _DIGEST_BYTES = 16
 _KEYS_AT_ONCE = 4096
 """Content digests read back at once."""
+_KEPT_ROWS = 16
+"""Parsed rows kept: the repeats of a row begin one after the other. Few, as a row may hold images."""
+_KEPT_SOURCES = 1000
+"""Data sources that are counted each by itself; the rows of further ones are counted together."""
+OTHER_SOURCES = "(others)"
+_PROGRESS_SECONDS = 5.0
+_FIELDS = tuple(PromptRow.__dataclass_fields__)
 
 
 class FileDigest(TypedDict):
@@ -38,20 +52,21 @@ class FileDigest(TypedDict):
 
 
 class KnownDataset(NamedTuple):
-    """What an earlier run found out about its dataset, from its manifest."""
+    """What an earlier run found out about its dataset, from its manifest. See `PromptDataset`."""
 
     file_digests: list[FileDigest]
     fingerprint: str
     agent_names: frozenset[str] = frozenset()
-    """As `PromptDataset.agent_names`."""
     has_images: bool = False
-    """As `PromptDataset.has_images`."""
+    data_sources: Mapping[str, int] = MappingProxyType({})
 
 
 class PromptDataset:
     """Prompt rows by index, read from their source when asked for.
 
-    Memory is 8 bytes a row (JSON Lines: 16) beyond what the source needs; no row is kept as an object.
+    Memory is 8 bytes a row (JSON Lines: 16) beyond what the source needs; few rows are kept as objects. What
+    is said of all rows (`fingerprint`, `agent_names`, `has_images`, `data_sources`) takes reading and checking
+    them all, once, unless the files are those of `known`; a row that cannot be used is a `DataError` then.
 
     Args:
         source: The rows.
@@ -87,9 +102,11 @@ class PromptDataset:
         self._digests: BinaryIO | None = None  # content digests by index, 16 bytes each; once scanned
         self._visiting = _visiting_order(len(source), shuffle_seed)
         self.max_samples = max_samples
+        self._row_bytes = lru_cache(maxsize=_KEPT_ROWS)(self._read)
         first = self.row(0)
         self._agent_names: dict[str | None, int] = {first.agent_name: 0}
         self._has_images = bool(first.images)
+        self._data_sources: Counter[str] = Counter()
 
     def __len__(self) -> int:
         """Rows in the files, before filter and cut."""
@@ -107,6 +124,10 @@ class PromptDataset:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
+        # Whoever gets a row may change it, so each gets a copy; this is the quickest way to a deep one.
+        return PromptRow(*marshal.loads(self._row_bytes(index)))
+
+    def _read(self, index: int) -> bytes:
         try:
             prompt_row, digest = parse_row(self._source.row(index), index, self._prompt_column)
         except BadRow as error:
@@ -121,7 +142,7 @@ class PromptDataset:
                 )
         if prompt_row.images and (folder := self._source.folder(index)) is not None:
             prompt_row.images = resolve(prompt_row.images, folder)
-        return prompt_row
+        return marshal.dumps([getattr(prompt_row, name) for name in _FIELDS])
 
     @property
     def visiting(self) -> npt.NDArray[np.int64]:
@@ -167,18 +188,13 @@ class PromptDataset:
                 for name in self._known.agent_names:
                     self._agent_names.setdefault(name, 0)
                 self._has_images |= self._known.has_images
+                self._data_sources.update(self._known.data_sources)
             else:
                 self._fingerprint = self._scan()
         return self._fingerprint
 
     def agent_names(self) -> set[str]:
-        """The agent loops that rows name, each by its `agent_name`; rows that name none add nothing.
-
-        Reads and checks every row if that was not done yet, or takes it from `known` if the files are those.
-
-        Raises:
-            DataError: As `fingerprint`.
-        """
+        """The agent loops that rows name, each by its `agent_name`; rows that name none add nothing."""
         _ = self.fingerprint
         return {name for name in self._agent_names if name is not None}
 
@@ -187,15 +203,14 @@ class PromptDataset:
         return self.location(self._agent_names[agent_name])
 
     def has_images(self) -> bool:
-        """Whether a row has images.
-
-        Reads and checks every row if that was not done yet, or takes it from `known` if the files are those.
-
-        Raises:
-            DataError: As `fingerprint`.
-        """
+        """Whether a row has images."""
         _ = self.fingerprint
         return self._has_images
+
+    def data_sources(self) -> dict[str, int]:
+        """How many rows of the files are of each data source."""
+        _ = self.fingerprint
+        return dict(self._data_sources)
 
     def prompt_keys(self) -> Iterator[str]:
         """The prompt keys of all rows, by index. Reads and checks every row if that was not done yet.
@@ -221,6 +236,7 @@ class PromptDataset:
         fingerprint = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         shown: list[str] = []
         bad = 0
+        self._data_sources.clear()
         with spool_for("prompt keys", self._spool_dir) as digests:
             for index, row in enumerate(self._source.scan()):
                 try:
@@ -234,12 +250,17 @@ class PromptDataset:
                     continue
                 self._agent_names.setdefault(prompt_row.agent_name, index)
                 self._has_images = self._has_images or bool(prompt_row.images)
+                known = (
+                    len(self._data_sources) < _KEPT_SOURCES or prompt_row.data_source in self._data_sources
+                )
+                self._data_sources[prompt_row.data_source if known else OTHER_SOURCES] += 1
                 fingerprint.update(digest)
                 digests.write(digest)
         if bad:
             digests.close()
             raise DataError(_bad_rows_message(shown, bad, len(self)))
         self._digests = digests
+        self._row_bytes.cache_clear()  # what was read before is compared, too
         return fingerprint.hexdigest()
 
 
@@ -314,3 +335,99 @@ def _bad_rows_message(shown: list[str], bad: int, rows: int) -> str:
         return shown[0]
     more = f"\n  … and {bad - len(shown)} more" if bad > len(shown) else ""
     return f"{bad} of {rows} rows cannot be used:\n  " + "\n  ".join(shown) + more
+
+
+class OverlongCount(NamedTuple):
+    """What `filter_overlong` did."""
+
+    removed: int
+    """Rows left out."""
+    checked: int
+    """Rows whose length was looked at; fewer than all when `max_samples` was reached before."""
+
+
+def filter_overlong(
+    dataset: PromptDataset,
+    measure: Callable[[list[PromptRow]], list[int]],
+    max_prompt_length: int,
+    *,
+    cache_key: str | None = None,
+    batch_size: int = 1024,
+) -> OverlongCount:
+    """Leaves prompts that are too long out of `dataset.order`, before it is cut to `max_samples`.
+
+    So `max_samples` rows are visited whenever that many fit. (verl cuts first and filters what is left.)
+    Rows are looked at in visiting order and only until `max_samples` of them fit.
+
+    Args:
+        dataset: Changed: its `order` afterwards has rows that fit, in the same order as before.
+        measure: Gives the prompt length of each row, in tokens.
+        max_prompt_length: Tokens; a prompt of exactly this length stays.
+        cache_key: Changes with what decides the lengths besides the rows: lengths are kept under it and the
+            dataset's fingerprint in the cache folder. None keeps none.
+        batch_size: Rows given to `measure` at once.
+
+    Returns:
+        How many rows were left out, of how many looked at.
+
+    Raises:
+        DataError: No row fits, or a row cannot be used.
+        ValueError: `measure` did not give one length a row.
+    """
+    visiting = dataset.visiting
+    path = None if cache_key is None else _lengths_path(dataset, cache_key)
+    lengths = _read_lengths(path, len(dataset))
+    measured = fitting = checked = 0
+    said = time.monotonic()
+    for start in range(0, len(visiting), batch_size):
+        batch = visiting[start : start + batch_size]
+        unknown = batch[lengths[batch] < 0]
+        if len(unknown):
+            found = measure([dataset.row(index) for index in unknown.tolist()])
+            if len(found) != len(unknown):
+                raise ValueError(f"measure gave {len(found)} lengths for {len(unknown)} rows")
+            lengths[unknown] = found
+            measured += len(unknown)
+        checked += len(batch)
+        fitting += int(np.count_nonzero(lengths[batch] <= max_prompt_length))
+        if time.monotonic() - said > _PROGRESS_SECONDS:
+            said = time.monotonic()
+            logger.info("data.filter_overlong_prompts: %d of %d prompts measured", checked, len(visiting))
+        if dataset.max_samples is not None and fitting >= dataset.max_samples:
+            break
+    if path is not None and measured:
+        _write_lengths(path, lengths)
+    visited = visiting[:checked]
+    if not fitting:
+        raise DataError(
+            f"all {checked} prompts are longer than data.max_prompt_length={max_prompt_length} tokens "
+            f"(the shortest has {lengths[visited].min()}); raise it"
+        )
+    dataset.restrict(visited[lengths[visited] <= max_prompt_length])
+    return OverlongCount(removed=checked - fitting, checked=checked)
+
+
+def _lengths_path(dataset: PromptDataset, cache_key: str) -> Path:
+    key = hashlib.blake2b(f"{dataset.fingerprint} {cache_key}".encode(), digest_size=_DIGEST_BYTES)
+    return cache_folder("lengths") / f"{key.hexdigest()}.npy"
+
+
+def _read_lengths(path: Path | None, rows: int) -> npt.NDArray[np.int32]:
+    """Prompt lengths by index; -1 is not known."""
+    if path is not None and path.exists():
+        try:
+            kept: npt.NDArray[np.int32] = np.load(path, allow_pickle=False)
+            if kept.shape == (rows,) and kept.dtype == np.int32:
+                return kept
+        except (OSError, ValueError, EOFError) as error:
+            logger.debug("%s cannot be read: %s", path, error)
+    return np.full(rows, -1, np.int32)
+
+
+def _write_lengths(path: Path, lengths: npt.NDArray[np.int32]) -> None:
+    try:
+        path.unlink(missing_ok=True)  # it knew fewer
+        with written_whole(path) as file:
+            np.save(file, lengths)
+    except OSError as error:  # the next start measures again
+        logger.info("prompt lengths are not kept: %s", error)

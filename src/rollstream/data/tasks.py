@@ -1,19 +1,24 @@
 """Tasks: what `train_tasks` lists, turned into verl-style rows.
 
 `Task` loads a dataset by `datasets.load_dataset` and makes a prompt of each of its rows. A subclass in a file
-of yours, named by `custom_cls`, changes any of the steps. `task_cache` writes the rows to Parquet, once.
+of yours, named by `custom_cls`, changes any of the steps. `task_cache` writes the rows to a file, once.
 """
 
 import dataclasses
 import difflib
 import hashlib
+import importlib.metadata
 import os
+import string
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
-from rollstream.data.prompt_template import PromptTemplate
+import orjson
+from msgspec import Meta
+
+from rollstream.config.load import read_value
 from rollstream.data.values import BadRow, Row, described, to_jsonable
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Message
@@ -22,15 +27,75 @@ MISSING_EXTRA = "pip install 'rollstream[tasks]'"
 """What gives the packages that tasks need."""
 
 
+class PromptTemplate(string.Formatter):
+    r"""Text with `{column}` where a column's value goes, as in `str.format`.
+
+    `{column[key]}` reaches into a mapping or list, `{column:.2f}` formats. Literal braces are doubled:
+    `\boxed{{}}`. Braces in the data are just text.
+
+    Args:
+        text: The template.
+        setting: The configuration key, for messages.
+
+    Raises:
+        ConfigError: Braces that are no field.
+    """
+
+    def __init__(self, text: str, setting: str) -> None:
+        self._text = text
+        try:
+            fields = [(name, spec) for _, name, spec, _ in self.parse(text) if name is not None]
+        except ValueError as error:
+            raise ConfigError(f"{setting}: {error}; write literal braces twice: {{{{ and }}}}") from error
+        for name, spec in fields:
+            if not name or name.isdigit() or "{" in (spec or ""):
+                raise ConfigError(
+                    f"{setting}: {{{name}}} names no column; write literal braces twice: {{{{{name}}}}}"
+                )
+
+    def render(self, columns: Mapping[str, Any]) -> str:
+        """Fills the template in.
+
+        Raises:
+            BadRow: A column that is missing or null, or cannot be formatted so.
+        """
+        return self.vformat(self._text, (), columns)
+
+    def get_field(self, field_name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        """The value of a field; no attributes are looked up, which `str.format` would do."""
+        root, _, rest = (field_name, "", "") if field_name in kwargs else field_name.partition("[")
+        if root not in kwargs:
+            there = ", ".join(kwargs) or "(none)"
+            raise BadRow(f"the template's column {root!r} is missing; there are: {there}")
+        value = kwargs[root]
+        for key in rest.rstrip("]").split("][") if rest else ():
+            try:
+                value = value[int(key) if isinstance(value, list | tuple) else key]
+            except (LookupError, TypeError, ValueError) as error:
+                raise BadRow(f"the template's {{{field_name}}} finds nothing at [{key}]") from error
+        if value is None:
+            raise BadRow(f"the template's {{{field_name}}} is null in this row")
+        return value, root
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """A value as text."""
+        try:
+            return format(value, format_spec)
+        except (TypeError, ValueError) as error:
+            raise BadRow(
+                f"{value!r} in the template cannot be formatted by {format_spec!r} ({error})"
+            ) from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig:
     """One entry of `train_tasks`. A `Task` subclass with keys of its own derives from this class."""
 
-    name: str
+    name: Annotated[str, Meta(min_length=1)]
     """What the task is called; `reasoning_gym` is the built-in one."""
     loading_params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `datasets.load_dataset`: path, name, split, revision, data_files, ..."""
-    prompt_format: str = "template"
+    prompt_format: Literal["template", "chat_messages"] = "template"
     """`template`: the prompt is `prompt_template`, filled in. `chat_messages`: a column has the messages."""
     prompt_template: str | None = None
     """Text with `{column}` fields; see `PromptTemplate`."""
@@ -46,23 +111,8 @@ class TaskConfig:
     """Columns that go into `extra_info`."""
     custom_cls: dict[str, Any] | None = None
     """`path` and `name` of a `Task` subclass."""
-    max_samples: int | None = None
+    max_samples: Annotated[int, Meta(ge=1)] | None = None
     """Rows at most, the first ones; None takes all."""
-
-
-_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "name": (str, "text"),
-    "loading_params": (dict, "a mapping"),
-    "prompt_format": (str, "text"),
-    "prompt_template": ((str, type(None)), "text"),
-    "system_prompt": ((str, type(None)), "text"),
-    "chat_messages_field": (str, "text"),
-    "ground_truth_field": ((str, type(None)), "text"),
-    "data_source": ((str, type(None)), "text"),
-    "extra_fields": (list, "a list"),
-    "custom_cls": ((dict, type(None)), "a mapping with path and name"),
-    "max_samples": ((int, type(None)), "a number"),
-}
 
 
 class Task:
@@ -111,11 +161,13 @@ class Task:
                 near = difflib.get_close_matches(str(key), cls.config_keys(), n=1)
                 hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(cls.config_keys())}"
                 raise ConfigError(f"{label}: unknown key {key!r}; {hint}")
-        for key, (kind, wanted) in _KINDS.items():
-            if key in given and (not isinstance(given[key], kind) or isinstance(given[key], bool)):
-                raise ConfigError(f"{label}: {key} is {given[key]!r}, want {wanted}")
+        problems: list[str] = []
+        kinds = get_type_hints(cls.config_type, include_extras=True)
+        values = {key: read_value(kinds[key], given[key], key, problems) for key in given}
+        if problems:
+            raise ConfigError(f"{label}: {'; '.join(problems)}")
         try:
-            config = cls.config_type(**given)
+            config = cls.config_type(**values)
         except TypeError as error:  # a key without default is missing
             raise ConfigError(f"{label}: {str(error).replace('.__init__()', '')}") from error
         return cls(config)
@@ -132,14 +184,6 @@ class Task:
             ConfigError: It cannot work.
         """
         config = self.config
-        if config.max_samples is not None and config.max_samples < 1:
-            raise ConfigError(f"{self.label}: max_samples is {config.max_samples}, want 1 or more")
-        if config.prompt_format not in ("template", "chat_messages"):
-            near = difflib.get_close_matches(
-                config.prompt_format, ["template", "chat_messages"], n=1, cutoff=0.4
-            )
-            hint = f"did you mean {near[0]}?" if near else "want template or chat_messages"
-            raise ConfigError(f"{self.label}: prompt_format is {config.prompt_format!r}; {hint}")
         if config.prompt_template is not None:
             if config.prompt_format != "template":
                 raise ConfigError(f"{self.label}: prompt_template needs prompt_format: template")
@@ -292,3 +336,98 @@ def _local_files(value: Any) -> dict[str, str]:
     except (OSError, ValueError):  # not a name of a file, or not to be read: load_dataset will say
         return {}
     return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningGymConfig(TaskConfig):
+    """An entry `{name: reasoning_gym, dataset: chain_sum, size: 500, seed: 1, config: {...}}`."""
+
+    dataset: str
+    """Name of the reasoning-gym dataset: chain_sum, countdown, ..."""
+    size: Annotated[int, Meta(ge=1)] = 500
+    """Rows."""
+    seed: int = 0
+    """Decides the problems."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The dataset's own settings: `{min_terms: 2, max_terms: 2}`."""
+
+
+class ReasoningGymTask(Task):
+    """Rows with all that reasoning-gym's `score_answer` needs.
+
+    `data_source` is `reasoning_gym/<dataset>`; `extra_info` has `entry` (question, answer and metadata, as
+    JSON text) and `config` (the dataset's settings, as JSON text); the ground truth is the entry's answer.
+    """
+
+    config_type: ClassVar[type[TaskConfig]] = ReasoningGymConfig
+
+    @classmethod
+    def config_keys(cls) -> list[str]:
+        return [
+            "name", "dataset", "size", "seed", "config", "system_prompt", "prompt_template", "max_samples",
+            "custom_cls",
+        ]  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        if self._template is None:
+            self._template = PromptTemplate("{question}", self.label)
+
+    def dependencies(self) -> dict[str, Any]:
+        try:
+            return {"reasoning-gym": importlib.metadata.version("reasoning-gym")}
+        except importlib.metadata.PackageNotFoundError as error:
+            raise ConfigError(f"{self.label}: needs the package reasoning-gym: {MISSING_EXTRA}") from error
+
+    def load(self) -> Iterable[Mapping[str, Any]]:
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            raise ConfigError(f"{self.label}: needs the package reasoning-gym: {MISSING_EXTRA}") from error
+        config = self.config
+        if config.dataset not in DATASETS:
+            near = difflib.get_close_matches(config.dataset, DATASETS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {len(DATASETS)}: {', '.join(DATASETS)}"
+            raise ConfigError(f"{self.label}: reasoning-gym has no dataset {config.dataset!r}; {hint}")
+        try:
+            problems: Any = reasoning_gym.create_dataset(
+                config.dataset, size=config.size, seed=config.seed, **config.config
+            )
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ConfigError(f"{self.label}: {config.dataset} refuses its config: {error}") from error
+        _check_scores_as_json(problems, self.label)
+        return (problems[i] for i in range(config.size))
+
+    def make_row(self, example: Mapping[str, Any], position: int) -> Row | None:
+        return {
+            "data_source": f"reasoning_gym/{self.config.dataset}",
+            "prompt": self.make_prompt(example),
+            "reward_model": {"style": "rule", "ground_truth": self.make_ground_truth(example)},
+            "extra_info": {"index": position, **self.make_extra_info(example)},
+        }
+
+    def make_ground_truth(self, example: Mapping[str, Any]) -> Any:
+        return example["answer"]
+
+    def make_extra_info(self, example: Mapping[str, Any]) -> dict[str, Any]:
+        return {"entry": _json_text(dict(example)), "config": _json_text(self.config.config)}
+
+
+def _json_text(value: dict[str, Any]) -> str:
+    return orjson.dumps(to_jsonable(value)).decode()
+
+
+def _check_scores_as_json(problems: Any, label: str) -> None:
+    """Makes sure that a problem is scored the same after JSON, where keys become text and tuples lists."""
+    entry = problems[0]
+    answer = entry.get("answer")
+    if not isinstance(answer, str):
+        return
+    stored = orjson.loads(_json_text(entry))
+    score, stored_score = problems.score_answer(answer, entry), problems.score_answer(answer, stored)
+    if score != stored_score:
+        raise DataError(
+            f"{label}: its problems cannot be stored: the first one's answer scores {score}, "
+            f"but {stored_score} after the problem went through JSON"
+        )

@@ -27,7 +27,7 @@ from rollstream.generation.metrics import MetricsServer
 from rollstream.generation.progress import ProgressConsole, format_duration, progress_console
 from rollstream.generation.replicas import launched_commands
 from rollstream.generation.runner import GenerationResult, generate
-from rollstream.generation.setup import Prepared, peek_manifest, prepare
+from rollstream.generation.setup import Prepared, describe_sources, peek_manifest, prepare
 from rollstream.generation.stopping import StoppedEarly, StopSignals
 from rollstream.store.manifest import Manifest, check_identity, identity_differences
 from rollstream.store.paths import RunPaths
@@ -59,8 +59,8 @@ def _run(
     if options.help_config:
         out.write(Path(rollstream.config.__file__).with_name("generation.yaml").read_text())
         return 0
-    files = [options.config] if options.config is not None else []
-    config = compose(options.overrides, layers=[*layers, *files])
+    log_to_console(err, "warning")
+    config = compose(options.overrides, layers=[*layers, *options.config])
     settings = to_settings(config)
     if options.show_config:
         out.write(_json(OmegaConf.to_container(config, resolve=True)) if options.json else to_yaml(config))
@@ -105,6 +105,8 @@ def _generate(config: DictConfig, out: TextIO, err: ProgressConsole, *, as_json:
 def summarise(result: GenerationResult) -> str:
     """How a run ended, for people."""
     reward = "" if result.mean_reward is None else f", mean reward {result.mean_reward:.4f}"
+    if reward and result.unscored:
+        reward += f" over {result.completed - result.unscored} scored"
     counts = f"{result.completed}/{result.total} rollouts done, {result.failed} failed{reward}"
     this_call = f"{result.generated} generated"
     if result.failed_now:
@@ -130,9 +132,12 @@ def summarise(result: GenerationResult) -> str:
         )
     if result.tool_calls:
         lines.append(f"tools: {result.tool_calls} calls, {result.tool_errors} of them failed")
-    if result.unscored:
+    if without_rule := result.unscored - result.reward_failed:
+        why = describe_sources(result.unscored_sources) or "what their rows say"
+        lines.append(f"{without_rule} of {result.completed} rollouts are not scored: no reward for {why}")
+    if result.reward_failed:
         lines.append(
-            f"{result.unscored} rollouts could not be scored: their reward is null, see reward_extra"
+            f"the reward failed on {result.reward_failed} rollouts: their reward is null, see reward_extra"
         )
     if result.damage:
         lines.append(

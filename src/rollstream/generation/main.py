@@ -28,7 +28,14 @@ cannot be used; 130/143 stopped by a signal: the same command continues.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options and words of `generate`; words and options may stand in any order, see `parse`."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, in Hydra's grammar")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file laid over the defaults")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a YAML file laid over the defaults; several lie over one another in their order",
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",

@@ -1,6 +1,6 @@
 """How a generation run ended."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -14,12 +14,13 @@ class GenerationResult:
     """Durable, earlier runs included."""
     failed: int
     unscored: int
-    """Completed, but the reward function failed on them."""
+    """Completed without a reward: no rule knows their data source, or the reward function failed."""
     generated: int
     """Completed by this call."""
     failed_now: int
     """Recorded as failed by this call."""
     mean_reward: float | None
+    """Over the scored ones."""
     artifact: Path | None
     """The merged artifact, when it was made and is up to date."""
     artifact_rows: int
@@ -36,6 +37,10 @@ class GenerationResult:
 
     policy_versions: tuple[int, int] | None = None
     """The lowest and the highest version that made tokens of this call's rollouts; None without any."""
+    reward_failed: int = 0
+    """Of the unscored ones: the reward function failed on them."""
+    unscored_sources: dict[str, int] = field(default_factory=dict)
+    """Data sources that no reward rule knows, with their numbers of prompt rows."""
     uploaded: str | None = None
     """Where `generation.upload_artifact` put the trajectories; None when not asked for, or when it failed."""
 
@@ -50,4 +55,4 @@ class GenerationResult:
         if self.signal is not None:
             return 128 + self.signal
         allowed = self.max_failed_share * self.total
-        return 1 if self.failed + self.unscored > allowed or not self.complete else 0
+        return 1 if self.failed + self.reward_failed > allowed or not self.complete else 0

@@ -134,7 +134,8 @@ async def generate(
             total=prepared.total,
             completed=done,
             failed=failed,
-            unscored=state.rewards.unscored,
+            unscored=max(done - state.rewards.scored, 0),
+            reward_failed=state.rewards.unscored,
             generated=one.window.completed,
             failed_now=one.window.failed,
             mean_reward=state.rewards.mean,
@@ -147,6 +148,7 @@ async def generate(
             tool_calls=statistics.tool_calls,
             tool_errors=statistics.tool_errors,
             policy_versions=statistics.versions,
+            unscored_sources=prepared.unscored_sources,
             uploaded=uploaded,
         )
 

@@ -14,9 +14,15 @@ import orjson
 from omegaconf import DictConfig, OmegaConf
 
 import rollstream
-from rollstream.config.load import to_settings, to_yaml
-from rollstream.data.overlong import OverlongCount, filter_overlong
-from rollstream.data.prompts import KnownDataset, PromptDataset, load_prompts
+from rollstream.config.load import to_settings, to_stored_yaml
+from rollstream.data.prompts import (
+    OTHER_SOURCES,
+    KnownDataset,
+    OverlongCount,
+    PromptDataset,
+    filter_overlong,
+    load_prompts,
+)
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.registry import data_deciding_kwargs
 from rollstream.errors import ConfigError, DataError
@@ -25,6 +31,7 @@ from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.stopping import in_daemon_thread
 from rollstream.generation.trackers import check_trackers
+from rollstream.reward.rules import RuleReward, find_rule
 from rollstream.rollout.setup import Agents, RolloutSetup, build_setup, load_agents
 from rollstream.store.manifest import Manifest, new_manifest, read_manifest
 from rollstream.trajectory import PromptRow
@@ -77,12 +84,34 @@ class Prepared(RolloutSetup):
 
     @property
     def config_yaml(self) -> str:
-        """The resolved configuration, usable as input again."""
-        return to_yaml(self.config)
+        """The resolved configuration, usable as input again from any folder."""
+        return to_stored_yaml(self.config)
 
     async def prepare_reward(self) -> None:
-        """Imports what the first row's rule needs. Raises `ConfigError` when a package is missing."""
-        await self.prepare_reward_for(self.dataset.row(int(self.dataset.order[0])).data_source)
+        """Imports what the rules of the rows need, and says which rows no rule knows.
+
+        Raises:
+            ConfigError: a package is missing.
+        """
+        sources, unscored = self.dataset.data_sources(), self.unscored_sources
+        for source in sources.keys() - unscored.keys() - {OTHER_SOURCES}:
+            await self.prepare_reward_for(source)
+        if unscored:
+            rows, none_is_scored = sum(unscored.values()), len(unscored) == len(sources)
+            logger.log(
+                logging.INFO if none_is_scored else logging.WARNING,
+                "%d of %d prompt rows are not scored, unless their agent loop does: no reward for %s",
+                *(rows, sum(sources.values()), describe_sources(unscored)),
+            )
+
+    @property
+    def unscored_sources(self) -> dict[str, int]:
+        """Data sources that no reward rule knows, with their numbers of prompt rows."""
+        if not isinstance(self.reward, RuleReward):
+            return {}
+        sources = self.dataset.data_sources()
+        known = {source: rows for source, rows in sources.items() if source != OTHER_SOURCES}
+        return {source: rows for source, rows in known.items() if find_rule(source) is None}
 
     def visited_keys(self) -> Iterator[str | None]:
         """Prompt keys by index; None for a row that this run does not visit."""
@@ -149,6 +178,7 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
             facts["fingerprint"],
             frozenset(facts["agent_names"]),
             facts["has_images"],
+            facts.get("data_sources", {}),
         )
     dataset = load_prompts(data, known=known)
     check_exports(settings.generation.export, shows_images=dataset.has_images())
@@ -161,10 +191,15 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
 
     overlong = None
     if data.filter_overlong_prompts:
+        names = sorted({rollout.agent.default_agent_loop, *dataset.agent_names()})
+        shown = [agents.prompt_tools(name, show_tools=rollout.multi_turn.show_tools) for name in names]
+        decides = [tokenizer.digest(), data.apply_chat_template_kwargs, setup.shown_tools, names, shown]
         overlong = filter_overlong(
             dataset,
-            lambda rows: [prompts.length(row.messages, row.images, tools=tools_of(row)) for row in rows],
+            lambda rows: prompts.lengths(rows, tools_of),
             rollout.prompt_length,
+            # The size of an image counts, too, and may be in a file that no digest covers.
+            cache_key=None if dataset.has_images() else _digest(decides),
         )
         logger.info(
             "left out %d of %d prompts longer than %d tokens",
@@ -224,6 +259,7 @@ def manifest_for(
             "fingerprint": dataset.fingerprint,
             "agent_names": sorted(dataset.agent_names()),
             "has_images": dataset.has_images(),
+            "data_sources": dataset.data_sources(),
         },
         versions=_versions((*_VERSIONED, *packages)),
         config={str(key): value for key, value in config.items()},
@@ -255,5 +291,12 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
     return versions
 
 
-def _digest(value: list[Mapping[str, Any]] | list[dict[str, Any]]) -> str:
+def _digest(value: list[Any]) -> str:
     return hashlib.blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
+
+
+def describe_sources(rows: Mapping[str, int], shown: int = 5) -> str:
+    """Data sources with their numbers of rows, the largest first, for people."""
+    largest = sorted(rows.items(), key=lambda item: -item[1])
+    more = f" and {len(largest) - shown} more" if len(largest) > shown else ""
+    return ", ".join(f"{source!r} ({count})" for source, count in largest[:shown]) + more

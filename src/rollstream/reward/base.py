@@ -1,19 +1,25 @@
 """What a reward promises, and rewards that are a function of the user's."""
 
 import functools
-import inspect
-import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from rollstream.daemon_threads import Outcome, is_async
-from rollstream.errors import RewardError
-from rollstream.reward.calls import BoundedThreads, LoopThread
-from rollstream.reward.score import Score, read_score
+from rollstream.daemon_threads import CallsRefusedError, UserCalls
+from rollstream.errors import RewardError, TransientError
 from rollstream.trajectory import PromptRow
 
 ComputeScore = Callable[..., Any]
 """verl's `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`."""
+
+
+class Score(NamedTuple):
+    """What a rollout is worth."""
+
+    reward: float | None
+    """Finite; None when no rule knows the row's data source: not scored."""
+    extra: dict[str, Any]
+    """What else the reward function said; values that JSON knows."""
 
 
 @runtime_checkable
@@ -46,19 +52,16 @@ class RewardFunction(Protocol):
 
 
 class FunctionReward:
-    """A `RewardFunction` that calls one function, verl-style, by keyword arguments.
-
-    A plain function runs in daemon threads; one that hangs is left behind at its timeout. An async function
-    runs on an event loop of its own.
+    """A `RewardFunction` that calls one function, verl-style, by keyword arguments, off the event loop.
 
     Args:
         function: Any callable that takes `data_source`, `solution_str`, `ground_truth` and `extra_info` as
             keyword arguments, sync or async; returns a number or a dict with `score`.
         label: What messages call it.
+        source_digest: See `RewardFunction`.
         reward_kwargs: Further keyword arguments.
         timeout: Seconds for one call.
         max_concurrency: Calls at once.
-        source_digest: See `RewardFunction`.
     """
 
     def __init__(
@@ -73,80 +76,104 @@ class FunctionReward:
     ) -> None:
         self.label = label
         self.source_digest = source_digest
-        self._caller = FunctionCaller(timeout, max_concurrency)
         self._function = functools.partial(function, **(reward_kwargs or {}))
-        self._is_async = is_async(function)
+        self._timeout = timeout
+        self._calls = UserCalls("reward", limit=max_concurrency, own_loop=True)
 
     async def score(self, row: PromptRow, solution_str: str) -> Score:
-        return await self._caller.score(self._function, self._is_async, self.label, row, solution_str)
+        return await call_score(self._calls, self._function, self.label, self._timeout, row, solution_str)
 
     def close(self) -> None:
-        self._caller.close()
+        self._calls.close()
 
 
-class FunctionCaller:
-    """Calls reward functions off the event loop and reads what they return.
+async def call_score(
+    calls: UserCalls, function: ComputeScore, label: str, timeout: float, row: PromptRow, solution_str: str
+) -> Score:
+    """Scores one answer by `function`.
 
-    Args:
-        timeout: Seconds for one call, > 0.
-        max_concurrency: Calls at once, > 0; plain and async ones each.
+    Raises:
+        RewardError: See `RewardFunction.score`; names `label` and the row.
     """
+    call = functools.partial(
+        function,
+        data_source=row.data_source,
+        solution_str=solution_str,
+        ground_truth=row.ground_truth,
+        extra_info=dict(row.extra_info),
+    )
+    where = f"{label}, row {row.index} ({row.data_source})"
+    try:
+        outcome = await calls.run(call, name=label, seconds=timeout)
+    except TransientError as error:
+        raise RewardError(f"{where}: {error}") from error
+    if outcome.timed_out:
+        raise RewardError(f"{where}: took longer than {timeout:g} seconds")
+    if isinstance(outcome.error, CallsRefusedError):
+        raise RewardError(f"reward {outcome.error}") from outcome.error
+    if (raised := outcome.error) is not None:
+        raise RewardError(f"{where}: raised {type(raised).__name__}: {raised}") from raised
+    try:
+        return read_score(outcome.value)
+    except RewardError as error:
+        raise RewardError(f"{where}: {error}") from error.__cause__
 
-    def __init__(self, timeout: float, max_concurrency: int) -> None:
-        self._timeout = timeout
-        self._threads = BoundedThreads(max_concurrency, "rollstream-reward")
-        self._loop = LoopThread(max_concurrency, "rollstream-reward-loop")
 
-    async def score(
-        self, function: ComputeScore, is_async: bool, label: str, row: PromptRow, solution_str: str
-    ) -> Score:
-        """Scores one answer by `function`.
+def read_score(returned: Any) -> Score:
+    """Reads a number, or a dict with `score`, whose other items become `extra`.
 
-        Raises:
-            RewardError: See `RewardFunction.score`; names `label` and the row.
-        """
-        call = functools.partial(
-            function,
-            data_source=row.data_source,
-            solution_str=solution_str,
-            ground_truth=row.ground_truth,
-            extra_info=dict(row.extra_info),
+    Numbers are int, float, bool, and what numpy and torch have for them. In `extra`, arrays become lists and
+    NaN and infinities None.
+
+    Raises:
+        RewardError: Anything else, a score that is not finite, or an item that JSON does not know.
+    """
+    if not isinstance(returned, dict):
+        return Score(_number(returned, ""), {})
+    if "score" not in returned:
+        keys = ", ".join(map(str, returned)) or "(none)"
+        raise RewardError(f"returned a dict without score; its keys are: {keys}")
+    extra = {str(key): _jsonable(item, str(key)) for key, item in returned.items() if key != "score"}
+    return Score(_number(returned["score"], "a score of "), extra)
+
+
+def _number(value: Any, what: str) -> float:
+    plain = value
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # numpy and torch scalars
+        plain = value.item()
+    if not isinstance(plain, int | float):
+        raise RewardError(
+            f"returned {what}{_shown(value)} ({type(value).__name__}), want a number or a dict with score"
         )
-        where = f"{label}, row {row.index} ({row.data_source})"
-        try:
-            outcome = await self._call(call, is_async)
-        except TimeoutError:
-            raise RewardError(f"{where}: took longer than {self._timeout:g} seconds") from None
-        except RewardError as error:
-            raise RewardError(f"{where}: {error}") from error
-        if outcome.error is not None:
-            error_text = f"{type(outcome.error).__name__}: {outcome.error}"
-            raise RewardError(f"{where}: raised {error_text}") from outcome.error
-        try:
-            return read_score(outcome.value)
-        except RewardError as error:
-            raise RewardError(f"{where}: {error}") from error.__cause__
+    try:
+        number = float(plain)
+    except OverflowError as error:
+        raise RewardError(f"returned {what}an integer too large for a float") from error
+    if not math.isfinite(number):
+        raise RewardError(f"returned {what}{number}, want a finite number")
+    return number
 
-    async def run(self, function: Callable[[], Any], timeout: float) -> Outcome:
-        """Calls any function in a thread.
 
-        Raises:
-            TimeoutError: It took longer than `timeout` seconds.
-            RewardError: Closed, or too many calls hang.
-        """
-        return await self._threads.run(function, timeout)
+def _jsonable(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int):
+        if -(2**63) <= value < 2**63:
+            return int(value)
+        raise RewardError(f"returned an integer beyond 64 bits in {where}; return it as text")
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if hasattr(value, "tolist"):  # numpy and torch
+        return _jsonable(value.tolist(), where)
+    raise RewardError(
+        f"returned a {type(value).__name__} in {where}, which JSON does not know: {_shown(value)}"
+    )
 
-    def close(self) -> None:
-        """Frees threads. Waits for nothing."""
-        self._threads.close()
-        self._loop.close()
 
-    async def _call(self, call: Callable[[], Any], is_async: bool) -> Outcome:
-        if is_async:
-            return await self._loop.run(call, self._timeout)
-        began = time.monotonic()
-        outcome = await self._threads.run(call, self._timeout)
-        if not inspect.isawaitable(outcome.value):
-            return outcome
-        awaitable: Awaitable[Any] = outcome.value  # a plain callable that wraps an async one
-        return await self._loop.run(lambda: awaitable, self._timeout - (time.monotonic() - began))
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

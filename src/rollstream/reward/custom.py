@@ -1,19 +1,18 @@
 """`custom_reward_function`: a reward function in a file of the user's."""
 
-import difflib
 import hashlib
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import orjson
 
 from rollstream.errors import ConfigError
 from rollstream.reward.base import ComputeScore, FunctionReward
-from rollstream.user_code import run_file
+from rollstream.user_code import import_name
 
+_KEY = "custom_reward_function"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -41,18 +40,25 @@ def load_reward(
             `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`.
     """
     kwargs = dict(reward_kwargs or {})
-    if not timeout > 0:
-        raise ConfigError(f"custom_reward_function.timeout: {timeout} is not positive")
-    if max_concurrency < 1:
-        raise ConfigError(f"custom_reward_function.max_concurrency: {max_concurrency}, want 1 or more")
+    if not timeout > 0 or max_concurrency < 1:
+        raise ConfigError(f"{_KEY}: timeout must be above 0 and max_concurrency at least 1")
     file = Path(path).expanduser()
-    module = run_file(file, key="custom_reward_function.path")
-    source = file.read_bytes()
-    function = _find_function(module, name, file)
+    function = import_name(f"{file}:{name}", key=_KEY)
+    if isinstance(function, type):
+        try:
+            function = function()
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"{_KEY}.name: the class {name} in {file} cannot be made without arguments "
+                f"({type(error).__name__}: {error})"
+            ) from error
+    if not callable(function):
+        raise ConfigError(f"{_KEY}.name: {name} in {file} cannot be called")
     label = f"{name} in {file.name}"
     _check_arguments(function, kwargs, label)
     digest = hashlib.blake2b(digest_size=16)
-    for part in (source, name.encode(), orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS, default=repr)):
+    arguments = orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS, default=repr)
+    for part in (file.read_bytes(), name.encode(), arguments):
         digest.update(len(part).to_bytes(8, "little") + part)
     return FunctionReward(
         function,
@@ -64,35 +70,14 @@ def load_reward(
     )
 
 
-def _find_function(module: ModuleType, name: str, file: Path) -> ComputeScore:
-    if not hasattr(module, name):
-        near = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("__")], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"custom_reward_function.name: {file} has no {name}{hint}")
-    found = getattr(module, name)
-    if isinstance(found, type):
-        try:
-            found = found()
-        except (Exception, SystemExit) as error:
-            raise ConfigError(
-                f"custom_reward_function.name: the class {name} in {file} cannot be made without arguments "
-                f"({type(error).__name__}: {error})"
-            ) from error
-    if not callable(found):
-        raise ConfigError(f"custom_reward_function.name: {name} in {file} cannot be called")
-    function: ComputeScore = found
-    return function
-
-
 def _check_arguments(function: ComputeScore, kwargs: Mapping[str, Any], label: str) -> None:
     if taken := sorted(set(_ARGUMENTS) & kwargs.keys()):
-        raise ConfigError(f"custom_reward_function.reward_kwargs: {taken[0]} comes from the prompt row")
+        raise ConfigError(f"{_KEY}.reward_kwargs: {taken[0]} comes from the prompt row")
     try:
         inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS), **kwargs)
     except TypeError as error:
         raise ConfigError(
-            f"custom_reward_function: {label} cannot be called with "
-            f"{', '.join((*_ARGUMENTS, *kwargs))} ({error})"
+            f"{_KEY}: {label} cannot be called with {', '.join((*_ARGUMENTS, *kwargs))} ({error})"
         ) from error
     except ValueError:  # written in C, without a signature to look at: the first call will tell
         return

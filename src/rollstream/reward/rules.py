@@ -1,18 +1,16 @@
 """Built-in rewards, chosen by a row's `data_source`."""
 
-import asyncio
+import functools
 import hashlib
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
 
-from rollstream.daemon_threads import is_async
+from rollstream.daemon_threads import UserCalls
 from rollstream.errors import ConfigError, RewardError
-from rollstream.reward.base import ComputeScore, FunctionCaller
-from rollstream.reward.score import Score
+from rollstream.reward.base import ComputeScore, Score, call_score
 from rollstream.trajectory import PromptRow
 
 _PREPARE_TIMEOUT = 300.0
@@ -30,7 +28,7 @@ class Rule:
     function: ComputeScore
     """As verl's `compute_score`."""
     prepare: Callable[[], object] | None
-    """Imports what the function needs; called once, before it, without its timeout."""
+    """Imports what the function needs; called at start, without its timeout."""
 
 
 _rules: dict[str, Rule] = {}
@@ -86,9 +84,8 @@ class RuleReward:
     """
 
     def __init__(self, timeout: float = 60.0, max_concurrency: int = 32) -> None:
-        self._caller = FunctionCaller(timeout, max_concurrency)
-        self._prepared: set[str] = set()
-        self._preparing = asyncio.Lock()
+        self._timeout = timeout
+        self._calls = UserCalls("reward", limit=max_concurrency, own_loop=True)
 
     @property
     def source_digest(self) -> str:
@@ -107,39 +104,28 @@ class RuleReward:
             RewardError: It failed otherwise, or took longer than five minutes.
         """
         rule = find_rule(data_source)
-        if rule is None:
-            return False
-        if rule.prepare is None or rule.prefix in self._prepared:
-            return True
-        async with self._preparing:
-            if rule.prefix in self._prepared:
-                return True
-            try:
-                outcome = await self._caller.run(rule.prepare, _PREPARE_TIMEOUT)
-            except TimeoutError:
-                raise RewardError(f"preparing the reward of {data_source} takes too long") from None
-            if isinstance(outcome.error, ConfigError):
-                raise outcome.error
-            if outcome.error is not None:
-                raise RewardError(
-                    f"the reward of {data_source} cannot be prepared: {outcome.error!r}"
-                ) from outcome.error
-            self._prepared.add(rule.prefix)
+        if rule is None or rule.prepare is None:
+            return rule is not None
+        outcome = await self._calls.run(rule.prepare, name="prepare", seconds=_PREPARE_TIMEOUT)
+        if outcome.timed_out:
+            raise RewardError(f"preparing the reward of {data_source} takes too long")
+        if isinstance(outcome.error, ConfigError):
+            raise outcome.error
+        if outcome.error is not None:
+            raise RewardError(
+                f"the reward of {data_source} cannot be prepared: {outcome.error!r}"
+            ) from outcome.error
         return True
 
     async def score(self, row: PromptRow, solution_str: str) -> Score:
         rule = find_rule(row.data_source)
         if rule is None:
             return Score(None, {})
-        try:
-            await self.prepare(row.data_source)
-        except ConfigError as error:
-            raise RewardError(str(error)) from error
         label = f"reward {rule.prefix}"
-        return await self._caller.score(rule.function, is_async(rule.function), label, row, solution_str)
+        return await call_score(self._calls, rule.function, label, self._timeout, row, solution_str)
 
     def close(self) -> None:
-        self._caller.close()
+        self._calls.close()
 
 
 def _name(function: ComputeScore) -> str:
@@ -160,10 +146,6 @@ def exact_match(
     if ground_truth is None:
         raise ValueError("the row has no ground truth")
     return float(solution_str.strip() == str(ground_truth).strip())
-
-
-_scorers: dict[tuple[str, str], Callable[[str, dict[str, Any]], float]] = {}
-_scorers_lock = threading.Lock()
 
 
 def _import_reasoning_gym() -> Any:
@@ -198,12 +180,15 @@ def score_reasoning_gym(
         raise ValueError("the row has no extra_info.entry, which the task reasoning_gym writes")
     dataset = data_source.partition("/")[2]
     config = orjson.dumps(_mapping((extra_info or {}).get("config")), option=orjson.OPT_SORT_KEYS).decode()
-    with _scorers_lock:
-        score_answer = _scorers.get((dataset, config))
-        if score_answer is None:
-            problems: Any = _import_reasoning_gym().create_dataset(dataset, **orjson.loads(config))
-            score_answer = _scorers[dataset, config] = problems.score_answer
-    return float(score_answer(solution_str.strip(), entry))
+    return float(_scorer(dataset, config)(solution_str.strip(), entry))
+
+
+@functools.lru_cache(maxsize=256)
+def _scorer(dataset: str, config: str) -> Callable[[str, dict[str, Any]], float]:
+    """`score_answer` of a dataset of these settings (JSON); making the dataset takes a while."""
+    problems: Any = _import_reasoning_gym().create_dataset(dataset, **orjson.loads(config))
+    scorer: Callable[[str, dict[str, Any]], float] = problems.score_answer
+    return scorer
 
 
 def _mapping(value: Any) -> dict[str, Any]:

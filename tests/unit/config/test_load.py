@@ -1,12 +1,14 @@
 """Configuration: unknown keys get the nearest name, values their types, and YAML files are input again."""
 
+import json
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from rollstream.config.load import compose, to_settings, to_yaml
+from rollstream.config.load import compose, to_settings, to_stored_yaml, to_yaml
 from rollstream.errors import ConfigError
+from rollstream.generation.main import main
 
 
 def test_defaults_are_valid_and_typed() -> None:
@@ -41,22 +43,25 @@ def test_overrides_in_hydras_grammar() -> None:
         ("response_length=3", "did you mean 'actor_rollout_ref.rollout.response_length'"),
         ("generation.save_batch_size=0", r"save_batch_size must be at least 1 \(it is 0\)"),
         ("actor_rollout_ref.rollout.n=0", r"rollout\.n must be at least 1"),
-        ("actor_rollout_ref.rollout.n=two", r"actor_rollout_ref\.rollout\.n: Expected `int`, got `str`"),
+        (
+            "actor_rollout_ref.rollout.n=two",
+            r"actor_rollout_ref\.rollout\.n must be an integer \(it is 'two'\)",
+        ),
         ("actor_rollout_ref.rollout.top_p=0", r"top_p must be above 0"),
         ("actor_rollout_ref.rollout.top_k=0", r"top_k must be -1 \(off\) or at least 1"),
-        ("generation.resume=maybe", r"resume: must be one of auto, never, extend \(it is 'maybe'\)$"),
+        ("generation.resume=maybe", r"resume must be one of auto, never, extend \(it is 'maybe'\)$"),
         ("data.truncation=middel", "error, left, right, middle .*did you mean 'middle'"),
-        ("generation.export=[jsn]", r"export\[0\]: must be one of jsonl, .*did you mean 'jsonl'"),
-        ("generation.export_unscored=keeep", r"export_unscored: must be one of error, keep, drop"),
+        ("generation.export=[jsn]", r"export\[0\] must be one of jsonl, .*did you mean 'jsonl'"),
+        ("generation.export_unscored=keeep", r"export_unscored must be one of error, keep, drop"),
         ("generation.bogus=1", r"unknown key 'generation\.bogus'\. All keys"),
-        ("generatoin.seed=1", "did you mean 'generation.seed'"),
+        ("generatoin.seed=1", "unknown key 'generatoin'; did you mean 'generation'"),
         ("trainer.default_local_dir=''", r"trainer\.default_local_dir must not be empty$"),
         ("data.train_files=", "data.train_files must not be empty"),
-        ("data.train_files=['']", "data.train_files holds an empty text"),
-        ('actor_rollout_ref.rollout.stop=[""]', r"rollout\.stop holds an empty text"),
-        ("generation.pull_timeout=inf", r"generation\.pull_timeout must be a number .*inf"),
-        ("generation.attempt_timeout=1e300", r"generation\.attempt_timeout must be a number"),
-        ("actor_rollout_ref.rollout.temperature=nan", r"rollout\.temperature must be a number .*nan"),
+        ("data.train_files=['']", r"data.train_files\[0\] must not be empty"),
+        ('actor_rollout_ref.rollout.stop=[""]', r"rollout\.stop\[0\] must not be empty"),
+        ("generation.pull_timeout=inf", r"generation\.pull_timeout must be at most 1e\+09 \(it is inf"),
+        ("generation.attempt_timeout=1e300", r"generation\.attempt_timeout must be at most"),
+        ("actor_rollout_ref.rollout.temperature=nan", r"rollout\.temperature must be .* nan"),
         ("actor_rollout_ref.rollout.max_model_len=100", "lengths cannot fit"),
         ("actor_rollout_ref.rollout.prompt_length=7", "one limit by two names"),
         ("generation.max_failed_share=1.5", "at most 1"),
@@ -70,12 +75,162 @@ def test_overrides_in_hydras_grammar() -> None:
         ("generation.metrics_port=99999", "metrics_port must be at most 65535"),
         ("data.apply_chat_template_kwargs.tokenize=true", "tokenize is set by rollstream at every rendering"),
         ("generation.upload_artifact=5", "with a letter among them"),
+        ("generation.upload_artifact=yes", r"upload_artifact must be .* and no yes or no \(it is 'yes'\)"),
+        ("generation.shard=4/4", r"shard must be i/k with 0 <= i < k"),
+        ("generation.shard=four", r"shard must be i/k with 0 <= i < k, as in 0/4 \(it is 'four'\)"),
+        (
+            "ray_kwargs.timeline_json_file=t.json",
+            r"timeline_json_file is for generation\.executor=ray or verl",
+        ),
+        ("data=5", r"^data must hold keys \(it is 5\)$"),
+        ("data.train_files=${nowhere}", r"configuration cannot be resolved: [^\n]*nowhere[^\n]*$"),
         ("trainer.logger=wand", "did you mean 'wandb'"),
     ],
 )
 def test_wrong_words_are_named(word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         to_settings(compose([word]))
+
+
+def test_all_problems_are_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {max_promt_length: 3, seed: x}\ngeneration: {resume: maybe}\n")
+    with pytest.raises(ConfigError) as caught:
+        compose(["generation.bogus=1", "actor_rollout_ref.rollout.n=0", "trainer.nnodes="], layers=[path])
+    first, *lines = str(caught.value).splitlines()
+    assert first == "the configuration has 6 problems:"
+    assert [line.split()[0] for line in lines] == [
+        *(f"{path}:", "unknown", "actor_rollout_ref.rollout.n", "data.seed", "trainer.nnodes"),
+        "generation.resume",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("actor_rollout_ref.rollout.max_tokens", "it is actor_rollout_ref.rollout.response_length here"),
+        ("data.max_response_length", "it is actor_rollout_ref.rollout.response_length here"),
+        ("actor_rollout_ref.rollout.seed", "it is generation.seed here"),
+        ("actor_rollout_ref.rollout.max_num_seqs", "it is actor_rollout_ref.rollout.launch.args"),
+        ("model.path", "did you mean 'actor_rollout_ref.model'"),
+        ("generation.temperature", "did you mean 'actor_rollout_ref.rollout.temperature'"),
+        ("hydra.job.name", None),
+        ("data.nope", None),
+        ("data.pattern", None),
+        ("actor_rollout_ref.rollout.modus", None),
+    ],
+)
+def test_hints_only_where_something_near_is_meant(key: str, hint: str | None) -> None:
+    with pytest.raises(ConfigError, match="unknown key") as caught:
+        compose([f"+{key}=1"])
+    assert (hint or "'. All keys:") in str(caught.value)
+
+
+VERL_STYLE = """
+hydra:
+  searchpath: [file://GROUPS]
+defaults:
+  - generation
+  - legacy@data: legacy_data
+  - _self_
+actor_rollout_ref:
+  hybrid_engine: true
+  rollout: {mode: async, n: 4, do_sample: true, multi_turn: {enable: true}}
+data:
+  train_files: train.parquet
+  return_raw_chat: true
+  image_key: images
+  filter_overlong_prompts_workers: 4
+reward_model: {enable: false, use_reward_loop: false, enable_resource_pool: false}
+tasks: null
+trainer: {total_epochs: 3, experiment_name: mine}
+"""
+
+
+def test_a_configuration_as_verl_users_write_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "groups" / "legacy").mkdir(parents=True)
+    group = "prompt_key: question\nshuffle: true\nseed: null\nuse_shm: false\nsome_key: 1\n"
+    (tmp_path / "groups" / "legacy" / "legacy_data.yaml").write_text(group)
+    path = tmp_path / "run.yaml"
+    path.write_text(VERL_STYLE.replace("GROUPS", str(tmp_path / "groups")))
+    settings = to_settings(compose(["data.shuffle=false"], layers=[path]))
+    assert (settings.data.prompt_key, settings.data.shuffle, settings.data.seed) == ("question", False, 0)
+    assert (settings.data.files, settings.actor_rollout_ref.rollout.n) == (["train.parquet"], 4)
+    assert settings.trainer.default_local_dir == "outputs/rollstream/mine"
+    for key in ("data.return_raw_chat", "data.some_key", "reward_model", "tasks", "hybrid_engine"):
+        assert key in caplog.text
+    changes = [
+        ("enable: false,", "enable: true,"),
+        ("key: images", "key: pictures"),
+        ("tasks: null", "tasks: [a]"),
+    ]
+    text = path.read_text()
+    for old, new in changes:
+        text = text.replace(old, new)
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        compose(layers=[path])
+    assert "reward_model.enable=True: call a reward model from a custom_reward" in str(caught.value)
+    assert "data.image_key=pictures: a row's images are in its column" in str(caught.value)
+    assert "unknown key 'tasks'; it is train_tasks here" in str(caught.value)
+
+
+def test_config_groups_that_are_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("defaults:\n  - generation\n  - _self_\ndata: {seed: 4}\n")
+    assert to_settings(compose(layers=[path])).data.seed == 4
+    path.write_text("defaults:\n  - data: legacy_data\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml cannot be composed: .*data/legacy_data"):
+        compose(layers=[path])
+
+
+def test_several_files_lie_over_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    one.write_text("data: {seed: 1, train_files: [a, b]}\ngeneration: {seed: 1}\n")
+    two.write_text("data: {seed: 2}\n")
+    assert main(["--config", str(one), "--config", str(two), "--show-config", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["data"]["seed"], shown["data"]["train_files"], shown["generation"]["seed"]) == (
+        2,
+        ["a", "b"],
+        1,
+    )
+
+
+def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    words = ["actor_rollout_ref.rollout.agent.num_workers=8", "trainer.n_gpus_per_node=8"]
+    compose(words)
+    assert "no effect" in caplog.text
+    assert "agent.num_workers, trainer.n_gpus_per_node" in caplog.text
+    caplog.clear()
+    compose([*words, "generation.executor=ray", "actor_rollout_ref.rollout.name=vllm"])
+    assert not caplog.text
+
+
+def test_a_tree_with_unknown_keys_is_refused() -> None:
+    tree = compose()
+    OmegaConf.update(tree, "generation.save_batch_sze", 3, force_add=True)
+    with pytest.raises(ConfigError, match=r"generation\.save_batch_sze'; did you mean .*save_batch_size"):
+        to_settings(tree)
+
+
+def test_a_stored_configuration_can_be_used_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there" / "data").mkdir(parents=True)
+    (tmp_path / "there" / "data" / "v.parquet").touch()
+    monkeypatch.chdir(tmp_path / "there")
+    words = ["data.train_files=[data/v.parquet]", "trainer.default_local_dir=o/r1"]
+    stored = to_stored_yaml(compose([*words, "actor_rollout_ref.model.path=org/name"]))
+    assert (
+        "# data.train_files: data/v.parquet\n" in stored and "# trainer.default_local_dir: o/r1\n" in stored
+    )
+    (tmp_path / "config.yaml").write_text(stored)
+    monkeypatch.chdir("/")
+    settings = to_settings(compose(layers=[tmp_path / "config.yaml"]))
+    assert settings.data.files == [str(tmp_path / "there" / "data" / "v.parquet")]
+    assert settings.trainer.default_local_dir == str(tmp_path / "there" / "o" / "r1")
+    assert settings.actor_rollout_ref.model.path == "org/name"
 
 
 @pytest.mark.parametrize(

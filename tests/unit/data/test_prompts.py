@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 from rollstream.config.settings import CustomClassSettings
-from rollstream.data.prompts import KnownDataset, PromptDataset, load_prompts
+from rollstream.data import prompts
+from rollstream.data.prompts import KnownDataset, PromptDataset, filter_overlong, load_prompts
+from rollstream.data.sources import Concatenated, RowSource, open_source
+from rollstream.data.values import Row
 from rollstream.errors import ConfigError, DataError
+from rollstream.trajectory import PromptRow
 
-from .files import data_settings, verl_row, write_jsonl, write_parquet
-from .test_arrow_rows import write_folder
+from .files import data_settings, verl_row, write_folder, write_jsonl, write_parquet
 
 ROWS = [verl_row(i) for i in range(20)]
 
@@ -33,6 +36,16 @@ class Explodes:
 
     def location(self, position: int) -> str:
         return "?"
+
+
+class Counting(Concatenated):
+    def __init__(self, source: RowSource) -> None:
+        super().__init__([source])
+        self.read: list[int] = []
+
+    def row(self, position: int) -> Row:
+        self.read.append(position)
+        return super().row(position)
 
 
 def test_rows_by_index_over_several_files(tmp_path: Path) -> None:
@@ -85,7 +98,7 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path) -> None:
     assert first.file_digests is not None
     known = KnownDataset(first.file_digests, first.fingerprint)
     assert [(file["name"], file["size"]) for file in known.file_digests] == [("a.jsonl", path.stat().st_size)]
-    source = Explodes(first._source)
+    source = Explodes(open_source(path))
     assert PromptDataset(source, files=[path], known=known).fingerprint == first.fingerprint
     path.write_bytes(path.read_bytes() + b"\n")  # other bytes, same rows
     again = load_prompts(data_settings(path), known=known)
@@ -111,11 +124,6 @@ def test_bad_rows_are_named_and_counted(tmp_path: Path) -> None:
         dataset.row(8)
 
 
-def test_the_first_row_is_checked_at_once(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.jsonl, row 0 \(line 1\): no column 'prompt'"):
-        load_prompts(data_settings(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}])))
-
-
 def test_a_row_that_changes_under_the_run_is_an_error(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     dataset = load_prompts(data_settings(path))
@@ -127,15 +135,9 @@ def test_a_row_that_changes_under_the_run_is_an_error(tmp_path: Path) -> None:
     assert dataset.row(2).ground_truth == "3"
     with pytest.raises(DataError, match=r"row 3 \(line 4\): the row has changed"):
         dataset.row(3)
-
-
-def test_a_row_that_cannot_be_read_any_more_says_so(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    dataset = load_prompts(data_settings(path))
-    _ = dataset.fingerprint
     path.write_bytes(b"oops " * 2000)
-    with pytest.raises(DataError, match=r"row 3 \(line 4\): not JSON.*; it could be read when the run began"):
-        dataset.row(3)
+    with pytest.raises(DataError, match=r"row 5 \(line 6\): not JSON.*; it could be read when the run began"):
+        dataset.row(5)
 
 
 def test_the_agent_loops_that_rows_name(tmp_path: Path) -> None:
@@ -146,8 +148,33 @@ def test_the_agent_loops_that_rows_name(tmp_path: Path) -> None:
     assert dataset.agent_names() == {"tool_agent", "judge"}
     assert dataset.file_digests is not None
     known = KnownDataset(dataset.file_digests, dataset.fingerprint)
-    assert PromptDataset(Explodes(dataset._source), files=[path], known=known).agent_names() == {"tool_agent"}
+    assert PromptDataset(Explodes(open_source(path)), files=[path], known=known).agent_names() == {
+        "tool_agent"
+    }
     assert load_prompts(data_settings(write_jsonl(path, ROWS))).agent_names() == set()
+
+
+def test_how_many_rows_each_data_source_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}, *ROWS])
+    dataset = load_prompts(data_settings(path, train_max_samples=2))
+    assert dataset.data_sources() == {"unknown": 1, "openai/gsm8k": 20}
+    assert dataset.file_digests is not None
+    known = KnownDataset(dataset.file_digests, dataset.fingerprint, data_sources={"kept": 21})
+    again = PromptDataset(Explodes(open_source(path)), files=[path], known=known)
+    assert again.data_sources() == {"kept": 21}
+    monkeypatch.setattr(prompts, "_KEPT_SOURCES", 1)
+    assert load_prompts(data_settings(path)).data_sources() == {"unknown": 1, "(others)": 20}
+
+
+def test_the_repeats_of_a_row_are_read_once_and_do_not_share_it(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    source = Counting(open_source(path))
+    dataset = PromptDataset(source)
+    for _ in range(8):
+        row = dataset.row(3)
+        assert (row.ground_truth, row.messages[-1]["content"]) == ("4", "What is 3 + 1?")
+        row.messages[-1]["content"] = row.extra_info["level"] = "changed"
+    assert source.read.count(3) == 1
 
 
 def test_a_replaced_file_keeps_its_rows(tmp_path: Path) -> None:
@@ -157,7 +184,9 @@ def test_a_replaced_file_keeps_its_rows(tmp_path: Path) -> None:
     assert dataset.row(0).ground_truth == "1"
 
 
-def test_settings_that_leave_nothing(tmp_path: Path) -> None:
+def test_what_stops_at_once(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl, row 0 \(line 1\): no column 'prompt'"):
+        load_prompts(data_settings(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}])))
     with pytest.raises(ConfigError, match=r"data\.train_files: not set"):
         load_prompts(data_settings())
     with pytest.raises(ConfigError, match="train_max_samples: 0"):
@@ -198,14 +227,30 @@ class Picky:
 """
 
 
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("Empty", DataError, r"Empty .*holds no rows"),
+        ("Picky", DataError, r"cannot be made by \(files=…, data=…\) .*TypeError.*executor=verl"),
+        ("Leaves", DataError, r"Leaves .*cannot be made .*\(SystemExit: 3\)"),
+        ("LeavesLater", DataError, r"row 0: the dataset raised SystemExit: 3"),
+        ("Square", ConfigError, r"data\.custom_cls: .*has no Square; did you mean Squares"),
+        (None, ConfigError, "needs both path"),
+    ],
+)
+def test_a_custom_class_that_cannot_be_used(
+    tmp_path: Path, name: str | None, error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(CUSTOM)
+    with pytest.raises(error, match=message):
+        load_prompts(data_settings("some/file", custom_cls=CustomClassSettings(str(path), name)))
+
+
 def test_custom_class(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(CUSTOM)
-
-    def load(name: str) -> PromptDataset:
-        return load_prompts(data_settings("some/file", custom_cls=CustomClassSettings(str(path), name)))
-
-    dataset = load("Squares")
+    dataset = load_prompts(data_settings("some/file", custom_cls=CustomClassSettings(str(path), "Squares")))
     assert dataset.row(3).ground_truth == 9
     assert dataset.row(3).extra_info == {"files": ["some/file"]}
     assert dataset.file_digests is None
@@ -213,26 +258,62 @@ def test_custom_class(tmp_path: Path) -> None:
         DataError, match=r"Squares \(.*mine\.py\), row 4: the dataset raised KeyError: 'four'"
     ):
         _ = dataset.fingerprint
-    with pytest.raises(DataError, match=r"Empty .*holds no rows"):
-        load("Empty")
-    with pytest.raises(DataError, match=r"Picky .*cannot be made .*TypeError"):
-        load("Picky")
-    with pytest.raises(DataError, match=r"Leaves .*cannot be made \(SystemExit: 3\)"):
-        load("Leaves")
-    with pytest.raises(DataError, match=r"row 0: the dataset raised SystemExit: 3"):
-        load("LeavesLater")
-    with pytest.raises(ConfigError, match=r"data\.custom_cls: .*has no class Square; did you mean Squares"):
-        load("Square")
-    with pytest.raises(ConfigError, match=r"data\.custom_cls: no such file"):
-        load_prompts(data_settings(custom_cls=CustomClassSettings(str(tmp_path / "no.py"), "A")))
-    with pytest.raises(ConfigError, match="needs both path"):
-        load_prompts(data_settings(custom_cls=CustomClassSettings(None, "A")))
-    path.write_text("1 / 0")
-    with pytest.raises(ConfigError, match=r"mine\.py raised ZeroDivisionError"):
-        load("Squares")
-    path.write_text("import sys; sys.exit(3)")
-    with pytest.raises(ConfigError, match=r"mine\.py raised SystemExit: 3"):
-        load("Squares")
-    path.write_text("raise KeyboardInterrupt")
-    with pytest.raises(KeyboardInterrupt):
-        load("Squares")
+
+
+def lengths(rows: list[PromptRow]) -> list[int]:
+    return [len(row.messages[0]["content"]) for row in rows]
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * (1 + i % 10)} for i in range(50)])
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 256])
+def test_overlong_prompts_are_left_out(lines: Path, batch_size: int) -> None:
+    dataset = load_prompts(data_settings(lines, shuffle=True))
+    before = dataset.order.tolist()
+    assert filter_overlong(dataset, lengths, 4, batch_size=batch_size) == (30, 50)
+    assert dataset.order.tolist() == [index for index in before if index % 10 < 4]
+    assert len(dataset) == 50
+
+
+def test_the_cut_comes_after_the_filter(lines: Path) -> None:
+    dataset = load_prompts(data_settings(lines, train_max_samples=6))
+    count = filter_overlong(dataset, lengths, 4, batch_size=10)
+    assert dataset.order.tolist() == [0, 1, 2, 3, 10, 11]
+    assert count == (12, 20)
+
+
+def test_what_cannot_be_filtered(lines: Path) -> None:
+    dataset = load_prompts(data_settings(lines))
+    with pytest.raises(DataError, match=r"all 50 prompts are longer .*length=0 .*shortest has 1"):
+        filter_overlong(dataset, lengths, 0)
+    with pytest.raises(ValueError, match="measure gave"):
+        filter_overlong(dataset, lambda rows: [1], 5)
+
+
+def test_lengths_are_measured_once(lines: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ROLLSTREAM_CACHE", str(tmp_path / "cache"))
+    measured = []
+
+    def measure(rows: list[PromptRow]) -> list[int]:
+        measured.extend(rows)
+        return lengths(rows)
+
+    def kept(limit: int, key: str = "a", **changes: Any) -> list[int]:
+        dataset = load_prompts(data_settings(lines, **changes))
+        filter_overlong(dataset, measure, limit, cache_key=key, batch_size=10)
+        return dataset.order.tolist()
+
+    expected = [index for index in range(50) if index % 10 < 4]
+    assert kept(4, train_max_samples=6) == expected[:6] and len(measured) == 20
+    assert kept(4) == expected and len(measured) == 50  # only what was not measured yet
+    assert len(kept(7)) == 35 and len(measured) == 50  # another limit takes the same lengths
+    kept(4, key="b")
+    assert len(measured) == 100
+    for file in (tmp_path / "cache" / "lengths").iterdir():
+        file.write_bytes(b"damaged")
+    assert kept(4) == expected and len(measured) == 150
+    write_jsonl(lines, [{"prompt": "y"}] * 3)
+    assert kept(4) == [0, 1, 2]

@@ -1,18 +1,19 @@
-import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
 
 import orjson
-import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from rollstream.data import task_cache
+from rollstream.data.cache import cache_folder, written_whole
 from rollstream.data.prompts import load_prompts
-from rollstream.data.task_cache import cache_key, default_cache_dir, get_dataset_paths, make_task
+from rollstream.data.task_cache import cache_key, get_dataset_paths, make_task
 from rollstream.data.task_cache import resolve_tasks_into_config as resolve
-from rollstream.data.tasks import Task
+from rollstream.data.tasks import PromptTemplate
+from rollstream.data.values import BadRow
 from rollstream.errors import ConfigError, DataError
 
 from .files import data_settings, write_jsonl
@@ -46,7 +47,7 @@ class Failing(Counting):
 
 class Mixed(Counting):
     def make_ground_truth(self, example):
-        return "text" if example["n"] == 4 else 1
+        return [None, 1, None, {"b": [{"c": 1}]}, b"text"][example["n"]]
 
 class NotATask:
     pass
@@ -163,18 +164,18 @@ def test_a_dataset_that_does_not_fit(
         ({"name": "a", "prompt_tmplate": "x"}, r"\(a\): unknown key 'prompt_tmplate'; did you mean prompt"),
         ({"name": "a", "zzz": 1}, "unknown key 'zzz'; there are: name, loading_params"),
         ({"loading_params": {}}, r"train_tasks \(no name\): .*missing.*'name'"),
-        ({"name": "a", "prompt_format": "chat_message"}, "did you mean chat_messages?"),
+        ({"name": "a", "prompt_format": "chat_message"}, "did you mean 'chat_messages'"),
         ({"name": "a", "prompt_format": "chat_messages", "prompt_template": "x"}, "needs prompt_format"),
         ({"name": "a", "prompt_template": "{}"}, "prompt_template: {} names no column"),
-        ({"name": "a", "max_samples": 0}, "max_samples is 0, want 1 or more"),
-        ({"name": "a", "extra_fields": "level"}, "extra_fields is 'level', want a list"),
+        ({"name": "a", "max_samples": 0}, "max_samples must be at least 1"),
+        ({"name": "a", "extra_fields": "level"}, "extra_fields must be a list"),
         ({"name": "a", "custom_cls": {"path": "x.py", "nme": "X"}}, "custom_cls: unknown key 'nme'"),
         ({"name": "a", "custom_cls": {"path": "x.py", "name": "X"}}, "custom_cls: no such file"),
         ("chain_sum", "an entry is 'chain_sum', want a mapping"),
         ({"name": "reasoning_gym"}, "missing.*'dataset'"),
         ({"name": "reasoning_gym", "dataset": "chain_sum", "loading_params": {}}, "key 'loading_params'"),
-        ({"name": "reasoning_gym", "dataset": "chain_sum", "size": 0}, "size is 0, want 1 or more"),
-        ({"name": "reasoning_gym", "dataset": "chain_sum", "seed": "x"}, "seed is 'x', want int"),
+        ({"name": "reasoning_gym", "dataset": "chain_sum", "size": 0}, "size must be at least 1"),
+        ({"name": "reasoning_gym", "dataset": "chain_sum", "seed": "x"}, "seed must be an integer"),
     ],
 )  # fmt: skip
 def test_a_wrong_entry(entry: Any, message: str) -> None:
@@ -190,8 +191,6 @@ def test_a_class_of_ones_own(counting: dict[str, Any], tmp_path: Path) -> None:
     path = counting["custom_cls"]["path"]
     with pytest.raises(DataError, match=r"train_tasks \(counting\), example 3: ZeroDivisionError"):
         get_dataset_paths([counting | {"custom_cls": {"path": path, "name": "Failing"}}], tmp_path / "cache")
-    with pytest.raises(DataError, match="do not fit one table"):
-        get_dataset_paths([counting | {"custom_cls": {"path": path, "name": "Mixed"}}], tmp_path / "cache")
     with pytest.raises(ConfigError, match="NotATask is no subclass of rollstream"):
         make_task(counting | {"custom_cls": {"path": path, "name": "NotATask"}})
     with pytest.raises(DataError, match="has no rows"):
@@ -231,14 +230,14 @@ def test_a_local_file_that_changes_is_built_anew(questions: dict[str, Any]) -> N
 def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counting: dict[str, Any]) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("ROLLSTREAM_CACHE", raising=False)
-    assert default_cache_dir() == tmp_path / "xdg" / "rollstream" / "tasks"
+    assert cache_folder("tasks") == tmp_path / "xdg" / "rollstream" / "tasks"
     monkeypatch.setenv("ROLLSTREAM_CACHE", str(tmp_path / "mine"))
     (path,) = get_dataset_paths([counting])
     assert Path(path).parent == tmp_path / "mine" / "tasks"
     monkeypatch.delenv("ROLLSTREAM_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / ".cache" / "rollstream" / "tasks"
+    assert cache_folder("tasks") == tmp_path / ".cache" / "rollstream" / "tasks"
     (tmp_path / "file").touch()
     with pytest.raises(
         DataError, match=r"cannot be written to the cache folder .*ROLLSTREAM_CACHE names another"
@@ -246,68 +245,19 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count
         get_dataset_paths([counting], tmp_path / "file" / "cache")
 
 
-def test_rows_of_changing_shape_survive_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_cache, "_CHUNK_ROWS", 2)
-    truths: list[Any] = [None, 1, 2.5, 3, None]
-    extras: list[dict[str, Any]] = [
-        {},
-        {"a": None, "e": {}},
-        {"a": "x"},
-        {"b": [{"c": 1}]},
-        {"b": [{"d": b"\x00"}]},
-    ]
-
-    class Shapes(Task):
-        def load(self) -> Any:
-            return [{"i": i} for i in range(5)]
-
-        def make_prompt(self, example: Any) -> list[dict[str, Any]]:
-            return [{"role": "user", "content": "x" * (1 + example["i"])}]
-
-        def make_ground_truth(self, example: Any) -> Any:
-            return truths[example["i"]]
-
-        def make_extra_info(self, example: Any) -> dict[str, Any]:
-            return extras[example["i"]]
-
-    task = Shapes.from_config({"name": "shapes"})
-    task_cache._build(task, tmp_path / "a.parquet")
-    dataset = load_prompts(data_settings(tmp_path / "a.parquet"))
-    rows = [dataset.row(i) for i in range(5)]
-    assert [row.ground_truth for row in rows] == truths
-    assert [{k: v for k, v in row.extra_info.items() if k != "index"} for row in rows] == [
-        {}, {}, {"a": "x"}, {"b": [{"c": 1}]}, {"b": [{"d": "AA=="}]},
-    ]  # fmt: skip
-    assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups == 3
+def test_rows_may_change_their_shape(counting: dict[str, Any], tmp_path: Path) -> None:
+    mixed = counting | {"custom_cls": {**counting["custom_cls"], "name": "Mixed"}}
+    truths = [row["ground_truth"] for row in built_rows(mixed, tmp_path / "cache")]
+    assert truths == [None, 1, {"b": [{"c": 1}]}, "dGV4dA=="]
 
 
-def _build_in_process(entry: dict[str, Any], cache: str, barrier: Any, results: Any) -> None:
-    barrier.wait()
-    results.put(get_dataset_paths([entry], cache))
-
-
-def test_processes_that_build_at_once(counting: dict[str, Any], tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(3), context.Queue()
-    entry = counting | {"numbers": 3000}
-    arguments = (entry, str(tmp_path / "cache"), barrier, results)
-    processes = [context.Process(target=_build_in_process, args=arguments) for _ in range(3)]
-    for process in processes:
-        process.start()
-    paths = [results.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join(timeout=60)
-    assert paths[0] == paths[1] == paths[2]
-    assert [str(path) for path in (tmp_path / "cache").iterdir()] == paths[0]
-    assert pq.ParquetFile(paths[0][0]).metadata.num_rows == 2999
-
-
-def test_the_first_to_finish_counts(counting: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    path.write_bytes(b"someone was first")
-    task_cache._build(make_task(counting), path)
+def test_the_first_to_finish_counts(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with written_whole(path) as file:
+        file.write(b"second")
+        path.write_bytes(b"someone was first")
     assert path.read_bytes() == b"someone was first"
-    assert not list(tmp_path.glob(".*"))
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
 
 def test_resolve_into_a_config(
@@ -380,3 +330,45 @@ def test_reasoning_gym_wrong(change: dict[str, Any], message: str, tmp_path: Pat
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ConfigError, match=message):
         get_dataset_paths([{"name": "reasoning_gym", "dataset": "chain_sum"} | change], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "columns", "expected"),
+    [
+        ("{a} and {b}", {"a": "x", "b": 2}, "x and 2"),
+        (r"{a} in \boxed{{}}", {"a": "x"}, r"x in \boxed{}"),
+        ("{a:.2f} {b!r:>5}", {"a": 1.0, "b": "q"}, "1.00   'q'"),
+        ("{a[text][1]}", {"a": {"text": ["x", "y"]}}, "y"),
+        ("{Question Text}", {"Question Text": "x"}, "x"),
+        ("{meta.level}", {"meta.level": "x"}, "x"),
+        ("no fields", {}, "no fields"),
+    ],
+)
+def test_render(template: str, columns: dict[str, Any], expected: str) -> None:
+    assert PromptTemplate(template, "t").render(columns) == expected
+
+
+@given(st.text())
+def test_data_is_never_a_template(text: str) -> None:
+    assert PromptTemplate("<{a}>", "t").render({"a": text}) == f"<{text}>"
+
+
+@pytest.mark.parametrize("template", [r"\boxed{}", "{0}", "{", "}", "{a:{b}}"])
+def test_braces_that_are_no_field(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"^t: .*brace"):
+        PromptTemplate(template, "t")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{c}", "column 'c' is missing; there are: a, n"),
+        ("{a.__class__}", "column 'a.__class__' is missing"),
+        ("{n}", "is null in this row"),
+        ("{a[0]}", r"finds nothing at \[0\]"),
+        ("{a:.2f}", "cannot be formatted"),
+    ],
+)
+def test_a_row_that_does_not_fit(template: str, message: str) -> None:
+    with pytest.raises(BadRow, match=message):
+        PromptTemplate(template, "t").render({"a": {"x": "y"}, "n": None})

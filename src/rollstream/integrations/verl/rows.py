@@ -3,15 +3,15 @@
 import contextlib
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from rollstream.data.prompts import PromptDataset
+from rollstream.data.sources import RowSource
 from rollstream.data.values import BadRow, Row, described, to_jsonable
 from rollstream.errors import DataError
 from rollstream.store.export.dataproto import MEDIA
@@ -52,7 +52,7 @@ def sample_row(index: int, sample: Mapping[str, Any]) -> VerlRow:
     return VerlRow(index, f"{index:032x}", plain, "unknown", sample=dict(sample))
 
 
-class VerlRows:
+class VerlRows(RowSource):
     """The rows of a dataset of verl's, or of a class of the user's for verl, as a `RowSource`.
 
     Args:
@@ -65,9 +65,9 @@ class VerlRows:
         # What is rollstream's of a row and what is the loop's are made of one reading: verl's opens images.
         self._read = lru_cache(maxsize=1)(dataset.__getitem__)
         self.prompt_column = prompt_column
-        self._label = type(dataset).__name__
+        super().__init__(f"verl's {type(dataset).__name__}")  # it has opened what a row names
         if not len(dataset):
-            raise DataError(f"verl's {self._label} holds no rows")
+            raise DataError(f"{self._label} holds no rows")
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -98,19 +98,6 @@ class VerlRows:
         # A column of mappings has in every row what any row has.
         plain: Row = to_jsonable(sample, drop_none=True)
         return plain
-
-    def scan(self) -> Iterator[Row | BadRow]:
-        for position in range(len(self)):
-            try:
-                yield self.row(position)
-            except BadRow as error:
-                yield error
-
-    def location(self, position: int) -> str:
-        return f"verl's {self._label}, row {position}"
-
-    def folder(self, position: int) -> Path | None:
-        return None  # verl's dataset has opened what a row names
 
 
 def shows_media(row: PromptRow) -> bool:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rollstream.errors import RewardError
-from rollstream.reward.score import read_score
+from rollstream.reward.base import read_score
 
 
 @pytest.mark.parametrize(

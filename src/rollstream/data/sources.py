@@ -1,0 +1,600 @@
+"""Where rows come from: JSON Lines, Parquet, Hugging Face dataset folders, a dataset class of the user's.
+
+Rows are read by position when they are asked for. What only can be read in order (Parquet, zstd) is unpacked
+once into a spool file: a temporary file without a name, of which nothing is left when the process ends.
+
+Arrow gives every struct of a column all the keys that any row has, and fills the missing ones with None. So,
+from Arrow, keys whose value is None are left out below the columns, at every depth. Columns stay. A pandas
+index that slipped into a file (`__index_level_0__`) is a position, not content: it is left out.
+"""
+
+import bisect
+import itertools
+import json
+import math
+import mmap
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from rollstream.config.settings import DataSettings
+from rollstream.data.values import BadRow, Row, described, to_jsonable
+from rollstream.errors import ConfigError, DataError
+from rollstream.user_code import import_name
+
+FORMATS = (
+    "Parquet (.parquet), JSON Lines (.jsonl, .json, .jsonl.zst), Hugging Face dataset folders (save_to_disk)"
+)
+"""The formats that are read, for messages."""
+
+_PARQUET_NAMES = (".parquet", ".pq")
+_JSON_NAMES = (".jsonl", ".json", ".ndjson")
+_MAGIC = {
+    b"PAR1": "Parquet",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"ARROW1": "Arrow IPC",
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"\x80\x04": "pickle",
+    b"\x80\x05": "pickle",
+}
+_BUFFER_BYTES = 1 << 20
+_SPOOL_BATCH_BYTES = 32 << 20
+"""Uncompressed bytes of a spooled record batch, about: what is held in memory while spooling."""
+_SPOOL_BATCH_ROWS = 16_384
+_SCAN_ROWS = 512
+"""Arrow rows turned into Python objects at once by a scan."""
+
+
+class RowSource(ABC):
+    """Rows by position, read when asked for. Safe to read from several threads.
+
+    Args:
+        label: What messages call the data.
+        folder: Where relative paths in rows are taken from; None when there is no such folder.
+    """
+
+    def __init__(self, label: str, folder: Path | None = None) -> None:
+        self._label = label
+        self._folder = None if folder is None else folder.absolute()
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many rows."""
+
+    @abstractmethod
+    def row(self, position: int) -> Row:
+        """Reads one row, `0 <= position < len`; the caller may change it.
+
+        Raises:
+            BadRow: The row cannot be read.
+        """
+
+    def scan(self) -> Iterator[Row | BadRow]:
+        """Reads all rows in order, the fast way; a row that cannot be read comes as its error."""
+        for position in range(len(self)):
+            try:
+                yield self.row(position)
+            except BadRow as error:
+                yield error
+
+    def location(self, position: int) -> str:
+        """Where a row is, for people: `train.jsonl, row 17 (line 18)`. Rows count from 0, lines from 1."""
+        return f"{self._label}, row {position}"
+
+    def folder(self, position: int) -> Path | None:
+        """The folder from which a row's relative paths are taken, absolute; None when there is none."""
+        return self._folder
+
+
+class Concatenated(RowSource):
+    """Several sources, one after the other; at least one."""
+
+    def __init__(self, sources: Sequence[RowSource]) -> None:
+        super().__init__("several")
+        self._sources = list(sources)
+        self._begins = [0, *itertools.accumulate(map(len, sources))]
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def row(self, position: int) -> Row:
+        source, inner = self._find(position)
+        return source.row(inner)
+
+    def scan(self) -> Iterator[Row | BadRow]:
+        for source in self._sources:
+            yield from source.scan()
+
+    def location(self, position: int) -> str:
+        source, inner = self._find(position)
+        return source.location(inner)
+
+    def folder(self, position: int) -> Path | None:
+        source, inner = self._find(position)
+        return source.folder(inner)
+
+    def _find(self, position: int) -> tuple[RowSource, int]:
+        which = bisect.bisect_right(self._begins, position) - 1
+        return self._sources[which], position - self._begins[which]
+
+
+class JsonLines(RowSource):
+    """The rows of one JSON Lines file, one object a line. Blank lines are no rows.
+
+    The offsets of the lines cost 8 bytes a row. Lines are read by `pread`, never mapped: a file that someone
+    truncates meanwhile is then an error with a name, not a SIGBUS that takes the process along.
+
+    Args:
+        file: Open for reading, at its start; kept open as long as this object lives.
+        label: What messages call the file.
+        folder: Where it lies.
+
+    Raises:
+        DataError: The file holds one JSON array.
+    """
+
+    def __init__(self, file: BinaryIO, label: str, folder: Path | None = None) -> None:
+        super().__init__(label, folder)
+        self._file = file
+        self._starts, self._blanks = array("q"), array("q")
+        offset = len(b"\xef\xbb\xbf") if file.read(3) == b"\xef\xbb\xbf" else 0
+        file.seek(offset)
+        for line in file:
+            (self._blanks if line.isspace() else self._starts).append(offset)
+            offset += len(line)
+        self._starts.append(offset)
+        if len(self) and os.pread(file.fileno(), 1, self._starts[0]) == b"[":
+            raise DataError(
+                f"{label}: holds a JSON array, not JSON Lines (one object a line); "
+                f"`jq -c '.[]' {label} > rows.jsonl` turns it into such a file"
+            )
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def row(self, position: int) -> Row:
+        start, end = self._starts[position], self._starts[position + 1]
+        line = b""
+        while len(line) < end - start:  # one pread gives at most 2 GiB
+            try:
+                more = os.pread(self._file.fileno(), end - start - len(line), start + len(line))
+            except OSError as error:
+                raise BadRow(f"the file cannot be read ({error})") from error
+            if not more:
+                raise BadRow("the file has become shorter since it was opened")
+            line = line + more if line else more
+        return decode_line(line)
+
+    def location(self, position: int) -> str:
+        # From the offsets and not from the file, whose lines may have changed since.
+        line = 1 + position + bisect.bisect_left(self._blanks, self._starts[position])
+        return f"{super().location(position)} (line {line})"
+
+
+_DIGITS_TO_ZERO = bytes.maketrans(b"0123456789", b"0000000000")
+_TOO_MANY_DIGITS = b"0" * 19
+"""From this many digits on an integer may pass 64 bits, which orjson would silently turn into a float."""
+
+
+def decode_line(line: bytes) -> Row:
+    """Decodes one line. NaN reads as None; it must hold an object.
+
+    Raises:
+        BadRow: Not JSON, not an object, or a number that would not be kept exactly.
+    """
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        value = _decode_carefully(line)
+    else:
+        # A number of 19 digits passes 64 bits or not; text with that many digits costs a second look only.
+        if _TOO_MANY_DIGITS in line.translate(_DIGITS_TO_ZERO):
+            value = _decode_carefully(line)
+    if type(value) is not dict:
+        raise BadRow(f"the line holds {described(value)}, not a JSON object")
+    return value
+
+
+def _decode_carefully(line: bytes) -> Any:
+    try:
+        return json.loads(line, parse_constant=_constant, parse_int=_integer, parse_float=_float)
+    except UnicodeDecodeError as error:
+        raise BadRow(f"not UTF-8 ({error})") from error
+    except RecursionError as error:
+        raise BadRow("JSON nested too deeply") from error
+    except ValueError as error:
+        begins = line[:60].decode(errors="replace").rstrip()
+        raise BadRow(f"not JSON ({error}); the line begins {begins!r}") from error
+
+
+def _constant(text: str) -> None:
+    if text != "NaN":
+        raise BadRow(f"{text} has no JSON form; write it as text")
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**64:
+        raise BadRow(f"the integer {text[:40]} does not fit 64 bits; write it as text")
+    return value
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise BadRow(f"the number {text[:40]} is too large; write it as text")
+    return value
+
+
+class ArrowRows(RowSource):
+    """The rows of a table that lies in memory-mapped files.
+
+    Args:
+        table: Its buffers are mapped, so holding it holds no memory.
+        label: What messages call the data.
+        folder: Where the data lie.
+        indices: Which row of the table each row is, as a Hugging Face dataset may store it; None is as they
+            come.
+    """
+
+    def __init__(
+        self, table: pa.Table, label: str, folder: Path, indices: "np.ndarray[Any, Any] | None" = None
+    ) -> None:
+        names = [name for name in table.column_names if not name.startswith("__index_level_")]
+        super().__init__(label, folder)
+        self._table, self._indices = table.select(names), indices
+        stored = table.num_rows
+        if indices is not None and len(indices) and not 0 <= indices.min() <= indices.max() < stored:
+            raise DataError(f"{label}: its indices point outside its {stored} rows; save the dataset again")
+        self._json_columns = [field for field in self._table.schema if _holds_json(field.type)]
+
+    def __len__(self) -> int:
+        return self._table.num_rows if self._indices is None else len(self._indices)
+
+    def row(self, position: int) -> Row:
+        stored = position if self._indices is None else int(self._indices[position])
+        return self._to_row(_to_python(self._table.slice(stored, 1))[0])
+
+    def scan(self) -> Iterator[Row | BadRow]:
+        if self._indices is not None:
+            yield from super().scan()
+            return
+        begin = 0
+        for batch in self._table.to_batches(max_chunksize=_SCAN_ROWS):
+            try:
+                rows: list[Any] = _to_python(batch)
+            except BadRow:  # one of them: find which
+                rows = [None] * batch.num_rows
+            for position, raw in enumerate(rows, begin):
+                try:
+                    yield self.row(position) if raw is None else self._to_row(raw)
+                except BadRow as error:
+                    yield error
+            begin += batch.num_rows
+
+    def _to_row(self, raw: Row) -> Row:
+        for field in self._json_columns:
+            raw[field.name] = _decode_json(raw[field.name], field.type)
+        row: Row = to_jsonable(raw, drop_none=True)
+        return row
+
+
+def _to_python(rows: Any) -> list[Row]:
+    try:
+        made: list[Row] = rows.to_pylist(maps_as_pydicts="strict")
+    except (pa.ArrowException, ValueError, KeyError, OverflowError) as error:
+        raise BadRow(f"a value cannot be read ({type(error).__name__}: {error})") from error
+    return made
+
+
+def _inner_fields(kind: pa.DataType) -> "Iterable[pa.Field[Any]]":
+    return (kind.field(i) for i in range(kind.num_fields))
+
+
+def _holds_json(kind: pa.DataType) -> bool:
+    """Whether it is or holds `datasets.Json`, which Arrow gives as text."""
+    if getattr(kind, "extension_name", None) == "arrow.json":
+        return True
+    return any(_holds_json(field.type) for field in _inner_fields(kind))
+
+
+def _decode_json(value: Any, kind: pa.DataType) -> Any:
+    if value is None or not _holds_json(kind):
+        return value
+    if isinstance(value, str):
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            raise BadRow(f"a value is declared as JSON but is not ({error})") from error
+    if isinstance(value, dict) and pa.types.is_struct(kind):
+        return {field.name: _decode_json(value[field.name], field.type) for field in _inner_fields(kind)}
+    items = next(iter(_inner_fields(kind))).type
+    return [_decode_json(item, items) for item in value] if isinstance(value, list) else value
+
+
+class CustomRows(RowSource):
+    """`data.custom_cls`: the rows of a user's dataset.
+
+    The class is made with keyword arguments `files` (`data.train_files` as a list of str, maybe empty) and
+    `data` (the `DataSettings`). It has `__len__`, and `__getitem__(position)` that returns a row as a dict,
+    of the same columns as a row of a file: `prompt`, `data_source`, `reward_model`, ... The same position
+    must give the same row each time. `__getitem__` may be called from several threads.
+
+    Raises:
+        ConfigError: The class cannot be loaded.
+        DataError: It cannot be made, or has no rows.
+    """
+
+    def __init__(self, data: DataSettings) -> None:
+        cls = load_class(data.custom_cls.path, data.custom_cls.name, "data.custom_cls")
+        super().__init__(
+            f"{cls.__name__} ({data.custom_cls.path})"
+        )  # only the class knows where its data lie
+        try:
+            self._dataset: Any = cls(files=data.files, data=data)
+            self._length = len(self._dataset)
+        except (Exception, SystemExit) as error:
+            raise DataError(
+                f"{self._label}: cannot be made by (files=…, data=…) with a length ({type(error).__name__}: "
+                f"{error}); see docs/data.md. A dataset class for verl needs generation.executor=verl"
+            ) from error
+        if not hasattr(cls, "__getitem__"):
+            raise DataError(f"{self._label}: has no __getitem__(position)")
+        if self._length == 0:
+            raise DataError(f"{self._label}: holds no rows")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def row(self, position: int) -> Row:
+        try:
+            row = self._dataset[position]
+        except (Exception, SystemExit) as error:
+            raise BadRow(f"the dataset raised {type(error).__name__}: {error}") from error
+        if not isinstance(row, dict):
+            raise BadRow(f"the dataset gave {described(row)}, want a dict")
+        copied: Row = to_jsonable(row)
+        return copied
+
+
+def load_class(path: str | None, name: str | None, setting: str) -> type:
+    """Loads a class from a Python file of the user's; the file runs each time.
+
+    Raises:
+        ConfigError: Not set whole, no such file or class, or the file raises when it runs.
+    """
+    if not path or not name:
+        raise ConfigError(f"{setting}: needs both path (a Python file) and name (a class in it)")
+    loaded = import_name(f"{path}:{name}", key=setting)
+    if not isinstance(loaded, type):
+        raise ConfigError(f"{setting}: {name} in {path} is not a class")
+    return loaded
+
+
+def open_source(path: Path, spool_dir: Path | None = None) -> RowSource:
+    """Opens a file or dataset folder as rows.
+
+    Args:
+        path: What to open. Its name says the format; its first bytes must agree.
+        spool_dir: Folder for unpacked data (Parquet, zstd); None takes the system's temporary folder.
+
+    Raises:
+        DataError: Missing, empty, without rows, damaged, or of a format that is not read.
+    """
+    source: RowSource
+    if path.is_dir():
+        source = _open_dataset_folder(_dataset_folder(path), str(path))
+    else:
+        kind = _check_format(path)
+        try:
+            if kind == "Parquet":
+                source = _open_parquet(path, spool_dir)
+            elif kind == "zstd":
+                source = JsonLines(_decompress(path, spool_dir), str(path), path.parent)
+            else:
+                source = JsonLines(path.open("rb", buffering=_BUFFER_BYTES), str(path), path.parent)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error})") from error
+    if not len(source):
+        raise DataError(f"{path}: holds no rows")
+    return source
+
+
+def data_files(path: Path) -> list[Path]:
+    """The files that hold the data of a path that `open_source` opens: itself, or those of the folder.
+
+    Raises:
+        DataError: The folder is no dataset.
+    """
+    if not path.is_dir():
+        return [path]
+    files, index_files = _dataset_folder_files(_dataset_folder(path))
+    return [*files, *index_files]
+
+
+def _check_format(path: Path) -> str:
+    """The format of a file: Parquet, zstd (JSON Lines in it) or JSON Lines. Its name and bytes agree."""
+    if not path.exists():
+        raise DataError(_missing(path))
+    if not path.is_file():
+        raise DataError(f"{path}: not a regular file")
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    if not head:
+        raise DataError(f"{path}: the file is empty")
+    name = path.name.lower()
+    content = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "JSON Lines")
+    if name.endswith(_PARQUET_NAMES):
+        named = "Parquet"
+    elif name.endswith(tuple(suffix + ".zst" for suffix in _JSON_NAMES)):
+        named = "zstd"
+    elif name.endswith(_JSON_NAMES):
+        named = "JSON Lines"
+    else:
+        hint = "" if content == "JSON Lines" else f" (its bytes look like {content})"
+        raise DataError(f"{path}: not a format that is read{hint}. Read are: {FORMATS}")
+    if content != named:
+        says = "JSON Lines compressed with zstd" if named == "zstd" else named
+        found = "text, or something unknown" if content == "JSON Lines" else content
+        raise DataError(
+            f"{path}: its name says {says}, but its bytes are {found}; rename or convert it. Read are: {FORMATS}"
+        )
+    return named
+
+
+def _missing(path: Path) -> str:
+    """Why a path leads to no file, and what to do: it may have been a URL, or a dataset's name."""
+    text = str(path)
+    scheme = urlsplit(text).scheme
+    if scheme and text.startswith(f"{scheme}:/"):
+        return (
+            f"{scheme}://{text.partition(':/')[2].lstrip('/')}: data are read from local files. Download it first"
+            + (", or load a dataset of the Hugging Face Hub by train_tasks" if "http" in scheme else "")
+        )
+    what = f"{path}: no such file (looked in {path.absolute().parent})"
+    if text.count("/") == 1 and not path.suffix and not path.parent.exists():
+        what += "; a dataset of the Hugging Face Hub is loaded by train_tasks (docs/data.md)"
+    return what
+
+
+@contextmanager
+def spool_for(what: str, spool_dir: Path | None) -> Iterator[BinaryIO]:
+    """Opens a spool file to be filled inside the `with`; it stays open after it, unless filling failed.
+
+    Raises:
+        DataError: The folder cannot be written, or is full: names it, and how to choose another.
+    """
+    spool: Any = None
+    try:
+        spool = tempfile.TemporaryFile(dir=spool_dir)  # noqa: SIM115  the caller closes it
+        yield spool
+        spool.flush()
+        spool.seek(0)
+    except BaseException as error:
+        if spool is not None:
+            spool.close()
+        if isinstance(error, OSError) and error.errno is not None:  # Arrow's own complaints have no errno
+            raise DataError(
+                f"{what}: cannot be put into the temporary folder {spool_dir or tempfile.gettempdir()} "
+                f"({error}); free space there, or set TMPDIR to a folder on a larger disk"
+            ) from error
+        raise
+
+
+def _decompress(path: Path, spool_dir: Path | None) -> BinaryIO:
+    """Decompresses a zstd file into a spool file; several frames, as `pzstd` writes them, are one stream."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+    frame = None
+    with spool_for(str(path), spool_dir) as spool, path.open("rb") as source:
+        try:
+            while chunk := source.read(64 << 10):  # small: zstd can expand a thousandfold
+                while chunk:
+                    frame = frame or decompressor.decompressobj()
+                    spool.write(frame.decompress(chunk))
+                    chunk = frame.unused_data if frame.eof else b""
+                    frame = None if frame.eof else frame
+        except zstandard.ZstdError as error:
+            raise DataError(f"{path}: damaged zstd data ({error})") from error
+    if frame is not None:
+        spool.close()
+        raise DataError(f"{path}: the zstd data is cut off; copy the file again")
+    return spool
+
+
+def _open_parquet(path: Path, spool_dir: Path | None) -> ArrowRows:
+    """Opens a Parquet file for random access, which Parquet itself gives by row group only."""
+    try:
+        with (
+            pq.ParquetFile(path) as parquet,
+            spool_for(str(path), spool_dir) as spool,
+            pa.ipc.new_file(spool, parquet.schema_arrow) as writer,
+        ):
+            groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
+            widest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
+            rows = max(1, min(_SPOOL_BATCH_ROWS, int(_SPOOL_BATCH_BYTES / max(widest, 1.0))))
+            for batch in parquet.iter_batches(batch_size=rows):
+                writer.write_batch(batch)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet ({error})") from error
+    pa.default_memory_pool().release_unused()  # what unpacking took goes back to the system
+    with spool:
+        mapped = mmap.mmap(spool.fileno(), 0, access=mmap.ACCESS_READ)  # outlives the descriptor
+    table = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(mapped))).read_all()
+    return ArrowRows(table, str(path), path.parent)
+
+
+def _dataset_folder(folder: Path) -> Path:
+    """The dataset in a folder: the folder itself, or the split `train` of a saved `DatasetDict`."""
+    if (folder / "state.json").is_file():
+        return folder
+    if (folder / "dataset_dict.json").is_file():
+        if (folder / "train" / "state.json").is_file():
+            return folder / "train"
+        try:
+            splits = list(map(str, orjson.loads((folder / "dataset_dict.json").read_bytes())["splits"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{folder}: its dataset_dict.json cannot be read ({error!r})") from error
+        raise DataError(
+            f"{folder}: holds the splits {', '.join(splits) or '(none)'}, but no train; "
+            f"name the one to use, as in {folder / (splits or ['SPLIT'])[0]}"
+        )
+    raise DataError(
+        f"{folder}: a folder, but no Hugging Face dataset folder (it has no state.json); "
+        f"to use the files in it, list them. Read are: {FORMATS}"
+    )
+
+
+def _dataset_folder_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The data files that the `state.json` of a saved dataset names, and those of a stored order of rows."""
+    try:
+        state = orjson.loads((folder / "state.json").read_bytes())
+        files = [folder / entry["filename"] for entry in state["_data_files"]]
+        order = state.get("_indices_data_files") or state.get("_indices_files") or []
+        index_files = [folder / entry["filename"] for entry in order]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{folder}: its state.json cannot be read ({error!r}); save the dataset again"
+        ) from error
+    for file in (*files, *index_files):
+        if not file.is_file():
+            raise DataError(f"{folder}: state.json names {file.name}, which is not there")
+    return files, index_files
+
+
+def _open_dataset_folder(folder: Path, label: str) -> ArrowRows:
+    """Opens a dataset that `Dataset.save_to_disk` wrote; its files are memory-mapped as they are."""
+    files, index_files = _dataset_folder_files(folder)
+    table = _mapped_table(files)
+    indices = _mapped_table(index_files).column(0).to_numpy().astype(np.int64) if index_files else None
+    return ArrowRows(table, label, folder, indices)
+
+
+def _mapped_table(files: Sequence[Path]) -> pa.Table:
+    tables = []
+    for file in files:
+        try:
+            with pa.ipc.open_stream(pa.memory_map(str(file))) as reader:
+                tables.append(reader.read_all())
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{file}: cannot be read as an Arrow stream ({error})") from error
+    try:
+        return pa.concat_tables(tables)
+    except pa.ArrowException as error:
+        raise DataError(
+            f"{files[0].parent}: its files have different columns; save the dataset again"
+        ) from error
