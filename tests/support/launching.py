@@ -56,7 +56,7 @@ class SmallReplica(FakeReplica):
         self._server = HttpServer(url, KWARGS)
 
     async def health(self) -> bool:
-        return await is_answered(self._server.get("/health", timeout_s=0.3)) == 200
+        return await is_answered(self._server.get("/health", timeout_s=3.0)) == 200
 
     async def describe(self) -> Capabilities:
         if not await self.health():

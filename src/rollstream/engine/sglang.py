@@ -4,14 +4,12 @@ Source: https://docs.sglang.io/basic_usage/native_api.html.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rollstream.aio import SharedCheck
 from rollstream.engine.base import Capabilities, EngineLoad
-from rollstream.engine.checks import ModelLimits, no_longer_than, read_model_limits
-from rollstream.engine.http_server import AWAY_STATUSES, CONNECTION_KWARGS, HttpServer, is_answered
+from rollstream.engine.checks import ModelLimits
+from rollstream.engine.http_server import AWAY_STATUSES, HttpServer, is_answered
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.load import (
     ASK_TIMEOUT_S,
@@ -20,9 +18,15 @@ from rollstream.engine.load import (
     read_metrics,
     read_sglang_loads,
 )
-from rollstream.engine.pool import POOL_KWARGS, PoolEngine
 from rollstream.engine.replica import ReplicaRequest, WeightsLostError
-from rollstream.engine.served_model import check_served_model, model_names
+from rollstream.engine.servers import (
+    ABORT_TIMEOUT_S,
+    SERVER_KWARGS,
+    ServerEngine,
+    check_served_model,
+    model_limits,
+    model_names,
+)
 from rollstream.engine.sglang_wire import (
     check_images,
     collapse_images,
@@ -30,26 +34,14 @@ from rollstream.engine.sglang_wire import (
     read_reply,
     request_body,
 )
-from rollstream.errors import ConfigError, EngineError, RollstreamError
+from rollstream.errors import EngineError, RollstreamError
 from rollstream.sampling import server_sampling
 from rollstream.trajectory import Completion
 
 _LOG = logging.getLogger(__name__)
 
-ENGINE_KWARGS: dict[str, Any] = {
-    **CONNECTION_KWARGS,
-    **POOL_KWARGS,
-    "check_model": True,  # whether a server of a model with another name is an error
-    "update_timeout": 600.0,  # seconds for a server to load other weights
-}
+ENGINE_KWARGS = SERVER_KWARGS
 """Keys of `engine_kwargs` with their defaults."""
-
-_ABORT_TIMEOUT_S = 10.0
-"""An abort is a courtesy to the server: not worth waiting longer."""
-
-_WHAT_TO_CHECK = (
-    "check that actor_rollout_ref.rollout.server_urls names SGLang servers and that they are running"
-)
 
 
 class SGLangReplica:
@@ -156,7 +148,7 @@ class SGLangReplica:
 
     async def abort(self, rid: str) -> None:
         try:
-            await self._server.tell("/abort_request", {"rid": rid}, timeout_s=_ABORT_TIMEOUT_S)
+            await self._server.tell("/abort_request", {"rid": rid}, timeout_s=ABORT_TIMEOUT_S)
         except RollstreamError as error:
             # A server that cannot be reached runs nothing that could be aborted.
             _LOG.debug("could not abort %s on %s: %s", rid, self.name, error)
@@ -196,60 +188,25 @@ class SGLangReplica:
         await self._server.close()
 
 
-class SGLangEngine(PoolEngine):
-    """A pool of SGLang servers of the same model.
-
-    Args:
-        server_urls: base URLs, `http://host:port`.
-        model_path: the model the caller means. Where it is a folder, it says what the servers don't
-            (vocabulary size, longest sequence).
-        max_model_len: prompt plus response tokens at most; None takes the servers' own limit.
-        engine_kwargs: see `ENGINE_KWARGS`.
-    """
-
-    def __init__(
-        self,
-        server_urls: Sequence[str],
-        *,
-        model_path: str | None = None,
-        max_model_len: int | None = None,
-        engine_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        if not server_urls:
-            raise ConfigError(
-                "engine 'sglang' needs the servers' URLs: "
-                "actor_rollout_ref.rollout.server_urls=[http://host:30000]"
-            )
-        kwargs = KIND.read_kwargs(engine_kwargs or {})
-        options = EngineOptions(model_path, server_urls, max_model_len, engine_kwargs or {})
-        limits = read_model_limits(Path(model_path)) if model_path else None
-        super().__init__(
-            [_make_replica(url, options) for url in server_urls],
-            own=no_longer_than(max_model_len, limits.max_model_len if limits else None),
-            what="SGLang",
-            hint=_WHAT_TO_CHECK,
-            kwargs={key: kwargs[key] for key in POOL_KWARGS},
-        )
-
-
 def _make_replica(url: str, options: EngineOptions) -> SGLangReplica:
-    path = options.model_path
-    limits = read_model_limits(Path(path)) if path else None
-    return SGLangReplica(url, model_path=path, limits=limits, kwargs=KIND.read_kwargs(options.engine_kwargs))
-
-
-def _create(options: EngineOptions) -> SGLangEngine:
-    return SGLangEngine(
-        options.server_urls,
+    return SGLangReplica(
+        url,
         model_path=options.model_path,
-        max_model_len=options.max_model_len,
-        engine_kwargs=options.engine_kwargs,
+        limits=model_limits(options),
+        kwargs=KIND.read_kwargs(options.engine_kwargs),
     )
 
 
-KIND = EngineKind(
+class SGLangEngine(ServerEngine):
+    """A pool of SGLang servers of the same model."""
+
+    title = "SGLang"
+    port = 30000
+
+
+KIND = SGLangEngine.kind = EngineKind(
     "sglang",
-    _create,
+    SGLangEngine.create,
     ENGINE_KWARGS,
     launches=("sglang", "rollstream"),
     make_replica=_make_replica,

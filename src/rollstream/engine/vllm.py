@@ -3,8 +3,6 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,13 +10,19 @@ import orjson
 
 from rollstream.aio import SharedCheck, finish_despite_cancellation
 from rollstream.engine.base import Capabilities, EngineLoad
-from rollstream.engine.checks import ModelLimits, no_longer_than, read_model_limits
-from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer, is_answered
+from rollstream.engine.checks import ModelLimits
+from rollstream.engine.http_server import HttpServer, is_answered
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.load import ASK_TIMEOUT_S, VLLM_METRICS, LoadRoutes, read_metrics
-from rollstream.engine.pool import POOL_KWARGS, PoolEngine
 from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError, WeightsLostError
-from rollstream.engine.served_model import check_served_model, model_names
+from rollstream.engine.servers import (
+    ABORT_TIMEOUT_S,
+    SERVER_KWARGS,
+    ServerEngine,
+    check_served_model,
+    model_limits,
+    model_names,
+)
 from rollstream.engine.vllm_wire import (
     COMPLETIONS,
     GENERATE,
@@ -30,25 +34,19 @@ from rollstream.engine.vllm_wire import (
     request_body,
     server_request_id,
 )
-from rollstream.errors import ConfigError, EngineError, RollstreamError, TransientEngineError
+from rollstream.errors import EngineError, RollstreamError, TransientEngineError
 from rollstream.sampling import server_sampling
 from rollstream.trajectory import Completion
 
 _LOG = logging.getLogger(__name__)
 
 ENGINE_KWARGS: dict[str, Any] = {
-    **CONNECTION_KWARGS,
-    **POOL_KWARGS,
-    "check_model": True,  # whether a server of a model with another name is an error
+    **SERVER_KWARGS,
     # Seconds for the one token that is sampled at start: the first request of a server may compile for half a
     # minute, and one that is busy with another run has a queue.
     "probe_timeout": 120.0,
-    "update_timeout": 600.0,  # seconds for a server to load other weights
 }
 """Keys of `engine_kwargs` with their defaults."""
-
-_ABORT_TIMEOUT_S = 10.0
-"""An abort is a courtesy to the server: not worth waiting longer."""
 
 _ABORT = "/inference/v1/abort_requests"
 """Comes with the generate route. `/abort_requests`, of development servers, aborts everything when it is
@@ -58,9 +56,6 @@ _NO_SUCH_TEXT = "no such text"
 """A stop text for the probe: it asks whether a server takes any."""
 
 _KIND = "a vLLM"
-_WHAT_TO_CHECK = (
-    "check that actor_rollout_ref.rollout.server_urls names vLLM servers and that they are running"
-)
 
 
 class VLLMReplica:
@@ -185,7 +180,7 @@ class VLLMReplica:
             return
         body = {"request_ids": [server_request_id(self._route, rid)]}
         try:
-            await self._server.tell(self._abort_path, body, timeout_s=_ABORT_TIMEOUT_S)
+            await self._server.tell(self._abort_path, body, timeout_s=ABORT_TIMEOUT_S)
         except RollstreamError as error:
             # A server that cannot be reached runs nothing that could be aborted.
             _LOG.debug("could not abort %s on %s: %s", rid, self.name, error)
@@ -267,7 +262,7 @@ class VLLMReplica:
     async def _has_generate_route(self) -> bool:
         # An abort of no request does nothing, and its route is there where the generate route is.
         # 403 without --enable-scale-out, 404 in older versions.
-        return await self._takes(_ABORT, {"request_ids": []}, timeout_s=_ABORT_TIMEOUT_S) is not None
+        return await self._takes(_ABORT, {"request_ids": []}, timeout_s=ABORT_TIMEOUT_S) is not None
 
     async def _probe(self) -> tuple[LogprobKind, bool]:
         """What log-probs are of, which no route says, and whether stop texts are taken."""
@@ -318,61 +313,22 @@ def _aborted(request: ReplicaRequest) -> Completion:
     return Completion([], [] if request.sampling.logprobs else None, "abort")
 
 
-class VLLMEngine(PoolEngine):
-    """A pool of vLLM servers of the same model.
-
-    Args:
-        server_urls: base URLs, `http://host:port`.
-        model_path: the model the caller means. Where it is a folder, it says what the servers don't
-            (vocabulary size, longest sequence).
-        max_model_len: prompt plus response tokens at most; None takes the servers' own limit.
-        engine_kwargs: see `ENGINE_KWARGS`.
-    """
-
-    def __init__(
-        self,
-        server_urls: Sequence[str],
-        *,
-        model_path: str | None = None,
-        max_model_len: int | None = None,
-        engine_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        if not server_urls:
-            raise ConfigError(
-                "engine 'vllm' needs the servers' URLs: "
-                "actor_rollout_ref.rollout.server_urls=[http://host:8000]"
-            )
-        kwargs = KIND.read_kwargs(engine_kwargs or {})
-        options = EngineOptions(model_path, server_urls, max_model_len, engine_kwargs or {})
-        limits = read_model_limits(Path(model_path)) if model_path else None
-        super().__init__(
-            [_make_replica(url, options) for url in server_urls],
-            own=no_longer_than(max_model_len, limits.max_model_len if limits else None),
-            what="vLLM",
-            hint=_WHAT_TO_CHECK,
-            kwargs={key: kwargs[key] for key in POOL_KWARGS},
-        )
-
-
 def _make_replica(url: str, options: EngineOptions) -> VLLMReplica:
-    path = options.model_path
-    limits = read_model_limits(Path(path)) if path else None
-    return VLLMReplica(url, model_path=path, limits=limits, kwargs=KIND.read_kwargs(options.engine_kwargs))
-
-
-def _create(options: EngineOptions) -> VLLMEngine:
-    return VLLMEngine(
-        options.server_urls,
+    return VLLMReplica(
+        url,
         model_path=options.model_path,
-        max_model_len=options.max_model_len,
-        engine_kwargs=options.engine_kwargs,
+        limits=model_limits(options),
+        kwargs=KIND.read_kwargs(options.engine_kwargs),
     )
 
 
-KIND = EngineKind(
-    "vllm",
-    _create,
-    ENGINE_KWARGS,
-    launches=("vllm",),
-    make_replica=_make_replica,
+class VLLMEngine(ServerEngine):
+    """A pool of vLLM servers of the same model."""
+
+    title = "vLLM"
+    port = 8000
+
+
+KIND = VLLMEngine.kind = EngineKind(
+    "vllm", VLLMEngine.create, ENGINE_KWARGS, launches=("vllm",), make_replica=_make_replica
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollstream.engine.served_model import check_served_model, model_names
+from rollstream.engine.servers import check_served_model, model_names
 from rollstream.errors import EngineError
 
 HUB = "/root/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/060db6499f32"

@@ -1,0 +1,119 @@
+"""What engines share whose replicas are servers that take and give token ids: SGLang's and vLLM's."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, ClassVar
+
+from rollstream.engine.checks import ModelLimits, no_longer_than, read_model_limits
+from rollstream.engine.http_server import CONNECTION_KWARGS
+from rollstream.engine.kind import EngineKind, EngineOptions
+from rollstream.engine.pool import POOL_KWARGS, PoolEngine
+from rollstream.errors import ConfigError, EngineError
+
+logger = logging.getLogger(__name__)
+
+SERVER_KWARGS: dict[str, Any] = {
+    **CONNECTION_KWARGS,
+    **POOL_KWARGS,
+    "check_model": True,  # whether a server of a model with another name is an error
+    "update_timeout": 600.0,  # seconds for a server to load other weights
+}
+"""Keys of `engine_kwargs` with their defaults."""
+
+ABORT_TIMEOUT_S = 10.0
+"""An abort is a courtesy to the server: not worth waiting longer."""
+
+_HUB_FOLDER = "models--"
+"""Begins a model's folder in Hugging Face's cache: `models--Qwen--Qwen2.5/snapshots/HASH`."""
+
+
+class ServerEngine(PoolEngine):
+    """A pool of servers of the same model, given by their URLs.
+
+    Args:
+        server_urls: base URLs, `http://host:port`.
+        model_path: the model the caller means. Where it is a folder, it says what the servers don't
+            (vocabulary size, longest sequence).
+        max_model_len: prompt plus response tokens at most; None takes the servers' own limit.
+        engine_kwargs: see the `KIND` of the engine.
+    """
+
+    kind: ClassVar[EngineKind]
+    title: ClassVar[str]
+    """What the servers call themselves, for messages."""
+    port: ClassVar[int]
+    """Where such servers usually listen, for messages."""
+
+    def __init__(
+        self,
+        server_urls: Sequence[str],
+        *,
+        model_path: str | None = None,
+        max_model_len: int | None = None,
+        engine_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        kind, where = self.kind, "actor_rollout_ref.rollout.server_urls"
+        if not server_urls:
+            raise ConfigError(
+                f"engine {kind.name!r} needs the servers' URLs: {where}=[http://host:{self.port}]"
+            )
+        options = EngineOptions(model_path, server_urls, max_model_len, engine_kwargs or {})
+        kwargs = kind.read_kwargs(options.engine_kwargs)
+        limits = model_limits(options)
+        assert kind.make_replica is not None
+        super().__init__(
+            [kind.make_replica(url, options) for url in server_urls],
+            own=no_longer_than(max_model_len, limits.max_model_len if limits else None),
+            what=self.title,
+            hint=f"check that {where} names {self.title} servers and that they are running",
+            kwargs={key: kwargs[key] for key in POOL_KWARGS},
+        )
+
+    @classmethod
+    def create(cls, options: EngineOptions) -> "ServerEngine":
+        """See `EngineKind.create`."""
+        return cls(
+            options.server_urls,
+            model_path=options.model_path,
+            max_model_len=options.max_model_len,
+            engine_kwargs=options.engine_kwargs,
+        )
+
+
+def model_limits(options: EngineOptions) -> ModelLimits | None:
+    """What the folder of the model says of itself; None without a model."""
+    return read_model_limits(Path(options.model_path)) if options.model_path else None
+
+
+def model_names(path: str) -> set[str]:
+    """What somebody who has a model elsewhere may call it: its folder's name, its name on the hub."""
+    parts = PurePath(path).parts
+    hub = {part.rpartition("--")[2] for part in parts if part.startswith(_HUB_FOLDER)}
+    return {*parts[-1:], *hub}
+
+
+def check_served_model(server: str, served: Iterable[object], wanted: str | None, *, strict: bool) -> None:
+    """Refuses a server of another model.
+
+    Only names are compared: the same folder may lie elsewhere on another machine.
+
+    Args:
+        server: named in the error.
+        served: paths or names under which the server knows its model; empty ones say nothing.
+        wanted: `actor_rollout_ref.model.path`; None takes any.
+        strict: whether it is an error, or only a warning.
+
+    Raises:
+        EngineError: none of the names is the one that is wanted.
+    """
+    said = [str(one) for one in served if one]
+    if not wanted or not said or any(model_names(one) & model_names(wanted) for one in said):
+        return
+    text = f"{server} serves {said[0]!r}, but actor_rollout_ref.model.path is {wanted!r}"
+    if strict:
+        raise EngineError(
+            f"{text}: its tokens would be another model's. If it is the same one under another name, "
+            "set actor_rollout_ref.rollout.engine_kwargs.check_model=false"
+        )
+    logger.warning("%s", text)
