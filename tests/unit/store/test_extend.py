@@ -163,7 +163,7 @@ async def test_rows_not_selected_any_more_leave_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
-async def test_a_damaged_batch_is_kept_aside(tmp_path: Path, share: float) -> None:
+async def test_a_damaged_batch_is_quarantined(tmp_path: Path, share: float) -> None:
     """In a key column, the opening sees it; elsewhere the rewriting does, and asks for another go."""
     await start(tmp_path, "abc")
     batch = tmp_path / "batches" / "batch_000000.parquet"

@@ -105,7 +105,7 @@ async def test_continue_after_a_torn_tail(tmp_path: Path) -> None:
     assert keys_on_disk(tmp_path) == [(0, 0, 0), (1, 0, 0)]
 
 
-async def test_damage_in_a_journal_is_kept_aside_and_owed_again(tmp_path: Path) -> None:
+async def test_damage_in_a_journal_is_quarantined_and_owed_again(tmp_path: Path) -> None:
     await commit_all(tmp_path, [rollout(index) for index in range(3)], seal=False)
     journal = tmp_path / "journal" / "000000.rsj"
     data = bytearray(journal.read_bytes())
@@ -121,7 +121,7 @@ async def test_damage_in_a_journal_is_kept_aside_and_owed_again(tmp_path: Path) 
     assert keys_on_disk(tmp_path) == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
 
 
-async def test_damaged_batch_is_kept_aside_and_owed_again(tmp_path: Path) -> None:
+async def test_damaged_batch_is_quarantined_and_owed_again(tmp_path: Path) -> None:
     await commit_all(tmp_path, [rollout(index) for index in range(6)], size=3)
     batch = tmp_path / "batches" / "batch_000001.parquet"
     batch.write_bytes(batch.read_bytes()[:-20])
@@ -358,7 +358,7 @@ async def test_an_unfinished_checksum_line_spoils_only_itself(tmp_path: Path) ->
     assert validate_run(tmp_path).sound
 
 
-async def test_repair_sets_damage_aside_and_restores_checksums(tmp_path: Path) -> None:
+async def test_repair_quarantines_damage_and_restores_checksums(tmp_path: Path) -> None:
     await commit_all(tmp_path, [rollout(index) for index in range(6)], size=2)
     with open_dir(tmp_path) as run:
         merge_batches(run.paths, run.manifest.run_id_bytes)
@@ -379,7 +379,7 @@ async def test_repair_sets_damage_aside_and_restores_checksums(tmp_path: Path) -
     assert validate_run(tmp_path).sound
 
 
-async def test_a_journal_damaged_before_sealing_is_kept_aside(tmp_path: Path) -> None:
+async def test_a_journal_damaged_before_sealing_is_quarantined(tmp_path: Path) -> None:
     with open_dir(tmp_path) as run:
         writer = StoreWriter(run, save_batch_size=100, pull_timeout=60)
         writer.start()
