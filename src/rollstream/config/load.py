@@ -94,7 +94,8 @@ def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any]
     for layer in layers:
         where = f"{layer}: " if isinstance(layer, Path) else ""
         try:
-            tree, own = _read_file(layer) if isinstance(layer, Path) else (layer, layer)
+            plain: Any = OmegaConf.to_container(layer) if isinstance(layer, DictConfig) else layer
+            tree, own = _read_file(layer) if isinstance(layer, Path) else (plain, plain)
             OmegaConf.unsafe_merge(config, _known_part(tree, own, where, problems))
         except ConfigError as error:
             problems.append(str(error))
@@ -232,7 +233,9 @@ def _compose_by_hydra(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
 
     if path.suffix != ".yaml":
         raise ConfigError(f"configuration file {path} has defaults: or hydra:, and Hydra reads .yaml files")
-    searched = [*((content.get("hydra") or {}).get("searchpath") or ()), "pkg://rollstream.config"]
+    hydra = content.get("hydra")
+    own_path = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
+    searched = [*(own_path if isinstance(own_path, list) else ()), "pkg://rollstream.config"]
     words = [f"hydra.searchpath={OmegaConf.create(searched)}"]
     try:
         with _COMPOSING, initialize_config_dir(str(path.absolute().parent), version_base="1.3"):

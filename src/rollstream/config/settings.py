@@ -21,7 +21,6 @@ Limit = Annotated[float, Meta(gt=0, le=LARGEST)]
 """Seconds that something may take."""
 Delay = Annotated[float, Meta(ge=0, le=LARGEST)]
 """Seconds to wait."""
-Number = Annotated[int, Meta(ge=-(10**9), le=10**9)] | Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 AboveZeroShare = Annotated[float, Meta(gt=0, le=1)]
 ArtifactName = Annotated[

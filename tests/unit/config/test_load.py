@@ -179,6 +179,9 @@ def test_config_groups_that_are_not_there(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("defaults:\n  - generation\n  - _self_\ndata: {seed: 4}\n")
     assert to_settings(compose(layers=[path])).data.seed == 4
+    path.write_text("hydra: [a]\ndata: {seed: 4}\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml cannot be composed"):
+        compose(layers=[path])
     path.write_text("defaults:\n  - data: legacy_data\n")
     with pytest.raises(ConfigError, match=r"run\.yaml cannot be composed: .*data/legacy_data"):
         compose(layers=[path])
@@ -281,8 +284,12 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
 
 
 def test_a_mapping_is_a_layer_too() -> None:
-    settings = to_settings(compose(layers=[{"generation": {"seed": 9}}]))
-    assert settings.generation.seed == 9
+    tree = OmegaConf.create(
+        {"generation": {"seed": 9}, "data": {"seed": "${generation.seed}", "prompt_key": "???"}}
+    )
+    for layer in ({"generation": {"seed": 9}}, tree):
+        assert to_settings(compose(layers=[layer])).generation.seed == 9
+    assert to_settings(compose(["generation.seed=8"], layers=[tree])).data.seed == 8
     assert OmegaConf.is_config(compose())
 
 
