@@ -228,10 +228,10 @@ def load_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (tmp_path / "tools.yaml").write_text(dedent(text))
         return load_tool_file("tools.yaml")
 
-    return load
+    return load_file
 
 
-def test_classes(load: Any) -> None:
+def test_classes(load_file: Any) -> None:
     echo, own, bare = load_file(
         """
         tools:
@@ -248,7 +248,7 @@ def test_classes(load: Any) -> None:
     assert type(own.schema) is dict and own.schema["function"]["name"] == "own"
 
 
-def test_the_identity_is_of_class_source_and_config(load: Any, tmp_path: Path) -> None:
+def test_the_identity_is_of_class_source_and_config(load_file: Any, tmp_path: Path) -> None:
     entry = "tools: [{class_name: '%s:Own', config: {prefix: %s}}]"
     identities = [load_file(entry % ("mine.py", "a"))[0].identity]
     (tmp_path / "moved.py").write_text(TOOLS)
@@ -260,7 +260,7 @@ def test_the_identity_is_of_class_source_and_config(load: Any, tmp_path: Path) -
     assert len({repr(identity) for identity in identities}) == 4
 
 
-def test_mcp_servers(load: Any) -> None:
+def test_mcp_servers(load_file: Any) -> None:
     inline, older, listed = load_file(
         """
         tools:
@@ -310,14 +310,14 @@ def test_mcp_servers(load: Any) -> None:
         ("{config: {type: mcp}, mcp: {mcp_servers_config_path: no.json}}", "no such file: no.json"),
     ],
 )
-def test_entries_that_cannot_be_used(load: Any, entry: str, message: str) -> None:
+def test_entries_that_cannot_be_used(load_file: Any, entry: str, message: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"multi_turn\.tool_config_path: tools\.yaml, tools\[0\].*{message}"
     ):
         load_file(f"tools: [{entry}]")
 
 
-def test_without_the_mcp_package(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_mcp_package(load_file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "mcp", None)
     with pytest.raises(ConfigError, match=r"pip install 'rollstream\[mcp\]'"):
         load_file("tools: [{config: {type: mcp, server: {command: x}}}]")
