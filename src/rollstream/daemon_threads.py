@@ -16,7 +16,9 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 from rollstream.errors import TransientError
 
@@ -396,3 +398,27 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  asks whether it is async, not whether it is there
     )
+
+
+async def in_daemon_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Runs a function off the event loop, in a thread that never keeps the process from ending.
+
+    (`asyncio.to_thread` would: the loop waits for its threads when it closes.)
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Outcome] = loop.create_future()
+
+    def run() -> None:
+        outcome = Outcome()
+        try:
+            outcome.value = function(*arguments)
+        except BaseException as error:
+            outcome.error = error
+        deliver(loop, future, outcome)
+
+    threading.Thread(target=run, name="rollstream-work", daemon=True).start()
+    outcome = await future
+    if outcome.error is not None:
+        raise outcome.error
+    value: T = outcome.value
+    return value

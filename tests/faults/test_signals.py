@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.generation.stopping import TOGETHER_S
+from rollstream.stop_signals import TOGETHER_S
 from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run

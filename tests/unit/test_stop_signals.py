@@ -1,3 +1,4 @@
+import asyncio
 import os
 import signal
 import threading
@@ -6,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollstream.stop_signals import ending_on_sigterm
+from rollstream import stop_signals
+from rollstream.stop_signals import StopSignals, ending_on_sigterm
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +59,20 @@ def test_other_threads_cannot_have_handlers() -> None:
     thread.start()
     thread.join()
     assert passed == [signal.SIG_DFL]
+
+
+async def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `timeout` sends it: to the process, and to its group."""
+    monkeypatch.setattr(stop_signals, "TOGETHER_S", 60.0)
+    hard: asyncio.Queue[int] = asyncio.Queue()
+    signals = StopSignals(on_second=hard.put_nowait)
+    signals.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await signals.requested.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0)  # each signal wakes the loop once
+    assert (signals.signal, hard.empty()) == (signal.SIGTERM, True)
+    monkeypatch.setattr(stop_signals, "TOGETHER_S", 0.0)
+    os.kill(os.getpid(), signal.SIGINT)
+    async with asyncio.timeout(20):
+        assert await hard.get() == signal.SIGTERM

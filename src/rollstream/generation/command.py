@@ -28,7 +28,7 @@ from rollstream.generation.progress import ProgressConsole, format_duration, pro
 from rollstream.generation.replicas import launched_commands
 from rollstream.generation.runner import GenerationResult, generate
 from rollstream.generation.setup import Prepared, describe_sources, peek_manifest, prepare
-from rollstream.generation.stopping import StoppedEarly, StopSignals
+from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.manifest import Manifest, check_identity, identity_differences
 from rollstream.store.paths import RunPaths
 

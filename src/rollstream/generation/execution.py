@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
+from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Engine, HasReplicas
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.pool import PoolEngine
@@ -23,7 +24,6 @@ from rollstream.errors import ConfigError, EngineError
 from rollstream.generation.executors import EMBEDDED_ENGINES, executor_elsewhere
 from rollstream.generation.replicas import launches_on_ray
 from rollstream.generation.setup import Prepared
-from rollstream.generation.stopping import StopSignals, in_daemon_thread
 from rollstream.rollout.concurrency import ConcurrencyController
 from rollstream.rollout.local import LocalExecutor, WindowCounters
 from rollstream.rollout.processes import ProcessBackend
@@ -33,6 +33,7 @@ from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
 from rollstream.rollout.supervisor import WorkerBackend
 from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.rollout.workers import WorkersExecutor
+from rollstream.stop_signals import StopSignals
 from rollstream.store.records import EncodedRollout
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, Rollout, RolloutKey

@@ -16,7 +16,7 @@ from rollstream.config.settings import Settings
 from rollstream.engine.ray_package import import_ray
 from rollstream.errors import ConfigError
 from rollstream.generation.replicas import launches_on_ray
-from rollstream.generation.stopping import StopSignals
+from rollstream.stop_signals import StopSignals
 from rollstream.store.records import EncodedRollout
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, Rollout

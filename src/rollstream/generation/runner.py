@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from rollstream.config.load import compose
+from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import ConfigError, DamageError, StorageError
 from rollstream.generation.execution import Executor, start_execution
 from rollstream.generation.exports import export_artifact
@@ -19,11 +20,11 @@ from rollstream.generation.logs import log_to_file
 from rollstream.generation.progress import Snapshot, progress_console, show_progress
 from rollstream.generation.result import GenerationResult
 from rollstream.generation.setup import Prepared, peek_manifest, prepare
-from rollstream.generation.stopping import StoppedEarly, StopSignals, in_daemon_thread
 from rollstream.generation.telemetry import Telemetry
 from rollstream.generation.trackers import load_trackers, tracked_run
 from rollstream.generation.upload import artifact_name, upload_trajectories
 from rollstream.rollout.local import WindowCounters
+from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.batch import DamagedFileError
 from rollstream.store.extend import extend_run, finish_extend
 from rollstream.store.merge import merge_batches

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import rollstream
 from rollstream.config.load import to_settings, to_stored_yaml
+from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import (
     OTHER_SOURCES,
     KnownDataset,
@@ -29,7 +30,6 @@ from rollstream.errors import ConfigError, DataError
 from rollstream.generation.executors import check_executor, executor_elsewhere
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
-from rollstream.generation.stopping import in_daemon_thread
 from rollstream.generation.trackers import check_trackers
 from rollstream.reward.rules import RuleReward, find_rule
 from rollstream.rollout.setup import Agents, RolloutSetup, build_setup, load_agents

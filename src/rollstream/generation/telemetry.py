@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.load import ask_load
 from rollstream.generation.figures import run_figures
 from rollstream.generation.metrics import MetricsServer, metrics_page
 from rollstream.generation.progress import RateMeter, Snapshot
 from rollstream.generation.statistics import Statistics
-from rollstream.generation.stopping import in_daemon_thread
 from rollstream.generation.trackers import UPLOADER, Uploader, load_uploader
 from rollstream.generation.tracking import TrackedRun, Tracker, Tracking
 

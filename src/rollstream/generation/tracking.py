@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rollstream.generation.stopping import in_daemon_thread
+from rollstream.daemon_threads import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 

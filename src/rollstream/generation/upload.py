@@ -12,10 +12,11 @@ from typing import Any
 import orjson
 
 from rollstream.config.load import check_artifact_name
+from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import RollstreamError, StorageError
-from rollstream.generation.stopping import StoppedEarly, StopSignals, in_daemon_thread
 from rollstream.generation.trackers import Staged, check_trackers, load_uploader, tracked_run_of
 from rollstream.generation.tracking import TrackedRun
+from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.export.files import FILE_NAMES
 from rollstream.store.export.zip import export_zip, zip_batches
 from rollstream.store.journal import write_file_durably

@@ -13,11 +13,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rollstream.config.load import compose, to_settings
+from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import load_prompts
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.base import Engine
 from rollstream.errors import ConfigError
-from rollstream.generation.stopping import in_daemon_thread
 from rollstream.reward.rules import RuleReward, find_rule
 from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
 from rollstream.rollout.worker import RolloutWorker

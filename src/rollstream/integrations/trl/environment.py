@@ -15,6 +15,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from rollstream.config.load import compose, to_settings
+from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import load_prompts
 from rollstream.data.row import parse_row
 from rollstream.data.task_cache import resolve_tasks_into_config
@@ -22,7 +23,6 @@ from rollstream.data.values import BadRow
 from rollstream.engine.base import Engine
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.errors import ConfigError, DataError, TrainingError
-from rollstream.generation.stopping import in_daemon_thread
 from rollstream.integrations.configured_groups import check_scores
 from rollstream.integrations.trl.bounds import PlacedWorker, TimedWorker
 from rollstream.integrations.trl.failures import FailedGroups, ForgivingWorker, failure_of

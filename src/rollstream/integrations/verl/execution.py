@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rollstream.config.load import to_settings
 from rollstream.config.settings import Settings
+from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.base import Engine
 from rollstream.engine.launched import LaunchedEngine
@@ -33,7 +34,6 @@ from rollstream.generation.execution import Execution, OnDurable, join_cluster
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.setup import Prepared, manifest_for, take_shard
-from rollstream.generation.stopping import StopSignals, in_daemon_thread
 from rollstream.integrations.verl.composed import compose_verl, own_servers
 from rollstream.integrations.verl.identity import loop_entries, verl_identity
 from rollstream.integrations.verl.loop import VerlLoops, check_loop_names
@@ -47,6 +47,7 @@ from rollstream.integrations.verl.worker_recipe import (
 )
 from rollstream.rollout.ray import default_workers, here
 from rollstream.rollout.setup import Agents, RolloutSetup
+from rollstream.stop_signals import StopSignals
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import PromptRow
 

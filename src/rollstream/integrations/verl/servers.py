@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rollstream.generation.stopping import in_daemon_thread
+from rollstream.daemon_threads import in_daemon_thread
 from rollstream.integrations.verl.plugin import register
 
 _URLS_EVERY_S = 1.0

@@ -12,8 +12,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rollstream.config.load import compose, to_settings
+from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Capabilities
-from rollstream.generation.stopping import in_daemon_thread
 from rollstream.integrations.verl.loop import SampleWorker, VerlLoops, VerlServers
 from rollstream.rollout.setup import Agents, RolloutSetup, build_setup, load_agents
 from rollstream.rollout.worker_host import BuiltWorker
