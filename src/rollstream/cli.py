@@ -18,6 +18,9 @@ from rollstream.generation.main import guarded, parse
 from rollstream.integrations.verifiers import command as verifiers
 from rollstream.serving import main as serving
 
+_CAUSES_SHOWN = 10
+"""Causes of failures that a person is shown."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
@@ -241,6 +244,10 @@ def _status(options: argparse.Namespace) -> int:
         print(
             f"rollouts        {status.completed}/{total} done, {status.failed} failed, mean reward {reward}"
         )
+        for cause in status.failure_causes[:_CAUSES_SHOWN]:
+            print(f"failed          {cause.count}: {cause.example.partition(chr(10))[0][:300]}")
+        if (more := len(status.failure_causes) - _CAUSES_SHOWN) > 0:
+            print(f"                and by {more} other causes: --failed")
         if status.unscored:
             print(f"unscored        {status.unscored}")
         where = f"{status.saved_batches} batches, {status.pending_rows} rows in the journal"

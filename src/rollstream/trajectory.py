@@ -1,5 +1,6 @@
 """The nouns every room shares. Ragged: nothing is padded anywhere but in an exporter that needs it."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -195,3 +196,8 @@ class Failure:
     def key(self) -> RolloutKey:
         """Its `(index, repeat)`."""
         return RolloutKey(self.index, self.repeat)
+
+
+def failure_cause(error: str) -> str:
+    """What failures of the same cause have in common: the first line of the error, without its numbers."""
+    return re.sub(r"\d+", "N", error.partition("\n")[0].strip())[:200]

@@ -13,9 +13,10 @@ import pytest
 from rollstream.cli import main as cli
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, DataError, IdentityMismatchError, RunDirectoryError
+from rollstream.generation.command import summarise
 from rollstream.generation.runner import run_generation
 from rollstream.store.paths import RunPaths
-from rollstream.store.summary import read_status
+from rollstream.store.summary import read_causes, read_status
 from rollstream.store.validate import validate_run
 
 
@@ -154,8 +155,7 @@ def test_shuffle_and_max_samples_choose_rows_by_seed(tmp_path: Path, sums: Path)
 
 
 def test_overlong_prompts_are_counted_and_left_out(tmp_path: Path, sums: Path) -> None:
-    long = orjson.dumps({"prompt": "7" * 200, "data_source": "sums", "ground_truth": "1"})
-    sums.write_bytes(sums.read_bytes() + long + b"\n")
+    add_long_prompt(sums)
     result = run_generation(config(tmp_path / "kept", sums, data__filter_overlong_prompts=True))
     assert (result.total, result.failed) == (24, 0)
     failing = run_generation(config(tmp_path / "failing", sums))
@@ -167,8 +167,7 @@ def test_overlong_prompts_are_counted_and_left_out(tmp_path: Path, sums: Path) -
 
 
 def test_failures_are_tried_again_when_asked(tmp_path: Path, sums: Path) -> None:
-    long = orjson.dumps({"prompt": "7" * 200, "data_source": "sums", "ground_truth": "1"})
-    sums.write_bytes(sums.read_bytes() + long + b"\n")
+    add_long_prompt(sums)
     run_dir = tmp_path / "run"
     assert run_generation(config(run_dir, sums)).failed == 2
     again = run_generation(config(run_dir, sums, generation__retry_failed=True))
@@ -191,6 +190,105 @@ def test_damage_is_redone(tmp_path: Path, sums: Path) -> None:
     assert read_status(run_dir).quarantined == ["batch_000001.parquet"]
     assert pq.read_table(run_dir / "trajectories.parquet", columns=["response_ids"]).equals(whole)
     assert validate_run(run_dir).sound
+
+
+def add_long_prompt(sums: Path) -> None:
+    long = orjson.dumps({"prompt": "7" * 200, "data_source": "sums", "ground_truth": "1"})
+    sums.write_bytes(sums.read_bytes() + long + b"\n")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"data__max_prompt_length": 400}, {"data__truncation": "left"}, {"data__truncation": "right"}]
+)
+def test_the_advice_for_long_prompts_works_in_the_run_they_failed_in(
+    tmp_path: Path, sums: Path, changes: dict[str, Any]
+) -> None:
+    add_long_prompt(sums)
+    run_dir = tmp_path / "run"
+    assert run_generation(config(run_dir, sums)).failed == 2
+    before = pq.read_table(run_dir / "trajectories.parquet").slice(0, 24)
+    again = run_generation(config(run_dir, sums, generation__retry_failed=True, **changes))
+    assert (again.completed, again.generated, again.failed) == (26, 2, 0)
+    assert pq.read_table(run_dir / "trajectories.parquet").slice(0, 24).equals(before)
+    assert validate_run(run_dir).sound
+    assert run_generation(config(run_dir, sums, **changes)).generated == 0
+    with pytest.raises(IdentityMismatchError, match=r"data\.(max_prompt_length|truncation): "):
+        run_generation(config(run_dir, sums))  # 2 rollouts are done that this would not make
+
+
+LOOP = """
+from rollstream.agent.single_turn import SingleTurnAgent
+class Mine(SingleTurnAgent):
+    async def run(self, *given, **row):
+        {}
+"""
+
+
+def with_loop(run_dir: Path, files: Path, body: str, **changes: Any) -> dict[str, Any]:
+    code = run_dir.parent / f"loop_{run_dir.name}_{len(body)}.py"
+    code.write_text(LOOP.format(body))
+    loops = run_dir.parent / "loops.yaml"
+    loops.write_text(f"- name: mine\n  _target_: {code}:Mine\n")
+    agent = {"agent_loop_config_path": str(loops), "default_agent_loop": "mine"}
+    return config(run_dir, files, actor_rollout_ref__rollout__agent=agent, **changes)
+
+
+MENDED = "return await super().run(*given, **row)"
+
+
+def test_a_loop_that_always_raises_stops_the_run_and_is_mended_in_place(tmp_path: Path, sums: Path) -> None:
+    run_dir = tmp_path / "run"
+    broken = with_loop(
+        run_dir, sums, "raise ValueError(f'no {id(self)}')", generation__stop_after_failures=10
+    )
+    broken["generation"]["max_in_flight"] = 1
+    result = run_generation(broken)
+    assert (result.exit_code, result.failed, result.complete) == (1, 16, False)  # 8 rows of 2
+    assert result.gave_up is not None and "ValueError: no " in result.gave_up
+    (cause,) = result.failure_causes
+    assert (cause.count, cause.example[:15]) == (16, "ValueError: no ")
+    assert "stopped: 0/24" in summarise(result)
+    assert "16 failed: ValueError: no " in summarise(result)
+    assert read_causes(run_dir) == [cause]
+    mended = run_generation(with_loop(run_dir, sums, MENDED))
+    assert (mended.completed, mended.failed, mended.exit_code) == (24, 0, 0)
+    assert len(list((run_dir / "logs").glob("failed-*/*.rsj"))) == 1
+    assert validate_run(run_dir).sound
+    with pytest.raises(IdentityMismatchError, match=r"agent loop mine \(.*loop_run_.*\.py\)"):
+        run_generation(with_loop(run_dir, sums, MENDED + "  # otherwise"))
+
+
+def test_what_differs_is_named_by_file_and_setting(tmp_path: Path, sums: Path, reward_file: Path) -> None:
+    run_dir = tmp_path / "run"
+    given = config(run_dir, sums, custom_reward_function__path=str(reward_file))
+    run_generation(given)
+    reward_file.write_text(reward_file.read_text() + "# mended\n")
+    given["data"]["max_prompt_length"] = 30
+    write_sums(sums, PAIRS[:-1])
+    with pytest.raises(IdentityMismatchError) as caught:
+        run_generation(given)
+    said = str(caught.value)
+    assert f"the reward function {reward_file} has another content" in said
+    assert "data.max_prompt_length: 64 -> 30" in said
+    assert "prompt rows: sums.jsonl has another content" in said
+    assert "digest" not in said
+
+
+@pytest.mark.parametrize("words", [["data.max_prompt_length=4"], ["trainer.default_local_dir=/dev/null/x"]])
+def test_a_dry_run_refuses_what_the_run_refuses(
+    tmp_path: Path, sums: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        f"actor_rollout_ref.model.path={MODEL_PATH}",
+        f"data.train_files={sums}",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        *words,
+    ]
+    said = []
+    for dry in ([], ["--dry-run"]):
+        assert cli(["generate", *given, *dry]) == 2
+        said.append(capsys.readouterr().err.rstrip().splitlines()[-1])
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +337,7 @@ def test_command_line_from_generate_to_export(
     command = [sys.executable, "-m", "rollstream.generation.main", "--json", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert orjson.loads(done.stdout)["completed"] == 12
-    assert "12/12 100%" in done.stderr
+    assert "| 12/12 [" in done.stderr
     assert len((run_dir / "trajectories.jsonl").read_bytes().splitlines()) == 12
     logs = [path.read_text() for path in (run_dir / "logs").glob("attempt-*.log")]
     assert "12 rollouts: 0 done, 0 failed, 12 owed" in logs[0]

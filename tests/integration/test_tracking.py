@@ -19,10 +19,9 @@ import pytest
 
 from rollstream.cli import main as cli
 from rollstream.errors import ConfigError, RunDirectoryError
-from rollstream.generation import runner, telemetry
+from rollstream.generation import runner, tracking
 from rollstream.generation.runner import as_config, generate, run_generation
-from rollstream.generation.trackers import Staged
-from rollstream.generation.tracking import TrackedRun
+from rollstream.generation.tracking import Staged, TrackedRun
 from rollstream.store.run_dir import lock_run
 from rollstream.store.validate import validate_run
 from tests.faults.runs import overrides, stub_server, write_prompts
@@ -114,7 +113,7 @@ def test_a_tracker_that_hangs_costs_a_run_nothing_but_the_flush(
 ) -> None:
     stuck, good = Stuck(where), Recorder()
     with_trackers(monkeypatch, stuck=stuck, good=good)
-    monkeypatch.setattr(telemetry, "_FLUSH_S", 0.5)
+    monkeypatch.setattr(tracking, "FLUSH_S", 0.5)
     try:
         with caplog.at_level(logging.WARNING, "rollstream"):
             result = run_generation(run)
@@ -196,14 +195,14 @@ async def test_metrics_are_there_while_the_run_goes_on(
     await asyncio.gather(*scraping, return_exceptions=True)
     assert result.completed == 240
     values = [
-        int(line.split()[1])
+        float(line.split()[1])
         for page in pages
         for line in page.splitlines()
         if line.startswith("rollstream_rollouts_completed_total")
     ]
     assert values == sorted(values)
     assert len(set(values)) > 2
-    assert "rollstream_rollouts_in_flight_cap 20" in pages[0]
+    assert "rollstream_rollouts_in_flight_cap 20.0" in pages[0]
 
 
 class Uploads(Recorder):
@@ -232,7 +231,7 @@ def test_the_trajectories_are_uploaded(
     run: dict[str, Any], merged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploads = Uploads()
-    monkeypatch.setattr(telemetry, "load_uploader", lambda: uploads)
+    monkeypatch.setattr(tracking, "load_uploader", lambda: uploads)
     run["generation"] |= {"upload_artifact": True, "final_merge": merged}
     monkeypatch.setattr("rollstream.generation.setup.check_trackers", lambda names, *, upload: None)
     result = run_generation(run)
@@ -246,7 +245,7 @@ def test_the_trajectories_are_uploaded(
 
 def test_nothing_is_uploaded_twice(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     uploads = Uploads()
-    monkeypatch.setattr(telemetry, "load_uploader", lambda: uploads)
+    monkeypatch.setattr(tracking, "load_uploader", lambda: uploads)
     monkeypatch.setattr("rollstream.generation.setup.check_trackers", lambda names, *, upload: None)
     run["generation"]["upload_artifact"] = True
     uploads.error = ConnectionError("no network")
@@ -280,7 +279,7 @@ def test_nothing_is_uploaded_twice(run: dict[str, Any], monkeypatch: pytest.Monk
 
 def test_each_shard_has_an_artifact_of_its_own(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     uploads = Uploads()
-    monkeypatch.setattr(telemetry, "load_uploader", lambda: uploads)
+    monkeypatch.setattr(tracking, "load_uploader", lambda: uploads)
     monkeypatch.setattr("rollstream.generation.setup.check_trackers", lambda names, *, upload: None)
     run["generation"] |= {"upload_artifact": True, "shard": "1/3"}
     assert run_generation(run).uploaded == "there/trajectories-generation-1-of-3"
@@ -289,7 +288,7 @@ def test_each_shard_has_an_artifact_of_its_own(run: dict[str, Any], monkeypatch:
 def test_an_export_that_fails_is_in_nobodys_way(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensordict")
     uploads = Uploads()
-    monkeypatch.setattr(telemetry, "load_uploader", lambda: uploads)
+    monkeypatch.setattr(tracking, "load_uploader", lambda: uploads)
     monkeypatch.setattr("rollstream.generation.setup.check_trackers", lambda names, *, upload: None)
     reward = Path(run["custom_reward_function"]["path"])
     reward.write_text(REWARD.format("1.0 if extra_info['a'] % 2 else 1 / 0"))
@@ -316,7 +315,7 @@ def test_an_export_that_fails_is_in_nobodys_way(run: dict[str, Any], monkeypatch
 def test_an_upload_that_fails_is_said_and_fails_nothing(
     run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(telemetry, "load_uploader", lambda: Uploads(ConnectionError("no network")))
+    monkeypatch.setattr(tracking, "load_uploader", lambda: Uploads(ConnectionError("no network")))
     monkeypatch.setattr("rollstream.generation.setup.check_trackers", lambda names, *, upload: None)
     run["generation"]["upload_artifact"] = "mine"
     result = run_generation(run)
@@ -332,7 +331,7 @@ async def test_an_upload_that_hangs_ends_with_the_signal(
     uploads = Uploads(hang=True)
     with_trackers(monkeypatch, wandb=uploads)
     monkeypatch.setattr("rollstream.generation.setup.check_trackers", lambda names, *, upload: None)
-    monkeypatch.setattr(telemetry, "_FLUSH_STOPPED_S", 0.2)
+    monkeypatch.setattr(tracking, "FLUSH_STOPPED_S", 0.2)
     run["generation"]["upload_artifact"] = True
     stop = runner.StopSignals()
     try:
@@ -419,8 +418,8 @@ def test_a_killed_run_goes_on_in_the_same_tracks(tmp_path: Path) -> None:
     with stub_server("--response-tokens", "32", "--latency", "fixed:0.2") as url:
         words = overrides(root, prompts, url, trainer__logger="[jsonl]", generation__max_in_flight=8)
         script = (
-            "import sys\nfrom rollstream.generation import telemetry\ntelemetry.EVERY_S = 0.05\n"
-            "telemetry.Telemetry.__init__.__kwdefaults__['every'] = 0.05\n"
+            "import sys\nfrom rollstream.generation import tracking\n"
+            "tracking.Reporter.__init__.__kwdefaults__['every'] = 0.05\n"
             "from rollstream.generation.main import main\nsys.exit(main(sys.argv[1:]))\n"
         )
         process = subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.DEVNULL)

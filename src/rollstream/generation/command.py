@@ -21,21 +21,25 @@ from omegaconf import DictConfig, OmegaConf
 
 import rollstream.config
 from rollstream.config.load import compose, to_settings, to_yaml
+from rollstream.config.settings import Settings
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.generation.logs import log_to_console
 from rollstream.generation.metrics import MetricsServer
 from rollstream.generation.progress import ProgressConsole, format_duration, progress_console
-from rollstream.generation.replicas import launched_commands
-from rollstream.generation.runner import GenerationResult, generate
+from rollstream.generation.runner import GenerationResult, check_run_directory, generate
 from rollstream.generation.setup import Prepared, describe_sources, peek_manifest, prepare
+from rollstream.rollout.setup import launch_request
 from rollstream.stop_signals import StoppedEarly, StopSignals
-from rollstream.store.manifest import Manifest, check_identity, identity_differences
-from rollstream.store.paths import RunPaths
+from rollstream.store.lock import is_locked, lock_holder
+from rollstream.store.manifest import Manifest, identity_differences
 
 logger = logging.getLogger(__name__)
 
 _PROMPT_SHOWN = 2000
 """Characters of the first prompt that a dry run shows to a person."""
+
+_ERROR_SHOWN = 300
+"""Characters of an error in the closing lines."""
 
 
 def run(options: argparse.Namespace, layers: Sequence[Mapping[str, Any] | Path] = ()) -> int:
@@ -112,7 +116,7 @@ def summarise(result: GenerationResult) -> str:
     if result.failed_now:
         this_call += f" and {result.failed_now} failed"
     this_call += f" in {format_duration(result.elapsed_s)}"
-    if result.signal is not None:
+    if result.signal is not None or result.gave_up is not None:
         first = f"stopped: {counts}; {this_call}"
     elif result.generated == result.failed_now == 0 and result.complete:
         first = f"nothing left to do: {counts}"
@@ -125,11 +129,15 @@ def summarise(result: GenerationResult) -> str:
         lines.append(f"uploaded: {result.uploaded}")
     if result.policy_versions is not None and result.policy_versions[0] != result.policy_versions[1]:
         lines.append("policy versions: {} to {}".format(*result.policy_versions))
+    for cause in sorted(result.failure_causes, key=lambda cause: -cause.count):
+        lines.append(f"{cause.count} failed: {shortened(cause.example)}")
     if result.failed:
         lines.append(
-            f"why they failed: rollstream status --failed {shlex.quote(str(result.run_dir))}; "
-            "try them again with generation.retry_failed=true"
+            f"all failures: rollstream status --failed {shlex.quote(str(result.run_dir))}; "
+            "the same command with generation.retry_failed=true tries them again"
         )
+    if result.gave_up is not None:
+        lines.append(f"it stopped by itself: {shortened(result.gave_up)}")
     if result.tool_calls:
         lines.append(f"tools: {result.tool_calls} calls, {result.tool_errors} of them failed")
     if without_rule := result.unscored - result.reward_failed:
@@ -143,9 +151,15 @@ def summarise(result: GenerationResult) -> str:
         lines.append(
             f"{len(result.damage)} damaged places were found and redone, see {result.run_dir}/damaged"
         )
-    if result.exit_code == 1:
+    if result.exit_code == 1 and result.complete:
         lines.append(f"that is more than generation.max_failed_share={result.max_failed_share:g} allows")
     return "\n".join(lines)
+
+
+def shortened(text: str) -> str:
+    """The first line of a text, and of that as much as is read."""
+    line = text.partition("\n")[0]
+    return line if len(line) <= _ERROR_SHOWN else f"{line[: _ERROR_SHOWN - 1]}…"
 
 
 async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
@@ -153,7 +167,7 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
     manifest = peek_manifest(config)
     prepared = await prepare(config, manifest)
     if (port := prepared.settings.generation.metrics_port) is not None:
-        metrics = MetricsServer(port, str)  # a port in use would end the run
+        metrics = MetricsServer(port, bytes)  # a port in use would end the run
         await metrics.start()
         await metrics.close()
     launched = launched_commands(prepared.settings, prepared.run_dir / "logs")
@@ -184,9 +198,38 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
     }
     out.write(_json(report) if as_json else _dry_run_text(report, prepared))
     out.flush()
-    _refuse_like_a_run(prepared, manifest)
+    await _refuse_like_a_run(prepared, manifest)
     if not as_json:
         out.write("dry run: everything resolves, nothing was generated\n")
+
+
+def launched_commands(settings: Settings, log_dir: Path) -> list[dict[str, Any]]:
+    """What would be launched, replica by replica; empty when nothing is. Starts nothing, joins no cluster.
+
+    On Ray, where the cluster decides how many there are, that is one for all.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    request = launch_request(settings)
+    if request is None:
+        return []
+    from rollstream.engine.launch import launch_plan
+
+    rollout, path = settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.model.path
+    assert path is not None
+    plans = launch_plan(
+        rollout.name, model_path=path, max_model_len=rollout.max_model_len, request=request, log_dir=log_dir
+    )
+    return [
+        {
+            "where": request.where,
+            "devices": list(plan.devices),
+            "env": {name: value for name, value in plan.env.items() if name != "PYTHONPATH"},
+            "command": plan.command("CHOSEN_AT_START"),
+        }
+        for plan in plans
+    ]
 
 
 async def _engine_capabilities(prepared: Prepared) -> dict[str, Any]:
@@ -240,17 +283,25 @@ def _dry_run_text(report: Mapping[str, Any], prepared: Prepared) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _refuse_like_a_run(prepared: Prepared, manifest: Manifest | None) -> None:
-    """Raises the `RunDirectoryError` with which the run itself would refuse its run directory."""
-    if manifest is None or not RunPaths(prepared.run_dir).has_data():
-        return
-    resume = prepared.settings.generation.resume
-    if resume == "never":
-        raise RunDirectoryError(
-            f"{prepared.run_dir} already holds a run (created {manifest.created}) and generation.resume=never"
-        )
-    old, new = manifest.identity, prepared.manifest.identity
-    check_identity(prepared.run_dir, old, new, extend=resume == "extend")
+async def _refuse_like_a_run(prepared: Prepared, manifest: Manifest | None) -> None:
+    """Raises what the run itself would raise before its first rollout."""
+    adopted, nothing_done = check_run_directory(prepared, manifest)
+    if adopted is not None and nothing_done:
+        logger.warning("nothing is done in %s yet: it would take the new settings", prepared.run_dir)
+    _check_writable(prepared.run_dir)
+    await prepared.prepare_reward()
+    prepared.check_rows()
+
+
+def _check_writable(run_dir: Path) -> None:
+    lock = run_dir / "run.lock"
+    if is_locked(lock):
+        raise RunDirectoryError(f"{run_dir} is being written by another run: {lock_holder(lock)}")
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise RunDirectoryError(f"{there} is a file; trainer.default_local_dir ({run_dir}) must be a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise RunDirectoryError(f"cannot write to {there}")
 
 
 def command_line() -> list[str]:

@@ -21,9 +21,7 @@ from rollstream.engine.ray_package import import_ray
 from rollstream.engine.ray_plan import read_options
 from rollstream.engine.registry import replica_maker
 from rollstream.errors import ConfigError, EngineError
-from rollstream.generation.executors import EMBEDDED_ENGINES, executor_elsewhere
-from rollstream.generation.replicas import launches_on_ray
-from rollstream.generation.setup import Prepared
+from rollstream.generation.setup import EMBEDDED_ENGINES, Prepared, executor_elsewhere, launches_on_ray
 from rollstream.rollout.concurrency import ConcurrencyController
 from rollstream.rollout.local import LocalExecutor, WindowCounters
 from rollstream.rollout.processes import ProcessBackend

@@ -1,14 +1,25 @@
 """What decides the data of a run: a flat mapping of dotted keys to JSON values (R6)."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from rollstream.config.settings import Settings
-from rollstream.generation.replicas import launch_identity
-from rollstream.store.manifest import DATASET_IDENTITY, SHARD_IDENTITY
+from rollstream.engine.registry import data_deciding_kwargs, is_launched
+from rollstream.errors import IdentityMismatchError
+from rollstream.store.manifest import DATASET_IDENTITY, SHARD_IDENTITY, Manifest, identity_differences
+
+_DECIDING_ARGS = (
+    *("quantization", "kv-cache-dtype", "revision", "code-revision", "lora-paths", "lora-modules"),
+    *("hf-overrides", "json-model-override-args", "generation-config", "override-generation-config"),
+)
+"""Arguments of launched servers (`launch.args`) that say which model answers, and in which numbers. All others,
+and the servers' environment, may change on resume: they are layout and speed, and of servers that are given by
+URL nobody knows them at all."""
 
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
 _MODEL_PATTERNS = (*_WEIGHT_PATTERNS, "config.json", "generation_config.json", "openvino_model.xml")
@@ -113,3 +124,154 @@ def _hash_file(file: Path, digest: "hashlib.blake2b") -> None:
         for sample in range(_SAMPLES + 1):
             stream.seek((size - _SAMPLE_BYTES) * sample // _SAMPLES)
             digest.update(stream.read(_SAMPLE_BYTES))
+
+
+def launch_identity(settings: Settings) -> dict[str, Any]:
+    """What of the launch decides the data, where it is not the servers' own way.
+
+    So a run whose servers were launched plainly may be resumed with servers by URL, and the other way round.
+    """
+    rollout, launch = settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.rollout.launch
+    if not is_launched(rollout.name, rollout.server_urls):
+        return {}
+    identity: dict[str, Any] = {}
+    if launch.server not in ("auto", rollout.name):
+        identity["launch.server"] = launch.server
+    for name in ("dtype", "load_format"):
+        if (value := getattr(rollout, name)) != "auto":
+            identity[f"launch.{name}"] = value
+    args = {str(name).replace("_", "-"): value for name, value in launch.args.items()}
+    if launch.server == "rollstream":  # its engine says which of its settings decide the data
+        kwargs = data_deciding_kwargs(str(args.get("engine", "openvino")), args.get("engine-kwargs"))
+        identity |= {f"launch.engine.{name}": value for name, value in kwargs.items()}
+        if "engine" in args:
+            identity["launch.args.engine"] = args["engine"]
+    return identity | {f"launch.args.{name}": args[name] for name in _DECIDING_ARGS if name in args}
+
+
+def adopted_manifest(
+    root: Path,
+    old: Manifest,
+    wanted: Manifest,
+    *,
+    extend: bool,
+    nothing_done: bool,
+    files: Mapping[str, str],
+) -> Manifest | None:
+    """The manifest that a run directory gets where settings differ that change nothing in it; None for its own.
+
+    Where nothing is done, everything may differ. Else only what would have made the same rollouts of those
+    that are done.
+
+    Args:
+        root: the run directory.
+        old: its manifest.
+        wanted: the one asked for.
+        extend: other prompt rows are allowed.
+        nothing_done: the run has no finished rollout.
+        files: by identity key, what to name for it: see `Prepared.identity_files`.
+
+    Raises:
+        IdentityMismatchError: with the settings and files that differ.
+    """
+    differences = identity_differences(old.identity, wanted.identity)
+    kept = {"run_id": old.run_id, "created": old.created}
+    if nothing_done:
+        return msgspec.structs.replace(wanted, **kept) if differences else None
+    harmless = _harmless(old.identity, wanted.identity)
+    refused = [
+        one
+        for one in differences
+        if one[0] not in harmless and not (extend and one[0].startswith(DATASET_IDENTITY))
+    ]
+    if refused:
+        raise IdentityMismatchError(_explained(root, refused, old, wanted, files), refused)
+    if not harmless.intersection(key for key, _, _ in differences):
+        return None
+    identity = {key: value for key, value in old.identity.items() if key not in harmless}
+    identity |= {key: value for key, value in wanted.identity.items() if key in harmless}
+    return msgspec.structs.replace(old, identity=identity, config=wanted.config)
+
+
+def _harmless(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
+    """Identity keys whose difference would have changed no rollout that is done."""
+    filtered, truncation, length = (
+        f"{DATASET_IDENTITY}.filter_overlong_prompts",
+        "data.truncation",
+        "rollout.prompt_length",
+    )
+    harmless = set()
+    # With truncation=error no prompt was cut, so each prompt of a finished rollout is within the old limit.
+    uncut = old.get(truncation) == "error" and not old.get(filtered) and not new.get(filtered)
+    if uncut and new[length] >= old.get(length, new[length] + 1):
+        harmless |= {truncation, length}
+    # Version 0.1 counted nearly every word for a server.
+    free = {f"launch.args.{name}" for name in _DECIDING_ARGS} | {"launch.args.engine"}
+    harmless |= {key for key in old if key.startswith(("launch.args.", "launch.env.")) and key not in free}
+    return harmless
+
+
+_CONFIG_KEYS = {
+    "engine": "actor_rollout_ref.rollout.name",
+    "rollout.prompt_length": "data.max_prompt_length",
+    "agent.default_agent_loop": "actor_rollout_ref.rollout.agent.default_agent_loop",
+    f"{DATASET_IDENTITY}.filter_overlong_prompts": "data.filter_overlong_prompts",
+    f"{DATASET_IDENTITY}.train_max_samples": "data.train_max_samples",
+    f"{DATASET_IDENTITY}.shuffle": "data.shuffle",
+    f"{DATASET_IDENTITY}.seed": "data.seed",
+    f"{DATASET_IDENTITY}.count": "number of prompt rows",
+}
+_PREFIXES = (
+    ("rollout.", "actor_rollout_ref.rollout."),
+    ("multi_turn.", "actor_rollout_ref.rollout.multi_turn."),
+    ("launch.", "actor_rollout_ref.rollout.launch."),
+    ("engine.", "actor_rollout_ref.rollout.engine_kwargs."),
+)
+
+
+def _explained(
+    root: Path,
+    refused: list[tuple[str, object, object]],
+    old: Manifest,
+    wanted: Manifest,
+    files: Mapping[str, str],
+) -> str:
+    lines = []
+    for key, before, after in refused:
+        if key == f"{DATASET_IDENTITY}.fingerprint":
+            lines.append(f"  prompt rows: {_changed_files(old, wanted)}")
+        elif key in files:
+            how = "has another content" if None not in (before, after) else "is used only now or no more"
+            lines.append(f"  {files[key]} {how}")
+        else:
+            name = _CONFIG_KEYS.get(key)
+            for prefix, config in _PREFIXES:
+                if name is None and key.startswith(prefix):
+                    name = config + key.removeprefix(prefix)
+            lines.append(f"  {name or key}: {before!r} -> {after!r}")
+    if all(key.startswith(DATASET_IDENTITY) for key, _, _ in refused):
+        hint = (
+            "If the dataset grew or was reordered, generation.resume=extend keeps what was done for rows "
+            "that are still there."
+        )
+    else:
+        hint = "Use another trainer.default_local_dir for the new run, or the old settings to continue."
+    return (
+        f"{root} holds a run of another identity; nothing was touched. What differs (old -> new):\n"
+        + "\n".join(lines)
+        + f"\n{hint}"
+    )
+
+
+def _changed_files(old: Manifest, wanted: Manifest) -> str:
+    """Data files that differ, by name; their order may differ, too."""
+
+    def contents(manifest: Manifest) -> dict[str, str]:
+        return {str(one["name"]): str(one["digest"]) for one in manifest.dataset.get("files") or []}
+
+    before, after = contents(old), contents(wanted)
+    changed = [path for path, digest in after.items() if digest not in before.values()]
+    gone = [path for path, digest in before.items() if digest not in after.values() and path not in after]
+    said = [f"{path} {'has another content' if path in before else 'is new'}" for path in changed]
+    said += [f"{path} is not used any more" for path in gone]
+    return "; ".join(said) or "other rows, or in another order"

@@ -1,90 +1,263 @@
-"""A run's metrics for Prometheus, served on this machine while the run goes on."""
+"""What a run counts, by the names that trackers and Prometheus are told: sums, never the values themselves.
 
-from collections.abc import Callable
+Names for trackers are `group/name`; units stand in the name, or in `docs/tracking.md`. What nobody knows now
+(the mean reward of a window in which nothing was scored, the load of an engine that does not say it) is left
+out.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
+from prometheus_client import Histogram
 
 from rollstream.engine.base import EngineLoad
 from rollstream.errors import ConfigError
 from rollstream.generation.progress import Snapshot
-from rollstream.generation.statistics import Statistics
-from rollstream.metrics_text import CONTENT_TYPE, MetricsPage
+from rollstream.metrics_text import CONTENT_TYPE, family, metrics_page
+from rollstream.store.records import EncodedRollout, RolloutFacts, rollout_facts
+from rollstream.trajectory import Failure, Rollout, failure_cause
+from rollstream.web import Request, Route, WebServer
+
+MOST_NAMES = 16
+"""Data sources, and kinds of failures, that are told apart: more make no chart that anybody reads, and a
+column of ids taken for a data source must not fill the memory. Those that come later are `OTHER`."""
+
+OTHER = "other"
+
+_TOKEN_BOUNDS = tuple(float(2**power) for power in range(5, 18))
+"""Response lengths, 32 to 131072 tokens: each twice the last, as budgets for answers are chosen."""
+
+_SECOND_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
+"""Seconds of a rollout: from a small model's single turn to an agent's hour."""
 
 _LAST_ANSWERS_S = 1.0
 """For scrapes to get their answers when the run ends."""
 
 
-def metrics_page(snapshot: Snapshot | None, statistics: Statistics, load: EngineLoad | None) -> str:
-    """The page. What is not known yet, or what the engine does not tell, is not there.
+@dataclass(slots=True)
+class Moments:
+    """Count, mean, deviation, largest of a stream of numbers, by Welford's method: no cancellation."""
 
-    Args:
-        snapshot: of the run's progress; None before the first rollout.
-        statistics: of this process.
-        load: of the engine.
-    """
-    page = MetricsPage()
-    if snapshot is not None:
-        _add_progress(page, snapshot)
-    page.add(
-        "rollouts_completed_total",
-        "counter",
-        "Rollouts of this process that are durable.",
-        statistics.completed,
-    )
-    page.add("rollouts_scored_total", "counter", "Those of them that have a reward.", statistics.scored)
-    page.add("rewards_sum", "gauge", "Sum of their rewards.", statistics.reward_sum)
-    page.add(
-        "rollout_failures_total",
-        "counter",
-        "Rollouts of this process that failed, by the class of the error.",
-        {(("error", kind),): count for kind, count in statistics.failures.items()},
-    )
-    page.add("sampled_tokens_total", "counter", "Tokens sampled.", statistics.tokens)
-    page.add("tool_calls_total", "counter", "Calls of tools.", statistics.tool_calls)
-    page.add("tool_errors_total", "counter", "Calls of tools that failed.", statistics.tool_errors)
-    page.add(
-        "responses_at_limit_total", "counter", "Responses cut off by the length limit.", statistics.at_limit
-    )
-    page.add_histogram("response_tokens", "Length of responses, in tokens.", statistics.lengths)
-    page.add_histogram(
-        "rollout_seconds", "Seconds from a rollout's dispatch until it is scored.", statistics.seconds
-    )
-    if statistics.versions is not None:
-        low, high = statistics.versions
-        page.add("policy_version_min", "gauge", "Lowest policy version of any token.", low)
-        page.add("policy_version_max", "gauge", "Highest policy version of any token.", high)
-    if load is not None:
-        page.add("engine_requests_running", "gauge", "Requests that the engine works on.", load.running)
-        page.add("engine_requests_queued", "gauge", "Requests that wait in the engine.", load.queued)
-        if load.kv_usage is not None:
-            page.add("engine_kv_usage_ratio", "gauge", "Share of the KV cache that is taken.", load.kv_usage)
-        if load.preemptions is not None:
-            page.add("engine_preemptions_total", "counter", "Requests preempted.", load.preemptions)
-    return page.text()
+    count: int = 0
+    mean: float = 0.0
+    largest: float = -math.inf
+    _squares: float = 0.0
+    """Sum of squared distances from the mean."""
+
+    def add(self, value: float) -> None:
+        """Counts a value; one that is not finite counts as none."""
+        if not math.isfinite(value):
+            return
+        self.count += 1
+        distance = value - self.mean
+        self.mean += distance / self.count
+        self._squares += distance * (value - self.mean)
+        self.largest = max(self.largest, value)
+
+    @property
+    def std(self) -> float:
+        """Deviation of these values themselves (divided by their number), 0 of a single one."""
+        return math.sqrt(max(0.0, self._squares) / self.count) if self.count else 0.0
 
 
-def _add_progress(page: MetricsPage, snapshot: Snapshot) -> None:
-    for name, text, value in (
-        ("rollouts", "Rollouts of the whole run.", snapshot.total),
-        ("rollouts_done", "Rollouts that are durable, earlier processes included.", snapshot.done),
-        ("rollouts_failed", "Rollouts recorded as failed, earlier processes included.", snapshot.failed),
-        ("rollouts_in_flight", "Rollouts being executed.", snapshot.in_flight),
-        ("pending_rows", "Durable trajectories that are in no batch yet.", snapshot.pending_rows),
-        ("saved_batches", "Sealed batches.", snapshot.saved_batches),
-        ("engine_waiting", "1 while work waits for an engine that is away.", int(snapshot.waiting)),
-    ):
-        page.add(name, "gauge", text, value)
-    page.add(
-        "retries_total", "counter", "Attempts that failed and were followed by another.", snapshot.retries
-    )
-    page.add("unscored_total", "counter", "Rollouts that could not be scored.", snapshot.unscored)
-    if snapshot.limit is not None:
-        cap = snapshot.limit if snapshot.cap is None else snapshot.cap
-        page.add("rollouts_in_flight_cap", "gauge", "Rollouts in flight at most, now.", cap)
-    if snapshot.replicas is not None:
-        up, all_of_them = snapshot.replicas
-        page.add("engine_replicas_up", "gauge", "Replicas that take requests.", up)
-        page.add("engine_replicas", "gauge", "Replicas.", all_of_them)
+@dataclass(slots=True)
+class _Window:
+    """What was counted since trackers were told last."""
+
+    rewards: Moments = field(default_factory=Moments)
+    by_source: dict[str, Moments] = field(default_factory=dict)
+    lengths: Moments = field(default_factory=Moments)
+    at_limit: int = 0
+    seconds: Moments = field(default_factory=Moments)
+
+
+class RunMetrics:
+    """Counts durable rollouts and failures of one process."""
+
+    def __init__(self) -> None:
+        self.completed = 0
+        self.tokens = 0
+        """Sampled."""
+        self.tool_calls = 0
+        self.tool_errors = 0
+        self.failures: Counter[str] = Counter()
+        """By the class of the error."""
+        self.causes: dict[str, tuple[int, str]] = {}
+        """How many failed by each cause, see `failure_cause`, and the first error of it."""
+        self.versions: tuple[int, int] | None = None
+        """The lowest and the highest policy version of any token; None before the first rollout."""
+        self._scored = 0
+        self._reward_sum = 0.0
+        self._at_limit = 0
+        """Trajectories that ended because there was no room for more tokens."""
+        self._lengths = Histogram(
+            "rollstream_response_tokens",
+            "Length of responses, in tokens",
+            buckets=_TOKEN_BOUNDS,
+            registry=None,
+        )
+        self._seconds = Histogram(
+            "rollstream_rollout_seconds",
+            "Seconds from a rollout's dispatch until it is scored",
+            buckets=_SECOND_BOUNDS,
+            registry=None,
+        )
+        self._sources: set[str] = set()
+        self._window = _Window()
+
+    def add(self, rollout: Rollout | EncodedRollout) -> None:
+        """Counts a completed rollout."""
+        facts: RolloutFacts
+        if isinstance(rollout, EncodedRollout):
+            facts, reward = rollout.facts, rollout.reward
+            tokens, calls, errors = rollout.sampled_tokens, rollout.tool_calls, rollout.tool_errors
+        else:
+            facts, reward = rollout_facts(rollout), rollout.final.reward
+            tokens = sum(sum(one.response_mask) for one in rollout.trajectories)
+            calls = sum(int(one.metrics.tool_calls) for one in rollout.trajectories)
+            errors = sum(int(one.metrics.tool_errors) for one in rollout.trajectories)
+        window = self._window
+        self.completed += 1
+        self.tokens += tokens
+        self.tool_calls += calls
+        self.tool_errors += errors
+        for length in facts.response_lengths:
+            self._lengths.observe(length)
+            window.lengths.add(length)
+        self._at_limit += facts.at_limit
+        window.at_limit += facts.at_limit
+        self._seconds.observe(facts.seconds)
+        window.seconds.add(facts.seconds)
+        low, high = self.versions or facts.versions
+        self.versions = min(low, facts.versions[0]), max(high, facts.versions[1])
+        if reward is not None:
+            self._scored += 1
+            self._reward_sum += reward
+            window.rewards.add(reward)
+            source = _one_of_few(facts.data_source, self._sources)
+            self._sources.add(source)
+            window.by_source.setdefault(source, Moments()).add(reward)
+
+    def add_failure(self, failure: Failure) -> None:
+        """Counts a rollout that failed."""
+        kind = failure.error.partition(":")[0].strip()
+        self.failures[_one_of_few(kind, self.failures) if kind.isidentifier() else OTHER] += 1
+        cause = _one_of_few(failure_cause(failure.error), self.causes)
+        count, example = self.causes.get(cause, (0, failure.error))
+        self.causes[cause] = count + 1, example
+
+    def report(
+        self, snapshot: Snapshot, rates: tuple[float, float], load: EngineLoad | None
+    ) -> dict[str, float]:
+        """All metrics for trackers; a new window begins.
+
+        Args:
+            snapshot: of the run's progress.
+            rates: rollouts per second, sampled tokens per second.
+            load: of the engine.
+        """
+        window, self._window = self._window, _Window()
+        told: dict[str, float] = {
+            "progress/total": snapshot.total,
+            "progress/done": snapshot.done,
+            "progress/failed": snapshot.failed,
+            "progress/unscored": snapshot.unscored,
+            "progress/retries": snapshot.retries,
+            "rate/rollouts_per_second": rates[0],
+            "rate/tokens_per_second": rates[1],
+            "tokens/sampled": self.tokens,
+            "tools/calls": self.tool_calls,
+            "tools/errors": self.tool_errors,
+            "queue/in_flight": snapshot.in_flight,
+            "queue/pending_rows": snapshot.unsealed_rows,
+            "queue/saved_batches": snapshot.saved_batches,
+            "engine/waiting": int(snapshot.waiting),
+            **{f"failures/{kind}": count for kind, count in self.failures.items()},
+        }
+        if snapshot.limit is not None:
+            told["queue/cap"] = snapshot.limit if snapshot.cap is None else snapshot.cap
+        if snapshot.mean_reward is not None:
+            told["reward/mean_of_run"] = snapshot.mean_reward
+        if window.rewards.count:
+            told["reward/mean"], told["reward/std"] = window.rewards.mean, window.rewards.std
+            told["reward/scored"] = window.rewards.count
+            told |= {f"reward/{name}/mean": one.mean for name, one in window.by_source.items() if one.count}
+        if window.lengths.count:
+            told["response/length_mean"] = window.lengths.mean
+            told["response/length_max"] = window.lengths.largest
+            told["response/share_at_limit"] = window.at_limit / window.lengths.count
+        if window.seconds.count:
+            told["rollout/seconds_mean"] = window.seconds.mean
+            told["rollout/seconds_max"] = window.seconds.largest
+        if snapshot.replicas is not None:
+            told["engine/replicas_up"], told["engine/replicas"] = snapshot.replicas
+        if self.versions is not None:
+            told["engine/policy_version_min"], told["engine/policy_version_max"] = self.versions
+        if load is not None:
+            said = {
+                "engine/running": load.running,
+                "engine/queued": load.queued,
+                "engine/kv_usage": load.kv_usage,
+                "engine/preemptions": load.preemptions,
+            }
+            told |= {name: value for name, value in said.items() if value is not None}
+        return told
+
+    def page(self, snapshot: Snapshot | None, load: EngineLoad | None) -> bytes:
+        """The page for Prometheus; `snapshot` is None before the first rollout."""
+        known: list[tuple[str, str, float | None]] = [
+            ("rollouts_completed_total", "Rollouts of this process that are durable", self.completed),
+            ("rollouts_scored_total", "Rollouts of this process that have a reward", self._scored),
+            ("rewards_sum", "Sum of the rewards of this process", self._reward_sum),
+            ("sampled_tokens_total", "Tokens sampled", self.tokens),
+            ("tool_calls_total", "Calls of tools", self.tool_calls),
+            ("tool_errors_total", "Calls of tools that failed", self.tool_errors),
+            ("responses_at_limit_total", "Responses cut off by the length limit", self._at_limit),
+        ]
+        if snapshot is not None:
+            cap = snapshot.limit if snapshot.cap is None else snapshot.cap
+            up, replicas = snapshot.replicas or (None, None)
+            known += [
+                ("rollouts", "Rollouts of the whole run", snapshot.total),
+                ("rollouts_done", "Durable rollouts, earlier processes included", snapshot.done),
+                ("rollouts_failed", "Failed rollouts, earlier processes included", snapshot.failed),
+                ("rollouts_in_flight", "Rollouts being executed", snapshot.in_flight),
+                ("rollouts_in_flight_cap", "Rollouts in flight at most, now", cap),
+                ("pending_rows", "Durable trajectories that are in no batch yet", snapshot.unsealed_rows),
+                ("saved_batches", "Sealed batches", snapshot.saved_batches),
+                ("engine_waiting", "1 while work waits for an engine that is away", int(snapshot.waiting)),
+                ("retries_total", "Attempts that failed and were followed by another", snapshot.retries),
+                ("unscored_total", "Rollouts that could not be scored", snapshot.unscored),
+                ("engine_replicas_up", "Replicas that take requests", up),
+                ("engine_replicas", "Replicas", replicas),
+            ]
+        if self.versions is not None:
+            known += [
+                ("policy_version_min", "Lowest policy version of any token", self.versions[0]),
+                ("policy_version_max", "Highest policy version of any token", self.versions[1]),
+            ]
+        if load is not None:
+            known += [
+                ("engine_requests_running", "Requests that the engine works on", load.running),
+                ("engine_requests_queued", "Requests that wait in the engine", load.queued),
+                ("engine_kv_usage_ratio", "Share of the KV cache that is taken", load.kv_usage),
+                ("engine_preemptions_total", "Requests preempted", load.preemptions),
+            ]
+        families = [family(f"rollstream_{name}", text, n) for name, text, n in known if n is not None]
+        failed: Mapping[tuple[str, ...], float] = {(kind,): n for kind, n in self.failures.items()}
+        families.append(
+            family("rollstream_rollout_failures_total", "Failed rollouts by error", failed, ["error"])
+        )
+        histograms: list[Any] = [*self._lengths.collect(), *self._seconds.collect()]
+        return metrics_page([*families, *histograms])
+
+
+def _one_of_few(name: str, known: Any) -> str:
+    return name if name in known or len(known) < MOST_NAMES else OTHER
 
 
 class MetricsServer:
@@ -95,31 +268,21 @@ class MetricsServer:
         page: what is answered; takes microseconds, and is made in the run's own event loop.
     """
 
-    def __init__(self, port: int, page: Callable[[], str]) -> None:
+    def __init__(self, port: int, page: Callable[[], bytes]) -> None:
         self._port = port
         self._page = page
-        self._runner: web.AppRunner | None = None
+        self._server = WebServer([Route("GET", "/metrics", self._answer)])
 
     async def start(self) -> str:
         """Begins to listen; returns the URL. Raises `ConfigError` when the port cannot be used."""
-        app = web.Application()
-        app.router.add_get("/metrics", self._answer)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_LAST_ANSWERS_S)
-        await runner.setup()
         try:
-            await web.TCPSite(runner, "127.0.0.1", self._port).start()
-        except (OSError, OverflowError) as error:
-            await runner.cleanup()
-            raise ConfigError(
-                f"generation.metrics_port={self._port}: cannot listen on 127.0.0.1 there: {error}"
-            ) from error
-        self._runner = runner
-        return f"http://127.0.0.1:{runner.addresses[0][1]}/metrics"
+            return f"{await self._server.start('127.0.0.1', self._port)}/metrics"
+        except ConfigError as error:
+            raise ConfigError(f"generation.metrics_port={self._port}: {error}") from error
 
     async def close(self) -> None:
         """Ends. May be called twice."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._server.stop(_LAST_ANSWERS_S)
 
-    async def _answer(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._page().encode(), headers={"Content-Type": CONTENT_TYPE})
+    async def _answer(self, request: Request) -> web.Response:
+        return web.Response(body=self._page(), headers={"Content-Type": CONTENT_TYPE})

@@ -5,9 +5,10 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -19,20 +20,26 @@ _TERMINAL_EVERY_S = 0.25
 _PLAIN_EVERY_S = 5.0
 """Between lines where the output is no terminal: readable in a log, still soon enough to see a stall."""
 
+_BAR = 10
+"""Columns of the bar."""
+
+_SAID_AFTER_S = (2.0, 10.0, *(30.0 * count for count in range(1, 500)))
+"""Seconds after which a wait is said, again and again."""
+
 _RATE_WINDOW_S = 30.0
 """Rates are of the last half minute, so that the ETA follows what happens now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the progress line shows. Counts of rollouts unless said otherwise."""
+    """How a run goes now. Counts of rollouts unless said otherwise."""
 
     total: int
     done: int
     """Durable, earlier runs included."""
     failed: int
     in_flight: int
-    pending_rows: int
+    unsealed_rows: int
     """Durable rows that are in no batch yet."""
     saved_batches: int
     tokens: int
@@ -48,7 +55,12 @@ class Snapshot:
     limit: int | None = None
     """`generation.max_in_flight`."""
     replicas: tuple[int, int] | None = None
-    """Of an engine that is made of replicas: how many are there, of how many."""
+    """Replicas of the engine that are there, and all of them; None where it has none."""
+
+    @property
+    def pending(self) -> int:
+        """Rollouts that have not begun."""
+        return max(0, self.total - self.done - self.failed - self.in_flight)
 
 
 class RateMeter:
@@ -83,23 +95,40 @@ class _Part:
     """What is worth least goes first where the line is too long; 0 stays."""
 
 
-def format_line(snapshot: Snapshot, rate: float, tokens_rate: float, width: int | None = None) -> str:
+def format_line(
+    snapshot: Snapshot,
+    rate: float,
+    tokens_rate: float,
+    elapsed: float,
+    width: int | None = None,
+    fill: str = "█",
+) -> str:
     """The progress line, in at most `width` columns: with shorter words first, then with fewer parts.
 
-    The share is of what is done; the time left is until everything is done or has failed.
+    Args:
+        snapshot: how the run goes.
+        rate: rollouts per second.
+        tokens_rate: sampled tokens per second.
+        elapsed: seconds since rollouts began in this process.
+        width: columns; None for as many as it takes.
+        fill: what the bar is made of.
     """
     # Rounded down: 100% is said when all of it is done.
-    share = f" {100 * snapshot.done // snapshot.total}%" if snapshot.total else ""
+    share = snapshot.done / snapshot.total if snapshot.total else 0.0
+    full = int(share * _BAR)
     left = max(0, snapshot.total - snapshot.done - snapshot.failed)
     reward = "-" if snapshot.mean_reward is None else f"{snapshot.mean_reward:.3f}"
-    head = f"{snapshot.done}/{snapshot.total}{share}"
+    head = f"{int(100 * share)}% {snapshot.done}/{snapshot.total}"
+    eta = format_duration(left / rate) if rate > 0 else "-" if left else "0s"
     fly = f"{snapshot.in_flight}" if snapshot.cap is None else f"{snapshot.in_flight} (cap {snapshot.cap})"
     parts = [
-        _Part(head, head, 0),
-        _Part(f"{rate:.1f}/s", f"{rate:.1f}/s", 7),
+        _Part(
+            f"{int(100 * share):3d}%|{fill * full}{' ' * (_BAR - full)}| {head.partition(' ')[2]}", head, 0
+        ),
+        _Part(f"[{format_duration(elapsed)}<{eta}, {rate:.1f}/s]", f"[{format_duration(elapsed)}<{eta}]", 8),
         _Part(f"{tokens_rate:,.0f} tok/s", f"{_thousands(tokens_rate)} tok/s", 5),
         _Part(f"saved batches {snapshot.saved_batches}", f"saved {snapshot.saved_batches}", 2),
-        _Part(f"pending {snapshot.pending_rows}", f"pend {snapshot.pending_rows}", 1),
+        _Part(f"pending {snapshot.pending}", f"pend {snapshot.pending}", 1),
         _Part(f"in flight {fly}", f"fly {snapshot.in_flight}", 4),
         _Part(f"failed {snapshot.failed}", f"fail {snapshot.failed}", 9 if snapshot.failed else 3),
     ]
@@ -108,26 +137,27 @@ def format_line(snapshot: Snapshot, rate: float, tokens_rate: float, width: int 
     if snapshot.unscored:
         parts.append(_Part(f"unscored {snapshot.unscored}", f"unscored {snapshot.unscored}", 8))
     if snapshot.replicas is not None and snapshot.replicas[1] > 1:
-        up, all_of_them = snapshot.replicas
+        up, replicas = snapshot.replicas
         # One that is away is worth more than where the files are.
-        parts.append(
-            _Part(f"replicas {up}/{all_of_them}", f"rep {up}/{all_of_them}", 2 if up == all_of_them else 7)
-        )
+        parts.append(_Part(f"replicas {up}/{replicas}", f"rep {up}/{replicas}", 2 if up == replicas else 7))
     parts.append(_Part(f"mean reward {reward}", f"reward {reward}", 6))
     if snapshot.waiting:
         parts.append(_Part("WAITING FOR THE ENGINE", "NO ENGINE", 0))
-    else:
-        eta = f"ETA {format_duration(left / rate) if rate > 0 else '-'}"
-        parts.append(_Part(eta, eta, 8))
-    line = " | ".join(part.text for part in parts)
+    line = _joined([part.text for part in parts])
     if width is None or len(line) <= width:
         return line
     while True:
-        line = " | ".join(part.short for part in parts)
+        line = _joined([part.short for part in parts])
         least = min((part for part in parts if part.worth), key=lambda part: part.worth, default=None)
         if len(line) <= width or least is None:
             return line[: max(width, 1)]
         parts.remove(least)
+
+
+def _joined(texts: list[str]) -> str:
+    """The share and the times belong together."""
+    between = " " if len(texts) > 1 and texts[1].startswith("[") else " | "
+    return between.join([texts[0], " | ".join(texts[1:])]) if len(texts) > 1 else texts[0]
 
 
 def _thousands(number: float) -> str:
@@ -154,18 +184,19 @@ async def show_progress(observe: Callable[[], Snapshot], console: Console) -> No
     A console that takes nothing (a log on a full disk) does not stop the run.
     """
     meter = RateMeter()
-    started = observe()
+    started, began = observe(), time.monotonic()
     base = started.done + started.failed
+    fill = "█" if console.encoding.lower().startswith("utf") else "#"
 
     def line(width: int | None = None) -> str:
-        snapshot = observe()
-        meter.observe(time.monotonic(), snapshot.done + snapshot.failed - base, snapshot.tokens)
-        return format_line(snapshot, *meter.rates(), width)
+        snapshot, now = observe(), time.monotonic()
+        meter.observe(now, snapshot.done + snapshot.failed - base, snapshot.tokens)
+        return format_line(snapshot, *meter.rates(), now - began, width, fill)
 
     def fitted() -> Text:
         return Text(line(console.width - 1), no_wrap=True)
 
-    meter.observe(time.monotonic(), 0, started.tokens)
+    meter.observe(began, 0, started.tokens)
     if console.is_terminal:
         with Live(fitted(), console=console, refresh_per_second=1 / _TERMINAL_EVERY_S) as live:
             if isinstance(console, ProgressConsole):
@@ -188,6 +219,43 @@ async def show_progress(observe: Callable[[], Snapshot], console: Console) -> No
                 show()
         finally:
             show()
+
+
+class Waits:
+    """Says what a run waits for, once that takes longer than a person waits without asking.
+
+    with Waits() as waits:
+        waits.begin("loading the tokenizer")  # from any thread
+    """
+
+    def __init__(self, pauses: Sequence[float] = _SAID_AFTER_S) -> None:
+        self._pauses = pauses
+        self._what: str | None = None
+        self._began = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, what: str | None) -> None:
+        """What is waited for from now on; None for nothing."""
+        self._began, self._what = time.monotonic(), what
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.get_running_loop().create_task(self._say(), name="waits")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+
+    async def _say(self) -> None:
+        began, said = -1.0, 0
+        while True:
+            await asyncio.sleep(min(_TERMINAL_EVERY_S, self._pauses[0]))
+            if self._began != began:
+                began, said = self._began, 0
+            waited = time.monotonic() - began
+            if self._what is not None and said < len(self._pauses) and waited >= self._pauses[said]:
+                said = sum(waited >= pause for pause in self._pauses)
+                logger.info("%s … %s", self._what, format_duration(waited))
 
 
 class ProgressConsole(Console):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollstream.store.summary import FailureCause
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
@@ -43,6 +45,10 @@ class GenerationResult:
     """Data sources that no reward rule knows, with their numbers of prompt rows."""
     uploaded: str | None = None
     """Where `generation.upload_artifact` put the trajectories; None when not asked for, or when it failed."""
+    failure_causes: list[FailureCause] = field(default_factory=list)
+    """Of the rollouts that failed in this call."""
+    gave_up: str | None = None
+    """Why the run stopped itself before its end (`generation.stop_after_failures`)."""
 
     @property
     def complete(self) -> bool:

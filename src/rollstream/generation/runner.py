@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -13,27 +15,30 @@ from rich.console import Console
 
 from rollstream.config.load import compose
 from rollstream.daemon_threads import in_daemon_thread
-from rollstream.errors import ConfigError, DamageError, StorageError
+from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
 from rollstream.generation.execution import Executor, start_execution
 from rollstream.generation.exports import export_artifact
+from rollstream.generation.identity import adopted_manifest
 from rollstream.generation.logs import log_to_file
-from rollstream.generation.progress import Snapshot, progress_console, show_progress
+from rollstream.generation.progress import Snapshot, Waits, progress_console, show_progress
 from rollstream.generation.result import GenerationResult
 from rollstream.generation.setup import Prepared, peek_manifest, prepare
-from rollstream.generation.telemetry import Telemetry
-from rollstream.generation.trackers import load_trackers, tracked_run
+from rollstream.generation.tracking import Reporter, load_trackers, tracked_run
 from rollstream.generation.upload import artifact_name, upload_trajectories
 from rollstream.rollout.local import WindowCounters
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.batch import DamagedFileError
 from rollstream.store.extend import extend_run, finish_extend
+from rollstream.store.journal import write_file_durably
+from rollstream.store.manifest import Manifest, read_manifest, write_manifest
 from rollstream.store.merge import merge_batches
+from rollstream.store.paths import RunPaths
 from rollstream.store.records import EncodedRollout
-from rollstream.store.recovery import quarantine_batch
+from rollstream.store.recovery import inspect, quarantine_batch
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
-from rollstream.store.summary import write_checkpoint
+from rollstream.store.summary import FailureCause, write_checkpoint
 from rollstream.store.writer import StoreWriter
-from rollstream.trajectory import Failure, Rollout
+from rollstream.trajectory import Failure, Rollout, failure_cause
 
 logger = logging.getLogger(__name__)
 
@@ -93,43 +98,62 @@ async def generate(
     """
     stop = stop or StopSignals()
     started = time.monotonic()
-    prepared = await stop.unless_stopped(prepare(config, peek_manifest(config)))
+    with Waits() as waits:
+        return await _generate(config, stop, console or progress_console(), on_ready, waits, started)
+
+
+async def _generate(
+    config: DictConfig,
+    stop: StopSignals,
+    console: Console,
+    on_ready: Callable[[], object] | None,
+    waits: Waits,
+    started: float,
+) -> GenerationResult:
+    prepared = await stop.unless_stopped(prepare(config, peek_manifest(config), waits.begin))
     settings = prepared.settings.generation
     async with AsyncExitStack() as stack:
-        telemetry = Telemetry(load_trackers(prepared.settings.trainer.logger), settings.metrics_port)
-        await telemetry.listen()
-        stack.push_async_callback(telemetry.end_server)
+        reporter = Reporter(load_trackers(prepared.settings.trainer.logger), settings.metrics_port)
+        await reporter.listen()
+        stack.push_async_callback(reporter.end_server)
+        waits.begin("opening the run directory")
         run = await _opened(prepared)
+        waits.begin(None)
         stack.callback(run.close)
         stack.enter_context(log_to_file(run.paths.logs, settings.log_level))
         succeeded = False
         # Before the lock is given back: trackers write into the run directory, too.
-        stack.push_async_callback(lambda: telemetry.close(succeeded=succeeded, stop=stop.requested))
+        stack.push_async_callback(lambda: reporter.close(succeeded=succeeded, stop=stop.requested))
         for line in run.state.damage:
             logger.warning("damaged: %s", line)
         for line in run.state.restored:
             logger.warning("restored: %s", line)
         if run.state.torn:
             logger.info("cut an unfinished frame of %d bytes, as a crash leaves it", run.state.torn)
-        one = _Run(prepared, run, stop, console or progress_console(), on_ready, telemetry)
+        one = _Run(prepared, run, stop, console, on_ready, reporter, waits)
         await one.execute()
         artifact_rows, not_exported = 0, None
-        if stop.signal is None and settings.final_merge and run.state.rows:
+        complete = stop.signal is None and one.gave_up is None
+        if complete and settings.final_merge and run.state.rows:
             try:
+                waits.begin("merging")
                 artifact_rows = await one.merge()
+                waits.begin("exporting")
                 not_exported = await one.export()
             except StoppedEarly:
                 logger.info("stopped while merging; the same command merges again")
         state = run.state
         uploaded = None
-        if settings.upload_artifact and stop.signal is None and state.rows:
+        if settings.upload_artifact and complete and stop.signal is None and state.rows:
+            waits.begin("uploading the trajectories (Ctrl-C leaves them here)")
             uploaded = await one.upload()
+        waits.begin(None)
         if not_exported is not None:  # only now: what hinders an export is no reason not to upload
             raise not_exported
         done, failed = state.keys.count(prepared.dataset.order)
         logger.info("ended: %d of %d done, %d failed", done, prepared.total, failed)
         succeeded = True
-        statistics = telemetry.statistics
+        metrics = reporter.metrics
         return GenerationResult(
             run_dir=run.paths.root,
             total=prepared.total,
@@ -146,11 +170,13 @@ async def generate(
             damage=state.damage,
             signal=stop.signal,
             max_failed_share=settings.max_failed_share,
-            tool_calls=statistics.tool_calls,
-            tool_errors=statistics.tool_errors,
-            policy_versions=statistics.versions,
+            tool_calls=metrics.tool_calls,
+            tool_errors=metrics.tool_errors,
+            policy_versions=metrics.versions,
             unscored_sources=prepared.unscored_sources,
             uploaded=uploaded,
+            failure_causes=[FailureCause(*one) for one in metrics.causes.values()],
+            gave_up=one.gave_up,
         )
 
 
@@ -171,12 +197,98 @@ def _open(prepared: Prepared) -> RunDirectory:
     lock = lock_run(root)
     try:
         finish_extend(root)
+        if mode != "never":
+            _adopt(root, prepared)
         if mode == "extend":
             extend_run(root, prepared.manifest, prepared.visited_keys, prepared.config_yaml)
     except BaseException:
         lock.release()
         raise
     return open_run(lock, root, prepared.manifest, config_yaml=prepared.config_yaml, fresh=mode == "never")
+
+
+def _adopt(root: Path, prepared: Prepared) -> None:
+    """Gives a run directory the settings asked for, where they change nothing that is done in it."""
+    adopted, nothing_done = check_run_directory(prepared, read_manifest(root))
+    if adopted is None:
+        return
+    paths = RunPaths(root)
+    if nothing_done and paths.failures.is_dir():
+        aside = paths.logs / f"failed-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        paths.failures.rename(aside)
+        paths.failures.mkdir()
+        logger.warning(
+            "nothing is done in %s yet: it takes the new settings; what failed before is kept in %s",
+            root,
+            aside,
+        )
+    write_file_durably(root / "config.yaml", prepared.config_yaml.encode())
+    write_manifest(root, adopted)
+
+
+def check_run_directory(prepared: Prepared, manifest: Manifest | None) -> tuple[Manifest | None, bool]:
+    """The manifest that the run directory is to take, see `adopted_manifest`; whether nothing is done there.
+
+    Touches nothing.
+
+    Raises:
+        RunDirectoryError: the run directory cannot be used by this run.
+    """
+    root, mode = prepared.run_dir, prepared.settings.generation.resume
+    if manifest is None or not RunPaths(root).has_data():
+        return None, True
+    if mode == "never":
+        raise RunDirectoryError(
+            f"{root} already holds a run (created {manifest.created}) and generation.resume=never. "
+            "Choose an empty trainer.default_local_dir, or generation.resume=auto to continue it."
+        )
+    if manifest.identity == prepared.manifest.identity:
+        return None, False
+    paths = RunPaths(root)
+    held = paths.batch_numbers() or paths.artifact.exists() or paths.damaged.is_dir()
+    nothing_done = not held and (state := inspect(root)[1]).keys.done == 0 and not state.damage
+    adopted = adopted_manifest(
+        root,
+        manifest,
+        prepared.manifest,
+        extend=mode == "extend",
+        nothing_done=nothing_done,
+        files=prepared.identity_files(),
+    )
+    return adopted, nothing_done
+
+
+class FailureStreak:
+    """Whether all rollouts of a process failed so far, with one cause. Pure.
+
+    One prompt that cannot be used is not enough, however large `n` is: the failures have to be of several.
+    """
+
+    _ROWS = 8
+
+    def __init__(self, limit: int, rows: int) -> None:
+        """`limit`: failures after which it is hopeless, 0 for never; `rows`: prompt rows of the run."""
+        self.count = 0
+        self._limit = limit
+        self._cause: str | None = None
+        self._indices: set[int] = set()
+        self._enough = min(self._ROWS, rows)
+
+    def completed(self) -> None:
+        """A rollout was completed: it is not hopeless, and never will be."""
+        self._limit = 0
+
+    def failed(self, failure: Failure) -> bool:
+        """Counts a failure; whether it is hopeless now."""
+        cause = failure_cause(failure.error)
+        if not self._limit or self._cause not in (None, cause):
+            self._limit = 0
+            return False
+        self._cause = cause
+        self.count += 1
+        if len(self._indices) < self._enough:
+            self._indices.add(failure.index)
+        return self.count >= self._limit and len(self._indices) >= self._enough
 
 
 class _Run:
@@ -189,7 +301,8 @@ class _Run:
         stop: StopSignals,
         console: Console,
         on_ready: Callable[[], object] | None,
-        telemetry: Telemetry,
+        reporter: Reporter,
+        waits: Waits,
     ) -> None:
         self._prepared = prepared
         self._settings = prepared.settings.generation
@@ -197,10 +310,17 @@ class _Run:
         self._stop = stop
         self._console = console
         self._on_ready = on_ready
-        self._telemetry = telemetry
-        self._statistics = telemetry.statistics
+        self._reporter = reporter
+        self._metrics = reporter.metrics
+        self._waits = waits
+        self._shown: asyncio.Future[None] | None = None
+        """The progress line, until everything is sealed."""
+        self._failing = FailureStreak(self._settings.stop_after_failures, len(prepared.dataset.order))
+        self._hopeless = asyncio.Event()
         self.window = WindowCounters()
         """What went through so far."""
+        self.gave_up: str | None = None
+        """Why the run was stopped before its end, other than by a signal."""
 
     async def execute(self) -> None:
         """Generates what is owed and seals it."""
@@ -229,12 +349,16 @@ class _Run:
         finally:
             # After an error or a cancellation nothing waits for a seal: what is durable is in the journal.
             await writer.close(seal=not dropped)
+            if self._shown is not None:
+                self._shown.cancel()
+                await asyncio.gather(self._shown, return_exceptions=True)
             self._write_checkpoint()
-            self._telemetry.sealed(pending_rows=writer.pending_rows, saved_batches=writer.saved_batches)
+            self._reporter.sealed(unsealed_rows=writer.pending_rows, saved_batches=writer.saved_batches)
 
     async def _generate(self, writer: StoreWriter) -> None:
         prepared, settings = self._prepared, self._settings
         async with AsyncExitStack() as stack:
+            self._waits.begin("starting the engine")
             execution = await start_execution(
                 prepared,
                 writer,
@@ -243,6 +367,7 @@ class _Run:
                 stack=stack,
                 on_durable=self._count,
             )
+            self._waits.begin(None)
             executor = execution.executor
             self.window = executor.counters
             keys = self._directory.state.keys
@@ -261,9 +386,9 @@ class _Run:
                     failed=failed,
                     in_flight=executor.counters.in_flight,
                     cap=executor.cap if executor.cap < settings.max_in_flight else None,
-                    pending_rows=writer.pending_rows,
+                    unsealed_rows=writer.pending_rows,
                     saved_batches=writer.saved_batches,
-                    tokens=self._statistics.tokens,
+                    tokens=self._metrics.tokens,
                     mean_reward=self._directory.state.rewards.mean,
                     waiting=execution.waits(),
                     retries=execution.retries(),
@@ -273,7 +398,7 @@ class _Run:
                 )
 
             run = self._directory
-            self._telemetry.begin(
+            self._reporter.begin(
                 tracked_run(prepared.settings, run.manifest, run.paths.root), run.manifest.created
             )
             if self._on_ready is not None:
@@ -282,12 +407,14 @@ class _Run:
             companions = {
                 asyncio.ensure_future(self._stop_when_asked(executor)),
                 asyncio.ensure_future(self._write_checkpoints()),
-                asyncio.ensure_future(self._telemetry.run(observe, execution.engine)),
+                asyncio.ensure_future(self._reporter.run(observe, execution.engine)),
+                asyncio.ensure_future(self._give_up(executor)),
             }
             if settings.show_progress and "console" in prepared.settings.trainer.logger:
-                companions.add(asyncio.ensure_future(show_progress(observe, self._console)))
+                self._shown = asyncio.ensure_future(show_progress(observe, self._console))
             try:
-                await _until_done(work, {writer.failed, *companions})
+                shown = set() if self._shown is None else {self._shown}
+                await _until_done(work, {writer.failed, *companions, *shown})
             finally:
                 executor.drop()
                 for companion in companions:
@@ -331,7 +458,7 @@ class _Run:
         return await upload_trajectories(
             run,
             name,
-            lambda file: self._telemetry.upload(run, file, name),
+            lambda file: self._reporter.upload(run, file, name),
             merged=settings.generation.final_merge,
             stop=self._stop,
         )
@@ -350,9 +477,16 @@ class _Run:
 
     def _count(self, result: Rollout | EncodedRollout | Failure) -> None:
         if not isinstance(result, Failure):
-            self._statistics.add(result)
+            self._metrics.add(result)
+            self._failing.completed()
             return
-        self._statistics.add_failure(result)
+        self._metrics.add_failure(result)
+        if self._failing.failed(result) and not self._hopeless.is_set():
+            self.gave_up = (
+                f"the first {self._failing.count} rollouts all failed with one cause, {result.error} "
+                "(generation.stop_after_failures)"
+            )
+            self._hopeless.set()
         level = logging.WARNING if self.window.failed <= _FAILURES_SAID else logging.DEBUG
         logger.log(
             level,
@@ -361,6 +495,12 @@ class _Run:
         )
         if self.window.failed == _FAILURES_SAID:
             logger.warning("further failures are recorded and counted: rollstream status --failed")
+
+    async def _give_up(self, executor: Executor) -> None:
+        await self._hopeless.wait()
+        logger.error("stopping: %s", self.gave_up)
+        executor.stop()
+        executor.drop()
 
     async def _stop_when_asked(self, executor: Executor) -> None:
         await self._stop.requested.wait()

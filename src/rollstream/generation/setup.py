@@ -1,13 +1,17 @@
 """From a configuration to everything a run is made of, short of the engine and the run directory's lock."""
 
 import hashlib
+import importlib
 import importlib.metadata
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import orjson
@@ -15,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import rollstream
 from rollstream.config.load import to_settings, to_stored_yaml
+from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import (
     OTHER_SOURCES,
@@ -25,18 +30,31 @@ from rollstream.data.prompts import (
     load_prompts,
 )
 from rollstream.data.task_cache import resolve_tasks_into_config
-from rollstream.engine.registry import data_deciding_kwargs
+from rollstream.engine.ray_package import import_ray
+from rollstream.engine.registry import data_deciding_kwargs, is_launched
 from rollstream.errors import ConfigError, DataError
-from rollstream.generation.executors import check_executor, executor_elsewhere
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
-from rollstream.generation.trackers import check_trackers
+from rollstream.generation.tracking import check_trackers
 from rollstream.reward.rules import RuleReward, find_rule
-from rollstream.rollout.setup import Agents, RolloutSetup, build_setup, load_agents
+from rollstream.rollout.setup import Agents, RolloutSetup, build_setup, launched_where, load_agents
+from rollstream.stop_signals import StopSignals
 from rollstream.store.manifest import Manifest, new_manifest, read_manifest
-from rollstream.trajectory import PromptRow
+from rollstream.store.records import EncodedRollout
+from rollstream.store.writer import StoreWriter
+from rollstream.trajectory import Failure, PromptRow, Rollout
+
+if TYPE_CHECKING:
+    from rollstream.generation.execution import Execution
 
 logger = logging.getLogger(__name__)
+
+EMBEDDED_ENGINES = ("hf", "openvino")
+"""Engines that run in the process that uses them."""
+
+_ELSEWHERE = {"verl": "rollstream.integrations.verl.execution:VerlExecutor"}
+"""Executors above this room: module and class."""
+
 
 _TRIED_ROWS = 16
 """Rows tried at start: when all of them fail, the configuration is wrong, not a row."""
@@ -113,6 +131,30 @@ class Prepared(RolloutSetup):
         known = {source: rows for source, rows in sources.items() if source != OTHER_SOURCES}
         return {source: rows for source, rows in known.items() if find_rule(source) is None}
 
+    def identity_files(self) -> dict[str, str]:
+        """What to name for keys of the identity that are digests: the setting with its file."""
+        model, data = self.settings.actor_rollout_ref.model, self.settings.data
+        multi_turn = self.settings.actor_rollout_ref.rollout.multi_turn
+        tools = multi_turn.tool_config_path or multi_turn.function_tool_path
+        files = {
+            "model.digest": f"the model {model.path}",
+            "model.tokenizer": f"the tokenizer or chat template of {model.tokenizer_path or model.path}",
+            "model.image_processor": f"the image processor of {model.tokenizer_path or model.path}",
+            "reward": f"the reward function {self.settings.custom_reward_function.path or '(none)'}",
+            "tools": f"the tools of {tools}",
+            "data.tool_config": f"data.tool_config_path {data.tool_config_path}",
+            "multi_turn.interactions": f"the interactions of {multi_turn.interaction_config_path}",
+            "multi_turn.parser": f"the tool parser {multi_turn.format}",
+        }
+        for name in self.loop_names:
+            loop = self.agents.loops.entry(name).loop
+            own = loop.__module__.startswith("rollstream.")
+            file = None if own else sys.modules[loop.__module__].__dict__.get("__file__")
+            files[f"agent.loops.{name}"] = (
+                f"agent loop {name}{f' ({file})' if file else ''}: it, or its options,"
+            )
+        return files
+
     def visited_keys(self) -> Iterator[str | None]:
         """Prompt keys by index; None for a row that this run does not visit."""
         visited = np.zeros(len(self.dataset), bool)
@@ -140,12 +182,19 @@ class Prepared(RolloutSetup):
             raise ConfigError(f"none of the first {len(rows)} prompts can be used; {errors[0]}")
 
 
-async def prepare(config: DictConfig, run_dir_manifest: Manifest | None = None) -> Prepared:
+Say = Callable[[str | None], object]
+"""Is told what a start is busy with, from any thread; see `Waits.begin`."""
+
+
+async def prepare(
+    config: DictConfig, run_dir_manifest: Manifest | None = None, say: Say = lambda what: None
+) -> Prepared:
     """Resolves tasks, data, tokenizer, reward and identity; slow parts run off the event loop.
 
     Args:
         config: the configuration tree; tasks are resolved into it.
         run_dir_manifest: of the run directory, if there is one: spares reading unchanged data files.
+        say: is told what takes its time.
 
     Raises:
         ConfigError: the configuration cannot work.
@@ -154,15 +203,17 @@ async def prepare(config: DictConfig, run_dir_manifest: Manifest | None = None) 
     settings = to_settings(config)
     check_executor(settings)
     upload = bool(settings.generation.upload_artifact)
+    say("looking whether trackers can work")
     await in_daemon_thread(partial(check_trackers, settings.trainer.logger, upload=upload))
     if (elsewhere := executor_elsewhere(settings)) is not None:
         return await elsewhere.prepare(config)
+    say("loading tools and agent loops")
     agents = await in_daemon_thread(load_agents, settings)
     await agents.tools.describe()
-    return await in_daemon_thread(_prepare, config, run_dir_manifest, agents)
+    return await in_daemon_thread(_prepare, config, run_dir_manifest, agents, say)
 
 
-def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents) -> Prepared:
+def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents, say: Say) -> Prepared:
     resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     assert isinstance(resolved, DictConfig)
     resolve_tasks_into_config(resolved)
@@ -180,8 +231,10 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
             facts["has_images"],
             facts.get("data_sources", {}),
         )
+    say("reading the prompts")
     dataset = load_prompts(data, known=known)
     check_exports(settings.generation.export, shows_images=dataset.has_images())
+    say("loading the tokenizer")
     setup = build_setup(settings, agents, shows_images=dataset.has_images())
     tokenizer, prompts, images = setup.tokenizer, setup.prompts, setup.images
 
@@ -194,6 +247,7 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
         names = sorted({rollout.agent.default_agent_loop, *dataset.agent_names()})
         shown = [agents.prompt_tools(name, show_tools=rollout.multi_turn.show_tools) for name in names]
         decides = [tokenizer.digest(), data.apply_chat_template_kwargs, setup.shown_tools, names, shown]
+        say(f"looking for prompts of more than {rollout.prompt_length} tokens")
         overlong = filter_overlong(
             dataset,
             lambda rows: prompts.lengths(rows, tools_of),
@@ -219,6 +273,7 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
         show_tools=rollout.multi_turn.show_tools,
         images=dataset.has_images(),
     )
+    say("reading the model's files")
     identity = build_identity(
         settings,
         tokenizer_digest=tokenizer.digest(),
@@ -300,3 +355,75 @@ def describe_sources(rows: Mapping[str, int], shown: int = 5) -> str:
     largest = sorted(rows.items(), key=lambda item: -item[1])
     more = f" and {len(largest) - shown} more" if len(largest) > shown else ""
     return ", ".join(f"{source!r} ({count})" for source, count in largest[:shown]) + more
+
+
+class ExecutorElsewhere(Protocol):
+    """An executor with rows and agent loops of its own kind."""
+
+    def check_installed(self) -> None:
+        """Raises `ConfigError` with the command that installs what is missing. Takes milliseconds."""
+        ...
+
+    async def prepare(self, config: DictConfig) -> "Prepared":
+        """As `prepare`."""
+        ...
+
+    async def start(
+        self,
+        prepared: "Prepared",
+        writer: StoreWriter,
+        *,
+        log_dir: Path,
+        stop: StopSignals,
+        stack: AsyncExitStack,
+        on_durable: Callable[[Rollout | EncodedRollout | Failure], None],
+    ) -> "Execution":
+        """As `execution.start_execution`."""
+        ...
+
+
+def executor_elsewhere(settings: Settings) -> ExecutorElsewhere | None:
+    """The executor of a run, if it lives above this room."""
+    found = _ELSEWHERE.get(settings.generation.executor)
+    if found is None:
+        return None
+    module, _, name = found.partition(":")
+    executor: ExecutorElsewhere = getattr(importlib.import_module(module), name)()
+    return executor
+
+
+def check_executor(settings: Settings) -> None:
+    """Refuses an executor that cannot work, before anything is made on disk.
+
+    Raises:
+        ConfigError: naming what to change, or the command that installs what is missing.
+    """
+    _check_processes(settings)
+    if settings.generation.executor == "ray" or launches_on_ray(settings):
+        import_ray()
+    if (elsewhere := executor_elsewhere(settings)) is not None:
+        elsewhere.check_installed()
+
+
+def _check_processes(settings: Settings) -> None:
+    """Refuses `generation.processes` where it cannot work. Raises `ConfigError`."""
+    generation, engine = settings.generation, settings.actor_rollout_ref.rollout.name
+    if generation.processes == 1:
+        return
+    if generation.executor != "local":
+        raise ConfigError(
+            f"generation.processes={generation.processes} is for generation.executor=local; with "
+            f"{generation.executor} set actor_rollout_ref.rollout.agent.num_workers"
+        )
+    if engine in EMBEDDED_ENGINES:
+        raise ConfigError(
+            f"generation.processes={generation.processes}: engine {engine!r} runs in the process that uses it "
+            "and takes all cores; for several processes start it as a server (rollstream serve) and give its "
+            "URL by actor_rollout_ref.rollout.server_urls, or leave processes at 1"
+        )
+
+
+def launches_on_ray(settings: Settings) -> bool:
+    """Whether the run has servers to launch, and that on a Ray cluster."""
+    rollout = settings.actor_rollout_ref.rollout
+    return is_launched(rollout.name, rollout.server_urls) and launched_where(settings, os.environ) == "ray"

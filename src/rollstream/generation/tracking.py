@@ -1,42 +1,55 @@
-"""Telling trackers how a run goes, without them ever being in its way.
+"""Telling trackers and Prometheus how a run goes, without them ever being in its way.
 
-Each tracker has a daemon thread of its own and a short queue before it:
+Each tracker has a short queue, a task that works it off, and a daemon thread for its calls:
 
-    report --(room in the queue)--> queue --> the tracker's thread: open, log, log …, close
+    report --(room in the queue)--> queue --> open, log, log …, close
            --(full)--> dropped, counted, said once
 
     on --(it raises; or one call takes longer than it may)--> off: said once, told nothing any more
 
 A thread that hangs in its tracker is left behind: it ends with the process, and what it holds is its own.
-Nothing here waits for a tracker but `close`, and that is bounded.
+Trackers belong to other systems and are part of `integrations`, which this room does not know: they are named
+here by where they are found, and imported when a run asks for them.
 """
 
 import asyncio
-import concurrent.futures
+import calendar
+import importlib
 import logging
-import math
-import queue
-import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
-from rollstream.daemon_threads import in_daemon_thread
+from rollstream.config.settings import Settings
+from rollstream.daemon_threads import DaemonThreads, in_daemon_thread
+from rollstream.engine.base import EngineLoad
+from rollstream.engine.load import ask_load
+from rollstream.errors import RunDirectoryError
+from rollstream.generation.metrics import MetricsServer, RunMetrics
+from rollstream.generation.progress import RateMeter, Snapshot
+from rollstream.redaction import redact
+from rollstream.store.manifest import Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_OPENING_S = 15.0
-"""For a tracker that is still opening when a short run ends: W&B takes some seconds to begin."""
+_ELSEWHERE = {
+    "wandb": "rollstream.integrations.tracking.wandb:WandbTracker",
+    "trackio": "rollstream.integrations.tracking.trackio:TrackioTracker",
+    "tensorboard": "rollstream.integrations.tracking.tensorboard:TensorBoardTracker",
+    "jsonl": "rollstream.integrations.tracking.jsonl:JsonLinesTracker",
+}
+"""Module and class. `console` is none of them: it is the progress line."""
 
-_LOOK_EVERY_S = 0.5
-"""Between looks whether a tracker that somebody waits for hangs."""
+UPLOADER = "wandb"
+"""The tracker that takes artifacts, see `Uploader`."""
 
-_FLUSH_LOOK_S = 0.1
-"""The same at the end."""
+EVERY_S = 10.0
+"""Between reports: a day's run is some nine thousand points, which trackers draw with ease."""
 
 OPEN_LIMIT_S = 150.0
 """For a tracker to open: the import of a large package and a log-in over a slow network; W&B's own limit for
@@ -47,6 +60,18 @@ CALL_LIMIT_S = 60.0
 
 QUEUE_REPORTS = 64
 """Reports that wait for a tracker: more than come during the two limits above."""
+
+FLUSH_S = 60.0
+"""For trackers to write what is left when a run ends: they may have to send it."""
+
+FLUSH_STOPPED_S = 10.0
+"""The same when a person or a scheduler waits for the process to end."""
+
+OPENING_S = 15.0
+"""For a tracker that is still opening when a short run ends: W&B takes some seconds to begin."""
+
+_LOOK_S = 0.1
+"""Between looks at the end whether trackers have ended, or somebody waits for the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +99,7 @@ class Tracker(Protocol):
         ...
 
     def log(self, figures: Mapping[str, float], *, step: int) -> None:
-        """Takes figures; `step` is higher than the one before, over all processes of a run."""
+        """Takes metrics; `step` is higher than the one before, over all processes of a run."""
         ...
 
     def close(self, *, succeeded: bool) -> None:
@@ -86,121 +111,201 @@ class Tracker(Protocol):
         ...
 
 
+class Staged(str):
+    """What an `Uploader` says of a file that waits on this machine until a person sends it."""
+
+
+class Uploader(Protocol):
+    """Takes a run's trajectories elsewhere."""
+
+    def upload(self, run: TrackedRun, file: Path, name: str) -> str:
+        """Uploads a file; returns where it is, or what to do (`Staged`). Raises what its library raises."""
+        ...
+
+    def abandon(self) -> None:
+        """See `Tracker`."""
+        ...
+
+
+def load_trackers(names: Iterable[str]) -> dict[str, Tracker]:
+    """The trackers of `trainer.logger`, not opened."""
+    return {name: _load(name) for name in dict.fromkeys(names) if name in _ELSEWHERE}
+
+
+def load_uploader() -> Uploader:
+    """What uploads artifacts: W&B."""
+    uploader: Uploader = _load(UPLOADER)
+    return uploader
+
+
+def check_trackers(names: Iterable[str], *, upload: bool = False) -> None:
+    """Refuses trackers, and an upload, that could not work, before anything is made on disk.
+
+    Raises:
+        ConfigError: with the command that installs what is missing.
+    """
+    for name in dict.fromkeys([*names, *([UPLOADER] if upload else [])]):
+        if name in _ELSEWHERE:
+            _load(name).check()
+
+
+def _load(name: str) -> Any:
+    module, _, found = _ELSEWHERE[name].partition(":")
+    return getattr(importlib.import_module(module), found)()
+
+
+def tracked_run(settings: Settings, manifest: Manifest, run_dir: Path) -> TrackedRun:
+    """What trackers are told of a run, by its present settings."""
+    return _tracked(
+        run_dir, manifest, asdict(settings), settings.trainer.project_name, settings.trainer.experiment_name
+    )
+
+
+def tracked_run_of(run_dir: Path) -> TrackedRun:
+    """The same of a run directory. Raises `RunDirectoryError` when it is none."""
+    manifest = read_manifest(run_dir)
+    if manifest is None:
+        raise RunDirectoryError(f"{run_dir} is not a run directory: it has no run.json")
+    trainer = manifest.config.get("trainer", {})
+    return _tracked(
+        run_dir,
+        manifest,
+        manifest.config,
+        str(trainer.get("project_name", "rollstream")),
+        str(trainer.get("experiment_name", "generation")),
+    )
+
+
+def _tracked(
+    run_dir: Path, manifest: Manifest, config: Mapping[str, Any], project: str, name: str
+) -> TrackedRun:
+    about = {
+        "run_id": manifest.run_id,
+        "run_dir": str(run_dir.absolute()),
+        "versions": dict(manifest.versions),
+    }
+    return TrackedRun(manifest.run_id, project, name, {**redact(config), "rollstream": about}, run_dir)
+
+
 class TrackerOffError(Exception):
     """The tracker was switched off before it came to what was asked of it."""
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """Something to do in a tracker's thread."""
+class _Upload:
+    """Work that somebody waits for, between reports."""
 
     work: Callable[[], Any]
-    done: "concurrent.futures.Future[Any]" = field(default_factory=concurrent.futures.Future)
+    done: "asyncio.Future[Any]"
 
-    def run(self) -> None:
-        """Does it, unless nobody waits for it any more."""
-        if not self.done.set_running_or_notify_cancel():
-            return
+
+class _Worker:
+    """A tracker, its queue and the task that works it off."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.name = name
+        self.tracker = tracker
+        self.is_open = False
+        self.is_off = False
+        self.dropped = 0
+        self._queue: asyncio.Queue[tuple[int, Mapping[str, float]] | _Upload | bool] = asyncio.Queue(
+            QUEUE_REPORTS
+        )
+        self._threads = DaemonThreads(f"rollstream-tracker-{name}")
+
+    async def run(self, run: TrackedRun) -> None:
+        """Opens the tracker and tells it what is queued, until told to close, or off."""
         try:
-            self.done.set_result(self.work())
-        except BaseException as error:
-            self.done.set_exception(error)
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """A tracker, its thread and what waits for it."""
-
-    name: str
-    tracker: Tracker
-    reports: "queue.Queue[tuple[int, Mapping[str, float]] | _Job | bool]" = field(
-        default_factory=lambda: queue.Queue(QUEUE_REPORTS)
-    )
-    """Figures with their step, work to do between them, at the end whether the run succeeded."""
-    busy_since: float | None = None
-    limit: float = OPEN_LIMIT_S
-    is_open: bool = False
-    is_off: bool = False
-    hangs: bool = False
-    ended: threading.Event = field(default_factory=threading.Event)
-    dropped: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def run(self, run: TrackedRun, call_limit: float) -> None:
-        """The thread: until told to close, or off."""
-        try:
-            self.busy_since = time.monotonic()
-            last = self.tracker.open(run)
+            last = await self._call(partial(self.tracker.open, run), OPEN_LIMIT_S)
             self.is_open = True
-            while not self.is_off:
-                self.busy_since = None  # before the limit, which is read by another thread
-                self.limit = call_limit
-                report = self.reports.get()
-                self.busy_since = time.monotonic()
-                if isinstance(report, bool):
-                    self.tracker.close(succeeded=report)
+            while True:
+                item = await self._queue.get()
+                if isinstance(item, bool):
+                    await self._call(partial(self.tracker.close, succeeded=item), None)
                     return
-                if isinstance(report, _Job):
-                    self.limit = math.inf  # whoever asked for it waits, and has a bound of their own
-                    report.run()
+                if isinstance(item, _Upload):
+                    await self._upload(item)
                     continue
-                step, figures = report
+                step, metrics = item
                 last = step if last is None else max(step, last + 1)
-                self.tracker.log(figures, step=last)
-        except BaseException as error:  # SystemExit of a library, too: it is this thread's, not the program's
-            self.switch_off(f"{type(error).__name__}: {error}")
-            self._rescue()
+                await self._call(partial(self.tracker.log, metrics, step=last), CALL_LIMIT_S)
+        except TrackerOffError as error:
+            self.switch_off(str(error))
+            if self.is_open and not isinstance(error.__cause__, TimeoutError):
+                await self._rescue()
+        except asyncio.CancelledError:  # it did not end in time
+            self._leave()
+            raise
         finally:
-            self.busy_since = None
-            self.ended.set()
+            self._refuse_rest()
+            self._threads.close()
 
-    def _rescue(self) -> None:
-        """After an error: what it took before it may still be written."""
-        if not self.is_open:
+    async def _call(self, work: Callable[[], Any], limit: float | None) -> Any:
+        """Raises `TrackerOffError` when the tracker raises or takes too long."""
+        call = self._threads.start(work)
+        began = time.monotonic()
+        await asyncio.wait({call.future}, timeout=limit)
+        if not call.future.done():
+            self._leave()
+            waited = f"it has not answered for {time.monotonic() - began:.0f} s"
+            raise TrackerOffError(waited) from TimeoutError()
+        outcome = call.future.result()
+        if outcome.error is not None:  # SystemExit of a library, too: it is the thread's, not the program's
+            raise TrackerOffError(f"{type(outcome.error).__name__}: {outcome.error}") from outcome.error
+        return outcome.value
+
+    async def _upload(self, item: _Upload) -> None:
+        """Whoever asked for it waits, and has a bound of their own."""
+        call = self._threads.start(item.work)
+        await asyncio.wait({call.future, item.done}, return_when=asyncio.FIRST_COMPLETED)
+        if not call.future.done():  # nobody waits any more
+            self._leave()
+            raise TrackerOffError("an upload took too long") from TimeoutError()
+        outcome = call.future.result()
+        if item.done.done():
             return
-        try:
-            self.tracker.close(succeeded=False)
-        except BaseException as error:
-            logger.debug("tracker %s: %s: %s", self.name, type(error).__name__, error)
+        if outcome.error is not None:
+            item.done.set_exception(outcome.error)
+        else:
+            item.done.set_result(outcome.value)
 
-    def offer(self, step: int, figures: Mapping[str, float]) -> None:
+    async def _rescue(self) -> None:
+        """After an error: what the tracker took before may still be written."""
+        try:
+            await self._call(partial(self.tracker.close, succeeded=False), CALL_LIMIT_S)
+        except TrackerOffError as error:
+            logger.debug("tracker %s: %s", self.name, error)
+
+    def offer(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queues a report, or drops it."""
         if self.is_off:
             return
         try:
-            self.reports.put_nowait((step, figures))
-        except queue.Full:
+            self._queue.put_nowait((step, metrics))
+        except asyncio.QueueFull:
             self.dropped += 1
             if self.dropped == 1:
                 logger.warning("tracker %s is slow: some reports are left out", self.name)
 
-    def insist(self, item: "_Job | bool") -> None:
+    def insist(self, item: _Upload | bool) -> None:
         """Queues work, or the end: worth more than a report, which makes room."""
-        while True:
-            try:
-                self.reports.put_nowait(item)
-                return
-            except queue.Full:
-                self.dropped += 1
-                try:
-                    self.reports.get_nowait()
-                except queue.Empty:
-                    continue
+        if self._queue.full():
+            self._queue.get_nowait()
+            self.dropped += 1
+        self._queue.put_nowait(item)
+
+    def _refuse_rest(self) -> None:
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+            if isinstance(item, _Upload) and not item.done.done():
+                item.done.set_exception(TrackerOffError(f"tracker {self.name} is switched off"))
 
     def switch_off(self, why: str) -> None:
-        """Tells it nothing any more, and says so once."""
-        with self._lock:
-            if self.is_off:
-                return
-            self.is_off = True
+        """Tells it nothing any more, and says so."""
+        self.is_off = True
         logger.warning("tracker %s is switched off, the run goes on without it: %s", self.name, why)
 
-    def leave_behind(self, why: str) -> None:
-        """Switches it off as one whose thread may never come back. Once."""
-        self.switch_off(why)
-        if self.hangs:
-            return
-        self.hangs = True
+    def _leave(self) -> None:
         try:
             self.tracker.abandon()
         except Exception as error:  # somebody else's, and of no use any more
@@ -208,62 +313,32 @@ class _Lane:
 
 
 class Tracking:
-    """Tells trackers how a run goes.
+    """Tells trackers how a run goes. `trackers`: by the names under which they are spoken of."""
 
-    Args:
-        trackers: by the names under which they are spoken of.
-        run: told to each when it opens.
-        open_limit: seconds, see `OPEN_LIMIT_S`.
-        call_limit: seconds, see `CALL_LIMIT_S`.
-    """
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._workers = {name: _Worker(name, tracker) for name, tracker in trackers.items()}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def __init__(
-        self,
-        trackers: Mapping[str, Tracker],
-        run: TrackedRun,
-        *,
-        open_limit: float = OPEN_LIMIT_S,
-        call_limit: float = CALL_LIMIT_S,
-    ) -> None:
-        self._run = run
-        self._call_limit = call_limit
-        self._lanes = [_Lane(name, tracker, limit=open_limit) for name, tracker in trackers.items()]
-        self._until = math.inf
-        """When `close` leaves behind what has not ended, on the monotonic clock."""
+    @property
+    def live(self) -> dict[str, Tracker]:
+        """Trackers that were started and are not switched off."""
+        started = {name: self._workers[name] for name in self._tasks}
+        return {name: worker.tracker for name, worker in started.items() if not worker.is_off}
 
     @property
     def dropped(self) -> int:
         """Reports that were left out."""
-        return sum(lane.dropped for lane in self._lanes)
+        return sum(worker.dropped for worker in self._workers.values())
 
-    @property
-    def live(self) -> dict[str, Tracker]:
-        """Trackers that are not switched off."""
-        return {lane.name: lane.tracker for lane in self._lanes if not lane.is_off}
-
-    def start(self) -> None:
+    def start(self, run: TrackedRun) -> None:
         """Begins to open the trackers; waits for none."""
-        for lane in self._lanes:
-            threading.Thread(
-                target=lane.run,
-                args=(self._run, self._call_limit),
-                name=f"rollstream-tracker-{lane.name}",
-                daemon=True,
-            ).start()
+        for name, worker in self._workers.items():
+            self._tasks[name] = asyncio.create_task(worker.run(run), name=f"tracker-{name}")
 
-    def report(self, figures: Mapping[str, float], *, step: int) -> None:
-        """Hands figures to all trackers. Takes microseconds, whatever they do."""
-        self.check()
-        for lane in self._lanes:
-            lane.offer(step, figures)
-
-    def check(self) -> None:
-        """Switches off the trackers that hang."""
-        now = time.monotonic()
-        for lane in self._lanes:
-            since, limit = lane.busy_since, lane.limit
-            if not lane.is_off and since is not None and now - since > limit:
-                lane.leave_behind(f"it has not answered for {now - since:.0f} s")
+    def report(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Hands metrics to all trackers. Takes microseconds, whatever they do."""
+        for worker in self._workers.values():
+            worker.offer(step, metrics)
 
     async def call(self, name: str, work: Callable[[], _T]) -> _T:
         """Does `work` in a tracker's thread, after what was reported before; raises what it raises.
@@ -271,55 +346,164 @@ class Tracking:
         Raises:
             TrackerOffError: the tracker hung, or failed, before its turn came.
         """
-        lane = next(lane for lane in self._lanes if lane.name == name)
-        job = _Job(work)
-        lane.insist(job)
-        waiting: asyncio.Future[_T] = asyncio.wrap_future(job.done)
-        try:
-            while not waiting.done():
-                await asyncio.wait({waiting}, timeout=_LOOK_EVERY_S)
-                self.check()
-                if lane.is_off and not waiting.done():
-                    raise TrackerOffError(f"tracker {name} is switched off")
-            return waiting.result()
-        finally:
-            waiting.cancel()
+        if self._tasks[name].done():
+            raise TrackerOffError(f"tracker {name} is switched off")
+        done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._workers[name].insist(_Upload(work, done))
+        return await done
 
-    async def close(self, *, succeeded: bool, timeout: float) -> None:
-        """Lets trackers write what is left, for `timeout` seconds at most; then leaves them behind.
+    async def close(self, *, succeeded: bool, stop: asyncio.Event) -> None:
+        """Lets trackers write what is left, for a bounded time; then leaves them behind.
 
-        One that has not even opened is not worth as long a wait: see `_OPENING_S`.
+        Args:
+            succeeded: told to the trackers.
+            stop: somebody waits for the process to end: the time is short then, also if that comes meanwhile.
         """
-        now = time.monotonic()
-        self._until = min(self._until, now + timeout)
-        for lane in self._lanes:
-            lane.insist(succeeded)
-        try:
-            await in_daemon_thread(self._wait, now)
-        finally:
-            for lane in self._lanes:
-                if not lane.ended.is_set():
-                    what = "end" if lane.is_open else "open"
-                    waited = time.monotonic() - now
-                    lane.leave_behind(f"it did not {what} within {waited:.0f} s of the run's end")
+        began = time.monotonic()
+        until = began + FLUSH_S
+        for name, task in self._tasks.items():
+            if not task.done():
+                self._workers[name].insist(succeeded)
+        said = False
+        while pending := {name: task for name, task in self._tasks.items() if not task.done()}:
+            await asyncio.wait(pending.values(), timeout=_LOOK_S)
+            now = time.monotonic()
+            if stop.is_set():
+                until = min(until, now + FLUSH_STOPPED_S)
+            if not said and now - began > 2:
+                said = True
+                logger.info(
+                    "waiting up to %.0f s for %s to take the last reports (Ctrl-C: %.0f s)",
+                    *(until - began, ", ".join(pending), FLUSH_STOPPED_S),
+                )
+            for name, task in pending.items():
+                worker = self._workers[name]
+                if not task.done() and now > (until if worker.is_open else min(until, began + OPENING_S)):
+                    what = "end" if worker.is_open else "open"
+                    worker.switch_off(f"it did not {what} within {now - began:.0f} s of the run's end")
+                    task.cancel()
+                    await asyncio.wait({task})
         if self.dropped:
             logger.warning("%d reports to trackers were left out", self.dropped)
 
-    def hurry(self, timeout: float) -> None:
-        """Makes a `close` that goes on, or will come, end within so many seconds from now."""
-        self._until = min(self._until, time.monotonic() + timeout)
 
-    def _wait(self, began: float) -> None:
-        def left(until: float) -> float:
-            """Until another look, for `hurry` may change the end; 0 when it is over."""
-            return min(_FLUSH_LOOK_S, max(0.0, min(self._until, until) - time.monotonic()))
+class Reporter:
+    """Tells trackers, and whoever scrapes the run's metrics, how it goes.
 
-        for lane in self._lanes:
-            if lane.hangs:
-                continue
-            while not lane.is_open and (wait := left(began + _OPENING_S)) > 0:
-                if lane.ended.wait(wait):
-                    break
-            while lane.is_open and (wait := left(math.inf)) > 0:
-                if lane.ended.wait(wait):
-                    break
+    Nothing here ends a run: what goes wrong in it is said once, and then there are no reports.
+
+    Args:
+        trackers: by name; not opened.
+        metrics_port: for Prometheus, 0 for a free one; None for none.
+        every: seconds between reports.
+    """
+
+    def __init__(
+        self, trackers: Mapping[str, Tracker], metrics_port: int | None, *, every: float = EVERY_S
+    ) -> None:
+        self.metrics = RunMetrics()
+        self.tracking = Tracking(trackers)
+        self._wanted = bool(trackers) or metrics_port is not None
+        self._server = None if metrics_port is None else MetricsServer(metrics_port, self._page)
+        self._every = every
+        self._observe: Callable[[], Snapshot] | None = None
+        self._load: EngineLoad | None = None
+        self._last: Snapshot | None = None
+        self._meter = RateMeter()
+        self._base = 0
+        self._created = 0.0
+
+    async def listen(self) -> None:
+        """Begins to answer scrapes, if asked for. Raises `ConfigError` when the port cannot be used."""
+        if self._server is not None:
+            logger.info("metrics for Prometheus: %s", await self._server.start())
+
+    def begin(self, run: TrackedRun, created: str) -> None:
+        """Opens the trackers; waits for none.
+
+        Args:
+            run: told to them.
+            created: when the run was, UTC in ISO 8601: steps are the seconds since then.
+        """
+        try:
+            self._created = calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ"))
+        except ValueError:  # a run.json that somebody edited
+            self._created = time.time()
+        self.tracking.start(run)
+
+    async def run(self, observe: Callable[[], Snapshot], engine: object) -> None:
+        """Reports now and then until cancelled.
+
+        Args:
+            observe: how the run goes now.
+            engine: asked how busy it is.
+        """
+        self._observe = observe
+        try:
+            self._last = observe()
+            self._base = self._last.done + self._last.failed
+            self._meter.observe(time.monotonic(), 0, self._last.tokens)
+            if not self._wanted:
+                return
+            try:
+                while True:
+                    await asyncio.sleep(self._every)
+                    self._load = await ask_load(engine)
+                    self._report(observe())
+            finally:
+                self._last = observe()
+                self._observe = None
+        except Exception as error:
+            self._give_up(error)
+
+    def sealed(self, *, unsealed_rows: int, saved_batches: int) -> None:
+        """The last report: all is on disk, in so many batches."""
+        if self._last is None:
+            return
+        try:
+            last = replace(self._last, in_flight=0, unsealed_rows=unsealed_rows, saved_batches=saved_batches)
+            self._report(last)
+        except Exception as error:
+            self._give_up(error)
+
+    async def upload(self, run: TrackedRun, file: Path, name: str) -> str:
+        """Uploads a file as an artifact: by the tracker that is open there, or else by itself.
+
+        Raises:
+            Exception: whatever the library raises.
+        """
+        if (live := self.tracking.live.get(UPLOADER)) is not None:
+            uploader = cast(Uploader, live)
+            return await self.tracking.call(UPLOADER, lambda: uploader.upload(run, file, name))
+        uploader = load_uploader()
+        try:
+            return await in_daemon_thread(uploader.upload, run, file, name)
+        except asyncio.CancelledError:  # it takes too long
+            uploader.abandon()
+            raise
+
+    async def close(self, *, succeeded: bool, stop: asyncio.Event) -> None:
+        """Lets trackers write what is left, see `Tracking.close`; ends the server."""
+        try:
+            await self.tracking.close(succeeded=succeeded, stop=stop)
+        finally:
+            await self.end_server()
+
+    async def end_server(self) -> None:
+        """Answers scrapes no more. May be called twice."""
+        if self._server is not None:
+            await self._server.close()
+
+    def _report(self, snapshot: Snapshot) -> None:
+        self._last = snapshot
+        finished = snapshot.done + snapshot.failed - self._base
+        self._meter.observe(time.monotonic(), finished, self.metrics.tokens)
+        metrics = self.metrics.report(snapshot, self._meter.rates(), self._load)
+        self.tracking.report(metrics, step=max(0, int(time.time() - self._created)))
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("no more reports to trackers: %s: %s", type(error).__name__, error)
+        logger.debug("no more reports", exc_info=error)
+
+    def _page(self) -> bytes:
+        return self.metrics.page(self._last if self._observe is None else self._observe(), self._load)

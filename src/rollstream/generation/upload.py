@@ -14,8 +14,7 @@ import orjson
 from rollstream.config.load import check_artifact_name
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import RollstreamError, StorageError
-from rollstream.generation.trackers import Staged, check_trackers, load_uploader, tracked_run_of
-from rollstream.generation.tracking import TrackedRun
+from rollstream.generation.tracking import Staged, TrackedRun, check_trackers, load_uploader, tracked_run_of
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.export.files import FILE_NAMES
 from rollstream.store.export.zip import export_zip, zip_batches

@@ -134,7 +134,7 @@ class ControlRoutes:
     async def metrics(self, request: Request) -> web.Response:
         """For Prometheus."""
         return web.Response(
-            text=metrics_text(self._service, self._counts, await self._service.load()),
+            body=metrics_text(self._service, self._counts, await self._service.load()),
             content_type="text/plain",
         )
 

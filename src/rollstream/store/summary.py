@@ -5,6 +5,7 @@ directory cannot know by itself, is taken from `checkpoint.json`.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,9 +21,13 @@ from rollstream.store.merge import is_current
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import FailureRecord, RecordCodec
 from rollstream.store.recovery import RunState, inspect
+from rollstream.trajectory import failure_cause
 
 _MOST_RANGES = 1000
 """Ranges in `checkpoint.json`: in shuffled order a run has as many as rows, and nobody reads them."""
+
+_MOST_CAUSES = 100
+"""Causes of failures that are told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class RunStatus:
     damage: list[str]
     quarantined: list[str]
     """Damaged files in `damaged/`."""
+    failure_causes: list["FailureCause"]
+    """Why rollouts failed, the most frequent cause first."""
 
 
 def read_status(root: Path) -> RunStatus:
@@ -79,6 +86,7 @@ def read_status(root: Path) -> RunStatus:
         writer=lock_holder(root / "run.lock") if is_locked(root / "run.lock") else None,
         damage=state.damage,
         quarantined=[path.name for path in paths.damaged_files()],
+        failure_causes=read_causes(root) if state.keys.failed else [],
     )
 
 
@@ -103,6 +111,28 @@ def read_failures(root: Path) -> Iterator[FailureRecord]:
         for frame in scan(path, manifest.run_id_bytes, ScanReport()):
             if latest.get((frame.index, frame.repeat)) == (path, frame.offset):
                 yield codec.decode_failure(frame.body)
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCause:
+    """Failures that have a cause in common."""
+
+    count: int
+    example: str
+    """Class and message of the first one."""
+
+
+def read_causes(root: Path) -> list[FailureCause]:
+    """Why rollouts failed, the most frequent cause first. Raises `RunDirectoryError`."""
+    counts: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for failure in read_failures(root):
+        cause = failure_cause(failure.error)
+        if cause not in examples and len(examples) >= _MOST_CAUSES:
+            cause = "other"
+        counts[cause] += 1
+        examples.setdefault(cause, failure.error)
+    return [FailureCause(count, examples[cause]) for cause, count in counts.most_common()]
 
 
 def write_checkpoint(paths: RunPaths, manifest: Manifest, state: RunState, *, total: int) -> None:

@@ -8,8 +8,8 @@ import pytest
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.executors import check_executor
 from rollstream.generation.runner import run_generation
+from rollstream.generation.setup import check_executor
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ON_RAY = (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.launch.server=rollstream", f"{ROLLOUT}.launch.where=ray")

@@ -8,7 +8,9 @@ import pytest
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.registry import data_deciding_kwargs
-from rollstream.generation.identity import build_identity, model_digest
+from rollstream.errors import IdentityMismatchError
+from rollstream.generation.identity import adopted_manifest, build_identity, model_digest
+from rollstream.store.manifest import Manifest, new_manifest
 
 
 def identity(*words: str, model: Path = MODEL_PATH) -> dict[str, object]:
@@ -76,3 +78,38 @@ def test_a_model_is_known_by_content_not_by_path(tmp_path: Path) -> None:
     weights.write_bytes(data)
     assert model_digest(str(moved)) != model_digest(str(MODEL_PATH))
     assert model_digest("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+
+
+def manifest(identity: dict[str, object]) -> Manifest:
+    return new_manifest(n=1, identity=identity, dataset={}, versions={}, config={})
+
+
+def adopts(old: dict[str, object], new: dict[str, object], *, nothing_done: bool = False) -> bool | None:
+    """Whether a run directory takes other settings; None where it need not, False where it refuses."""
+    given = {"extend": False, "nothing_done": nothing_done, "files": {}}
+    try:
+        adopted = adopted_manifest(Path("run"), manifest(old), manifest(new), **given)  # type: ignore[arg-type]
+    except IdentityMismatchError:
+        return False
+    if adopted is not None:
+        assert adopted.identity == new
+    return None if adopted is None else True
+
+
+def test_settings_that_would_have_changed_no_finished_rollout_are_taken() -> None:
+    old = identity()
+    longer, cut = identity("data.max_prompt_length=2000"), identity("data.truncation=left")
+    assert adopts(old, old) is None
+    assert adopts(old, longer) is True
+    assert adopts(old, cut) is True
+    assert adopts(longer, old) is False
+    assert adopts(cut, old) is False
+    assert adopts(old, identity("data.truncation=left", "data.max_prompt_length=10")) is False
+    filtered = identity("data.filter_overlong_prompts=true")
+    assert adopts(filtered, {**filtered, "rollout.prompt_length": 2000}) is False
+    assert adopts({**old, "launch.args.enforce-eager": True, "launch.env.A": "1"}, old) is True
+    assert adopts({**old, "launch.args.quantization": "fp8"}, old) is False
+
+
+def test_where_nothing_is_done_everything_may_change() -> None:
+    assert adopts(identity(), identity("actor_rollout_ref.rollout.n=9"), nothing_done=True) is True

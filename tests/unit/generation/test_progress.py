@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import logging
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from rollstream.generation.progress import (
     ProgressConsole,
     RateMeter,
     Snapshot,
+    Waits,
     format_duration,
     format_line,
     show_progress,
@@ -24,7 +26,7 @@ def snapshot(**changes: object) -> Snapshot:
         "done": 40,
         "failed": 10,
         "in_flight": 8,
-        "pending_rows": 3,
+        "unsealed_rows": 3,
         "saved_batches": 2,
         "tokens": 999,
         "mean_reward": 0.25,
@@ -32,38 +34,58 @@ def snapshot(**changes: object) -> Snapshot:
     return Snapshot(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def line(width: int | None = None, rates: tuple[float, float] = (10.0, 1234.0), **changes: object) -> str:
+    return format_line(snapshot(**changes), *rates, 754.0, width)
+
+
 def test_line_says_everything() -> None:
-    assert format_line(snapshot(), 10.0, 1234.0) == (
-        "40/100 40% | 10.0/s | 1,234 tok/s | saved batches 2 | pending 3 | in flight 8 | failed 10 | "
-        "mean reward 0.250 | ETA 5s"
+    assert line() == (
+        " 40%|████      | 40/100 [12m34s<5s, 10.0/s] | 1,234 tok/s | saved batches 2 | pending 42 | "
+        "in flight 8 | failed 10 | mean reward 0.250"
     )
-    assert "WAITING FOR THE ENGINE" in format_line(snapshot(waiting=True), 0.0, 0.0)
-    assert "mean reward - | ETA -" in format_line(snapshot(mean_reward=None), 0.0, 0.0)
-    assert "| in flight 8 (cap 9) |" in format_line(snapshot(cap=9), 1.0, 1.0)
-    assert "replicas 3/4 | mean" in format_line(snapshot(replicas=(3, 4)), 1.0, 1.0)
-    assert "rep" not in format_line(snapshot(replicas=(1, 1)), 1.0, 1.0)
-    assert "retries 2 | unscored 1" in format_line(snapshot(retries=2, unscored=1), 1.0, 1.0)
+    assert line(waiting=True).endswith(" | WAITING FOR THE ENGINE")
+    assert "[12m34s<-, 0.0/s]" in line(rates=(0.0, 0.0))
+    assert line(mean_reward=None).endswith("mean reward -")
+    assert "| in flight 8 (cap 9) |" in line(cap=9)
+    assert "replicas 3/4 | mean" in line(replicas=(3, 4))
+    assert "rep" not in line(replicas=(1, 1))
+    assert "retries 2 | unscored 1" in line(retries=2, unscored=1)
 
 
 def test_share_is_of_what_is_done() -> None:
-    assert format_line(snapshot(done=0, failed=100), 1.0, 1.0).startswith("0/100 0% |")
-    assert format_line(snapshot(done=0, failed=100), 1.0, 1.0).endswith("ETA 0s")
-    assert format_line(snapshot(done=999, failed=0, total=1000), 1.0, 1.0).startswith("999/1000 99% |")
-    assert format_line(snapshot(done=0, failed=0, total=0), 1.0, 1.0).startswith("0/0 |")
+    assert line(done=0, failed=100, in_flight=0).startswith("  0%|          | 0/100 [12m34s<0s,")
+    assert line(done=999, failed=0, total=1000).startswith(" 99%|█████████ | 999/1000 ")
+    assert line(done=0, failed=0, total=0).startswith("  0%|          | 0/0 ")
 
 
 def test_line_fits_the_console() -> None:
-    big = snapshot(
-        total=1000000, done=123456, in_flight=256, pending_rows=998, retries=7, unscored=3, replicas=(1, 8)
-    )
-    for width in range(1, 200):
-        assert len(format_line(big, 123.4, 98765.4, width)) <= width
-    assert format_line(snapshot(), 10.0, 1234.0, 200) == format_line(snapshot(), 10.0, 1234.0)
-    assert format_line(snapshot(), 10.0, 1234.0, 79) == (
-        "40/100 40% | 10.0/s | 1.2k tok/s | fly 8 | fail 10 | reward 0.250 | ETA 5s"
-    )
-    narrow = format_line(snapshot(waiting=True), 0.0, 0.0, 24)
-    assert narrow == "40/100 40% | NO ENGINE"
+    big = {
+        "total": 1000000,
+        "done": 123456,
+        "in_flight": 256,
+        "retries": 7,
+        "unscored": 3,
+        "replicas": (1, 8),
+    }
+    for width in range(1, 240):
+        assert len(line(width, (123.4, 98765.4), **big)) <= width
+    assert line(200) == line()
+    assert line(79) == "40% 40/100 [12m34s<5s] | 1.2k tok/s | saved 2 | fly 8 | fail 10 | reward 0.250"
+    assert line(24, waiting=True) == "40% 40/100 | NO ENGINE"
+
+
+async def test_waits_are_said_when_they_take_long(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "rollstream"), Waits([0.01, 0.02]) as waits:
+        waits.begin("loading the tokenizer")
+        while len(caplog.records) < 2:
+            await asyncio.sleep(0.001)
+        waits.begin(None)
+        waits.begin("merging")
+        while "merging" not in caplog.text:
+            await asyncio.sleep(0.001)
+    assert [record.getMessage().split(" …")[0] for record in caplog.records][:2] == [
+        "loading the tokenizer"
+    ] * 2
 
 
 async def test_a_progress_line_on_a_terminal_ends_before_what_is_said() -> None:

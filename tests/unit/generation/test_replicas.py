@@ -8,7 +8,9 @@ from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.replicas import launch_identity, launched_commands, launches_on_ray
+from rollstream.generation.command import launched_commands
+from rollstream.generation.identity import launch_identity
+from rollstream.generation.setup import launches_on_ray
 from rollstream.rollout.setup import launch_request, launched_where
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -132,14 +134,9 @@ def test_layout_is_free_and_what_decides_the_data_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("override_generation_config", "generation-config", "lora_modules", "lora-paths", "enforce_eager"),
-        *("enable-fp32-lm-head", "fp8_gemm_backend", "calculate-kv-scales", "hf_config_path"),
-        "an_argument_of_tomorrow",
-    ],
+    "name", ["override_generation_config", "generation-config", "lora_modules", "revision"]
 )
-def test_arguments_that_are_not_known_to_be_free_decide_the_data(name: str) -> None:
+def test_arguments_that_say_which_model_answers_decide_the_data(name: str) -> None:
     plain = (f"{ROLLOUT}.name=vllm",)
     key = f"launch.args.{name.replace('_', '-')}"
     for value in ("a", False):
@@ -148,9 +145,9 @@ def test_arguments_that_are_not_known_to_be_free_decide_the_data(name: str) -> N
     assert "launch.args.engine-kwargs" not in serve
 
 
-def test_variables_that_are_not_known_to_be_free_decide_the_data() -> None:
-    words = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.launch.env={{VLLM_BATCH_INVARIANT: 1, TMPDIR: /x, A: null}}")
-    assert launch_identity(settings(*words)) == {"launch.env.VLLM_BATCH_INVARIANT": "1", "launch.env.A": ""}
+def test_other_arguments_and_variables_may_change() -> None:
+    words = (f"{ROLLOUT}.launch.env={{TMPDIR: /x}}", f"{ROLLOUT}.launch.args={{enforce_eager: true}}")
+    assert launch_identity(settings(f"{ROLLOUT}.name=vllm", *words)) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Trackers that raise, hang, are slow or come late: none is ever in a run's way."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -8,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.engine.base import EngineLoad
 from rollstream.generation import tracking as module
-from rollstream.generation.tracking import QUEUE_REPORTS, TrackedRun, TrackerOffError, Tracking
+from rollstream.generation.progress import Snapshot
+from rollstream.generation.tracking import QUEUE_REPORTS, Reporter, TrackedRun, TrackerOffError, Tracking
+from tests.unit.generation.test_progress import snapshot
 
 RUN = TrackedRun("ab" * 16, "project", "name", {}, Path("nowhere"))
 
@@ -93,11 +97,11 @@ async def eventually(is_so: Callable[[], bool]) -> None:
 
 async def test_reports_arrive_in_order_and_the_end_is_told() -> None:
     one, two = Recorder(), Recorder()
-    tracking = Tracking({"one": one, "two": two}, RUN)
-    tracking.start()
+    tracking = Tracking({"one": one, "two": two})
+    tracking.start(RUN)
     for step in range(20):
         tracking.report({"x": step}, step=step)
-    await tracking.close(succeeded=True, timeout=20)
+    await tracking.close(succeeded=True, stop=asyncio.Event())
     for tracker in (one, two):
         assert tracker.steps == list(range(20))
         assert tracker.ended is True
@@ -106,11 +110,11 @@ async def test_reports_arrive_in_order_and_the_end_is_told() -> None:
 
 async def test_steps_go_on_after_the_last_one_and_never_back() -> None:
     tracker = Recorder(last=100)
-    tracking = Tracking({"one": tracker}, RUN)
-    tracking.start()
+    tracking = Tracking({"one": tracker})
+    tracking.start(RUN)
     for step in (3, 3, 2, 500, 499):  # a clock that was set back
         tracking.report({}, step=step)
-    await tracking.close(succeeded=False, timeout=20)
+    await tracking.close(succeeded=False, stop=asyncio.Event())
     assert tracker.steps == [101, 102, 103, 500, 501]
     assert tracker.ended is False
 
@@ -121,12 +125,12 @@ async def test_one_that_raises_is_switched_off_with_one_warning(
     where: str, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, good = Raising(where, error), Recorder()
-    tracking = Tracking({"bad": bad, "good": good}, RUN)
+    tracking = Tracking({"bad": bad, "good": good})
     with caplog.at_level(logging.WARNING, "rollstream"):
-        tracking.start()
+        tracking.start(RUN)
         for step in range(5):
             tracking.report({}, step=step)
-        await tracking.close(succeeded=True, timeout=20)
+        await tracking.close(succeeded=True, stop=asyncio.Event())
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
     assert "tracker bad is switched off" in said[0]
@@ -138,16 +142,19 @@ async def test_one_that_raises_is_switched_off_with_one_warning(
 
 
 @pytest.mark.parametrize("where", ["open", "log", "close"])
-async def test_one_that_hangs_is_left_behind(where: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_that_hangs_is_left_behind(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "FLUSH_S", 0.3)
     stuck, good = Stuck(where), Recorder()
-    tracking = Tracking({"stuck": stuck, "good": good}, RUN)
+    tracking = Tracking({"stuck": stuck, "good": good})
     try:
         with caplog.at_level(logging.WARNING, "rollstream"):
-            tracking.start()
+            tracking.start(RUN)
             tracking.report({}, step=0)
             if where != "close":
                 await eventually(stuck.reached.is_set)
-            await tracking.close(succeeded=True, timeout=0.3)  # it hangs until the test ends
+            await tracking.close(succeeded=True, stop=asyncio.Event())  # it hangs until the test ends
         assert stuck.abandoned
         assert [record.getMessage()[:31] for record in caplog.records] == ["tracker stuck is switched off, "]
         assert good.ended is True
@@ -155,24 +162,24 @@ async def test_one_that_hangs_is_left_behind(where: str, caplog: pytest.LogCaptu
         stuck.release.set()
 
 
-async def test_a_hang_is_found_while_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_hang_is_found_while_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "CALL_LIMIT_S", 0.05)
     stuck = Stuck("log")
-    tracking = Tracking({"stuck": stuck}, RUN, call_limit=0.05)
+    tracking = Tracking({"stuck": stuck})
     try:
-        tracking.start()
+        tracking.start(RUN)
         tracking.report({}, step=0)
         await eventually(stuck.reached.is_set)
 
-        def found() -> bool:
-            tracking.report({}, step=1)
-            return not tracking.live
-
-        await eventually(found)
+        await eventually(lambda: not tracking.live)
+        tracking.report({}, step=1)
         assert stuck.abandoned
         assert "has not answered" in caplog.text
     finally:
         stuck.release.set()
-    await tracking.close(succeeded=True, timeout=5)
+    await tracking.close(succeeded=True, stop=asyncio.Event())
     assert stuck.ended is None  # it came back, and was told nothing any more
     assert len(stuck.steps) <= 1
 
@@ -181,9 +188,9 @@ async def test_reporting_to_one_that_hangs_costs_nothing_and_is_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stuck = Stuck("log")
-    tracking = Tracking({"stuck": stuck}, RUN)
+    tracking = Tracking({"stuck": stuck})
     try:
-        tracking.start()
+        tracking.start(RUN)
         tracking.report({}, step=0)
         await eventually(stuck.reached.is_set)
         for step in range(10_000):
@@ -192,7 +199,7 @@ async def test_reporting_to_one_that_hangs_costs_nothing_and_is_counted(
         assert caplog.text.count("is slow") == 1
     finally:
         stuck.release.set()
-    await tracking.close(succeeded=True, timeout=20)
+    await tracking.close(succeeded=True, stop=asyncio.Event())
     assert stuck.ended is True
     # The end made room for itself, unless one was taken from the queue before it came.
     assert len(stuck.steps) in (QUEUE_REPORTS, QUEUE_REPORTS + 1)
@@ -200,26 +207,124 @@ async def test_reporting_to_one_that_hangs_costs_nothing_and_is_counted(
 
 async def test_work_is_done_between_reports_in_its_thread() -> None:
     tracker = Recorder()
-    tracking = Tracking({"one": tracker}, RUN)
-    tracking.start()
+    tracking = Tracking({"one": tracker})
+    tracking.start(RUN)
     tracking.report({}, step=1)
     seen, name = await tracking.call("one", lambda: (list(tracker.steps), threading.current_thread().name))
     assert (seen, name) == ([1], "rollstream-tracker-one")
     with pytest.raises(ZeroDivisionError):
         await tracking.call("one", lambda: 1 // 0)
     tracking.report({}, step=2)
-    await tracking.close(succeeded=True, timeout=20)
+    await tracking.close(succeeded=True, stop=asyncio.Event())
     assert tracker.steps == [1, 2]
 
 
 async def test_work_for_one_that_hangs_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "OPEN_LIMIT_S", 0.1)
     stuck = Stuck("open")
-    tracking = Tracking({"stuck": stuck}, RUN, open_limit=0.1)
+    tracking = Tracking({"stuck": stuck})
     try:
-        tracking.start()
+        tracking.start(RUN)
         await eventually(stuck.reached.is_set)
         with pytest.raises(TrackerOffError):
             await tracking.call("stuck", lambda: 1)
     finally:
         stuck.release.set()
+
+
+CREATED = "2026-01-02T03:04:05Z"
+
+
+class Engine:
+    """Says its load, or never comes to say it."""
+
+    def __init__(self, load: EngineLoad | None) -> None:
+        self.said = load
+
+    async def load(self) -> EngineLoad | None:
+        if self.said is None:
+            await asyncio.Event().wait()
+        return self.said
+
+
+async def test_reports_are_told_now_and_then_and_at_the_end() -> None:
+    tracker = Recorder()
+    reporter = Reporter({"one": tracker}, None, every=0.01)
+    reporter.begin(RUN, CREATED)
+    done = 0
+
+    def observe() -> Snapshot:
+        nonlocal done
+        done += 1
+        return snapshot(done=done, saved_batches=1, unsealed_rows=7)
+
+    work = asyncio.ensure_future(reporter.run(observe, Engine(EngineLoad(5, 6))))
+    await eventually(lambda: len(tracker.figures) > 3)
+    work.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await work
+    reporter.sealed(unsealed_rows=0, saved_batches=9)
+    await reporter.close(succeeded=True, stop=asyncio.Event())
+    assert tracker.ended is True
+    counts = [figures["progress/done"] for figures in tracker.figures]
+    assert counts == sorted(counts)
+    assert counts[-1] == done
+    assert tracker.steps == sorted(set(tracker.steps))
+    last = tracker.figures[-1]
+    assert (last["queue/pending_rows"], last["queue/saved_batches"], last["queue/in_flight"]) == (0, 9, 0)
+    assert (last["engine/running"], last["engine/queued"]) == (5, 6)
+
+
+async def test_what_goes_wrong_in_it_is_said_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Recorder()
+    reporter = Reporter({"one": tracker}, None, every=0.01)
+    reporter.begin(RUN, "never")
+    observed = 0
+
+    def observe() -> Snapshot:
+        nonlocal observed
+        observed += 1
+        if observed == 3:
+            raise ZeroDivisionError("no such figure")
+        return snapshot()
+
+    with caplog.at_level(logging.WARNING, "rollstream"):
+        async with asyncio.timeout(20):
+            await reporter.run(observe, None)  # it returns
+        await reporter.close(succeeded=True, stop=asyncio.Event())
+    assert caplog.text.count("ZeroDivisionError: no such figure") == 1
+    assert len(tracker.figures) == 1
+
+
+async def test_an_engine_that_never_says_its_load_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollstream.engine.load.ASK_TIMEOUT_S", 0.05)
+    tracker = Recorder()
+    reporter = Reporter({"one": tracker}, None, every=0.01)
+    reporter.begin(RUN, CREATED)
+    work = asyncio.ensure_future(reporter.run(snapshot, Engine(None)))
+    await eventually(lambda: len(tracker.figures) > 1)
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    await reporter.close(succeeded=True, stop=asyncio.Event())
+    assert "engine/running" not in tracker.figures[-1]
+
+
+async def test_who_stops_while_trackers_are_flushed_waits_no_longer_than_who_stopped_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "FLUSH_STOPPED_S", 0.2)
+    for at_once in (True, False):
+        stuck, stop = Stuck("close"), asyncio.Event()
+        reporter = Reporter({"stuck": stuck}, None)
+        reporter.begin(RUN, CREATED)
+        if at_once:
+            stop.set()
+        async with asyncio.timeout(30):  # not the 60 s of a run that nobody stopped
+            closing = asyncio.ensure_future(reporter.close(succeeded=True, stop=stop))
+            if not at_once:
+                await asyncio.to_thread(stuck.reached.wait, 20)
+                assert not closing.done()
+                stop.set()
+            await closing
+        stuck.release.set()
+    assert caplog.text.count("tracker stuck is switched off") == 2

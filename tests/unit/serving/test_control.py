@@ -130,16 +130,17 @@ async def test_metrics_count() -> None:
         _, text = await client.get("/metrics")
         await client.post("/abort_request", {"abort_all": True})
         await task
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    samples = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    values = {name: float(value) for name, value in samples}
     assert values == {
-        "rollstream_samples_running": "1",
-        "rollstream_samples_waiting": "0",
-        "rollstream_paused": "0",
-        "rollstream_weight_version": "0",
-        'rollstream_samples_total{finish_reason="length"}': "2",
-        "rollstream_prompt_tokens_total": "2",
-        "rollstream_generated_tokens_total": "4",
-        'rollstream_http_requests_total{route="/generate",status="200"}': "2",
-        'rollstream_http_requests_total{route="/generate",status="400"}': "1",
-        'rollstream_http_requests_total{route="unknown",status="404"}': "2",
+        "rollstream_samples_running": 1,
+        "rollstream_samples_waiting": 0,
+        "rollstream_paused": 0,
+        "rollstream_weight_version": 0,
+        'rollstream_samples_total{finish_reason="length"}': 2,
+        "rollstream_prompt_tokens_total": 2,
+        "rollstream_generated_tokens_total": 4,
+        'rollstream_http_requests_total{route="/generate",status="200"}': 2,
+        'rollstream_http_requests_total{route="/generate",status="400"}': 1,
+        'rollstream_http_requests_total{route="unknown",status="404"}': 2,
     }

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.errors import ConfigError
-from rollstream.generation.trackers import Staged
-from rollstream.generation.tracking import TrackedRun
+from rollstream.generation.tracking import Staged, TrackedRun
 from rollstream.integrations.tracking.installed import check_installed
 
 logger = logging.getLogger(__name__)

@@ -61,7 +61,7 @@ _NEEDED = ("verl", "ray", "torch", "tensordict", "cachetools", "uvicorn", "fasta
 
 
 class VerlExecutor:
-    """See `rollstream.generation.executors`."""
+    """See `rollstream.generation.setup.ExecutorElsewhere`."""
 
     def check_installed(self) -> None:
         """Raises `ConfigError` with what is missing."""

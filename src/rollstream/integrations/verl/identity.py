@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from rollstream.config.settings import Settings
 from rollstream.errors import ConfigError
-from rollstream.generation.replicas import launch_identity
+from rollstream.generation.identity import launch_identity
 from rollstream.integrations.verl.composed import servers_identity
 
 

@@ -160,7 +160,7 @@ def test_nobody_is_asked_for_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 HOLE = """
 import asyncio, logging, os, socket, sys, time
 from pathlib import Path
-from rollstream.generation.tracking import Tracking
+from rollstream.generation import tracking as module
 from rollstream.integrations.tracking.wandb import WandbTracker
 from tests.unit.integrations.tracking.runs import run_in
 
@@ -173,12 +173,13 @@ os.environ["WANDB_BASE_URL"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
 async def main():
     tracker = WandbTracker()
     tracker.check()
-    tracking = Tracking({"wandb": tracker}, run_in(Path(sys.argv[1])))
-    tracking.start()
+    tracking = module.Tracking({"wandb": tracker})
+    tracking.start(run_in(Path(sys.argv[1])))
     for step in range(100):
         tracking.report({"x": step}, step=step)
-    silent.accept()  # it tries
-    await tracking.close(succeeded=True, timeout=1.0)
+    await asyncio.to_thread(silent.accept)  # it tries
+    module.FLUSH_S = module.OPENING_S = 1.0
+    await tracking.close(succeeded=True, stop=asyncio.Event())
 
 asyncio.run(main())
 print("ENDED")

@@ -9,8 +9,8 @@ import pytest
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.executors import check_executor
 from rollstream.generation.runner import run_generation
+from rollstream.generation.setup import check_executor
 from rollstream.integrations.verl import execution
 from rollstream.integrations.verl.execution import check_verl_servers, serving_config
 from rollstream.rollout.setup import launch_request
