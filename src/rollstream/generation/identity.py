@@ -203,7 +203,7 @@ def _harmless(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
     harmless = set()
     # With truncation=error no prompt was cut, so each prompt of a finished rollout is within the old limit.
     uncut = old.get(truncation) == "error" and not old.get(filtered) and not new.get(filtered)
-    if uncut and new[length] >= old.get(length, new[length] + 1):
+    if uncut and new.get(length, 0) >= old.get(length, 0) > 0:
         harmless |= {truncation, length}
     # Version 0.1 counted nearly every word for a server.
     free = {f"launch.args.{name}" for name in _DECIDING_ARGS} | {"launch.args.engine"}
