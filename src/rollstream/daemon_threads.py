@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-T = TypeVar("T")
-
 from rollstream.errors import TransientError
+
+T = TypeVar("T")
 
 THREADS = 64
 """Calls of one plain function at once. Tools wait for the network more than they compute; some hundred

@@ -6,10 +6,13 @@ the others are loaded finds `main` already there to answer it. What the command 
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import rollstream
 
 EPILOG = """\
 examples:
@@ -79,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, layers: Sequence[Mapping[str, Any] | Path] = ()) -> int:
     """Executes a parsed `generate` command line; `layers` are laid under its `--config`."""
+    if not (options.show_config or options.help_config):  # before the imports below, which take a second
+        sys.stderr.write(f"rollstream {rollstream.__version__} on {platform.node()}, process {os.getpid()}\n")
+        sys.stderr.flush()
     from rollstream.generation import command
 
     return command.run(options, layers)

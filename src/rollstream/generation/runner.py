@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -16,7 +16,6 @@ from rich.console import Console
 from rollstream.config.load import compose
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
-from rollstream.generation.execution import Executor, start_execution
 from rollstream.generation.exports import export_artifact
 from rollstream.generation.identity import adopted_manifest
 from rollstream.generation.logs import log_to_file
@@ -39,6 +38,9 @@ from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.summary import FailureCause, write_checkpoint
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, Rollout, failure_cause
+
+if TYPE_CHECKING:
+    from rollstream.generation.execution import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -356,6 +358,8 @@ class _Run:
             self._reporter.sealed(unsealed_rows=writer.pending_rows, saved_batches=writer.saved_batches)
 
     async def _generate(self, writer: StoreWriter) -> None:
+        from rollstream.generation.execution import start_execution  # not for a run with nothing left to do
+
         prepared, settings = self._prepared, self._settings
         async with AsyncExitStack() as stack:
             self._waits.begin("starting the engine")
@@ -496,13 +500,13 @@ class _Run:
         if self.window.failed == _FAILURES_SAID:
             logger.warning("further failures are recorded and counted: rollstream status --failed")
 
-    async def _give_up(self, executor: Executor) -> None:
+    async def _give_up(self, executor: "Executor") -> None:
         await self._hopeless.wait()
         logger.error("stopping: %s", self.gave_up)
         executor.stop()
         executor.drop()
 
-    async def _stop_when_asked(self, executor: Executor) -> None:
+    async def _stop_when_asked(self, executor: "Executor") -> None:
         await self._stop.requested.wait()
         executor.stop()
         logger.warning(

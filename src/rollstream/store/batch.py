@@ -8,12 +8,14 @@ names that begin with an underscore.)
 """
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -439,17 +441,27 @@ def read_keys(path: Path) -> BatchKeys:
 
 def table_keys(table: pa.Table) -> BatchKeys:
     """The keys of rows; without `reward_extra` among them, no reward function has failed."""
-    final = ~table["is_snapshot"].to_numpy()
+    final = ~column_values(table["is_snapshot"].cast(pa.uint8())).astype(bool)
+    reward = np.full(len(table), math.nan)
+    reward[column_values(table["reward"].is_valid().cast(pa.uint8())).astype(bool)] = column_values(
+        table["reward"].drop_null()
+    )
     unscored = np.zeros(len(table), bool)
     if "reward_extra" in table.column_names:
         likely = pc.and_(pc.is_null(table["reward"]), pc.match_substring(table["reward_extra"], '"error":'))
-        for row in np.flatnonzero(likely.to_numpy() & final):
+        for row in np.flatnonzero(column_values(likely.cast(pa.uint8())).astype(bool) & final):
             unscored[row] = scoring_failed(orjson.loads(table["reward_extra"][row].as_py()))
     return BatchKeys(
-        index=table["index"].to_numpy(),
-        repeat=table["repeat"].to_numpy(),
-        trajectory=table["trajectory"].to_numpy(),
-        reward=table["reward"].to_numpy().astype(np.float64, copy=False),
+        index=column_values(table["index"]),
+        repeat=column_values(table["repeat"]),
+        trajectory=column_values(table["trajectory"]),
+        reward=reward,
         final=final,
         unscored=unscored,
     )
+
+
+def column_values(column: pa.ChunkedArray) -> Any:
+    """A column of numbers without nulls as an array."""
+    # pyarrow's `to_numpy`, as `pa.scalar`, would import pandas, which takes half a second.
+    return np.from_dlpack(column.combine_chunks())

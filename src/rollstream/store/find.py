@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+import numpy as np
 
 from rollstream.errors import DamageError, RunDirectoryError
-from rollstream.store.batch import KEY_COLUMNS, build_table, open_parquet, reading, value_range
+from rollstream.store.batch import KEY_COLUMNS, build_table, column_values, open_parquet, reading, value_range
 from rollstream.store.export.jsonl import decode_row
 from rollstream.store.journal import ScanReport, scan
 from rollstream.store.manifest import DATASET_IDENTITY, Manifest, require_manifest
@@ -95,9 +95,11 @@ def _in_parquet(path: Path, index: int | None, repeat: int) -> list[dict[str, An
             keys = file.read_row_group(group, columns=KEY_COLUMNS, use_threads=False)
             if index is None:
                 index, repeat = keys["index"][0].as_py(), keys["repeat"][0].as_py()
-            same = (keys["index"].to_numpy() == index) & (keys["repeat"].to_numpy() == repeat)
+            same = (column_values(keys["index"]) == index) & (column_values(keys["repeat"]) == repeat)
             if same.any():
-                rows += file.read_row_group(group, use_threads=False).filter(pa.array(same)).to_pylist()
+                table = file.read_row_group(group, use_threads=False)
+                # One by one: `filter` takes an array, and to make one pyarrow imports pandas.
+                rows += [row for at in np.flatnonzero(same) for row in table.slice(int(at), 1).to_pylist()]
     return rows
 
 

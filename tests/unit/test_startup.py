@@ -1,0 +1,56 @@
+"""What a command imports: who only looks waits for no package that is not needed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollstream.generation.runner import run_generation
+
+HEAVY = ("torch", "transformers", "datasets", "pandas", "ray", "openvino_genai")
+SCRIPT = f"""
+import sys
+from rollstream.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print("IMPORTED", *[name for name in {HEAVY!r} if name in sys.modules])
+"""
+
+
+def run(*words: str) -> tuple[list[str], str]:
+    """The heavy packages that a command imported, and what it wrote to standard error."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, timeout=120)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("IMPORTED")]
+    return line.split()[1:], done.stderr
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rollstream import config
+    from rollstream.config.load import compose
+    from rollstream.demo import MODEL_PATH
+
+    root = tmp_path_factory.mktemp("startup") / "run"
+    given = {
+        "actor_rollout_ref": {"model": {"path": str(MODEL_PATH)}},
+        "trainer": {"default_local_dir": str(root)},
+    }
+    run_generation(compose(layers=[Path(config.__file__).with_name("demo.yaml"), given]))
+    return root
+
+
+def test_commands_that_look_import_nothing_heavy(run_dir: Path) -> None:
+    assert run("--help")[0] == []
+    assert run("status", str(run_dir))[0] == []
+    assert run("show", str(run_dir))[0] == []
+
+
+def test_a_run_with_nothing_left_to_do_imports_nothing_heavy_and_says_at_once_that_it_is_there(
+    run_dir: Path,
+) -> None:
+    imported, said = run("generate", "--config", str(run_dir / "config.yaml"))
+    assert imported == []
+    assert said.startswith("rollstream ")
+    assert "256 done, 0 failed, 0 owed" in said
