@@ -37,7 +37,7 @@ from rollstream.reward.base import ComputeScore, FunctionReward
 from rollstream.reward.rules import find_rule
 from rollstream.rollout.concurrency import ConcurrencyController
 from rollstream.rollout.local import LocalExecutor, Worker
-from rollstream.rollout.setup import build_setup, load_agents
+from rollstream.rollout.setup import build_setup, in_flight_limit, load_agents
 from rollstream.store.records import EncodingError
 from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey, Trajectory
 
@@ -163,7 +163,7 @@ async def _generate(
             await client.expect_items(plan.job, len(known))
         progress = Progress(plan, known=sum(known))
         order = EpochOrder(built.worker, plan.repeats)
-        most = settings.generation.max_in_flight
+        most = in_flight_limit(settings)
 
         def on_durable(result: Rollout | Failure) -> None:
             order.written(result)

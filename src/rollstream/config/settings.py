@@ -196,7 +196,8 @@ class GenerationSettings:
     executor: Literal["local", "ray", "verl"]
     processes: Count
     verl_overrides: list[Text]
-    max_in_flight: Count
+    max_in_flight: Count | None
+    """None: see `rollout.setup.in_flight_limit`."""
     adaptive_in_flight: bool
     max_attempts: Count
     attempt_timeout: Limit

@@ -27,7 +27,7 @@ from rollstream.rollout.local import LocalExecutor, WindowCounters
 from rollstream.rollout.processes import ProcessBackend
 from rollstream.rollout.ray import RayBackend, default_workers, here
 from rollstream.rollout.ray_cluster import RayCluster
-from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
+from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
 from rollstream.rollout.supervisor import WorkerBackend
 from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.rollout.workers import WorkersExecutor
@@ -140,9 +140,9 @@ async def start_execution(
         built.worker,
         writer,
         load_row=prepared.dataset.row,
-        max_in_flight=settings.max_in_flight,
+        max_in_flight=in_flight_limit(prepared.settings),
         on_durable=on_durable,
-        controller=ConcurrencyController(settings.max_in_flight, built)
+        controller=ConcurrencyController(in_flight_limit(prepared.settings), built)
         if settings.adaptive_in_flight
         else None,
     )
@@ -275,7 +275,7 @@ async def _start_workers(
         writer,
         backend,
         load_row=prepared.dataset.row,
-        max_in_flight=settings.max_in_flight,
+        max_in_flight=in_flight_limit(prepared.settings),
         workers=workers,
         attempt_timeout=settings.attempt_timeout,
         max_attempts=settings.max_attempts,

@@ -25,6 +25,7 @@ from rollstream.generation.setup import Prepared, peek_manifest, prepare
 from rollstream.generation.tracking import Reporter, load_trackers, tracked_run
 from rollstream.generation.upload import artifact_name, upload_trajectories
 from rollstream.rollout.local import WindowCounters
+from rollstream.rollout.setup import in_flight_limit
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.batch import DamagedFileError
 from rollstream.store.extend import extend_run, finish_extend
@@ -380,6 +381,8 @@ class _Run:
             # Counted once and then on: rows outside `order` are not of this run's total.
             (done_before, failed_before), all_failed_before = keys.count(order), keys.failed
 
+            limit = in_flight_limit(prepared.settings)
+
             def observe() -> Snapshot:
                 window = executor.counters
                 done = done_before + window.completed
@@ -389,7 +392,7 @@ class _Run:
                     done=done,
                     failed=failed,
                     in_flight=executor.counters.in_flight,
-                    cap=executor.cap if executor.cap < settings.max_in_flight else None,
+                    cap=executor.cap if executor.cap < limit else None,
                     unsealed_rows=writer.pending_rows,
                     saved_batches=writer.saved_batches,
                     tokens=self._metrics.tokens,
@@ -397,7 +400,7 @@ class _Run:
                     waiting=execution.waits(),
                     retries=execution.retries(),
                     unscored=execution.unscored(),
-                    limit=settings.max_in_flight,
+                    limit=limit,
                     replicas=execution.replicas(),
                 )
 

@@ -19,7 +19,7 @@ from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.base import Engine
 from rollstream.errors import ConfigError
 from rollstream.reward.rules import RuleReward, find_rule
-from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
+from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.training.plan import PlannedGroup
@@ -93,7 +93,7 @@ class ConfiguredGroups:
             self.row,
             self._settings.actor_rollout_ref.rollout.n,
             engine=self.engine,
-            **{"max_in_flight": self._settings.generation.max_in_flight, **self._options},
+            **{"max_in_flight": in_flight_limit(self._settings), **self._options},
         )
         await self._groups.start()
 

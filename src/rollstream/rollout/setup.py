@@ -45,6 +45,9 @@ from rollstream.user_code import source_digest
 
 logger = logging.getLogger(__name__)
 
+_IN_FLIGHT = 256
+"""Rollouts in flight where nothing says how many: what one server of a model with some billion parameters takes."""
+
 _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
 
@@ -398,6 +401,22 @@ def _load_reward(settings: RewardSettings) -> FunctionReward | RuleReward:
         timeout=settings.timeout,
         max_concurrency=settings.max_concurrency,
     )
+
+
+def in_flight_limit(settings: Settings) -> int:
+    """Rollouts in flight at most: `generation.max_in_flight`, or what suits the engine.
+
+    An embedded engine that is never out of requests needs more than it works on at once: while rollouts are
+    scored and stored, others have to wait for their place.
+    """
+    given, rollout = settings.generation.max_in_flight, settings.actor_rollout_ref.rollout
+    if given is not None:
+        return given
+    if rollout.name != "openvino":
+        return _IN_FLIGHT
+    from rollstream.engine.openvino import ENGINE_KWARGS
+
+    return 2 * int(rollout.engine_kwargs.get("max_num_seqs", ENGINE_KWARGS["max_num_seqs"]))
 
 
 def launch_request(settings: Settings) -> LaunchRequest | None:

@@ -26,7 +26,7 @@ from rollstream.errors import ConfigError, DataError, TrainingError
 from rollstream.integrations.configured_groups import check_scores
 from rollstream.integrations.trl.bounds import PlacedWorker, TimedWorker
 from rollstream.integrations.trl.failures import FailedGroups, ForgivingWorker, failure_of
-from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
+from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.training.plan import PlannedGroup
@@ -272,7 +272,7 @@ class EnvironmentGroups:
             self._load_row,
             self._trainer.n,
             engine=engine,
-            max_in_flight=settings.generation.max_in_flight,
+            max_in_flight=in_flight_limit(settings),
         )
         await self._groups.start()
 
@@ -362,7 +362,7 @@ class EnvironmentGroups:
         worker: RolloutWorker = built.worker
         timed = worker if seconds is None else TimedWorker(worker, built.availability, seconds)
         # One number of places for both: an evaluation comes while groups are generated ahead.
-        places = asyncio.Semaphore(setup.settings.generation.max_in_flight)
+        places = asyncio.Semaphore(in_flight_limit(setup.settings))
         self._worker = PlacedWorker(ForgivingWorker(worker) if forgives else worker, places)
         of_groups = PlacedWorker(ForgivingWorker(timed) if forgives else timed, places)
         return cast(RolloutWorker, of_groups)  # all that is asked of it is `run`

@@ -46,7 +46,7 @@ from rollstream.integrations.verl.worker_recipe import (
     verl_servers,
 )
 from rollstream.rollout.ray import default_workers, here
-from rollstream.rollout.setup import Agents, RolloutSetup
+from rollstream.rollout.setup import Agents, RolloutSetup, in_flight_limit
 from rollstream.stop_signals import StopSignals
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import PromptRow
@@ -285,7 +285,7 @@ async def _start(
         recipe,
         writer,
         load_row=prepared.dataset.row,
-        max_in_flight=generation.max_in_flight,
+        max_in_flight=in_flight_limit(prepared.settings),
         attempt_timeout=generation.attempt_timeout,
         max_attempts=generation.max_attempts,
         options=options,

@@ -11,7 +11,7 @@ from rollstream.errors import ConfigError
 from rollstream.generation.command import launched_commands
 from rollstream.generation.identity import launch_identity
 from rollstream.generation.setup import launches_on_ray
-from rollstream.rollout.setup import launch_request, launched_where
+from rollstream.rollout.setup import in_flight_limit, launch_request, launched_where
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SERVE = (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.launch.server=rollstream")
@@ -234,3 +234,19 @@ def test_what_a_replica_may_not_claim_is_refused_without_a_cluster(tmp_path: Pat
     given = settings(*SERVE, f"{ROLLOUT}.launch.where=ray", "ray_kwargs.replica.num_gpus=1")
     with pytest.raises(ConfigError, match=r"ray_kwargs\.replica\.num_gpus is not yours to set"):
         launched_commands(given, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((f"{ROLLOUT}.name=openvino",), 512),
+        ((f"{ROLLOUT}.name=openvino", f"{ROLLOUT}.engine_kwargs.max_num_seqs=20"), 40),
+        ((f"{ROLLOUT}.name=openvino", "generation.max_in_flight=7"), 7),
+        ((f"{ROLLOUT}.name=sglang",), 256),
+        ((f"{ROLLOUT}.name=hf",), 256),
+    ],
+)
+def test_an_embedded_engine_has_twice_what_it_works_on_in_flight(
+    words: tuple[str, ...], expected: int
+) -> None:
+    assert in_flight_limit(settings(*words)) == expected
