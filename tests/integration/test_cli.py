@@ -66,8 +66,7 @@ def test_the_resume_command_after_two_interrupts_on_a_terminal(tmp_path: Path) -
     with stub_server("--response-tokens", "64", "--latency", "pareto:0.05,0.4", "--latency-max", "60") as url:
         words = overrides(paths.root, prompts, url, generation__grace_period=100, generation__max_in_flight=4)
         terminal = Terminal([*MODULE, *words])
-        terminal.wait_for("40 ")
-        terminal.wait_for("ETA")
+        terminal.wait_for("/40 [")
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("stopping:")
         terminal.process.send_signal(signal.SIGINT)
