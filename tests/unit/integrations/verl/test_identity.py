@@ -100,10 +100,10 @@ def test_the_numbers_of_verls_own_servers_are_in_it_and_their_layout_is_not() ->
 def test_what_the_servers_of_an_embedded_engine_get_is_in_it() -> None:
     engine = f"{ROLLOUT}.name=openvino"
     plain = identity_of(engine)
-    args = identity_of(engine, f"{ROLLOUT}.launch.args={{attention: eager}}")
+    args = identity_of(engine, f"{ROLLOUT}.launch.args={{revision: main}}")
     env = identity_of(engine, f"{ROLLOUT}.launch.env={{OPENVINO_PREC: f16}}")
-    assert args == plain | {"launch.args.attention": "eager"}
-    assert env == plain | {"launch.env.OPENVINO_PREC": "f16"}
+    assert args == plain | {"launch.args.revision": "main"}
+    assert env == plain  # as with servers that rollstream launches itself
 
 
 def test_servers_by_url_have_no_launch() -> None:
