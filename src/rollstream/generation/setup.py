@@ -118,7 +118,7 @@ class Prepared(RolloutSetup):
             rows, none_is_scored = sum(unscored.values()), len(unscored) == len(sources)
             logger.log(
                 logging.INFO if none_is_scored else logging.WARNING,
-                "%d of %d prompt rows are not scored, unless their agent loop does: no reward for %s",
+                "%d of %d rows of the files are not scored, unless their agent loop does: no reward for %s",
                 *(rows, sum(sources.values()), describe_sources(unscored)),
             )
 
@@ -354,7 +354,7 @@ def describe_sources(rows: Mapping[str, int], shown: int = 5) -> str:
     """Data sources with their numbers of rows, the largest first, for people."""
     largest = sorted(rows.items(), key=lambda item: -item[1])
     more = f" and {len(largest) - shown} more" if len(largest) > shown else ""
-    return ", ".join(f"{source!r} ({count})" for source, count in largest[:shown]) + more
+    return ", ".join(f"{source!r} ({count} rows)" for source, count in largest[:shown]) + more
 
 
 class ExecutorElsewhere(Protocol):
