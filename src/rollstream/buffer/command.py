@@ -284,7 +284,7 @@ def status(options: argparse.Namespace) -> int:
         expected = f" of {job['expected']}" if job["expected"] else ""
         why = f"; last error: {job['error']}" if job["error"] else ""
         written = f"{stats['items_of_job']}{expected} items{why}"
-        lines.append(f"job      {job['id']} of task {job['task']!r}: {job['state']}, {written}")
+        lines.append(f"job      {job['id']} of task {job['task_type']!r}: {job['state']}, {written}")
     lines += [f"failing  {one['message']}" for one in found.get("failures", ())]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
@@ -317,7 +317,7 @@ def show(options: argparse.Namespace) -> int:
 
 def _line(group: dict[str, Any]) -> str:
     rewards = " ".join("-" if reward is None else f"{reward:g}" for reward in group["rewards"][:32])
-    of = f"{group['task'] or '(no task)'} instance {group['instance_id']!r}"
+    of = f"{group['task_type'] or '(no task)'} instance {group['instance_id']!r}"
     reason = f" ({group['reason']})" if group["reason"] else ""
     return f"{group['id']:>6}  {group['state']}{reason}  {of}  {group['n']} of {group['size']}  rewards {rewards}"
 

@@ -51,7 +51,7 @@ _HOW = ("remote_engine_url", "num_process")
 """These keys say how the work is done, not which: a trainer that was started again comes with other ports."""
 
 
-class JobFailure(msgspec.Struct, frozen=True):
+class JobFailure(msgspec.Struct, frozen=True, rename={"task": "task_type"}):
     """Why a job does not get on, for readers."""
 
     job: str

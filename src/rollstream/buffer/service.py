@@ -257,15 +257,16 @@ class Service:
     async def failures(self, scope: Scope) -> list[dict[str, Any]]:
         """What keeps groups from readers: jobs that fail, hooks that fail."""
         found = [
-            {**msgspec.structs.asdict(one), "message": str(one)}
+            {**msgspec.to_builtins(one), "message": str(one)}
             for one in self.jobs.failures()
             if scope.has(one.task, one.job)
         ]
         for task, why in self.reads.stopped.items():
             if scope.task in (None, task):
-                found.append({"task": task, "error": why, "message": why, "final": False})
-        quarantined = await self.store.groups(state="quarantined", task=scope.task, limit=100)
-        quarantined = [one for one in quarantined if scope.has(one.task, one.job)]
+                found.append({"task_type": task, "error": why, "message": why, "final": False})
+        quarantined = await self.store.groups(
+            state="quarantined", task=scope.task, jobs=scope.jobs, limit=100
+        )
         if quarantined:
             last, count = quarantined[-1], str(len(quarantined)) + " or more" * (len(quarantined) == 100)
             error = (last.cause or "").strip().rpartition("\n")[2]
@@ -273,7 +274,7 @@ class Service:
                 f"{count} groups are quarantined, the last one by {last.reason}: {error} (GET /v1/quarantine)"
             )
             facts = {"error": error, "message": why, "traceback": last.cause, "final": False}
-            found.append({"task": last.task, **facts})
+            found.append({"task_type": last.task, **facts})
         return found
 
     async def notices(self, taken: Taken, scope: Scope) -> list[str]:

@@ -172,7 +172,7 @@ async def test_a_hook_that_hangs_is_ended_and_the_next_group_goes_on(tmp_path: P
         await buffer.write(*group(1, (0, 1)), *group(2, (0, 1)))
         assert [one["instance_id"] for one in (await buffer.read())["groups"]] == [2]
         (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
-        assert aside["reason"] == "filter_item" and "Timeout" in aside["cause"]
+        assert aside["reason"] == "filter_item" and "Timeout" in aside["traceback"]
 
 
 async def test_one_good_group_in_between_keeps_the_reads_going(tmp_path: Path) -> None:
@@ -260,5 +260,5 @@ async def test_a_lost_body_is_told_and_only_that_group(tmp_path: Path) -> None:
     async with served(tmp_path / "buffer") as buffer:
         assert [one["instance_id"] for one in (await buffer.read())["groups"]] == ["b"]
         (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
-        assert aside["reason"] == "damaged" and "its checksum is wrong" in aside["cause"]
+        assert aside["reason"] == "damaged" and "its checksum is wrong" in aside["traceback"]
         assert "checksum" in (await buffer.get("/v1/groups/1"))[1]["problem"]

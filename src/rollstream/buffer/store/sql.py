@@ -39,6 +39,7 @@ from rollstream.buffer.store.base import (
     Stats,
     Taken,
     Wanted,
+    described,
 )
 from rollstream.errors import (
     BufferFullError,
@@ -55,7 +56,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 G = TypeVar("G", bound=Group)
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 
 SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS totals (id {key}, json TEXT NOT NULL);
@@ -910,15 +911,19 @@ class SqlStore:
         *,
         state: str | None = None,
         task: str | None = None,
-        job: str | None = None,
+        jobs: Sequence[str] | None = None,
         after: int = 0,
         limit: int = 100,
     ) -> list[Group]:
         which, arguments = "id > $1", [after]
-        for column, value in (("state", state), ("task", task), ("job", job)):
+        for condition, value in (
+            ("state = {}", state),
+            ("task = {}", task),
+            ("job IN :texts({})", None if jobs is None else list(jobs)),
+        ):
             if value is not None:
                 arguments.append(value)  # type: ignore[arg-type]
-                which += f" AND {column} = ${len(arguments)}"
+                which += " AND " + condition.format(f"${len(arguments)}")
         return await self._groups(f"{which} ORDER BY id LIMIT ${len(arguments) + 1}", *arguments, limit)
 
     async def group_with_items(self, group: int) -> dict[str, Any] | None:
@@ -927,8 +932,8 @@ class SqlStore:
             return None
         items = (await self.load([group]))[group]
         if isinstance(items, str):
-            return {"group": found[0], "items": [], "problem": items}
-        return {"group": found[0], "items": [plain_item(one.body, one.encoding) for one in items]}
+            return {"group": described(found[0]), "items": [], "problem": items}
+        return {"group": described(found[0]), "items": [plain_item(one.body, one.encoding) for one in items]}
 
     async def dropped(self, after: int, limit: int) -> list[Group]:
         """Groups that left undelivered, in the order in which they left, after a `left`."""
