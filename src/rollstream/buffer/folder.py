@@ -23,7 +23,9 @@ class BufferFolder:
 
     def __init__(self, folder: Path) -> None:
         if not (folder / FILE).is_file():
-            raise RunDirectoryError(f"{folder} is not the folder of a buffer: it has no {FILE}")
+            raise RunDirectoryError(
+                f"{folder} is not the folder of a buffer: it has no {FILE}. Of one with --store give the server's URL"
+            )
         self._driver = SqliteDriver(folder, read_only=True)
         self._store = SqlStore(self._driver, TaskPolicy(GroupSettings(), GeneratorFiles(())))
 

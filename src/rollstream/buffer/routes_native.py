@@ -10,7 +10,7 @@ from msgspec import Meta
 from rollstream.buffer.items import MAX_ITEMS, MAX_TEXT
 from rollstream.buffer.reads import Form, Ready, Scope
 from rollstream.buffer.service import Service
-from rollstream.buffer.store.base import JobRecord, Stats, Wanted, described
+from rollstream.buffer.store.base import GroupState, JobRecord, Stats, Wanted, described
 from rollstream.web import Handler, HTTPError, Request, Route
 
 MOST_GROUPS: Final = 1024
@@ -86,7 +86,7 @@ class ListQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class GroupQuery(ListQuery, kw_only=True):
-    state: str | None = None
+    state: GroupState | None = None
     task_type: str | None = None
     job: str | None = None
 

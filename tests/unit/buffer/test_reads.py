@@ -164,6 +164,31 @@ async def test_a_group_that_grows_is_judged_again(tmp_path: Path) -> None:
         await buffer.until(lambda: counted(buffer, ready=1))
 
 
+async def test_a_read_that_gets_nothing_says_where_the_groups_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(tmp_path) as buffer:
+
+        async def notices(**asked: Any) -> list[str]:
+            return list((await buffer.read(**asked))["head"]["notices"])
+
+        assert await notices() == []
+        await buffer.write(*group("short")[:3], *group("other", task_type="other")[:2])
+        (said,) = await notices(task_type="other")
+        assert "groups are open: instance 'other' has 2 of its 4 items" in said and "--group-size" in said
+        (said,) = await notices()
+        assert said.startswith("2 groups are open: instance 'short' has 3 of its 4 items")
+        assert "instance 'short' has 3 of" in (await buffer.post("/get_rollout_data", {}))[1]["message"]
+        await buffer.write(group("short")[3])
+        said, *_ = await notices(batch_size=8)
+        assert said == "1 groups are ready, 1 of them fit this read, which wants more"
+        with caplog.at_level("INFO", "rollstream"):
+            assert (await buffer.read())["head"]["lease"]
+            await buffer.read(consumer="me")
+        assert "read: 1 groups" in caplog.text and "None" not in caplog.text
+        assert any("1 groups are leased: " in one for one in await notices())
+
+
 async def test_a_hook_that_hangs_is_ended_and_the_next_group_goes_on(tmp_path: Path) -> None:
     hooks = "\ndef filter_item(item, task_type):\n    while item['instance_id'] == 1: pass\n    return True\n"
     files = generator(tmp_path / "files", hooks=hooks)

@@ -216,6 +216,7 @@ async def test_lists_go_on_behind_a_number(tmp_path: Path) -> None:
         for bad in ("limit=0", "limit=x", "after=-1", "limit=99999999", "nothing=1", f"after={2**70}"):
             for path in ("/v1/groups", "/v1/dropped", "/v1/quarantine"):
                 assert (await buffer.get(f"{path}?{bad}"))[0] == 400, (path, bad)
+        assert (await buffer.get("/v1/groups?state=redy"))[0] == 400
         for number in ("0", "99", "x", "-1", "1" * 30, "%00"):
             assert (await buffer.get(f"/v1/groups/{number}"))[0] == 404
 

@@ -30,6 +30,7 @@ from rollstream.buffer.store.base import (
     Acked,
     Change,
     Group,
+    GroupState,
     JobRecord,
     Judged,
     Lease,
@@ -909,22 +910,23 @@ class SqlStore:
     async def groups(
         self,
         *,
-        state: str | None = None,
+        state: GroupState | None = None,
         task: str | None = None,
         jobs: Sequence[str] | None = None,
         after: int = 0,
         limit: int = 100,
     ) -> list[Group]:
-        which, arguments = "id > $1", [after]
-        for condition, value in (
-            ("state = {}", state),
-            ("task = {}", task),
-            ("job IN :texts({})", None if jobs is None else list(jobs)),
-        ):
-            if value is not None:
-                arguments.append(value)  # type: ignore[arg-type]
-                which += " AND " + condition.format(f"${len(arguments)}")
-        return await self._groups(f"{which} ORDER BY id LIMIT ${len(arguments) + 1}", *arguments, limit)
+        which, values = _also(2, ("task = {}", task), ("job IN :texts({})", jobs))
+        if state is not None:
+            which += " AND " + _STATES.get(state, f"state = '{state}'")
+        return await self._groups(f"id > $1{which} ORDER BY id LIMIT $2", after, limit, *values)
+
+    async def any_group(
+        self, state: GroupState, task: str | None, jobs: Sequence[str] | None
+    ) -> Group | None:
+        """One that is in this state and has not left. However many have left, it is found at once."""
+        which, values = _also(0, ("task = {}", task), ("job IN :texts({})", jobs))
+        return next(iter(await self._groups(f"{_STATES[state]}{which} LIMIT 1", *values)), None)
 
     async def group_with_items(self, group: int) -> dict[str, Any] | None:
         """`group`, `items` as they were written, and a `problem` where these cannot be read."""
@@ -986,7 +988,8 @@ _STATES: Final = {
     "leased": "lease IS NOT NULL AND state = 'leased'",
     "quarantined": "state = 'quarantined'",
 }
-"""What has not left, each in the words of the index that finds it."""
+"""What has not left, each in the words of the index that finds it: no arguments, which PostgreSQL does not know
+when it plans."""
 
 _DUE: Final = (
     "SELECT 1 FROM leases WHERE state = 'out' AND deadline < $1 "
@@ -1121,15 +1124,24 @@ def _group_key(task: str, job: str, instance_id: InstanceId) -> str:
 
 def _matching(wanted: Wanted, taken: int) -> tuple[str, list[Any]]:
     """The SQL for what a read asks of groups, and its arguments, which follow so many others."""
-    which, values = "state = 'ready'", []
-    for condition, value in (
+    which, values = _also(
+        taken,
         ("task = {}", wanted.task),
-        ("job IN :texts({})", None if wanted.jobs is None else list(wanted.jobs)),
+        ("job IN :texts({})", wanted.jobs),
         ("size = {}", wanted.size),
-        ("NOT (task IN :texts({}))", list(wanted.skip_tasks) or None),
-    ):
+        ("NOT (task IN :texts({}))", wanted.skip_tasks or None),
+    )
+    return "state = 'ready'" + which, values
+
+
+def _also(taken: int, *conditions: tuple[str, Any]) -> tuple[str, list[Any]]:
+    """The SQL for further conditions, but for those whose value is None, and their arguments."""
+    which, values = "", []
+    for condition, value in conditions:
         if value is not None:
-            values.append(value)
+            values.append(
+                list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+            )
             which += " AND " + condition.format(f"${taken + len(values)}")
     return which, values
 
