@@ -210,6 +210,20 @@ async def test_one_good_group_in_between_keeps_the_reads_going(tmp_path: Path) -
         assert not buffer.service.reads.stopped
 
 
+async def test_a_hook_that_judges_well_does_not_hide_one_that_always_fails(tmp_path: Path) -> None:
+    hooks = "\ndef is_valid_group(group):\n    return True\n\n\ndef filter_item(item):\n    return 1 / 0\n"
+    files = generator(tmp_path / "files", hooks=hooks)
+    async with served(tmp_path / "buffer", generators=(files,)) as buffer:
+        await buffer.start(num_repeat_per_sample=2)
+        for n in range(12):
+            await buffer.write(*group(n, (0, 1)))
+            if not buffer.service.reads.stopped:
+                await buffer.until(lambda: counted(buffer, judging=0))
+            await buffer.post("/v1/read", {})
+        assert await counted(buffer, quarantined=8, ready=0, judging=4)
+        assert "are stopped" in (await buffer.read())["head"]["failures"][0]["message"]
+
+
 async def test_a_stopped_read_gives_its_groups_back_and_says_why(tmp_path: Path) -> None:
     hooks = "\ndef transform_group(group, task_type):\n    raise KeyError('oh')\n"
     files = generator(tmp_path / "files", hooks=hooks)
