@@ -257,7 +257,8 @@ class SqlStore:
         self._jobs = _Jobs(-1, {}, None)
         self._readied = -1
         self.changed: Callable[[Change], None] = lambda change: None
-        self.items_written = 0
+        self.items_of_job = 0
+        """Written by the last job, as of the last transaction."""
 
     async def open(self) -> None:
         """Raises `StorageError`, `RunDirectoryError`."""
@@ -348,7 +349,7 @@ class SqlStore:
 
         session, readied, results = await self._driver.transaction(work)
         elsewhere = readied > self._readied
-        self.items_written = session.totals["items_written"]
+        self.items_of_job = session.totals["items_of_job"]
         self._readied = session.totals["readied"]
         unjudged = session.unjudged or elsewhere
         if session.ready or unjudged or session.room:
@@ -740,7 +741,6 @@ class SqlStore:
             return totals, bool(due)
 
         totals, due = await self._driver.read(look)
-        self.items_written = max(self.items_written, totals["items_written"])
         if totals["readied"] > self._readied:  # another server wrote
             self._readied = totals["readied"]
             self.changed(Change(elsewhere=True, unjudged=True))
