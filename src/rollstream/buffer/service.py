@@ -292,12 +292,14 @@ class Service:
         if (ready := counts["ready"]) and not self.is_blocked(scope):
             enough = f"{taken.available} of them fit this read" + ", which wants more" * (taken.available > 0)
             others = "; others are of another task, job or size, or of an instance that it has already"
-            found.append(f"{ready} groups are ready, {enough}{others * (taken.available < ready)}")
+            found.append(
+                f"{ready} groups are ready, {enough}{others * (taken.available + taken.stale < ready)}"
+            )
+        if taken.stale:
+            found.append(f"{taken.stale} groups are older than max_staleness allows")
         for state, why in _NOT_READY.items():
             if (one := await self.store.any_group(state, scope.task, scope.jobs)) is not None:
                 found.append(f"{counts[state]} groups are {state}: {why}".format(one))
-        if taken.stale:
-            found.append(f"{taken.stale} groups are older than max_staleness allows")
         last = self.store.last_job
         over = last is not None and last.state != "running" and scope.has(last.task, last.id)
         if over and last is not None and not await self.store.has_groups(last.id):
@@ -352,7 +354,7 @@ class Service:
             if reason not in self._hinted:
                 self._hinted.add(reason)
                 hint = f": {_HINTS[reason]}" if reason in _HINTS else ""
-                _LOG.info("the first group is dropped as %s%s", reason, hint)
+                _LOG.info("the first group dropped as %s%s", reason, hint)
 
     async def _sweep(self) -> None:
         trouble = ""

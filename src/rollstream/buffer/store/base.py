@@ -127,7 +127,7 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
     available: int
     """Groups that there were for an exact read that got none."""
     stale: int = 0
-    """Groups that were too old: dropped ones, or those that a read passed over which got nothing."""
+    """Groups that were too old for a read, which got nothing; without those that it dropped."""
 
 
 class Removal(NamedTuple):

@@ -462,7 +462,7 @@ class SqlStore:
         if stale and wanted.drop_stale:
             await _drop_where(session, "stale", "state = 'ready' AND id IN :ids($1)", stale)
         if not chosen or (wanted.exact and len(chosen) < wanted.groups):
-            passed = len(stale)
+            passed = 0
             if wanted.min_version is not None and not wanted.drop_stale:
                 which, values = _matching(wanted, 1)
                 found = await tx.rows(
@@ -487,7 +487,7 @@ class SqlStore:
             "UPDATE groups SET state = 'leased', lease = $1, filtered = 0 WHERE id IN :ids($2)",
             *(lease.id, lease.groups),
         )
-        return Taken(lease=lease, groups=chosen, available=len(chosen), stale=len(stale))
+        return Taken(lease=lease, groups=chosen, available=len(chosen))
 
     @_look
     async def peek(self, tx: Tx, wanted: Wanted) -> list[Group]:
