@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,14 +133,16 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", metavar="TASK")
     parser.add_argument("--job", metavar="ID")
     parser.add_argument("--limit", type=_number, default=20, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--after", type=_number, default=0, metavar="GROUP", help="go on behind this number")
+    parser.add_argument(
+        "--after", type=partial(_number, least=0), default=0, metavar="GROUP", help="go on behind this number"
+    )
 
 
-def _number(text: str) -> int:
-    """From 1 on, up to what a database holds. Raises `ValueError`."""
-    if not 0 < (number := int(text)) < 2**63:
-        raise ValueError
-    return number
+def _number(text: str, least: int = 1) -> int:
+    """One that a database can hold."""
+    if text.isascii() and text.isdigit() and len(text) < 20 and least <= (number := int(text)) < 2**63:
+        return number
+    raise argparse.ArgumentTypeError(f"{text!r:.50}, want a whole number from {least} to {2**63 - 1}")
 
 
 # -- serve

@@ -144,6 +144,8 @@ def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
             for wrong in (["0"], ["99999999999999999999"], ["--limit", "-1"], ["--after", str(2**63)]):
                 with pytest.raises(SystemExit, match="2"):
                     main(["buffer", "show", where, *wrong])
+                assert "want a whole number from" in capsys.readouterr().err
+            assert listed(where, "--after", "0") == 3
             assert main(["buffer", "show", where, "99"]) == 1
             assert "there is no group" in capsys.readouterr().err
     assert "1 ready" in printed("status", str(tmp_path / "buffer")), "the server is gone"
