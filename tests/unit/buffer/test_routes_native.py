@@ -77,6 +77,7 @@ async def test_a_read_in_both_forms(tmp_path: Path, stored: str) -> None:
         assert (answer["end"]["groups"], answer["end"]["items"]) == (1, 4)
         (lease,) = (await buffer.get("/v1/leases"))[1]["leases"]
         assert (lease["id"], lease["consumer"]) == (answer["head"]["lease"], "me")
+        assert lease["lease_seconds"] == answer["head"]["lease_seconds"] == 600
         assert await buffer.post("/v1/consumers/me/release") == (200, {"consumer": "me", "groups": 1})
         async with buffer.session.post(
             buffer.url + "/v1/read", json={}, headers={"accept": MSGPACK}

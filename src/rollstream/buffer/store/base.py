@@ -84,7 +84,7 @@ def described(group: Group) -> dict[str, Any]:
     return {**msgspec.to_builtins(group), "job": group.job or None}
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
+class Lease(msgspec.Struct, frozen=True, kw_only=True, rename={"seconds": "lease_seconds"}):
     """Groups that a reader has until it acks, nacks, or its time is over."""
 
     id: str
