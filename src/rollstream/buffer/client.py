@@ -165,7 +165,7 @@ class AsyncBufferClient(AbstractAsyncContextManager["AsyncBufferClient"]):
         return await self._lease(lease_id, "ack")
 
     async def nack(self, lease_id: str | None) -> Record:
-        """The lease's groups go back, first in line."""
+        """The lease's groups go back to their places in line."""
         return await self._lease(lease_id, "nack")
 
     async def extend(self, lease_id: str | None, seconds: float) -> Record:
@@ -309,7 +309,7 @@ class AsyncLease(AbstractAsyncContextManager["AsyncLease"]):
     id: str | None
     groups: list[ReadGroup]
     failures: list[Record]
-    """Generators that fail, and why: they explain an empty read."""
+    """Generators and hooks that fail, and why: they explain an empty read."""
     notices: list[str]
     meta_info: Record
 
@@ -467,10 +467,10 @@ async def _next_frame(response: aiohttp.ClientResponse) -> Record:
     return msgspec.msgpack.decode(await response.content.readexactly(size), type=Record)
 
 
-def _read_group(group: int, items: bytes, encoding: Encoding, **rest: Any) -> ReadGroup:
+def _read_group(items: bytes, encoding: Encoding, **rest: Any) -> ReadGroup:
     decode = msgspec.json.decode if encoding == "json" else msgspec.msgpack.decode
     bodies = [bytes(body) for body in decode(items, type=list[msgspec.Raw])]
-    return ReadGroup(id=group, items=[_with_arrays(load_item(body, encoding)) for body in bodies], **rest)
+    return ReadGroup(items=[_with_arrays(load_item(body, encoding)) for body in bodies], **rest)
 
 
 def _with_arrays(item: Record) -> Record:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,8 @@ SERVE_CODES = """0 ended by SIGINT or SIGTERM; 2 wrong usage, or a folder or add
 in use by another server …); 1 the disk failed.
 """
 
-ASK_CODES = """0 printed; 2 wrong usage, or no buffer's folder; 1 the server does not answer, or has no such group.
+ASK_CODES = """0 printed; 2 wrong usage, or no buffer's folder; 1 the server does not answer, there is no
+such group, or the database is damaged.
 """
 
 _LEAST = {"max_groups_per_read": 1, "max_buffer_size": 1, "archive_bytes": 0}
@@ -123,13 +125,24 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     _add_where(parser)
-    parser.add_argument("group", nargs="?", type=int, metavar="GROUP", help="number of a group: its items")
+    parser.add_argument(
+        "group", nargs="?", type=_number, metavar="GROUP", help="number of a group: its items"
+    )
     states = ("open", "judging", "ready", "leased", "quarantined", "delivered", "dropped")
     parser.add_argument("--state", choices=states)
     parser.add_argument("--task", metavar="TASK")
     parser.add_argument("--job", metavar="ID")
-    parser.add_argument("--limit", type=int, default=20, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--after", type=int, default=0, metavar="GROUP", help="go on behind this number")
+    parser.add_argument("--limit", type=_number, default=20, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--after", type=partial(_number, least=0), default=0, metavar="GROUP", help="go on behind this number"
+    )
+
+
+def _number(text: str, least: int = 1) -> int:
+    """One that a database can hold."""
+    if text.isascii() and text.isdigit() and len(text) < 20 and least <= (number := int(text)) < 2**63:
+        return number
+    raise argparse.ArgumentTypeError(f"{text!r:.50}, want a whole number from {least} to {2**63 - 1}")
 
 
 # -- serve
@@ -273,18 +286,21 @@ def status(options: argparse.Namespace) -> int:
     stats, job = found["store"], found["job"]
     groups = ", ".join(f"{count} {state}" for state, count in stats["groups"].items())
     dropped = ", ".join(f"{count} {reason}" for reason, count in stats["groups_dropped"].items())
+    waited = f"; the first group in line has waited {stats['oldest_ready_s']:.0f} s"
+    waited *= stats["groups"]["ready"] > 0
     lines = [
         f"groups   {groups}; {stats['groups_delivered']} delivered",
         f"dropped  {dropped or 'none'}",
         f"items    {stats['items']} here, {stats['items_written']} written, {stats['items_delivered']} delivered",
-        f"leases   {stats['leases']} out; the first group in line has waited {stats['oldest_ready_s']:.0f} s",
+        f"leases   {stats['leases']} out{waited}",
         f"disk     {stats['disk_bytes'] / 1e6:.1f} MB; items that have left: {stats['archive_bytes'] / 1e6:.1f} MB",
     ]
     if job is not None:
-        expected = f" of {job['expected']}" if job["expected"] else ""
+        # Items that name no job are the last one's, too: there may be more than its generator writes.
+        expected = f", its generator writes {job['expected']}" if job["expected"] else ""
         why = f"; last error: {job['error']}" if job["error"] else ""
-        written = f"{stats['items_of_job']}{expected} items{why}"
-        lines.append(f"job      {job['id']} of task {job['task']!r}: {job['state']}, {written}")
+        written = f"{stats['items_of_job']} items{expected}{why}"
+        lines.append(f"job      {job['id']} of task {job['task_type']!r}: {job['state']}, {written}")
     lines += [f"failing  {one['message']}" for one in found.get("failures", ())]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
@@ -317,7 +333,7 @@ def show(options: argparse.Namespace) -> int:
 
 def _line(group: dict[str, Any]) -> str:
     rewards = " ".join("-" if reward is None else f"{reward:g}" for reward in group["rewards"][:32])
-    of = f"{group['task'] or '(no task)'} instance {group['instance_id']!r}"
+    of = f"{group['task_type'] or '(no task)'} instance {group['instance_id']!r}"
     reason = f" ({group['reason']})" if group["reason"] else ""
     return f"{group['id']:>6}  {group['state']}{reason}  {of}  {group['n']} of {group['size']}  rewards {rewards}"
 

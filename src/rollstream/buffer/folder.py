@@ -8,6 +8,7 @@ import msgspec
 from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.reads import TaskPolicy
+from rollstream.buffer.store.base import described
 from rollstream.buffer.store.sql import SqlStore
 from rollstream.buffer.store.sqlite import FILE, SqliteDriver
 from rollstream.errors import NotFoundError, RunDirectoryError
@@ -22,7 +23,9 @@ class BufferFolder:
 
     def __init__(self, folder: Path) -> None:
         if not (folder / FILE).is_file():
-            raise RunDirectoryError(f"{folder} is not the folder of a buffer: it has no {FILE}")
+            raise RunDirectoryError(
+                f"{folder} is not the folder of a buffer: it has no {FILE}. Of one with --store give the server's URL"
+            )
         self._driver = SqliteDriver(folder, read_only=True)
         self._store = SqlStore(self._driver, TaskPolicy(GroupSettings(), GeneratorFiles(())))
 
@@ -31,14 +34,17 @@ class BufferFolder:
         found = {"store": await self._store.stats(), "job": jobs[-1] if jobs else None}
         return msgspec.to_builtins(found)  # type: ignore[no-any-return]
 
-    async def groups(self, *, task_type: str | None = None, **which: Any) -> list[dict[str, Any]]:
-        return msgspec.to_builtins(await self._store.groups(task=task_type, **which))  # type: ignore[no-any-return]
+    async def groups(
+        self, *, task_type: str | None = None, job: str | None = None, **which: Any
+    ) -> list[dict[str, Any]]:
+        jobs = None if job is None else (job,)
+        return [described(one) for one in await self._store.groups(task=task_type, jobs=jobs, **which)]
 
     async def group(self, number: int) -> dict[str, Any]:
         found = await self._store.group_with_items(number)
         if found is None:
             raise NotFoundError(f"there is no group {number}")
-        return {**found, "group": msgspec.to_builtins(found["group"])}
+        return found
 
     async def __aenter__(self) -> Self:
         return self

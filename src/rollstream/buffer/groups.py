@@ -138,8 +138,13 @@ def judge_rewards(
     return Verdict(valid=len(valid) >= settings.min_valid_items and differ, finished=True)
 
 
-def is_valid_group(group: Group, settings: GroupSettings, *, timed_out: bool = False) -> Verdict:
+def is_valid_group(group: Group, settings: GroupSettings, timed_out: bool = False) -> Verdict:
     """The default hook: `judge_rewards` of the group's rewards."""
+    if not isinstance(settings, GroupSettings):  # from a hook with slime's parameters
+        raise TypeError(
+            f"is_valid_group judges by settings, was given {settings!r:.50}: a hook that is a function of "
+            "(group, settings, timed_out) has them"
+        )
     return judge_rewards([_scored(item) for item in group[1]], settings, timed_out=timed_out)
 
 
@@ -200,8 +205,8 @@ def get_group_data_meta_info(groups: Mapping[InstanceId, list[ItemDict]]) -> dic
     return summarize_rewards([_scored(item) for item in items] for items in groups.values())
 
 
-def filter_item(item: ItemDict) -> bool:
-    """The default hook: an item stays if its reward is valid and its rollout has not failed."""
+def filter_item(item: ItemDict, task_type: str = "") -> bool:
+    """The default hook: an item stays if its reward is valid and its rollout has not failed, for any task."""
     return is_valid_reward(_scored(item))
 
 
@@ -216,8 +221,8 @@ def keep_raw_reward(item: ItemDict, reward: float | None) -> ItemDict:
     }
 
 
-def normalize_rewards(rewards: Sequence[float | None]) -> list[float | None]:
-    """`(reward - mean) / (std + 1e-8)` over the valid rewards, with the population's std.
+def normalize_rewards(rewards: Sequence[float | None], epsilon: float = EPSILON) -> list[float | None]:
+    """`(reward - mean) / (std + epsilon)` over the valid rewards, with the population's std.
 
     Below a deviation of 1e-8 the valid rewards become 0; zeros stay as they are, as do rewards that are not
     valid.
@@ -227,16 +232,18 @@ def normalize_rewards(rewards: Sequence[float | None]) -> list[float | None]:
         return list(rewards)
     mean = math.fsum(valid) / len(valid)
     std = math.sqrt(math.fsum([(reward - mean) ** 2 for reward in valid]) / len(valid))
-    scale = 0.0 if std < EPSILON else 1 / (std + EPSILON)
+    scale = 0.0 if std < EPSILON else 1 / (std + epsilon)
     return [
         (reward - mean) * scale if reward is not None and 0 <= reward <= 1 else reward for reward in rewards
     ]
 
 
-def normalize_group_data(group: Group) -> Group:
-    """The default hook: every reward is that of `normalize_rewards`."""
+def normalize_group_data(group: Group, epsilon: float = EPSILON, algo: str = "grpo") -> Group:
+    """The default hook: every reward is that of `normalize_rewards`, which is what GRPO does."""
+    if algo != "grpo":
+        raise ValueError(f"normalize_group_data knows the algorithm grpo, not {algo!r:.50}")
     instance_id, items = group
-    rewards = normalize_rewards([item["reward"] for item in items])
+    rewards = normalize_rewards([item["reward"] for item in items], epsilon)
     return instance_id, [keep_raw_reward(item, reward) for item, reward in zip(items, rewards, strict=True)]
 
 

@@ -51,7 +51,7 @@ _HOW = ("remote_engine_url", "num_process")
 """These keys say how the work is done, not which: a trainer that was started again comes with other ports."""
 
 
-class JobFailure(msgspec.Struct, frozen=True):
+class JobFailure(msgspec.Struct, frozen=True, rename={"task": "task_type"}):
     """Why a job does not get on, for readers."""
 
     job: str
@@ -81,7 +81,7 @@ class _Run:
     process: GeneratorProcess | None = None
     ended: asyncio.Task[GeneratorEnd] | None = None
     items: int = 0
-    """Items that the store had when the process began."""
+    """Items of the job that the store had when the process began."""
     in_a_row: int = 0
     """Crashes without an item in between."""
     not_before: float = 0.0
@@ -215,7 +215,7 @@ class Jobs:
         )
 
     def _has_progress(self, run: _Run) -> bool:
-        return run.ended is not None and self._store.items_written > run.items
+        return run.ended is not None and self._store.items_of_job > run.items
 
     async def _keep_reconciled(self) -> None:
         while not self._closed:
@@ -274,7 +274,7 @@ class Jobs:
             return True  # no other server can claim it now, either
 
     async def _begin(self, run: _Run, record: JobRecord) -> None:
-        run.items = self._store.items_written
+        run.items = self._store.items_of_job
         finished = await self._store.finished(record.id)
         try:
             file = self._find_file(record.task)

@@ -141,7 +141,8 @@ class Reads:
         self._changes = 0
         """How often groups became ready."""
         self._unjudged = asyncio.Event()
-        self._failed_in_a_row: Counter[str] = Counter()
+        self._failed_in_a_row: Counter[tuple[str, str]] = Counter()
+        """By task and what its hooks were to do: one that judges well says nothing for one that finishes."""
         self.stopped: dict[str, str] = {}
         """Why reads of a task are stopped."""
 
@@ -284,7 +285,7 @@ class Reads:
         async def call(group: Group, items: list[StoredItem]) -> tuple[Ready | None, list[str]]:
             return await self._finish(group, items, encoding)
 
-        done, removals = await self._each(part, call)
+        done, removals = await self._each("finish", part, call)
         removals += [Removal(group.id, "filtered") for group, (ready, _) in done if ready is None]
         filtered = {group.id: len(uids) for group, (ready, uids) in done if ready is not None and uids}
         if removals or filtered:
@@ -305,14 +306,13 @@ class Reads:
             done = await self._host.finish(
                 group.task, group.instance_id, _stored(items), settings, group.timed_out, wanted
             )
-            self._failed_in_a_row.pop(group.task, None)
         bodies, left_out = done
         if not bodies:
             return None, []
         return Ready(group, wanted, dump_list(bodies, wanted), len(bodies)), left_out
 
     async def _each(
-        self, groups: Sequence[Group], call: Callable[[Group, list[StoredItem]], Awaitable[T]]
+        self, what: str, groups: Sequence[Group], call: Callable[[Group, list[StoredItem]], Awaitable[T]]
     ) -> tuple[list[tuple[Group, T]], list[Removal]]:
         """Calls hooks for each group with its items: what came of it, and which groups cannot stay.
 
@@ -329,11 +329,12 @@ class Reads:
                 continue
             try:
                 done.append((group, await call(group, items)))
+                self._failed_in_a_row.pop((group.task, what), None)
             except HookError as error:
                 _LOG.warning("%s", error)
                 removals.append(Removal(group.id, error.hook or "hooks", error.traceback))
-                self._failed_in_a_row[group.task] += 1
-                if self._failed_in_a_row[group.task] >= _FAILURES_IN_A_ROW:
+                self._failed_in_a_row[group.task, what] += 1
+                if self._failed_in_a_row[group.task, what] >= _FAILURES_IN_A_ROW:
                     self.stopped[group.task] = (
                         f"reads of task {group.task!r} are stopped: {error.hook} failed on {_FAILURES_IN_A_ROW} "
                         f"groups in a row, the last time with: {error}. Mend the generator file, then POST "
@@ -369,10 +370,9 @@ class Reads:
             verdict = await self._host.judge(
                 group.task, group.instance_id, _stored(items), self.settings(group), group.timed_out
             )
-            self._failed_in_a_row.pop(group.task, None)
             return len(items), verdict
 
-        done, removals = await self._each(parts_of(groups)[0], call)
+        done, removals = await self._each("judge", parts_of(groups)[0], call)
         judged = [Judged(group.id, n, verdict.valid, verdict.finished) for group, (n, verdict) in done]
         await self._store.judge(judged, removals)
         return True

@@ -10,7 +10,7 @@ from msgspec import Meta
 from rollstream.buffer.items import MAX_ITEMS, MAX_TEXT
 from rollstream.buffer.reads import Form, Ready, Scope
 from rollstream.buffer.service import Service
-from rollstream.buffer.store.base import JobRecord, Stats, Wanted
+from rollstream.buffer.store.base import GroupState, JobRecord, Stats, Wanted, described
 from rollstream.web import Handler, HTTPError, Request, Route
 
 MOST_GROUPS: Final = 1024
@@ -32,6 +32,7 @@ _MAX_UIDS: Final = MAX_ITEMS * (MAX_TEXT + 4)
 
 _Text = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
 _Count = Annotated[int, Meta(ge=1)]
+_Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Seconds = Annotated[float, Meta(gt=0, le=10_000_000)]
 
 
@@ -61,8 +62,8 @@ class ReadRequest(_Body):
     consumer: _Text | None = None
     read_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{8,64}$")] | None = None
     lease_seconds: _Seconds | None = None
-    policy_version: Annotated[int, Meta(ge=0)] | None = None
-    max_staleness: Annotated[int, Meta(ge=0)] | None = None
+    policy_version: _Number | None = None
+    max_staleness: _Number | None = None
     drop_stale: bool = False
 
 
@@ -75,7 +76,7 @@ class Expected(_Body):
 
 
 class GroupNumbers(_Body):
-    groups: Annotated[list[int], Meta(max_length=100_000)] | None = None
+    groups: Annotated[list[_Number], Meta(max_length=100_000)] | None = None
     """None: all."""
 
 
@@ -85,7 +86,7 @@ class ListQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class GroupQuery(ListQuery, kw_only=True):
-    state: str | None = None
+    state: GroupState | None = None
     task_type: str | None = None
     job: str | None = None
 
@@ -285,8 +286,14 @@ class NativeRoutes:
 
     async def groups(self, request: Request) -> Any:
         asked = request.arguments(GroupQuery)
-        which = {"state": asked.state, "task": asked.task_type, "job": asked.job}
-        return {"groups": await self._store.groups(**which, after=asked.after, limit=asked.limit)}
+        found = await self._store.groups(
+            state=asked.state,
+            task=asked.task_type,
+            jobs=None if asked.job is None else (asked.job,),
+            after=asked.after,
+            limit=asked.limit,
+        )
+        return {"groups": list(map(described, found))}
 
     async def one_group(self, request: Request) -> Any:
         number = request.params["group"]
@@ -298,12 +305,13 @@ class NativeRoutes:
 
     async def dropped(self, request: Request) -> Any:
         asked = request.arguments(ListQuery)
-        return {"dropped": await self._store.dropped(asked.after, asked.limit)}
+        return {"dropped": list(map(described, await self._store.dropped(asked.after, asked.limit)))}
 
     async def quarantine(self, request: Request) -> Any:
         asked = request.arguments(ListQuery)
         limit = min(asked.limit, 1000)
-        return {"quarantined": await self._store.groups(state="quarantined", after=asked.after, limit=limit)}
+        found = await self._store.groups(state="quarantined", after=asked.after, limit=limit)
+        return {"quarantined": list(map(described, found))}
 
     async def retry(self, request: Request) -> Any:
         asked = await request.json(GroupNumbers, MAX_ASKED)
@@ -333,10 +341,11 @@ def groups_of(items: int, size: int) -> int:
     return items // size
 
 
-def _described(ready: Ready) -> dict[str, Any]:
+def _head(ready: Ready) -> dict[str, Any]:
+    """A group that is handed out, but for its items."""
     group = ready.group
     return {
-        "group": group.id,
+        "id": group.id,
         "task_type": group.task,
         "job": group.job or None,
         "instance_id": group.instance_id,
@@ -346,7 +355,7 @@ def _described(ready: Ready) -> dict[str, Any]:
 
 
 def _in_document(ready: Ready) -> bytes:
-    return b"".join((msgspec.json.encode(_described(ready))[:-1], b',"items":', ready.items, b"}"))
+    return b"".join((msgspec.json.encode(_head(ready))[:-1], b',"items":', ready.items, b"}"))
 
 
 def _frame(document: dict[str, Any]) -> bytes:
@@ -367,7 +376,7 @@ _FRAMES = Form(
     media_type=MSGPACK[0],
     encoding=None,
     head=lambda head: _frame({"head": head}),
-    group=lambda one: _frame({"group": {**_described(one), "encoding": one.encoding, "items": one.items}}),
+    group=lambda one: _frame({"group": {**_head(one), "encoding": one.encoding, "items": one.items}}),
     between=b"",
     end=lambda end: _frame({"end": end}),
 )

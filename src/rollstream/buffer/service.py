@@ -7,7 +7,7 @@ import math
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +28,7 @@ from rollstream.buffer.items import (
 from rollstream.buffer.jobs import Jobs
 from rollstream.buffer.payload_rules import PayloadRules
 from rollstream.buffer.reads import Reads, Scope, TaskPolicy
-from rollstream.buffer.store.base import Change, Group, Limits, Stats, Taken
+from rollstream.buffer.store.base import Change, Group, GroupState, Limits, Stats, Taken
 from rollstream.buffer.store.sql import Driver, SqlStore
 from rollstream.buffer.store.sqlite import SqliteDriver
 from rollstream.errors import BufferFullError, ConfigError, RollstreamError, RunDirectoryError
@@ -61,6 +61,14 @@ _HINTS: Final = {
     "not_valid": "is_valid_group did not want it",
     "stale": "it is older than a reader's max_staleness",
 }
+
+
+_NOT_READY: Final[Mapping[GroupState, str]] = {
+    "open": "instance {0.instance_id!r} has {0.n} of its {0.size} items (--group-size, or a job's group_size)",
+    "judging": "is_valid_group of task {0.task!r} has not spoken yet",
+    "leased": "readers have them that have not acked (GET /v1/leases)",
+}
+"""Why groups of a state cannot be read, in words for one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,15 +265,16 @@ class Service:
     async def failures(self, scope: Scope) -> list[dict[str, Any]]:
         """What keeps groups from readers: jobs that fail, hooks that fail."""
         found = [
-            {**msgspec.structs.asdict(one), "message": str(one)}
+            {**msgspec.to_builtins(one), "message": str(one)}
             for one in self.jobs.failures()
             if scope.has(one.task, one.job)
         ]
         for task, why in self.reads.stopped.items():
             if scope.task in (None, task):
-                found.append({"task": task, "error": why, "message": why, "final": False})
-        quarantined = await self.store.groups(state="quarantined", task=scope.task, limit=100)
-        quarantined = [one for one in quarantined if scope.has(one.task, one.job)]
+                found.append({"task_type": task, "error": why, "message": why, "final": False})
+        quarantined = await self.store.groups(
+            state="quarantined", task=scope.task, jobs=scope.jobs, limit=100
+        )
         if quarantined:
             last, count = quarantined[-1], str(len(quarantined)) + " or more" * (len(quarantined) == 100)
             error = (last.cause or "").strip().rpartition("\n")[2]
@@ -273,20 +282,24 @@ class Service:
                 f"{count} groups are quarantined, the last one by {last.reason}: {error} (GET /v1/quarantine)"
             )
             facts = {"error": error, "message": why, "traceback": last.cause, "final": False}
-            found.append({"task": last.task, **facts})
+            found.append({"task_type": last.task, **facts})
         return found
 
     async def notices(self, taken: Taken, scope: Scope) -> list[str]:
         """Why there may be nothing for a reader although nothing fails."""
         found = self.drop_notices()
-        ready = (await self.store.stats()).groups["ready"]
-        if ready and not self.is_blocked(scope):
+        counts = (await self.store.stats()).groups
+        if (ready := counts["ready"]) and not self.is_blocked(scope):
+            enough = f"{taken.available} of them fit this read" + ", which wants more" * (taken.available > 0)
+            others = "; others are of another task, job or size, or of an instance that it has already"
             found.append(
-                f"{ready} groups are ready, {taken.available} of them fit this read; others are of another task, "
-                "job or size, or of an instance that it has already"
+                f"{ready} groups are ready, {enough}{others * (taken.available + taken.stale < ready)}"
             )
         if taken.stale:
             found.append(f"{taken.stale} groups are older than max_staleness allows")
+        for state, why in _NOT_READY.items():
+            if (one := await self.store.any_group(state, scope.task, scope.jobs)) is not None:
+                found.append(f"{counts[state]} groups are {state}: {why}".format(one))
         last = self.store.last_job
         over = last is not None and last.state != "running" and scope.has(last.task, last.id)
         if over and last is not None and not await self.store.has_groups(last.id):
@@ -313,7 +326,8 @@ class Service:
             rewards = [reward for group in groups for reward in group.rewards if reward is not None]
             mean = math.fsum(one / len(rewards) for one in rewards) if rewards else math.nan
             items = sum(group.n for group in groups)
-            _LOG.info("read by %s: %d groups, %d items, mean reward %.3f", consumer, len(groups), items, mean)
+            by = f" by {consumer}" if consumer else ""
+            _LOG.info("read%s: %d groups, %d items, mean reward %.3f", by, len(groups), items, mean)
             self._dropped_unread.clear()
 
     # -- in the background
@@ -339,7 +353,8 @@ class Service:
             self._dropped_unread[reason] += count
             if reason not in self._hinted:
                 self._hinted.add(reason)
-                _LOG.info("the first group dropped as %s: %s", reason, _HINTS.get(reason, ""))
+                hint = f": {_HINTS[reason]}" if reason in _HINTS else ""
+                _LOG.info("the first group dropped as %s%s", reason, hint)
 
     async def _sweep(self) -> None:
         trouble = ""

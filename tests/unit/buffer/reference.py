@@ -253,8 +253,7 @@ class ReferenceStore:
         if wanted.drop_stale:
             self.drop_all(stale, "stale")
         if not chosen or (wanted.exact and len(chosen) < wanted.groups):
-            return [], len(chosen), len(stale)
-        passed = len(stale) if wanted.drop_stale else 0
+            return [], len(chosen), 0 if wanted.drop_stale else len(stale)
         assert lease is not None
         for group in chosen:
             group.state, group.lease, group.filtered = "leased", lease, 0
@@ -262,7 +261,7 @@ class ReferenceStore:
         self.leases[lease] = RefLease(
             *(wanted.consumer, wanted.read_id, wanted.seconds, self.now + wanted.seconds, len(chosen), items)
         )
-        return chosen, len(chosen), passed
+        return chosen, len(chosen), 0
 
     def load(self, group: RefGroup) -> list[StoredItem] | None:
         """None: its bodies are not kept any more."""

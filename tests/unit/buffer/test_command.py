@@ -124,6 +124,8 @@ def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
     with serve_buffer(tmp_path / "buffer", "--generators", files) as server:
         job = server.post("/v1/jobs", {"task_type": "math", "num_repeat_per_sample": 2})[1]["id"]
         failed = {"extra_info": {"failure": {"error": "engine away", "stage": "generate", "attempts": 3}}}
+        assert server.post(f"/v1/jobs/{job}/expected", {"items": 3})[0] == 200
+        assert "leases   0 out\n" in printed("status", server.url)
         items = [*group("good", (0, 1)), *group("bad", (1, 1)), item("open", -1, **failed)]
         assert server.post("/v1/items", {"items": items})[0] == 200
         for where in (server.url, str(server.folder)):
@@ -137,6 +139,13 @@ def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
             found: Any = orjson.loads(printed("show", where, "2", "--json"))
             assert [one["uid"] for one in found["items"]] == ["'bad'-0", "'bad'-1"]
             assert "its rollout failed: generate: engine away" in printed("show", where, "3")
+            assert "leases   0 out; the first group in line has waited" in said
+            assert f"{job} of task 'math': running, 5 items, its generator writes 3\n" in said
+            for wrong in (["0"], ["99999999999999999999"], ["--limit", "-1"], ["--after", str(2**63)]):
+                with pytest.raises(SystemExit, match="2"):
+                    main(["buffer", "show", where, *wrong])
+                assert "want a whole number from" in capsys.readouterr().err
+            assert listed(where, "--after", "0") == 3
             assert main(["buffer", "show", where, "99"]) == 1
             assert "there is no group" in capsys.readouterr().err
     assert "1 ready" in printed("status", str(tmp_path / "buffer")), "the server is gone"

@@ -90,13 +90,11 @@ def test_a_file_written_for_slime(tmp_path: Path) -> None:
 @given(st.lists(st.sampled_from([0, 0.25, 1, -1.0, None]), max_size=6).map(a_group), st.booleans())
 def test_hooks_that_only_call_the_default_ones_change_nothing(group: Any, timed_out: bool) -> None:
     hooks = hooks_of(
-        is_valid_group=lambda group, settings, timed_out: groups.is_valid_group(
-            group, settings, timed_out=timed_out
-        ),
-        filter_item=lambda item, task_type: groups.filter_item(item),
-        normalize_group_data=groups.normalize_group_data,
-        pad_group_data=groups.pad_group_data,
-        get_group_data_meta_info=groups.get_group_data_meta_info,
+        is_valid_group=lambda group, settings, timed_out: groups.is_valid_group(group, settings, timed_out),
+        filter_item=lambda item, task_type: groups.filter_item(item, task_type),
+        normalize_group_data=lambda group, epsilon, algo: groups.normalize_group_data(group, epsilon, algo),
+        pad_group_data=lambda group, group_size: groups.pad_group_data(group, group_size),
+        get_group_data_meta_info=lambda read: groups.get_group_data_meta_info(read),
     )
     before = copy.deepcopy(group)
     verdict = groups.is_valid_group(group, SETTINGS, timed_out=timed_out)
@@ -111,6 +109,17 @@ def test_hooks_that_only_call_the_default_ones_change_nothing(group: Any, timed_
         assert [item["reward"] for item in got] == pytest.approx([item["reward"] for item in expected])
     assert group == before
     assert hooks.meta_info({"q": group[1]}, SETTINGS) == groups.get_group_data_meta_info({"q": group[1]})
+
+
+def test_default_hooks_say_what_they_were_called_with_in_vain() -> None:
+    slime = hooks_of(is_valid_group=lambda group, n, task: groups.is_valid_group(group, n, task))
+    with pytest.raises(
+        HookError, match=r"given 4: a hook that is a function of \(group, settings, timed_out\)"
+    ):
+        slime.judge(a_group([0, 1]), SETTINGS)
+    ppo = hooks_of(normalize_group_data=lambda group: groups.normalize_group_data(group, algo="ppo"))
+    with pytest.raises(HookError, match="knows the algorithm grpo, not 'ppo'"):
+        ppo.finish(a_group([0, 1, 1, 1]), SETTINGS)
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,18 @@ async def test_progress_between_crashes_keeps_it_going(world: World) -> None:
     assert world.state(record) == "running" and world.record(record).crashes == 5
 
 
+async def test_what_others_write_is_no_progress_of_a_job(world: World) -> None:
+    world.generator("while not (NOTES / f'go{run}').exists(): time.sleep(0.01)\nraise OSError('again')")
+    jobs = await world.server()
+    record, _ = await jobs.start(PAYLOAD)
+    for run in range(3):
+        await world.runs(run + 1)
+        await world.store.write([item(f"u{run}", task="chess")])
+        assert len(jobs.failures()) == (run > 0)
+        (world.notes / f"go{run}").touch()
+    await until(lambda: world.state(record) == "failed")
+
+
 async def test_what_no_restart_mends_fails_at_once_and_is_one_line_in_the_servers_log(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -164,6 +164,31 @@ async def test_a_group_that_grows_is_judged_again(tmp_path: Path) -> None:
         await buffer.until(lambda: counted(buffer, ready=1))
 
 
+async def test_a_read_that_gets_nothing_says_where_the_groups_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(tmp_path) as buffer:
+
+        async def notices(**asked: Any) -> list[str]:
+            return list((await buffer.read(**asked))["head"]["notices"])
+
+        assert await notices() == []
+        await buffer.write(*group("short")[:3], *group("other", task_type="other")[:2])
+        (said,) = await notices(task_type="other")
+        assert "groups are open: instance 'other' has 2 of its 4 items" in said and "--group-size" in said
+        (said,) = await notices()
+        assert said.startswith("2 groups are open: instance 'short' has 3 of its 4 items")
+        assert "instance 'short' has 3 of" in (await buffer.post("/get_rollout_data", {}))[1]["message"]
+        await buffer.write(group("short")[3])
+        said, *_ = await notices(batch_size=8)
+        assert said == "1 groups are ready, 1 of them fit this read, which wants more"
+        with caplog.at_level("INFO", "rollstream"):
+            assert (await buffer.read())["head"]["lease"]
+            await buffer.read(consumer="me")
+        assert "read: 1 groups" in caplog.text and "None" not in caplog.text
+        assert any("1 groups are leased: " in one for one in await notices())
+
+
 async def test_a_hook_that_hangs_is_ended_and_the_next_group_goes_on(tmp_path: Path) -> None:
     hooks = "\ndef filter_item(item, task_type):\n    while item['instance_id'] == 1: pass\n    return True\n"
     files = generator(tmp_path / "files", hooks=hooks)
@@ -172,7 +197,7 @@ async def test_a_hook_that_hangs_is_ended_and_the_next_group_goes_on(tmp_path: P
         await buffer.write(*group(1, (0, 1)), *group(2, (0, 1)))
         assert [one["instance_id"] for one in (await buffer.read())["groups"]] == [2]
         (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
-        assert aside["reason"] == "filter_item" and "Timeout" in aside["cause"]
+        assert aside["reason"] == "filter_item" and "Timeout" in aside["traceback"]
 
 
 async def test_one_good_group_in_between_keeps_the_reads_going(tmp_path: Path) -> None:
@@ -183,6 +208,20 @@ async def test_one_good_group_in_between_keeps_the_reads_going(tmp_path: Path) -
         await buffer.write(*[one for n in range(1, 33) for one in group(n, (0, 1))])
         assert [one["instance_id"] for one in (await buffer.read())["groups"]] == [8, 16, 24, 32]
         assert not buffer.service.reads.stopped
+
+
+async def test_a_hook_that_judges_well_does_not_hide_one_that_always_fails(tmp_path: Path) -> None:
+    hooks = "\ndef is_valid_group(group):\n    return True\n\n\ndef filter_item(item):\n    return 1 / 0\n"
+    files = generator(tmp_path / "files", hooks=hooks)
+    async with served(tmp_path / "buffer", generators=(files,)) as buffer:
+        await buffer.start(num_repeat_per_sample=2)
+        for n in range(12):
+            await buffer.write(*group(n, (0, 1)))
+            if not buffer.service.reads.stopped:
+                await buffer.until(lambda: counted(buffer, judging=0))
+            await buffer.post("/v1/read", {})
+        assert await counted(buffer, quarantined=8, ready=0, judging=4)
+        assert "are stopped" in (await buffer.read())["head"]["failures"][0]["message"]
 
 
 async def test_a_stopped_read_gives_its_groups_back_and_says_why(tmp_path: Path) -> None:
@@ -260,5 +299,5 @@ async def test_a_lost_body_is_told_and_only_that_group(tmp_path: Path) -> None:
     async with served(tmp_path / "buffer") as buffer:
         assert [one["instance_id"] for one in (await buffer.read())["groups"]] == ["b"]
         (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
-        assert aside["reason"] == "damaged" and "its checksum is wrong" in aside["cause"]
+        assert aside["reason"] == "damaged" and "its checksum is wrong" in aside["traceback"]
         assert "checksum" in (await buffer.get("/v1/groups/1"))[1]["problem"]

@@ -1,6 +1,7 @@
 """The native routes: writes, reads on leases in both forms, lists, quarantine, tokens."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import msgspec
 import orjson
 import pytest
 
+from rollstream.buffer.folder import BufferFolder
 from rollstream.buffer.store.base import Limits
 from tests.support.buffer import Served, generator, group, item, served
 
@@ -71,10 +73,11 @@ async def test_a_read_in_both_forms(tmp_path: Path, stored: str) -> None:
         (given,) = answer["groups"]
         assert given.pop("items") == items
         facts = {"task_type": "", "job": None, "instance_id": 7, "timed_out": False, "policy_version": 3}
-        assert given == {"group": 1, **facts}
+        assert given == {"id": 1, **facts}
         assert (answer["end"]["groups"], answer["end"]["items"]) == (1, 4)
         (lease,) = (await buffer.get("/v1/leases"))[1]["leases"]
         assert (lease["id"], lease["consumer"]) == (answer["head"]["lease"], "me")
+        assert lease["lease_seconds"] == answer["head"]["lease_seconds"] == 600
         assert await buffer.post("/v1/consumers/me/release") == (200, {"consumer": "me", "groups": 1})
         async with buffer.session.post(
             buffer.url + "/v1/read", json={}, headers={"accept": MSGPACK}
@@ -87,6 +90,23 @@ async def test_a_read_in_both_forms(tmp_path: Path, stored: str) -> None:
         assert end["end"]["items"] == 4
         whole = (await buffer.get("/v1/groups/1"))[1]
         assert whole["items"] == items and whole["group"]["state"] == "leased"
+
+
+async def test_a_group_and_a_job_have_the_same_names_everywhere(tmp_path: Path) -> None:
+    async with served(tmp_path / "buffer", generators=(generator(tmp_path / "files"),)) as buffer:
+        await buffer.write(*group("a", policy_version=3))
+        (read,) = (await buffer.read())["groups"]
+        (listed,) = (await buffer.get("/v1/groups"))[1]["groups"]
+        one = (await buffer.get("/v1/groups/1"))[1]["group"]
+        async with BufferFolder(tmp_path / "buffer") as folder:
+            assert await folder.groups() == [listed] and (await folder.group(1))["group"] == listed
+        assert one == listed
+        assert {name: listed[name] for name in read if name != "items"} == {
+            name: value for name, value in read.items() if name != "items"
+        }
+        assert (listed["task_type"], listed["job"], listed["policy_version"]) == ("", None, 3)
+        assert (await buffer.start())["task_type"] == "math"
+        assert (await buffer.get("/v1/stats"))[1]["job"]["task_type"] == "math"
 
 
 async def test_the_life_of_a_lease(tmp_path: Path) -> None:
@@ -138,8 +158,13 @@ async def test_staleness(tmp_path: Path) -> None:
         answer = await buffer.read(policy_version=6, max_staleness=2)
         assert [one["instance_id"] for one in answer["groups"]] == ["new", "any"]
         answer = await buffer.read(policy_version=6, max_staleness=2)
-        assert "1 groups are older than max_staleness allows" in answer["head"]["notices"]
-        answer = await buffer.read(policy_version=6, max_staleness=2, drop_stale=True)
+        told = answer["head"]["notices"]
+        assert told[:2] == [
+            "1 groups are ready, 0 of them fit this read",
+            "1 groups are older than max_staleness allows",
+        ]
+        told = (await buffer.read(policy_version=6, max_staleness=2, drop_stale=True))["head"]["notices"]
+        assert "1 stale" in told[0] and not any("older than max_staleness" in one for one in told[1:])
         assert (await buffer.stats())["groups_dropped"] == {"stale": 1}
 
 
@@ -154,6 +179,8 @@ async def test_staleness(tmp_path: Path) -> None:
         {"timeout": 1e9},
         {"policy_version": 3},
         {"max_staleness": 3},
+        {"policy_version": 2**63, "max_staleness": 0},
+        {"policy_version": 0, "max_staleness": 2**63},
         {"read_id": "short"},
         {"lease_seconds": 0},
         {"group": 1},
@@ -165,8 +192,13 @@ async def test_staleness(tmp_path: Path) -> None:
 async def test_bad_reads(tmp_path: Path, asked: Any) -> None:
     async with served(tmp_path) as buffer:
         await buffer.write(*group("a"))
-        status, answer = await buffer.post("/v1/read", data=orjson.dumps(asked))
+        status, answer = await buffer.post("/v1/read", data=json.dumps(asked))
         assert status == 400 and answer["error"]["message"], answer
+        largest = 2**63 - 1
+        for version, staleness in ((0, largest), (largest, 0)):
+            await buffer.read(policy_version=version, max_staleness=staleness, job="none")
+        for bad in (2**63, -1):
+            assert (await buffer.post("/v1/quarantine/drop", {"groups": [bad]}))[0] == 400
         assert (await buffer.stats())["groups"]["ready"] == 1
 
 
@@ -190,6 +222,7 @@ async def test_lists_go_on_behind_a_number(tmp_path: Path) -> None:
         for bad in ("limit=0", "limit=x", "after=-1", "limit=99999999", "nothing=1", f"after={2**70}"):
             for path in ("/v1/groups", "/v1/dropped", "/v1/quarantine"):
                 assert (await buffer.get(f"{path}?{bad}"))[0] == 400, (path, bad)
+        assert (await buffer.get("/v1/groups?state=redy"))[0] == 400
         for number in ("0", "99", "x", "-1", "1" * 30, "%00"):
             assert (await buffer.get(f"/v1/groups/{number}"))[0] == 404
 
@@ -214,7 +247,7 @@ async def test_quarantine(tmp_path: Path) -> None:
         (failure,) = answer["head"]["failures"]
         assert "1 groups are quarantined, the last one by filter_item: ValueError: no 2" in failure["message"]
         (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
-        assert aside["instance_id"] == 2 and "ValueError: no 2" in aside["cause"]
+        assert aside["instance_id"] == 2 and "ValueError: no 2" in aside["traceback"]
         assert (await buffer.post("/v1/quarantine/retry", {"groups": [77]}))[1] == {
             "groups": 0,
             "unknown": [77],

@@ -23,7 +23,7 @@ JobState = Literal["running", "finished", "stopped", "failed"]
 GroupState = Literal["open", "judging", "ready", "leased", "quarantined", "delivered", "dropped"]
 
 
-class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"task": "task_type"}):
     """One start of a generator, over all restarts of its process."""
 
     id: str
@@ -43,8 +43,10 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Items that it will write, where its generator says so."""
 
 
-class Group(msgspec.Struct, gc=False):
-    """A group without its items."""
+class Group(
+    msgspec.Struct, gc=False, rename={"task": "task_type", "version": "policy_version", "cause": "traceback"}
+):
+    """A group without its items. `described` gives it as clients see it."""
 
     id: int
     task: str
@@ -77,7 +79,12 @@ class Group(msgspec.Struct, gc=False):
     """Items that had left when it had; None: it has not left."""
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
+def described(group: Group) -> dict[str, Any]:
+    """A group for clients, who know "no job" as null."""
+    return {**msgspec.to_builtins(group), "job": group.job or None}
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True, rename={"seconds": "lease_seconds"}):
     """Groups that a reader has until it acks, nacks, or its time is over."""
 
     id: str
@@ -120,7 +127,7 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
     available: int
     """Groups that there were for an exact read that got none."""
     stale: int = 0
-    """Groups that were too old: dropped ones, or those that a read passed over which got nothing."""
+    """Groups that were too old for a read, which got nothing; without those that it dropped."""
 
 
 class Removal(NamedTuple):

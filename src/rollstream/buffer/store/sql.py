@@ -30,6 +30,7 @@ from rollstream.buffer.store.base import (
     Acked,
     Change,
     Group,
+    GroupState,
     JobRecord,
     Judged,
     Lease,
@@ -39,6 +40,7 @@ from rollstream.buffer.store.base import (
     Stats,
     Taken,
     Wanted,
+    described,
 )
 from rollstream.errors import (
     BufferFullError,
@@ -55,7 +57,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 G = TypeVar("G", bound=Group)
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 
 SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS totals (id {key}, json TEXT NOT NULL);
@@ -255,7 +257,8 @@ class SqlStore:
         self._jobs = _Jobs(-1, {}, None)
         self._readied = -1
         self.changed: Callable[[Change], None] = lambda change: None
-        self.items_written = 0
+        self.items_of_job = 0
+        """Written by the last job, as of the last transaction."""
 
     async def open(self) -> None:
         """Raises `StorageError`, `RunDirectoryError`."""
@@ -346,7 +349,7 @@ class SqlStore:
 
         session, readied, results = await self._driver.transaction(work)
         elsewhere = readied > self._readied
-        self.items_written = session.totals["items_written"]
+        self.items_of_job = session.totals["items_of_job"]
         self._readied = session.totals["readied"]
         unjudged = session.unjudged or elsewhere
         if session.ready or unjudged or session.room:
@@ -459,7 +462,7 @@ class SqlStore:
         if stale and wanted.drop_stale:
             await _drop_where(session, "stale", "state = 'ready' AND id IN :ids($1)", stale)
         if not chosen or (wanted.exact and len(chosen) < wanted.groups):
-            passed = len(stale)
+            passed = 0
             if wanted.min_version is not None and not wanted.drop_stale:
                 which, values = _matching(wanted, 1)
                 found = await tx.rows(
@@ -484,7 +487,7 @@ class SqlStore:
             "UPDATE groups SET state = 'leased', lease = $1, filtered = 0 WHERE id IN :ids($2)",
             *(lease.id, lease.groups),
         )
-        return Taken(lease=lease, groups=chosen, available=len(chosen), stale=len(stale))
+        return Taken(lease=lease, groups=chosen, available=len(chosen))
 
     @_look
     async def peek(self, tx: Tx, wanted: Wanted) -> list[Group]:
@@ -738,7 +741,6 @@ class SqlStore:
             return totals, bool(due)
 
         totals, due = await self._driver.read(look)
-        self.items_written = max(self.items_written, totals["items_written"])
         if totals["readied"] > self._readied:  # another server wrote
             self._readied = totals["readied"]
             self.changed(Change(elsewhere=True, unjudged=True))
@@ -908,18 +910,23 @@ class SqlStore:
     async def groups(
         self,
         *,
-        state: str | None = None,
+        state: GroupState | None = None,
         task: str | None = None,
-        job: str | None = None,
+        jobs: Sequence[str] | None = None,
         after: int = 0,
         limit: int = 100,
     ) -> list[Group]:
-        which, arguments = "id > $1", [after]
-        for column, value in (("state", state), ("task", task), ("job", job)):
-            if value is not None:
-                arguments.append(value)  # type: ignore[arg-type]
-                which += f" AND {column} = ${len(arguments)}"
-        return await self._groups(f"{which} ORDER BY id LIMIT ${len(arguments) + 1}", *arguments, limit)
+        which, values = _also(2, ("task = {}", task), ("job IN :texts({})", jobs))
+        if state is not None:
+            which += " AND " + _STATES.get(state, f"state = '{state}'")
+        return await self._groups(f"id > $1{which} ORDER BY id LIMIT $2", after, limit, *values)
+
+    async def any_group(
+        self, state: GroupState, task: str | None, jobs: Sequence[str] | None
+    ) -> Group | None:
+        """One that is in this state and has not left. However many have left, it is found at once."""
+        which, values = _also(0, ("task = {}", task), ("job IN :texts({})", jobs))
+        return next(iter(await self._groups(f"{_STATES[state]}{which} LIMIT 1", *values)), None)
 
     async def group_with_items(self, group: int) -> dict[str, Any] | None:
         """`group`, `items` as they were written, and a `problem` where these cannot be read."""
@@ -927,8 +934,8 @@ class SqlStore:
             return None
         items = (await self.load([group]))[group]
         if isinstance(items, str):
-            return {"group": found[0], "items": [], "problem": items}
-        return {"group": found[0], "items": [plain_item(one.body, one.encoding) for one in items]}
+            return {"group": described(found[0]), "items": [], "problem": items}
+        return {"group": described(found[0]), "items": [plain_item(one.body, one.encoding) for one in items]}
 
     async def dropped(self, after: int, limit: int) -> list[Group]:
         """Groups that left undelivered, in the order in which they left, after a `left`."""
@@ -981,7 +988,8 @@ _STATES: Final = {
     "leased": "lease IS NOT NULL AND state = 'leased'",
     "quarantined": "state = 'quarantined'",
 }
-"""What has not left, each in the words of the index that finds it."""
+"""What has not left, each in the words of the index that finds it: no arguments, which PostgreSQL does not know
+when it plans."""
 
 _DUE: Final = (
     "SELECT 1 FROM leases WHERE state = 'out' AND deadline < $1 "
@@ -1116,15 +1124,24 @@ def _group_key(task: str, job: str, instance_id: InstanceId) -> str:
 
 def _matching(wanted: Wanted, taken: int) -> tuple[str, list[Any]]:
     """The SQL for what a read asks of groups, and its arguments, which follow so many others."""
-    which, values = "state = 'ready'", []
-    for condition, value in (
+    which, values = _also(
+        taken,
         ("task = {}", wanted.task),
-        ("job IN :texts({})", None if wanted.jobs is None else list(wanted.jobs)),
+        ("job IN :texts({})", wanted.jobs),
         ("size = {}", wanted.size),
-        ("NOT (task IN :texts({}))", list(wanted.skip_tasks) or None),
-    ):
+        ("NOT (task IN :texts({}))", wanted.skip_tasks or None),
+    )
+    return "state = 'ready'" + which, values
+
+
+def _also(taken: int, *conditions: tuple[str, Any]) -> tuple[str, list[Any]]:
+    """The SQL for further conditions, but for those whose value is None, and their arguments."""
+    which, values = "", []
+    for condition, value in conditions:
         if value is not None:
-            values.append(value)
+            values.append(
+                list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+            )
             which += " AND " + condition.format(f"${taken + len(values)}")
     return which, values
 
