@@ -30,7 +30,9 @@ def print_trajectory(found: FoundTrajectory, *, tokens: bool, console: Console |
     console.print(Text(f"reward {reward}   finish {row['finish_reason']}   data source {row['data_source']}"))
     if row["reward_extra"]:
         console.print(Text(f"reward says {orjson.dumps(row['reward_extra']).decode()}"))
-    if row["extra"].get("token_exact") is False:
+    if not row["prompt_ids"]:
+        console.print(Text("text only: the run had no tokenizer, so there are no token ids"))
+    elif row["extra"].get("token_exact") is False:
         console.print(Text("token ids are the local tokenizer's, not those that were sampled"))
     console.print(Text(f"ground truth {orjson.dumps(row['ground_truth']).decode()}"))
     for message in row["messages"]:
@@ -38,6 +40,11 @@ def print_trajectory(found: FoundTrajectory, *, tokens: bool, console: Console |
         console.print(Text(str(message.get("role")), style=_ROLE_STYLES.get(str(message.get("role")), "")))
         console.print(Text(_message_text(message)))
     console.print()
+    if not row["prompt_ids"]:
+        usage = row["extra"].get("usage")
+        counted = f"{usage['prompt_tokens']} prompt tokens, {usage['response_tokens']} response tokens"
+        console.print(Text(f"{counted}, as the endpoint counts them" if usage else "lengths are not known"))
+        return
     sampled = sum(row["response_mask"])
     console.print(
         Text(

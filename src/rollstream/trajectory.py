@@ -99,6 +99,8 @@ class Completion:
     """Prompt tokens the engine had in its prefix cache."""
     message: Message | None = None
     """The assistant's message, of an engine that speaks messages; None of one that speaks ids."""
+    usage: tuple[int, int] | None = None
+    """Tokens of the prompt and of the answer as a chat endpoint counts them; None when it does not say."""
 
 
 @dataclass(slots=True)
@@ -125,7 +127,8 @@ class Trajectory:
     """One training row. Arrays over the response have the length of `response_ids`."""
 
     prompt_ids: list[int]
-    """As sent to the engine for the first generation."""
+    """As sent to the engine for the first generation. Without a tokenizer there are no ids: this and the
+    arrays over the response are empty, and the lengths are in `extra["usage"]`."""
     response_ids: list[int]
     """Everything after the prompt: model tokens and tool, user and template tokens."""
     response_mask: list[int]
@@ -149,6 +152,13 @@ class Trajectory:
     metrics: Metrics = field(default_factory=Metrics)
     extra: dict[str, Any] = field(default_factory=dict)
     """The prompt row's other columns, plus what the loop adds."""
+
+    @property
+    def response_length(self) -> int:
+        """Tokens of the response; those that the endpoint counts where there are no ids."""
+        if self.prompt_ids:
+            return len(self.response_ids)
+        return int(self.extra.get("usage", {}).get("response_tokens", 0))
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import ChatPrompt
 from rollstream.engine.openai import OpenAIEngine
 from rollstream.engine.openai_wire import Turn
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, RollstreamError
 from rollstream.generation.runner import as_config, generate
 from rollstream.store.manifest import read_manifest
 from rollstream.store.validate import validate_run
@@ -29,6 +29,7 @@ from tests.unit.chat.vision import CALL, write_model
 pytest.importorskip("openvino_genai")
 TOKENIZER = load_tokenizer(str(MODEL_PATH))
 KEY = "sk-very-secret-0123456789"
+NO_TOKENIZER = {"actor_rollout_ref.model.tokenizer_path": "null"}
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +251,92 @@ async def test_images_of_rows_and_tools_are_sent_as_data_urls(tmp_path: Path) ->
     assert all(url.startswith("data:image/png;base64,") for body in stub.requests for url in sent(body))
 
 
+async def test_text_without_a_tokenizer(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    more = {**NO_TOKENIZER, "actor_rollout_ref.rollout.max_model_len": 5000}
+    async with ChatStub(lambda body: "two words") as stub:
+        words = stub_words(stub, run_dir, prompts, **more)
+        stub.faults += [None] * 5 + [ChatFault("status", 400)] * 15
+        result = await generate(as_config(words))
+        assert (result.completed, result.failed) == (5, 15)
+        result = await generate(as_config([*words, "generation.retry_failed=true"]))  # resumed
+        assert (result.completed, result.failed) == (20, 0)
+        with_tokenizer = stub_words(stub, run_dir, prompts)
+        with pytest.raises(RollstreamError, match=r"the tokenizer .* is used only now"):
+            await generate(as_config(with_tokenizer))
+    rows = rows_of(run_dir)
+    assert len(rows) == 20
+    for row in rows:
+        assert (row["prompt_ids"], row["response_ids"], row["response_mask"]) == ([], [], [])
+        assert row["response_logprobs"] is None
+        assert orjson.loads(row["messages"])[-1] == {"role": "assistant", "content": "two words"}
+        extra = orjson.loads(row["extra"])
+        assert extra["token_exact"] is False
+        assert extra["usage"] == {"prompt_tokens": 10, "response_tokens": 5}
+    assert validate_run(run_dir).sound
+    assert cli(["status", str(run_dir)]) == 0
+    assert cli(["export", str(run_dir), "--format", "jsonl", "--output", str(tmp_path / "rows.jsonl")]) == 0
+    capsys.readouterr()
+    assert cli(["show", str(run_dir), "--tokens"]) == 0
+    shown = capsys.readouterr().out
+    assert "there are no token ids" in shown
+    assert "10 prompt tokens, 5 response tokens, as the endpoint counts them" in shown
+    assert cli(["export", str(run_dir), "--format", "dataproto"]) != 0
+    assert "text without token ids" in capsys.readouterr().err
+
+
+async def test_tools_without_a_tokenizer(tmp_path: Path, prompts: Path, folder: Path) -> None:
+    call = {"function": {"name": "calculator", "arguments": {"expression": "1 + 1"}}}
+
+    def answer(body: dict[str, Any]) -> str | dict[str, Any]:
+        if body["messages"][-1]["role"] == "tool":
+            return body["messages"][-1]["content"]
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    more = {
+        **NO_TOKENIZER,
+        "actor_rollout_ref.rollout.agent.default_agent_loop": "tool_agent",
+        "actor_rollout_ref.rollout.multi_turn.function_tool_path": folder / "functions.py",
+    }
+    async with ChatStub(answer) as stub:
+        result = await generate(as_config(stub_words(stub, tmp_path / "run", prompts, **more)))
+        assert (result.completed, result.failed) == (20, 0)
+        assert [tool["function"]["name"] for tool in stub.requests[0]["tools"]] == ["calculator"]
+        # The second answer is counted too, so a response of 6 has room for one more token after the first.
+        stub.requests.clear()
+        more["actor_rollout_ref.rollout.response_length"] = 6
+        await generate(as_config(stub_words(stub, tmp_path / "short", prompts, **more)))
+        assert sorted(body["max_tokens"] for body in stub.requests) == [1] * 20 + [6] * 20
+        more["actor_rollout_ref.rollout.response_length"] = 5
+        await generate(as_config(stub_words(stub, tmp_path / "full", prompts, **more)))
+    for row in rows_of(tmp_path / "run"):
+        roles = [message["role"] for message in orjson.loads(row["messages"])]
+        assert roles == ["user", "assistant", "tool", "assistant"]
+        assert orjson.loads(row["messages"])[-1]["content"] == "2"
+        assert orjson.loads(row["extra"])["usage"] == {"prompt_tokens": 10, "response_tokens": 10}
+        assert row["metrics"]["tool_calls"] == 1
+    assert {row["finish_reason"] for row in rows_of(tmp_path / "full")} == {"tool_overflow"}
+    assert validate_run(tmp_path / "run").sound
+
+
+async def test_a_conversation_without_a_tokenizer_needs_usage(
+    tmp_path: Path, prompts: Path, folder: Path
+) -> None:
+    call = {"function": {"name": "calculator", "arguments": {"expression": "1 + 1"}}}
+    more = {
+        **NO_TOKENIZER,
+        "actor_rollout_ref.rollout.engine_kwargs": "{omit: [stream_options]}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop": "tool_agent",
+        "actor_rollout_ref.rollout.multi_turn.function_tool_path": folder / "functions.py",
+    }
+    async with ChatStub(lambda body: {"role": "assistant", "content": "", "tool_calls": [call]}) as stub:
+        result = await generate(as_config(stub_words(stub, tmp_path / "run", prompts, **more)))
+    assert (result.completed, result.failed) == (0, 20)
+    assert len(stub.requests) == 20
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -259,7 +346,15 @@ async def test_images_of_rows_and_tools_are_sent_as_data_urls(tmp_path: Path) ->
         ({"actor_rollout_ref.rollout.stop_token_ids": "[3]"}, "stop_token_ids"),
         ({"generation.seed": 1}, "honours_seed"),
         ({"data.truncation": "left"}, "truncation=error"),
-        ({"actor_rollout_ref.model.tokenizer_path": "null"}, "tokenizer_path"),
+        ({**NO_TOKENIZER, "data.truncation": "left"}, "data.truncation=left cannot be had without a token"),
+        ({**NO_TOKENIZER, "data.filter_overlong_prompts": "true"}, "filter_overlong_prompts cannot be had"),
+        ({**NO_TOKENIZER, "data.apply_chat_template_kwargs": "{a: 1}"}, "template_kwargs cannot be had"),
+        ({**NO_TOKENIZER, "generation.export": "[dataproto]"}, "dataproto needs token ids"),
+        (
+            {**NO_TOKENIZER, "actor_rollout_ref.rollout.agent.default_agent_loop": "context_agent"},
+            "'context_agent' needs a tokenizer",
+        ),
+        ({**NO_TOKENIZER, "actor_rollout_ref.model.path": "./nowhere"}, "folder ./nowhere does not exist"),
         ({"actor_rollout_ref.rollout.server_urls": "[]"}, "server_urls"),
     ],
     ids=lambda value: str(value)[:60],

@@ -79,6 +79,7 @@ class ContextAgent(ToolAgent):
     """
 
     needs_tools = False
+    needs_tokenizer = True
     sees_images = False
 
     def __init__(

@@ -69,7 +69,9 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """Tokens that may still be added, sampled or given."""
+        """Tokens that may still be added, sampled or given; without ids, by the endpoint's count."""
+        if not self._loop.resources.tokenizer.makes_ids:
+            return self._loop.room(*(self.track.usage or (0, 0)))
         return self._loop.room(len(self.track.prompt_ids), len(self.track))
 
     async def generate(self, sampling: SamplingParams) -> Turn:
@@ -79,6 +81,11 @@ class Conversation:
             EngineError: the engine's, or there is no room for a single token.
         """
         resources = self._loop.resources
+        if not resources.tokenizer.makes_ids and self.assistant_turns and self.track.usage is None:
+            raise EngineError(
+                "the endpoint does not say how many tokens it used (`usage`), and without a tokenizer nothing "
+                "else limits a conversation: set actor_rollout_ref.model.tokenizer_path"
+            )
         limit = min(sampling.max_tokens, self.room)
         if limit < 1:
             raise EngineError(
@@ -192,5 +199,5 @@ class Conversation:
             finish_reason="aborted" if finish_reason == "abort" else finish_reason,
             num_turns=self.assistant_turns + self.user_turns + 1,
             metrics=self._loop.metrics,
-            extra=dict(extra or {}),
+            extra={**(extra or {}), **self.track.marks},
         )

@@ -45,7 +45,7 @@ class PromptRenderer:
         images: ImageReader | None = None,
     ) -> None:
         """Args:
-        tokenizer: of the model.
+        tokenizer: of the model. With `NoTokenizer` prompts have no ids, and no limit.
         prompt_length: in tokens.
         truncation: what happens to a longer prompt. One with images is never cut.
         tool_schemas: shown to the model by loops that execute no tools.
@@ -111,6 +111,9 @@ class PromptRenderer:
         Raises:
             DataError: the template refuses the messages, or they are too long and truncation is `error`.
         """
+        if not self._tokenizer.makes_ids:
+            _refuse_images(messages)
+            return []
         key = (prompt_key, _names(tools))
         ids = self._remembered.get(key)
         if ids is None:
@@ -170,14 +173,18 @@ class PromptRenderer:
         return ImagePrompt(ids, [image.sent for image in images])
 
     def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
-        if shows_images(messages):
-            raise DataError("the messages have image parts, but no images are there for them")
+        _refuse_images(messages)
         return self._tokenizer.render(messages, tools=tools)
 
     def _reader(self) -> ImageReader:
         if self._images is None:
             raise DataError("the row has images, but the model has no image processor")
         return self._images
+
+
+def _refuse_images(messages: list[Message]) -> None:
+    if shows_images(messages):
+        raise DataError("the messages have image parts, but no images are there for them")
 
 
 def _names(tools: list[dict[str, Any]] | None) -> tuple[str, ...] | None:

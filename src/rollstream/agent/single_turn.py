@@ -12,6 +12,8 @@ from rollstream.trajectory import Message, SamplingParams, Trajectory
 class SingleTurnAgent(AgentLoop):
     """Renders the prompt, generates once, ends."""
 
+    needs_tokenizer = False
+
     async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory:
         messages: list[Message] = row["raw_prompt"]
         prompt_ids = await self.render(messages, prompt_key=row["prompt_key"], images=row.get("images") or ())
@@ -45,4 +47,5 @@ class SingleTurnAgent(AgentLoop):
             finish_reason="aborted" if completion.finish_reason == "abort" else completion.finish_reason,
             num_turns=2,
             metrics=self.metrics,
+            extra=track.marks,
         )

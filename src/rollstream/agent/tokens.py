@@ -1,5 +1,7 @@
 """Exact token bookkeeping of one trajectory (R1)."""
 
+from typing import Any
+
 from rollstream.trajectory import Completion
 
 
@@ -17,6 +19,18 @@ class TokenTrack:
         self.response_logprobs: list[float] | None = [] if logprobs else None
         self.policy_versions: list[tuple[int, int]] = []
         self._ids = list(prompt_ids)
+        self.usage: tuple[int, int] | None = None
+        """Prompt and response tokens so far as a chat endpoint counts them; None when it has not said.
+
+        What was given since its last answer is not in it yet.
+        """
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        """What the trajectory's `extra` says where there are no ids: its lengths, by the endpoint's count."""
+        if self._ids or self.usage is None:
+            return {}
+        return {"usage": {"prompt_tokens": self.usage[0], "response_tokens": self.usage[1]}}
 
     @property
     def context(self) -> list[int]:
@@ -34,6 +48,7 @@ class TokenTrack:
 
     def add_sampled(self, completion: Completion) -> None:
         """Appends what an engine sampled: mask 1, its log-probs, its policy versions."""
+        self._add_usage(completion.usage)
         start = len(self)
         count = len(completion.token_ids)
         if self.response_logprobs is not None:
@@ -52,6 +67,16 @@ class TokenTrack:
         self.response_mask += [0] * len(ids)
         if self.response_logprobs is not None:
             self.response_logprobs += [0.0] * len(ids)
+
+    def _add_usage(self, said: tuple[int, int] | None) -> None:
+        if said is None:
+            self.usage = None
+            return
+        asked, answered = said
+        prompt, response = self.usage or (asked, 0)
+        # An endpoint leaves out the thinking of earlier answers: then it is asked for less than there was.
+        given = max(0, asked - prompt - response)
+        self.usage = prompt, response + given + answered
 
     def _add_version(self, start: int, version: int) -> None:
         if not self.policy_versions or self.policy_versions[-1][1] != version:

@@ -52,6 +52,7 @@ class ToolAgent(AgentLoop):
     """
 
     needs_tools = True
+    needs_tokenizer = False
 
     @classmethod
     def prompt_tools(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:

@@ -176,6 +176,8 @@ class TurnTemplate:
         Raises:
             DataError: the template refuses these messages, or there is no processor for the images.
         """
+        if not self._tokenizer.makes_ids:
+            return []
         text, end = self._text_after(answer, added, tools, generation_prompt=generation_prompt)
         if images and self._processor is None:
             raise DataError("the model has no image processor")
@@ -332,6 +334,8 @@ class TurnTemplate:
         Raises:
             DataError: the template refuses the message.
         """
+        if not self._tokenizer.makes_ids:
+            return []
         calls: list[dict[str, Any]] = answer.get("tool_calls") or []
         if self._shows_together(calls, tools):
             text = self._answer_text(answer, tools)

@@ -8,9 +8,10 @@ import string
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
+import orjson
 
 from rollstream.chat.byte_level import ByteDecoder, WordEncoder, byte_decoder, word_encoder
 from rollstream.chat.tokenizer_files import ChatTemplate, compile_template, read_json, read_tokenizer
@@ -37,6 +38,9 @@ _PROBE = " ".join(string.ascii_letters + string.digits)
 
 class ChatTokenizer:
     """A Hugging Face tokenizer with its chat template. Loaded without torch."""
+
+    makes_ids: ClassVar[bool] = True
+    """Whether there is a tokenizer at all; see `NoTokenizer`."""
 
     def __init__(
         self,
@@ -263,6 +267,69 @@ class ChatTokenizer:
             "chat template": own.chat_template == tokenizer.chat_template,
         }
         return [what for what, is_same in same.items() if not is_same]
+
+
+class NoTokenizer(ChatTokenizer):
+    """Stands where there is no tokenizer: a conversation has a text to be shown, and no ids.
+
+    For engines that speak messages. Whoever asks it for ids gets a `ConfigError`.
+    """
+
+    makes_ids = False
+    pad_id = None
+    special_ids = frozenset()
+    template_texts = ()
+
+    def __init__(self) -> None:
+        self.end_ids = frozenset()
+
+    def render_text(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        parts: list[tuple[str, Any, Iterable[Any]]] = [("tools", tools, ())] if tools else []
+        parts += [(one["role"], one.get("content") or "", one.get("tool_calls") or ()) for one in messages]
+        text = "".join(
+            f"<|{role}|>\n{''.join(map(_as_text, (content, *calls)))}\n" for role, content, calls in parts
+        )
+        return text + ("<|assistant|>\n" if add_generation_prompt else "")
+
+    def escape_special_tokens(self, text: str) -> str:
+        return text
+
+    def digest(self) -> str:
+        self._refuse()
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return self._refuse() if ids else ""
+
+    def encode(self, text: str) -> list[int]:
+        self._refuse()
+
+    def count(self, texts: list[str]) -> list[int]:
+        self._refuse()
+
+    def token_id(self, token: str) -> int | None:
+        self._refuse()
+
+    @property
+    def vocab_size(self) -> int:
+        self._refuse()
+
+    def differences(self, tokenizer: Any) -> list[str]:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError(
+            "there is no tokenizer, so there are no token ids: set actor_rollout_ref.model.tokenizer_path"
+        )
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def load_tokenizer(

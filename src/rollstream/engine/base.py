@@ -123,7 +123,7 @@ class ChatPrompt:
     messages: Sequence[Message]
     """The conversation so far, in OpenAI's form; arguments of calls are mappings, or text if unreadable."""
     ids: list[int]
-    """The same as the local tokenizer has it: for lengths and limits, never sent."""
+    """The same as the local tokenizer has it: for lengths and limits, never sent. Empty without one."""
     tools: Sequence[dict[str, Any]] = ()
     """Schemas of the tools that the model may call."""
     images: Sequence[object] = ()

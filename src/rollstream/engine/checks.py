@@ -86,15 +86,18 @@ def check_request(
     capabilities: Capabilities,
     *,
     images: list[object] | None,
+    is_chat: bool = False,
 ) -> None:
     """Refuses a request that the engine cannot serve, before it is sent.
+
+    `is_chat`: the prompt is sent as messages, and has ids only where there is a tokenizer.
 
     Raises:
         EngineError: empty prompt, ids outside the vocabulary, sampling values out of range, a request
             longer than `max_model_len`, images, stop strings where the engine has none, or stop ids
             together with `ignore_eos` where the engine drops them.
     """
-    if not prompt_ids:
+    if not prompt_ids and not is_chat:
         raise EngineError("the prompt is empty: an engine needs at least one token")
     if sampling.max_tokens < 1:
         raise EngineError(f"max_tokens must be at least 1, not {sampling.max_tokens}")

@@ -63,6 +63,9 @@ _WORTH_SAYING_S = 5.0
 
 _MODELS_SHOWN = 10
 
+_CHARS_PER_TOKEN = 4
+"""Of English text, about."""
+
 _QUOTA_CODES = frozenset(("insufficient_quota", "billing_hard_limit_reached", "billing_not_active"))
 """A 429 with one of these does not pass by waiting."""
 
@@ -208,7 +211,7 @@ class OpenAIReplica:
         Raises:
             EngineError: it is not, or it refuses this model.
         """
-        prompt = ChatPrompt([{"role": "user", "content": "1"}], [0])
+        prompt = ChatPrompt([{"role": "user", "content": "1"}], [])
         try:
             async with asyncio.timeout(self._kwargs["info_timeout"]):
                 await self._send(SamplingParams(1, logprobs=False), prompt, Turn())
@@ -221,7 +224,7 @@ class OpenAIReplica:
 
     async def _answer(self, request: ReplicaRequest, prompt: ChatPrompt, flight: _Flight) -> Completion:
         """Asks until there is an answer with an end."""
-        tokens = len(prompt.ids) + request.sampling.max_tokens
+        tokens = (len(prompt.ids) or _estimated_tokens(prompt)) + request.sampling.max_tokens
         cuts = 0
         while True:
             sent = await self._allowed(tokens)
@@ -385,7 +388,17 @@ def _was_cut(error: ReplicaUnavailableError) -> bool:
 
 
 def _completion(turn: Turn, reason: Any) -> Completion:
-    return Completion([], None, reason, cached_prompt_tokens=turn.cached_tokens, message=turn.message())
+    usage = None
+    if turn.prompt_tokens is not None and turn.completion_tokens is not None:
+        usage = turn.prompt_tokens, turn.completion_tokens
+    return Completion(
+        [], None, reason, cached_prompt_tokens=turn.cached_tokens, message=turn.message(), usage=usage
+    )
+
+
+def _estimated_tokens(prompt: ChatPrompt) -> int:
+    """About as many tokens as the messages have, for the rate limit: the answer says how many there were."""
+    return sum(len(str(message.get("content") or "")) for message in prompt.messages) // _CHARS_PER_TOKEN
 
 
 def _object(payload: bytes) -> dict[str, Any]:

@@ -259,7 +259,7 @@ class PoolEngine:
         chat: ChatPrompt | None = None,
     ) -> Completion:
         """As `Engine.generate`; `chat`: the same as messages, for replicas that speak messages."""
-        check_request(prompt_ids, sampling, self.capabilities, images=images)
+        check_request(prompt_ids, sampling, self.capabilities, images=images, is_chat=chat is not None)
         partial = PartialCompletion(prompt_ids, sampling)
         request = _Request(request_id, partial, sampling.seed is not None, list(images or ()), chat)
         self._requests[request_id] = request

@@ -165,8 +165,9 @@ def check_capabilities(
     if not capabilities.token_ids:
         # Whoever chose this engine chose that; what it costs is said once, and marked on every trajectory.
         logger.warning(
-            "this engine speaks messages, not token ids: ids are those of the local tokenizer, not those "
-            "that were sampled, and without log-probs (trajectories are marked by extra.token_exact=false)"
+            "this engine speaks messages, not token ids: ids are those of the local tokenizer (none without "
+            "one), not those that were sampled, and without log-probs (trajectories are marked by "
+            "extra.token_exact=false)"
         )
         endpoint = "an endpoint that knows it takes it by engine_kwargs.extra_body"
         if sampling.top_k != -1:

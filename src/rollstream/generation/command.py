@@ -187,7 +187,9 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
         "tools": [schema["function"]["name"] for schema in prepared.agents.tools.schemas],
         "first_prompt_tokens": prepared.prompts.length(
             row.messages, row.images, tools=prepared.prompt_tools(row)
-        ),
+        )
+        if prepared.tokenizer.makes_ids
+        else None,
         "first_prompt": row.messages,
         "first_prompt_text": prepared.tokenizer.render_text(
             row.messages, tools=prepared.prompt_tools(row) or prepared.prompts.tools
@@ -261,7 +263,7 @@ def _launch_lines(launched: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _dry_run_text(report: Mapping[str, Any], prepared: Prepared) -> str:
     rollout = prepared.settings.actor_rollout_ref.rollout
-    prompt = report["first_prompt_text"]
+    prompt, tokens = report["first_prompt_text"], report["first_prompt_tokens"]
     if len(prompt) > _PROMPT_SHOWN:
         prompt = f"{prompt[: _PROMPT_SHOWN // 2]}\n… (--json shows all) …\n{prompt[-_PROMPT_SHOWN // 2 :]}"
     rows = f"{report['prompt_rows']} prompt rows x {rollout.n}"
@@ -275,7 +277,7 @@ def _dry_run_text(report: Mapping[str, Any], prepared: Prepared) -> str:
         *_launch_lines(report["launch"]),
         f"agent loops:   {', '.join(report['agent_loops'])}",
         f"tools:         {', '.join(report['tools']) or 'none'}",
-        f"first prompt:  {report['first_prompt_tokens']} tokens",
+        f"first prompt:  {'no tokenizer, as text' if tokens is None else f'{tokens} tokens'}",
         *(f"  {line}" for line in prompt.splitlines()),
     ]
     if report["overlong_left_out"] is not None:

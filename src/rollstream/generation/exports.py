@@ -26,17 +26,23 @@ Exporter = Callable[[Path, Path, Callable[[], bool]], int]
 """Of the artifact, to a file, asking whether it was cancelled; returns rows."""
 
 
-def check_exports(names: Iterable[str], *, shows_images: bool = False) -> None:
+def check_exports(names: Iterable[str], *, shows_images: bool = False, has_ids: bool = True) -> None:
     """Raises `ConfigError` when an export of `generation.export` could not be written at the end.
 
     Args:
         names: the formats.
         shows_images: whether prompt rows have images, as far as that is known.
+        has_ids: whether the run has a tokenizer.
     """
     if "dataproto" in names:
         check_packages()
         if shows_images:
             raise ConfigError(f"generation.export=dataproto: the prompt rows have images, and {NO_IMAGES}")
+        if not has_ids:
+            raise ConfigError(
+                "generation.export=dataproto needs token ids, and without a tokenizer there are none: set "
+                "actor_rollout_ref.model.tokenizer_path"
+            )
 
 
 async def export_artifact(
@@ -101,6 +107,8 @@ def run_pad_id(run_dir: Path) -> int:
     manifest = read_manifest(run_dir)
     if manifest is None:
         raise RunDirectoryError(f"{run_dir} is not a run directory: it has no run.json")
+    if manifest.identity.get("model.tokenizer", "") is None:
+        return 0
     model = manifest.config.get("actor_rollout_ref", {}).get("model", {})
     source = model.get("tokenizer_path") or model.get("path")
     try:

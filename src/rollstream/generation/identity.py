@@ -34,7 +34,7 @@ _SAMPLES = 16
 def build_identity(
     settings: Settings,
     *,
-    tokenizer_digest: str,
+    tokenizer_digest: str | None,
     agents: dict[str, str],
     images_digest: str | None,
     tools_digest: str | None,

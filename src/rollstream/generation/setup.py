@@ -37,7 +37,14 @@ from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.tracking import check_trackers
 from rollstream.reward.rules import RuleReward, find_rule
-from rollstream.rollout.setup import Agents, RolloutSetup, build_setup, launched_where, load_agents
+from rollstream.rollout.setup import (
+    Agents,
+    RolloutSetup,
+    build_setup,
+    has_tokenizer,
+    launched_where,
+    load_agents,
+)
 from rollstream.stop_signals import StopSignals
 from rollstream.store.manifest import Manifest, new_manifest, read_manifest
 from rollstream.store.records import EncodedRollout
@@ -233,8 +240,10 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
         )
     say("reading the prompts")
     dataset = load_prompts(data, known=known)
-    check_exports(settings.generation.export, shows_images=dataset.has_images())
-    say("loading the tokenizer")
+    has_ids = has_tokenizer(settings)
+    check_exports(settings.generation.export, shows_images=dataset.has_images(), has_ids=has_ids)
+    if has_ids:
+        say("loading the tokenizer")
     setup = build_setup(settings, agents, shows_images=dataset.has_images())
     tokenizer, prompts, images = setup.tokenizer, setup.prompts, setup.images
 
@@ -276,7 +285,7 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
     say("reading the model's files")
     identity = build_identity(
         settings,
-        tokenizer_digest=tokenizer.digest(),
+        tokenizer_digest=tokenizer.digest() if has_ids else None,
         agents=agents.identity(loop_names, rollout.multi_turn.format),
         images_digest=images.processor.digest() if images and dataset.has_images() else None,
         tools_digest=agents.tools.digest if agents.tools.schemas else None,

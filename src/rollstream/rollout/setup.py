@@ -23,13 +23,19 @@ from rollstream.agent.tools.toolbox import ToolBox, load_toolbox
 from rollstream.chat.parsers.base import get_parser
 from rollstream.chat.processor import load_processor
 from rollstream.chat.template import TurnTemplate
-from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
+from rollstream.chat.tokenizer import ChatTokenizer, NoTokenizer, load_tokenizer
 from rollstream.config.settings import LaunchSettings, RewardSettings, Settings
 from rollstream.data.tool_schemas import load_tool_schemas
 from rollstream.engine.base import Engine
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.launch_plan import LaunchRequest, refuse_secrets
-from rollstream.engine.registry import check_capabilities, check_engine_config, create_engine, is_launched
+from rollstream.engine.registry import (
+    check_capabilities,
+    check_engine_config,
+    create_engine,
+    engine_kind,
+    is_launched,
+)
 from rollstream.errors import ConfigError
 from rollstream.reward.base import FunctionReward
 from rollstream.reward.custom import load_reward
@@ -82,6 +88,11 @@ class Agents:
         for name in sorted(names):
             self.loops.check_options(name)
             loop = self.loops.entry(name).loop
+            if loop.needs_tokenizer and not tokenizer.makes_ids:
+                raise ConfigError(
+                    f"agent loop {name!r} needs a tokenizer: set actor_rollout_ref.model.tokenizer_path; or, if "
+                    "it is one of your own that needs no token ids, its class attribute needs_tokenizer=False"
+                )
             if images and not loop.sees_images:
                 raise ConfigError(f"agent loop {name!r} shows no images, and rows have some")
             if loop.needs_tools and not self.tools.schemas and not self.interactions.by_name:
@@ -318,22 +329,11 @@ def build_setup(
     Raises:
         ConfigError: the configuration cannot work.
     """
-    model, rollout, data = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout, settings.data
+    rollout, data = settings.actor_rollout_ref.rollout, settings.data
     shown = load_tool_schemas(data.tool_config_path) if data.tool_config_path else []
     if reward is None:
         reward = _load_reward(settings.custom_reward_function)
-    assert model.path is not None
-    if rollout.name == "openai" and not (model.tokenizer_path or Path(model.path).expanduser().is_dir()):
-        raise ConfigError(
-            f"engine 'openai' needs a local tokenizer, and {model.path!r} is the endpoint's name of a model: "
-            "set actor_rollout_ref.model.tokenizer_path to a folder or hub name, best of the same model"
-        )
-    tokenizer = load_tokenizer(
-        model.tokenizer_path or model.path,
-        custom_chat_template=model.custom_chat_template,
-        template_kwargs=data.apply_chat_template_kwargs,
-        trust_remote_code=model.trust_remote_code,
-    )
+    tokenizer = _load_tokenizer(settings, shows_images=shows_images)
     images = _load_images(settings, tokenizer, agents, needed=shows_images)
     return RolloutSetup(
         settings=settings,
@@ -365,11 +365,51 @@ def build_setup(
     )
 
 
+def has_tokenizer(settings: Settings) -> bool:
+    """Whether there is a tokenizer. A chat endpoint's name of a model names none."""
+    model = settings.actor_rollout_ref.model
+    assert model.path is not None
+    return (
+        engine_kind(settings.actor_rollout_ref.rollout.name).is_token_exact
+        or model.tokenizer_path is not None
+        or model.path.startswith((".", "/", "~"))
+        or Path(model.path).is_dir()
+    )
+
+
+def _load_tokenizer(settings: Settings, *, shows_images: bool) -> ChatTokenizer:
+    """The model's tokenizer, or none. Refuses what cannot be done without one."""
+    model, data = settings.actor_rollout_ref.model, settings.data
+    path = model.tokenizer_path or model.path
+    assert path is not None
+    if has_tokenizer(settings):
+        return load_tokenizer(
+            path,
+            custom_chat_template=model.custom_chat_template,
+            template_kwargs=data.apply_chat_template_kwargs,
+            trust_remote_code=model.trust_remote_code,
+        )
+    needing = {
+        "actor_rollout_ref.model.custom_chat_template": model.custom_chat_template is not None,
+        "data.apply_chat_template_kwargs": bool(data.apply_chat_template_kwargs),
+        "data.filter_overlong_prompts": data.filter_overlong_prompts,
+        f"data.truncation={data.truncation}": data.truncation != "error",
+        "prompt rows with images": shows_images,
+    }
+    if asked := [what for what, is_asked in needing.items() if is_asked]:
+        raise ConfigError(
+            f"{' and '.join(asked)} cannot be had without a tokenizer, and {path!r} is the endpoint's name of "
+            "a model: set actor_rollout_ref.model.tokenizer_path to a folder or hub name, best of the same model"
+        )
+    logger.info("there is no tokenizer: only text is stored, and lengths are those that the endpoint counts")
+    return NoTokenizer()
+
+
 def _load_images(
     settings: Settings, tokenizer: ChatTokenizer, agents: Agents, *, needed: bool
 ) -> ImageReader | None:
     """What reads images, if rows have some or tools may return some."""
-    if not needed and not agents.tools.schemas:
+    if not tokenizer.makes_ids or (not needed and not agents.tools.schemas):
         return None
     model = settings.actor_rollout_ref.model
     path = model.tokenizer_path or model.path

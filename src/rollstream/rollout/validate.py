@@ -14,12 +14,13 @@ FINISH_REASONS = ("stop", "length", "max_turns", "tool_overflow", "aborted")
 """Why a trajectory ended."""
 
 
-def check_trajectories(trajectories: Sequence[Trajectory], *, logprobs: bool) -> None:
+def check_trajectories(trajectories: Sequence[Trajectory], *, logprobs: bool, ids: bool = True) -> None:
     """Refuses trajectories of a rollout that cannot be trained on; makes their rewards plain floats.
 
     Args:
         trajectories: of one rollout.
         logprobs: whether log-probs were asked for.
+        ids: whether there is a tokenizer, so that a prompt has ids.
 
     Raises:
         ValueError: one stands there twice, the final one is a snapshot, or see `check_trajectory`.
@@ -30,10 +31,10 @@ def check_trajectories(trajectories: Sequence[Trajectory], *, logprobs: bool) ->
     if [trajectory.is_snapshot for trajectory in trajectories] != [True] * (len(trajectories) - 1) + [False]:
         raise ValueError("snapshots (is_snapshot=True) come first, and one final trajectory last")
     for trajectory in trajectories:
-        check_trajectory(trajectory, logprobs=logprobs)
+        check_trajectory(trajectory, logprobs=logprobs, ids=ids)
 
 
-def check_trajectory(trajectory: Trajectory, *, logprobs: bool) -> None:
+def check_trajectory(trajectory: Trajectory, *, logprobs: bool, ids: bool = True) -> None:
     """Refuses a trajectory that cannot be trained on; makes its reward a plain float.
 
     Raises:
@@ -47,11 +48,11 @@ def check_trajectory(trajectory: Trajectory, *, logprobs: bool) -> None:
         raise ValueError(
             f"finish_reason is {trajectory.finish_reason!r}, want one of {', '.join(FINISH_REASONS)}"
         )
-    if not trajectory.prompt_ids:
+    if ids and not trajectory.prompt_ids:
         raise ValueError("prompt_ids is empty")
     for name in ("prompt_ids", "response_ids"):
-        ids = _as_array("i", getattr(trajectory, name))
-        if ids is None or (len(ids) and ids.min() < 0):
+        found_ids = _as_array("i", getattr(trajectory, name))
+        if found_ids is None or (len(found_ids) and found_ids.min() < 0):
             raise ValueError(f"{name} has an id below 0, or of more than 31 bits")
     if not isinstance(trajectory.messages, list) or not all(isinstance(m, dict) for m in trajectory.messages):
         raise TypeError("messages must be a list of mappings")

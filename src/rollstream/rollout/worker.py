@@ -236,7 +236,7 @@ class RolloutWorker:
             or not all(isinstance(one, Trajectory) for one in trajectories)
         ):
             raise TypeError(f"agent loop {name!r} must return trajectories, not {result!r:.200}")
-        check_trajectories(trajectories, logprobs=sampling.logprobs)
+        check_trajectories(trajectories, logprobs=sampling.logprobs, ids=self._resources.tokenizer.makes_ids)
         return trajectories, loop.snapshot_scoring
 
     async def _score_all(

@@ -93,7 +93,7 @@ def rollout_facts(rollout: Rollout) -> RolloutFacts:
     versions = [version for one in rollout.trajectories for _, version in one.policy_versions] or [0]
     return RolloutFacts(
         data_source=rollout.data_source,
-        response_lengths=tuple(len(one.response_ids) for one in rollout.trajectories),
+        response_lengths=tuple(one.response_length for one in rollout.trajectories),
         at_limit=sum(one.finish_reason == "length" for one in rollout.trajectories),
         seconds=float(rollout.final.metrics.total_s),
         versions=(min(versions), max(versions)),

@@ -13,7 +13,7 @@ from rollstream.config.load import to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
 from rollstream.generation.runner import as_config
-from rollstream.rollout.setup import Agents, load_agents
+from rollstream.rollout.setup import Agents, build_setup, load_agents
 from tests.unit.agent.rollouts import demo_tokenizer
 from tests.unit.agent.tools.tools import Recorder, class_tool
 from tests.unit.chat.templates import load
@@ -157,3 +157,19 @@ def test_the_identity_is_of_loops_that_are_used(tmp_path: Path) -> None:
     assert before["agent.loops.single_turn_agent"] == after["agent.loops.single_turn_agent"]
     assert before["agent.loops.mine"] != after["agent.loops.mine"]
     assert agents(key).identity({"single_turn_agent"}, "hermes").keys() == {"agent.loops.single_turn_agent"}
+
+
+def test_a_hosted_model_needs_no_tokenizer_but_for_images() -> None:
+    words = [
+        "actor_rollout_ref.model.path=gpt-x",
+        rollout("name", "openai"),
+        rollout("server_urls", "[http://127.0.0.1:1]"),
+    ]
+    settings = to_settings(as_config(words))
+    setup = build_setup(settings, load_agents(settings), shows_images=False)
+    assert not setup.tokenizer.makes_ids
+    assert setup.prompts.render([{"role": "user", "content": "a"}], prompt_key="a") == []
+    with pytest.raises(ConfigError, match=r"tokenizer_path"):
+        setup.tokenizer.encode("a")
+    with pytest.raises(ConfigError, match=r"images cannot be had without a tokenizer"):
+        build_setup(settings, load_agents(settings), shows_images=True)

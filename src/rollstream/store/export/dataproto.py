@@ -217,6 +217,8 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
         rows += len(table)
         for name in longest:
             lengths = pc.list_value_length(table[f"{name}_ids"])
+            if name == "prompt" and pc.min(lengths).as_py() == 0:
+                raise ConfigError(f"{artifact} has text without token ids: the run had no tokenizer")
             longest[name] = max(longest[name], pc.max(lengths).as_py() or 0)
             tokens += pc.sum(lengths).as_py() or 0
         without_logprobs += table["response_logprobs"].null_count
