@@ -317,9 +317,13 @@ def test_ctrl_c_ends_a_waiting_read_and_leaves_the_client_usable() -> None:
             assert come.wait(60)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup's children ignore it
         threading.Thread(target=interrupt).start()
-        with pytest.raises(KeyboardInterrupt):
-            client.read(timeout=600)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                client.read(timeout=600)
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert gone.wait(60)  # the buffer sees that the reader has gone
         assert client.stats() == {"items": 1}
 

@@ -358,7 +358,7 @@ class TestStragglers:
 
             await asyncio.wait_for(asyncio.gather(*(slot() for _ in range(24))), 30)
             assert seen[0] <= 2  # nothing is left to chance here but the time of day
-            assert slow.stats.answered > 50
+            assert slow.stats.answered > 20  # of 86 by its speed
             await pool.close()
 
 
