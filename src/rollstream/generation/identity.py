@@ -241,7 +241,7 @@ def _explained(
         if key == f"{DATASET_IDENTITY}.fingerprint":
             lines.append(f"  prompt rows: {_changed_files(old, wanted)}")
         elif key in files:
-            how = "has another content" if None not in (before, after) else "is used only now or no more"
+            how = "has another content" if None not in (before, after) else "is used only in one of the two"
             lines.append(f"  {files[key]} {how}")
         else:
             name = _CONFIG_KEYS.get(key)

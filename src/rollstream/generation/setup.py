@@ -148,9 +148,9 @@ class Prepared(RolloutSetup):
             "model.tokenizer": f"the tokenizer or chat template of {model.tokenizer_path or model.path}",
             "model.image_processor": f"the image processor of {model.tokenizer_path or model.path}",
             "reward": f"the reward function {self.settings.custom_reward_function.path or '(none)'}",
-            "tools": f"the tools of {tools}",
+            "tools": f"the tool file {tools}",
             "data.tool_config": f"data.tool_config_path {data.tool_config_path}",
-            "multi_turn.interactions": f"the interactions of {multi_turn.interaction_config_path}",
+            "multi_turn.interactions": f"the interaction file {multi_turn.interaction_config_path}",
             "multi_turn.parser": f"the tool parser {multi_turn.format}",
         }
         for name in self.loop_names:
