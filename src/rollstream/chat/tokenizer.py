@@ -117,6 +117,7 @@ class ChatTokenizer:
         """The texts that stand in the chat template, in quotes or not; none if it looks at the clock."""
         template = self._tokenizer.chat_template
         sources = [*template.values()] if isinstance(template, dict) else [template or ""]
+        sources.append(str(self._template_kwargs.get("chat_template", "")))
         if any("strftime_now" in source for source in sources):
             return ()
         quoted = [text for source in sources for pair in _QUOTED.findall(source) for text in pair if text]

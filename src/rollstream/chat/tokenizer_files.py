@@ -124,10 +124,14 @@ class FileTokenizer:
         tools: list[dict[str, Any]] | None,
         add_generation_prompt: bool,
         tokenize: bool = False,
+        chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as the template writes it, as text."""
-        template = compile_template(pick_template(self.chat_template, tools))
+        """The conversation as the template writes it, as text; `chat_template` as transformers has it."""
+        own = self.chat_template
+        if chat_template is not None:
+            own = own.get(chat_template, chat_template) if isinstance(own, dict) else chat_template
+        template = compile_template(pick_template(own, tools))
         return template.render(
             messages=messages,
             tools=tools,

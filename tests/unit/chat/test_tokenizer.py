@@ -211,3 +211,10 @@ def test_a_vocabulary_of_a_few_words_will_do(tmp_path: Path) -> None:
     made.chat_template = "{{ messages[0].content }}"
     made.save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path)).render([{"role": "user", "content": "yes no"}]) == [1, 2]
+
+
+def test_a_template_among_its_arguments_is_taken_instead() -> None:
+    """As transformers' `apply_chat_template(chat_template=...)`, which trainers hand on."""
+    given = {"chat_template": "{{ messages[0].content }} A:"}
+    tokenizer = load_tokenizer(str(MODEL_PATH), template_kwargs=given)
+    assert tokenizer.render_text([{"role": "user", "content": "1 + 1"}]) == "1 + 1 A:"
