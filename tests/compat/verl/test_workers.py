@@ -26,7 +26,7 @@ from rollstream.integrations.verl.workers import (
     StreamingLLMServerClient,
     StreamingLLMServerManager,
 )
-from rollstream.rollout import ray as ray_executor
+from rollstream.rollout import workers as workers_executor
 from rollstream.rollout.worker_host import WorkerReport
 from rollstream.store.records import EncodedRollout, RecordCodec
 from rollstream.trajectory import Failure, Rollout, Trajectory
@@ -306,9 +306,9 @@ async def test_the_balancer_runs_here_and_starts_anew(
 
 
 class OneWorker:
-    """A `Crew` of one worker, which delivers what it is given after a moment."""
+    """A supervisor of one worker, which delivers what it is given after a moment."""
 
-    def __init__(self, recipe: Any, owner: Any, **_: Any) -> None:
+    def __init__(self, backend: Any, recipe: Any, owner: Any, **_: Any) -> None:
         self._owner = owner
         self._member = SimpleNamespace(id=1)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -316,7 +316,7 @@ class OneWorker:
         self.is_closed = False
 
     @property
-    def members(self) -> dict[int, Any]:
+    def workers(self) -> dict[int, Any]:
         return {1: self._member}
 
     async def start(self, count: int) -> None:
@@ -380,7 +380,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> GenerationLoopManager:
 
     monkeypatch.setattr(worker_recipe, "bare_recipe", lambda manager, **_: None)
     monkeypatch.setattr(workers, "RayCluster", lambda _: SimpleNamespace(start=nothing, close=nothing))
-    monkeypatch.setattr(ray_executor, "Crew", crew)
+    monkeypatch.setattr(workers_executor, "WorkerSupervisor", crew)
     made = object.__new__(GenerationLoopManager)
     made.rollout_config = SimpleNamespace(agent=SimpleNamespace(num_workers=1))
     made.crews = crews
