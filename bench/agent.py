@@ -205,7 +205,7 @@ class Stack:
             default_agent_loop=loop,
             retry=RetryPolicy(1, 0.0, 0.0),
             attempt_timeout=600.0,
-            gate=EngineAvailability(self.engine, timeout=60.0),
+            availability=EngineAvailability(self.engine, timeout=60.0),
             loops=AgentLoops({"rerender": LoopEntry(RerenderAgent)}),
         )
 

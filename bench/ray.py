@@ -73,7 +73,7 @@ class ScriptedRecipe:
         engine = ScriptedEngine(answer, record=False)
         await engine.start()
         metered, tokenizer = InstrumentedEngine(engine), load_tokenizer(str(MODEL_PATH))
-        gate = EngineAvailability(engine, timeout=30)
+        availability = EngineAvailability(engine, timeout=30)
         prompts = PromptRenderer(tokenizer, prompt_length=self.sizes.prompt, truncation="left")
         worker = RolloutWorker(
             AgentResources(metered, tokenizer, prompts, self.sizes.response),
@@ -82,9 +82,9 @@ class ScriptedRecipe:
             default_agent_loop="single_turn_agent",
             retry=RetryPolicy(1, 0.1, 0.1),
             attempt_timeout=60,
-            gate=gate,
+            availability=availability,
         )
-        return BuiltWorker(worker, metered, gate, close=engine.close)
+        return BuiltWorker(worker, metered, availability, close=engine.close)
 
 
 def load_row(index: int, sizes: Sizes) -> PromptRow:

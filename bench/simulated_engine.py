@@ -226,7 +226,6 @@ def simulate(
     limit = cap if isinstance(cap, int) else cap.cap
     owed = iter(range(rollouts))
     in_flight = finished = tokens = timeouts = rejected = done_rollouts = failed = 0
-    seconds = call_seconds = 0.0
     tools: list[tuple[float, int, _Request]] = []  # rollouts in a tool, or waiting to try again
     caps: list[tuple[float, int]] = []
     upcoming = sorted((events or {}).items())
@@ -272,15 +271,10 @@ def simulate(
         refill()
         while tools and tools[0][0] <= engine.now:
             send(heapq.heappop(tools)[2])
-        before, calls = engine.now, len(engine.running) + len(engine.queue)
-        ended = engine.step(dt)
-        call_seconds += calls * (engine.now - before)
-        for request in ended:
+        for request in engine.step(dt):
             finished += 1
             tokens += request.length
-            took = engine.now - request.arrived
-            slowest = max(slowest, took)
-            seconds += took
+            slowest = max(slowest, engine.now - request.arrived)
             if finished_at is not None:
                 finished_at.append((engine.now, request.length))
             if request.turns > 1:

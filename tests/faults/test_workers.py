@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.errors import ConfigError, DataError, EngineLostError
-from rollstream.rollout import supervisor
+from rollstream.errors import DataError, EngineLostError
 from rollstream.rollout.processes import ProcessBackend
 from rollstream.store.summary import read_failures
 from rollstream.trajectory import PromptRow
+from tests.faults import worker_scenarios as scenarios
 from tests.support.workers import Harness, ScriptedRecipe, every_key, load_row
 from tests.unit.store.fabric import keys_on_disk
 
@@ -19,19 +19,7 @@ from tests.unit.store.fabric import keys_on_disk
 async def test_a_rollout_that_kills_its_worker_hurts_itself_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_RESTART_S_MAX", 0.5)  # it dies again and again, and soon
-    recipe = ScriptedRecipe(loop="deadly_agent")
-    async with Harness(tmp_path, ProcessBackend(), recipe, workers=2, max_attempts=1) as harness:
-        await harness.executor.start()
-        async with asyncio.timeout(300):
-            await harness.work(12)
-        deaths = harness.executor.deaths
-    failures = list(read_failures(tmp_path))
-    assert {(failure.index, failure.repeat) for failure in failures} == {(7, 0), (7, 1)}
-    assert all("WorkerDiedError" in failure.error for failure in failures)
-    # Four unsuspected ones, which both repeats may share, some in company that gets smaller, one alone each.
-    assert 5 <= deaths <= 18
-    assert keys_on_disk(tmp_path) == [key for key in every_key(12) if key[0] != 7]
+    await scenarios.a_poison_rollout_hurts_itself_only(tmp_path, ProcessBackend(), monkeypatch)
 
 
 async def test_workers_are_added_and_killed_while_it_runs(tmp_path: Path) -> None:
@@ -78,15 +66,7 @@ async def test_a_stop_finishes_what_is_in_flight_and_a_drop_does_not(tmp_path: P
 
 
 async def test_who_has_lost_its_engine_leaves_its_work_to_others(tmp_path: Path) -> None:
-    """However often it comes back without: no rollout is charged, and none taken for what killed it."""
-    recipe = ScriptedRecipe(latency=0.05, lost=(0,))
-    async with Harness(tmp_path, ProcessBackend(), recipe, max_attempts=1, max_in_flight=4) as harness:
-        await harness.start(2)
-        async with asyncio.timeout(200):
-            await harness.work(150)
-        assert harness.executor.counters.failed == 0
-        assert harness.executor.deaths >= 1
-    assert keys_on_disk(tmp_path) == every_key(150)
+    await scenarios.who_has_lost_its_engine_leaves_its_work_to_others(tmp_path, ProcessBackend())
 
 
 async def test_when_all_have_lost_their_engine_the_run_says_so(tmp_path: Path) -> None:
@@ -135,7 +115,4 @@ async def test_rows_that_cannot_travel_fail_alone(tmp_path: Path) -> None:
 
 
 async def test_what_is_wrong_with_the_configuration_is_said_at_start(tmp_path: Path) -> None:
-    async with Harness(tmp_path, ProcessBackend(), ScriptedRecipe(broken="no such tool")) as harness:
-        with pytest.raises(ConfigError, match="no such tool"):
-            async with asyncio.timeout(60):
-                await harness.executor.start()
+    await scenarios.a_broken_configuration_is_said_at_start(tmp_path, ProcessBackend())

@@ -77,7 +77,7 @@ class ScriptedRecipe:
         await engine.start()
         metered = InstrumentedEngine(engine)
         tokenizer = load_tokenizer(str(MODEL_PATH))
-        gate = EngineAvailability(engine, timeout=0.3 if self.lost else 30)
+        availability = EngineAvailability(engine, timeout=0.3 if self.lost else 30)
         worker = RolloutWorker(
             AgentResources(
                 metered, tokenizer, PromptRenderer(tokenizer, prompt_length=64, truncation="error"), 16
@@ -87,10 +87,10 @@ class ScriptedRecipe:
             default_agent_loop=self.loop,
             retry=RetryPolicy(100 if self.full else 3, 0.001, 0.002),
             attempt_timeout=30,
-            gate=gate,
+            availability=availability,
             counts=metered.counts,
         )
-        return BuiltWorker(worker, metered, gate, close=engine.close)
+        return BuiltWorker(worker, metered, availability, close=engine.close)
 
 
 def load_row(index: int) -> PromptRow:

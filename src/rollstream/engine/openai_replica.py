@@ -52,7 +52,7 @@ _END_S = 0.5
 
 _LONG_HOLD_S = 120.0
 """A rate limit that holds for longer counts as an endpoint that is away: another one may take the request,
-and while it waits at the gate no attempt runs out of time."""
+and while it waits for the engine no attempt runs out of time."""
 
 _TRIAL_PAUSE_S = 15.0
 """Between two trials of an endpoint that refused the key or had no quota left."""

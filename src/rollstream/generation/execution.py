@@ -148,7 +148,7 @@ async def start_execution(
     )
     return Execution(
         executor,
-        waits=lambda: not built.is_open,
+        waits=lambda: not built.is_available,
         retries=lambda: built.counts.retries,
         unscored=lambda: built.counts.reward_errors,
         engine=engine,
@@ -287,15 +287,20 @@ async def _start_workers(
     )
     stack.push_async_callback(executor.close)
     await stop.unless_stopped(executor.start())
+    # Of servers by URL the workers know whether they are there, not this process.
+    return execution_of_workers(executor, engine if isinstance(engine, LaunchedEngine) else None)
+
+
+def execution_of_workers(executor: WorkersExecutor, launched: LaunchedEngine | None) -> Execution:
+    """What is shown of workers that have started; `launched`: the servers that this process keeps for them."""
     stats = executor.stats
     return Execution(
         executor,
-        waits=lambda: not stats.is_open,
+        waits=lambda: not stats.is_available,
         retries=lambda: stats.counts.retries,
         unscored=lambda: stats.counts.reward_errors,
         engine=stats.engine,
-        # Of servers by URL the workers know whether they are there, not this process.
-        replicas=engine.replica_counts if isinstance(engine, LaunchedEngine) else lambda: None,
+        replicas=launched.replica_counts if launched is not None else lambda: None,
     )
 
 

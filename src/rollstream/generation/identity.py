@@ -241,7 +241,10 @@ def _explained(
         if key == f"{DATASET_IDENTITY}.fingerprint":
             lines.append(f"  prompt rows: {_changed_files(old, wanted)}")
         elif key in files:
-            how = "has another content" if None not in (before, after) else "is used only in one of the two"
+            if None in (before, after):
+                how = "is used only now" if before is None else "was used only before"
+            else:
+                how = "has another content"
             lines.append(f"  {files[key]} {how}")
         else:
             name = _CONFIG_KEYS.get(key)

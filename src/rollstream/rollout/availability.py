@@ -1,4 +1,4 @@
-"""Whether the engine is there: a circuit breaker that work waits at while it is open.
+"""Whether the engine is there: work waits while it is away.
 
 One of the waiting rollouts probes the engine; when it is cancelled, the next one takes over. So there is no
 background task, and when the engine is back all go on at once.
@@ -19,7 +19,7 @@ _PROBE_S_MAX = 1.0
 answers, work goes on as before within two seconds of the return."""
 
 _QUIET_S = 10.0
-"""After an opening that held this long, the next closing is a new one: pauses begin short again."""
+"""After a return that held this long, the next outage is a new one: pauses begin short again."""
 
 
 class EngineAvailability:
@@ -30,28 +30,28 @@ class EngineAvailability:
         self._engine = engine
         self._timeout = timeout
         self._probing = asyncio.Lock()
-        self._closed_by: EngineUnavailableError | None = None
-        self._closed_at = 0.0
-        self._opened = 0
-        self._opened_at = -_QUIET_S
+        self._away_because: EngineUnavailableError | None = None
+        self._away_since = 0.0
+        self._returns = 0
+        self._returned_at = -_QUIET_S
         self._pause = _FIRST_PROBE_S
 
     @property
-    def is_open(self) -> bool:
+    def is_available(self) -> bool:
         """Whether the engine is believed to be there."""
-        return self._closed_by is None
+        return self._away_because is None
 
     @property
-    def generation(self) -> int:
-        """Counts openings. Read it before asking the engine, and give it to `close`."""
-        return self._opened
+    def returns(self) -> int:
+        """How often the engine has come back. Read it before asking the engine, and give it to `mark_away`."""
+        return self._returns
 
-    def close(self, error: EngineUnavailableError, generation: int) -> None:
-        """Told that the engine was not there. A report from before the last opening changes nothing."""
-        if self._closed_by is None and generation == self._opened:
-            self._closed_by = error
-            self._closed_at = time.monotonic()
-            if self._closed_at - self._opened_at > _QUIET_S:
+    def mark_away(self, error: EngineUnavailableError, returns: int) -> None:
+        """The engine was not there. A report from before its last return changes nothing."""
+        if self._away_because is None and returns == self._returns:
+            self._away_because = error
+            self._away_since = time.monotonic()
+            if self._away_since - self._returned_at > _QUIET_S:
                 self._pause = _FIRST_PROBE_S
             logger.warning("no engine: %s; work waits for up to %g s", error, self._timeout)
 
@@ -62,25 +62,25 @@ class EngineAvailability:
             EngineLostError: it stayed away for longer than `timeout`, the cause is the first report; or it
                 says itself that it will not come back.
         """
-        while self._closed_by is not None:
+        while self._away_because is not None:
             async with self._probing:
-                while self._closed_by is not None:
+                while self._away_because is not None:
                     # The pause comes first: an engine whose health is fine while its requests fail must
                     # not be asked in a hot loop.
                     await asyncio.sleep(self._pause)
                     self._pause = min(self._pause * 2, _PROBE_S_MAX)
                     if await self._probe():
                         break
-                    away = time.monotonic() - self._closed_at
+                    away = time.monotonic() - self._away_since
                     if away > self._timeout:
                         raise EngineLostError(
                             f"the engine has been away for {away:.0f} s (generation.engine_timeout is "
-                            f"{self._timeout:g}): {self._closed_by}. What is done is safe; bring the engine "
+                            f"{self._timeout:g}): {self._away_because}. What is done is safe; bring the engine "
                             "back and run the same command again."
-                        ) from self._closed_by
+                        ) from self._away_because
 
     async def _probe(self) -> bool:
-        remaining = max(1.0, self._closed_at + self._timeout - time.monotonic())
+        remaining = max(1.0, self._away_since + self._timeout - time.monotonic())
         try:
             async with asyncio.timeout(remaining):
                 healthy = await self._engine.health()
@@ -90,8 +90,8 @@ class EngineAvailability:
             logger.info("engine probe: %s: %s", type(error).__name__, error)
             return False
         if healthy:
-            logger.warning("the engine is back after %.1f s", time.monotonic() - self._closed_at)
-            self._closed_by = None
-            self._opened += 1
-            self._opened_at = time.monotonic()
+            logger.warning("the engine is back after %.1f s", time.monotonic() - self._away_since)
+            self._away_because = None
+            self._returns += 1
+            self._returned_at = time.monotonic()
         return healthy

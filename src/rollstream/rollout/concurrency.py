@@ -260,12 +260,12 @@ class ObservedWork(Protocol):
         ...
 
     @property
-    def is_open(self) -> bool:
+    def is_available(self) -> bool:
         """Whether the engine is there."""
         ...
 
     @property
-    def generation(self) -> int:
+    def returns(self) -> int:
         """Changes whenever the engine has come back."""
         ...
 
@@ -294,7 +294,7 @@ class ConcurrencyController:
         """How often the cap was changed."""
         self._work = work
         self._every_s = every_s
-        self._generation = work.generation
+        self._returns = work.returns
 
     async def run(self, window: Places) -> None:
         """Works until it is cancelled."""
@@ -302,13 +302,13 @@ class ConcurrencyController:
         while True:
             load = await ask_load(work.engine)
             # An outage is no evidence, neither while it lasts nor in what was seen before it.
-            if work.is_open and work.generation == self._generation:
+            if work.is_available and work.returns == self._returns:
                 before = self.policy.cap
                 window.cap = self.policy.observe(self._observation(window, load))
                 if window.cap != before:
                     self._log(before)
             else:
-                self._generation = work.generation
+                self._returns = work.returns
                 self.policy.interrupt()
             await asyncio.sleep(self._every_s)
 

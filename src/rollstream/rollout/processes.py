@@ -60,7 +60,7 @@ class ProcessWorker:
         self._number = number
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter
+        self._writer: asyncio.StreamWriter | None = None
 
     async def start(self) -> int:
         """Starts the process; returns its id when its worker is ready."""
@@ -101,11 +101,11 @@ class ProcessWorker:
 
     def follow(self, urls: Sequence[str]) -> None:
         """The engine's servers are others now."""
-        self._writer.write(_frame(("follow", urls)))
+        self._write(("follow", urls))
 
     def drop(self) -> None:
         """Cuts off what is in flight."""
-        self._writer.write(_frame(("drop", None)))
+        self._write(("drop", None))
 
     async def close(self) -> None:
         """Has the worker release what it has, and waits for its end."""
@@ -118,13 +118,17 @@ class ProcessWorker:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()
-            if hasattr(self, "_writer"):
+            if self._writer is not None:
                 self._writer.close()
+
+    def _write(self, message: object) -> asyncio.StreamWriter:
+        assert self._writer is not None, "start() first"
+        self._writer.write(_frame(message))
+        return self._writer
 
     async def _send(self, message: object) -> None:
         try:
-            self._writer.write(_frame(message))
-            await self._writer.drain()
+            await self._write(message).drain()
         except OSError as error:
             raise WorkerLostError(await self._how_it_ended()) from error
 

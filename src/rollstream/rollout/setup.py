@@ -302,7 +302,7 @@ class RolloutSetup:
             default_agent_loop=self.settings.actor_rollout_ref.rollout.agent.default_agent_loop,
             retry=RetryPolicy(settings.max_attempts, settings.retry_delay, settings.retry_delay_max),
             attempt_timeout=settings.attempt_timeout,
-            gate=availability,
+            availability=availability,
             reward=self.reward,
             loops=self.agents.loops,
             refusal_patience=settings.engine_timeout,

@@ -48,7 +48,7 @@ class WorkerStatus:
     calls: int = 0
     """Requests at the engine now."""
     engine_available: bool = True
-    outages: int = 0
+    returns: int = 0
     """How often its engine has come back."""
     load: EngineLoad | None = None
     """Of its own engine; None when it has none of its own, or the engine does not say."""
@@ -86,7 +86,7 @@ class WorkerStats:
         status = self._statuses.pop(worker, None)
         if status is not None:
             self._ended.add(status.counts)
-            self._changes += 1 + status.outages
+            self._changes += 1 + status.returns
 
     @property
     def counts(self) -> Counts:
@@ -102,7 +102,7 @@ class WorkerStats:
         return sum(status.calls for status in self._statuses.values())
 
     @property
-    def is_open(self) -> bool:
+    def is_available(self) -> bool:
         """Whether no worker waits for its engine."""
         return all(status.engine_available for status in self._statuses.values())
 
@@ -112,6 +112,6 @@ class WorkerStats:
         return bool(self._statuses) and not any(one.engine_available for one in self._statuses.values())
 
     @property
-    def generation(self) -> int:
+    def returns(self) -> int:
         """Changes whenever an engine has come back or a worker has ended; only ever rises."""
-        return self._changes + sum(status.outages for status in self._statuses.values())
+        return self._changes + sum(status.returns for status in self._statuses.values())

@@ -2,10 +2,10 @@
 
 The life of a rollout:
 
-    waiting at the gate -> attempt -> scoring -> Rollout
-          ^                  | engine away (not charged): back to the gate
-          |                  | transient error, attempts left: back-off, back to the gate
-          |                  | engine full (not charged): back-off, back to the gate
+    waiting for the engine -> attempt -> scoring -> Rollout
+          ^                  | engine away (not charged): waiting again
+          |                  | transient error, attempts left: back-off, waiting again
+          |                  | engine full (not charged): back-off, waiting again
           +------------------+ else: Failure
 
 A worker never raises for what one rollout does; it raises when the engine is lost for good.
@@ -46,7 +46,7 @@ from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, T
 logger = logging.getLogger(__name__)
 
 _FREE_OUTAGES = 8
-"""Outages that one rollout lives through unsuspected. With the gate's pauses that is some six seconds of an
+"""Outages that one rollout lives through unsuspected. With the pauses between probes that is some six seconds of an
 engine that says it is well and is not."""
 
 _REFUSAL_WAIT_S_MAX = 5.0
@@ -79,7 +79,7 @@ class RolloutWorker:
         default_agent_loop: str,
         retry: RetryPolicy,
         attempt_timeout: float,
-        gate: EngineAvailability,
+        availability: EngineAvailability,
         reward: RewardScorer | None = None,
         loops: AgentLoops | None = None,
         refusal_patience: float = 0.0,
@@ -92,7 +92,7 @@ class RolloutWorker:
         default_agent_loop: for rows that name none.
         retry: how often and after how long.
         attempt_timeout: seconds for one attempt.
-        gate: closed while the engine is away.
+        availability: of the engine; rollouts wait while it is away.
         reward: None leaves rollouts unscored.
         loops: the agent loops by name; None knows the built-in and the registered ones.
         refusal_patience: seconds from the first time on that the engine refuses a rollout for want of room,
@@ -105,7 +105,7 @@ class RolloutWorker:
         self._default_loop = default_agent_loop
         self._retry = retry
         self._attempt_timeout = attempt_timeout
-        self._gate = gate
+        self._availability = availability
         self._refusal_patience = refusal_patience
         self._reward = reward
         self._loops = loops or AgentLoops()
@@ -120,13 +120,13 @@ class RolloutWorker:
         refusals, refused_at = 0, 0.0
         try:
             while True:
-                await self._gate.wait()
+                await self._availability.wait()
                 alone = await self._isolator.enter(suspected=suspected)
-                generation = self._gate.generation
+                returns = self._availability.returns
                 started = time.monotonic()
                 unavailable = None
                 try:
-                    if not self._gate.is_open:
+                    if not self._availability.is_available:
                         continue  # it closed while this one waited
                     trajectories, scoring = await self._attempt(row, repeat, attempt)
                 except Exception as error:
@@ -138,7 +138,7 @@ class RolloutWorker:
                 finally:
                     self._isolator.leave(outage=unavailable is not None)
                 if unavailable is not None:
-                    self._gate.close(unavailable, generation)
+                    self._availability.mark_away(unavailable, returns)
                     self.counters.unavailable += 1
                     outages += 1
                     if outages >= _FREE_OUTAGES and not suspected:

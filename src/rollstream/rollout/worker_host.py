@@ -77,14 +77,14 @@ class BuiltWorker:
         return self.instrumented.calls
 
     @property
-    def is_open(self) -> bool:
+    def is_available(self) -> bool:
         """Whether the engine is believed to be there."""
-        return self.availability.is_open
+        return self.availability.is_available
 
     @property
-    def generation(self) -> int:
+    def returns(self) -> int:
         """Changes whenever the engine has come back."""
-        return self.availability.generation
+        return self.availability.returns
 
 
 class WorkerRecipe(Protocol):
@@ -278,8 +278,8 @@ class WorkerHost:
         return WorkerStatus(
             counts=copy(built.counts),
             calls=built.calls,
-            engine_available=built.is_open,
-            outages=built.generation,
+            engine_available=built.is_available,
+            returns=built.returns,
             load=self._load,
         )
 

@@ -1,4 +1,4 @@
-"""Groups of the house's rollouts: n for each prompt row, by the rollout worker, its retries and its gate."""
+"""Groups of rollouts: n for each prompt row, by the rollout worker with its retries and its waits for the engine."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,7 +28,7 @@ class RolloutGroups:
 
     A rollout's `repeat` is `epoch * n + its place in the group`: seeds differ from epoch to epoch, and
     `(index, repeat)` names a rollout once and for all. A group takes as long as it takes: the worker bounds
-    each attempt, the gate the time without an engine.
+    each attempt, `EngineAvailability` the time without an engine.
 
     Args:
         worker: runs the rollouts; or makes the worker, in the event loop that it will run in.

@@ -85,7 +85,7 @@ def make_worker(
         default_agent_loop=loop,
         retry=RetryPolicy(max_attempts, 0.001, 0.002),
         attempt_timeout=attempt_timeout,
-        gate=EngineAvailability(given.engine, timeout=FAR),
+        availability=EngineAvailability(given.engine, timeout=FAR),
         reward=reward,
         loops=loops,
     )

@@ -221,7 +221,7 @@ async def test_while_the_engine_is_away_nothing_is_concluded(
             while not observed:
                 await asyncio.sleep(0)
             engine.go_down()
-            while harness.gate.is_open:
+            while harness.availability.is_available:
                 await asyncio.sleep(0)
             before, asked = observed, engine.asked
             while engine.asked < asked + 20:

@@ -79,7 +79,7 @@ class Harness:
         resources = AgentResources(
             metered, tokenizer, PromptRenderer(tokenizer, prompt_length=64, truncation="error"), 16
         )
-        self.gate = EngineAvailability(engine, timeout=engine_timeout)
+        self.availability = EngineAvailability(engine, timeout=engine_timeout)
         self.worker = RolloutWorker(
             resources,
             sampling=SamplingParams(16),
@@ -87,7 +87,7 @@ class Harness:
             default_agent_loop=loop,
             retry=RetryPolicy(3, 0.001, 0.002),
             attempt_timeout=attempt_timeout,
-            gate=self.gate,
+            availability=self.availability,
             reward=LengthReward(),
             refusal_patience=refusal_patience,
             counts=metered.counts,
@@ -96,7 +96,7 @@ class Harness:
         self.writer.start()
         self.controller = None
         if every_s is not None:
-            built = BuiltWorker(self.worker, metered, self.gate)
+            built = BuiltWorker(self.worker, metered, self.availability)
             self.controller = ConcurrencyController(max_in_flight, built, every_s=every_s)
         self.executor = LocalExecutor(
             self.worker,
@@ -189,7 +189,7 @@ async def test_an_outage_costs_no_attempt(tmp_path: Path, tokenizer: ChatTokeniz
         while not engine.requests:
             await asyncio.sleep(0)
         engine.go_down()
-        while harness.gate.is_open:
+        while harness.availability.is_available:
             await asyncio.sleep(0)
         engine.come_back()
         await work

@@ -18,12 +18,12 @@ def test_counts_and_generations_only_rise(events: list[tuple[int, int, bool]]) -
     for worker, more, dies in events:
         totals[worker] += more
         expected += more
-        stats.update(ids[worker] * 4 + worker, WorkerStatus(Counts(finished=totals[worker]), outages=more))
-        before = stats.generation
+        stats.update(ids[worker] * 4 + worker, WorkerStatus(Counts(finished=totals[worker]), returns=more))
+        before = stats.returns
         if dies:
             stats.remove(ids[worker] * 4 + worker)
             totals[worker], ids[worker] = 0, ids[worker] + 1
-            assert stats.generation > before
+            assert stats.returns > before
         assert stats.counts.finished == expected
     stats.remove(99)  # nobody
     assert stats.counts.finished == expected
@@ -31,10 +31,10 @@ def test_counts_and_generations_only_rise(events: list[tuple[int, int, bool]]) -
 
 def test_whether_work_waits() -> None:
     stats = WorkerStats()
-    assert stats.is_open and not stats.all_wait
+    assert stats.is_available and not stats.all_wait
     stats.update(1, WorkerStatus(engine_available=False))
     stats.update(2, WorkerStatus())
-    assert not stats.is_open and not stats.all_wait
+    assert not stats.is_available and not stats.all_wait
     stats.remove(2)
     assert stats.all_wait
 

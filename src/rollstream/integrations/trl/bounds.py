@@ -40,13 +40,13 @@ class TimedWorker:
 
     Args:
         worker: runs the rollouts.
-        gate: of that worker. A rollout that saw the engine go away has its time again.
+        availability: of the engine of that worker. A rollout that saw the engine go away has its time again.
         seconds: for a rollout with all its attempts.
     """
 
-    def __init__(self, worker: RolloutWorker, gate: EngineAvailability, seconds: float) -> None:
+    def __init__(self, worker: RolloutWorker, availability: EngineAvailability, seconds: float) -> None:
         self._worker = worker
-        self._gate = gate
+        self._availability = availability
         self._seconds = seconds
 
     async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
@@ -54,11 +54,11 @@ class TimedWorker:
         running = asyncio.create_task(self._worker.run(row, repeat))
         try:
             while True:
-                openings = self._gate.generation
+                returns = self._availability.returns
                 await asyncio.wait([running], timeout=self._seconds)
                 if running.done():
                     return running.result()
-                if self._gate.is_open and self._gate.generation == openings:
+                if self._availability.is_available and self._availability.returns == returns:
                     break
         finally:
             if not running.done():

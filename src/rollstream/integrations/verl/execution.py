@@ -30,7 +30,7 @@ from rollstream.engine.base import Engine
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.registry import data_deciding_kwargs
 from rollstream.errors import ConfigError, DataError
-from rollstream.generation.execution import Execution, OnDurable, join_cluster
+from rollstream.generation.execution import Execution, OnDurable, execution_of_workers, join_cluster
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.setup import Prepared, manifest_for, take_shard
@@ -295,15 +295,7 @@ async def _start(
     )
     stack.push_async_callback(executor.close)
     await stop.unless_stopped(executor.start())
-    stats = executor.stats
-    return Execution(
-        executor,
-        waits=lambda: not stats.is_open,
-        retries=lambda: stats.counts.retries,
-        unscored=lambda: stats.counts.reward_errors,
-        engine=stats.engine,
-        replicas=engine.replica_counts if isinstance(engine, LaunchedEngine) else lambda: None,
-    )
+    return execution_of_workers(executor, engine if isinstance(engine, LaunchedEngine) else None)
 
 
 def _for_verl(prepared: VerlPrepared, urls: Sequence[str]) -> DictConfig:

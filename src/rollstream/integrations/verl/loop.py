@@ -109,7 +109,7 @@ class SampleWorker:
 
 
 class VerlServers:
-    """verl's servers, as the gate before them sees them. verl's client generates, so `generate` does not.
+    """verl's servers, as workers that wait for them see them. verl's client generates, so `generate` does not.
 
     Args:
         handles: of their actors; none: requests that fail say how they are.

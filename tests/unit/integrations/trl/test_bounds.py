@@ -63,10 +63,10 @@ async def test_one_that_is_cut_off_from_outside_is_cut_off_inside() -> None:
 
 
 async def test_the_time_without_an_engine_is_charged_to_nobody() -> None:
-    work, gate = Work(), make_gate()
-    gate.close(EngineUnavailableError("restarts"), gate.generation)
-    running = asyncio.create_task(TimedWorker(work, gate, 0.02).run(ROW, 3))  # type: ignore[arg-type]
+    work, availability = Work(), make_gate()
+    availability.mark_away(EngineUnavailableError("restarts"), availability.returns)
+    running = asyncio.create_task(TimedWorker(work, availability, 0.02).run(ROW, 3))  # type: ignore[arg-type]
     await asyncio.sleep(0.2)
     assert not running.done()
-    await gate.wait()  # opens it: from now on the time is the rollout's
+    await availability.wait()  # opens it: from now on the time is the rollout's
     assert isinstance(await running, Failure)

@@ -1,4 +1,4 @@
-"""verl's servers and load balancer, as the gate before them sees them."""
+"""verl's servers and load balancer, as workers that wait for them see them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -63,7 +63,7 @@ async def test_servers_that_ended_for_good_are_not_waited_for() -> None:
 
 
 async def test_a_balancer_that_starts_anew_is_waited_for() -> None:
-    """Servers that are well are no engine while nobody says which one to ask: the gate stays closed."""
+    """Servers that are well are no engine while nobody says which one to ask: work waits."""
     answers = iter([raising(ActorUnavailableError("restarting", None)), raising(TimeoutError()), well])
     balancer = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: _answer(next(answers))))
     servers = VerlServers([actor(well, health=True)], VERL_SERVERS, balancer=balancer)
@@ -79,10 +79,10 @@ async def _answer(answer: Callable[[], Any]) -> Any:
 async def test_a_balancer_that_ended_for_good_ends_the_run() -> None:
     """Not, one after the other, every rollout that is left (R5)."""
     balancer = actor(raising(ActorDiedError()))
-    gate = EngineAvailability(
+    availability = EngineAvailability(
         VerlServers([actor(well, health=True)], VERL_SERVERS, balancer=balancer), timeout=600
     )
-    gate.close(EngineUnavailableError("verl's load balancer is gone"), gate.generation)
-    waiting: Awaitable[None] = asyncio.wait_for(gate.wait(), 20)
+    availability.mark_away(EngineUnavailableError("verl's load balancer is gone"), availability.returns)
+    waiting: Awaitable[None] = asyncio.wait_for(availability.wait(), 20)
     with pytest.raises(EngineLostError, match=r"load balancer has ended.*run the same command again"):
         await waiting
