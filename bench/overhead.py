@@ -31,9 +31,9 @@ import aiohttp
 import orjson
 
 from bench.report import cpu_seconds, parse_options, peak_rss_mb, print_table, write_json
+from bench.runs import generate
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.demo import MODEL_PATH
-from rollstream.generation import main
 from rollstream.store.batch import file_rows
 
 PROMPT_TOKENS = RESPONSE_TOKENS = 512
@@ -187,13 +187,10 @@ def run_rollstream(
         "generation.max_in_flight": IN_FLIGHT,
         "generation.processes": processes,
         "generation.seed": 1,
-        "generation.show_progress": "false",
-        "generation.log_level": "error",
     }
     cpu, started = cpu_seconds(), time.perf_counter()
-    code = main.main([f"{key}={value}" for key, value in settings.items()])
+    generate(settings)
     figures = _figures(rollouts, time.perf_counter() - started, cpu_seconds() - cpu)
-    assert code == 0
     assert file_rows(folder / "trajectories.parquet") == max(n, rollouts)
     return figures
 
