@@ -11,10 +11,13 @@ cannot read it (`~/x.jsonl`, letters beyond ASCII, brackets) or reads a number o
 """
 
 import difflib
+import importlib.util
 import logging
 import re
 import shlex
 import threading
+import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
@@ -78,8 +81,14 @@ _IN_ENGLISH = {
 
 _SIMPLE_WORD = re.compile(r"(?:\+\+?)?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
+_LEFT_OUT = object()
+
 _COMPOSING = threading.Lock()
 """Hydra's state is the process's, and threads of several runs may begin at once."""
+
+if not OmegaConf.has_resolver("now"):
+    # Hydra's, which it registers when it composes a file. Cached, so that all places name the same moment.
+    OmegaConf.register_new_resolver("now", lambda pattern: time.strftime(pattern), use_cache=True)
 
 
 def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any] | Path] = ()) -> DictConfig:
@@ -105,9 +114,12 @@ def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any]
         try:
             key, value = _read_override(word)
             tree = _nested(key, value)
-            if _known_part(tree, tree, "", problems):
+            kept: Any = _known_part(tree, tree, "", problems)
+            for part in key.split("."):
+                kept = kept.get(part, _LEFT_OUT) if isinstance(kept, Mapping) else _LEFT_OUT
+            if kept is not _LEFT_OUT:
                 merge = isinstance(value, Mapping) and not _is_free_form(key)
-                OmegaConf.update(config, key, value, merge=merge, force_add=True)
+                OmegaConf.update(config, key, kept, merge=merge, force_add=True)
         except ConfigError as error:
             problems.append(str(error))
         except OmegaConfBaseException as error:
@@ -185,7 +197,7 @@ def _as_one(problems: Sequence[str]) -> ConfigError:
     return ConfigError(found[0] if len(found) == 1 else many + "\n  ".join(found))
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     """An error without the lines that OmegaConf and Hydra add for those who know their insides."""
     return str(error).strip().partition("\n")[0]
 
@@ -238,11 +250,22 @@ def _compose_by_hydra(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     searched = [*(own_path if isinstance(own_path, list) else ()), "pkg://rollstream.config"]
     words = [f"hydra.searchpath={OmegaConf.create(searched)}"]
     try:
-        with _COMPOSING, initialize_config_dir(str(path.absolute().parent), version_base="1.3"):
+        with (
+            _COMPOSING,
+            warnings.catch_warnings(),
+            initialize_config_dir(str(path.absolute().parent), version_base="1.3"),
+        ):
+            # Of a search path that is not there: it matters where something is not found, and is said then.
+            warnings.filterwarnings("ignore", message=".*searchpath.*is not available", category=UserWarning)
             composed: Any = OmegaConf.to_container(hydra_compose(path.stem, words))
     except (HydraException, OmegaConfBaseException) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ConfigError(f"configuration file {path} cannot be composed: {' '.join(lines[:2])}") from error
+        what = _first_line(error) or _first_line(error.__cause__ or error)
+        hint = ""
+        if any("verl" in str(one) for one in searched) and importlib.util.find_spec("verl") is None:
+            hint = " (verl, which hydra.searchpath names, is not installed here)"
+        raise ConfigError(
+            f"configuration file {path} cannot be composed: {what.removesuffix('.')}{hint}"
+        ) from error
     return dict(composed)
 
 

@@ -1,6 +1,7 @@
 """Configuration: unknown keys get the nearest name, values their types, and YAML files are input again."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -299,3 +300,15 @@ def test_a_mapping_is_a_layer_too() -> None:
 )
 def test_loggers_may_be_one_name_or_none(word: str, names: list[str]) -> None:
     assert to_settings(compose([f"trainer.logger={word}"])).trainer.logger == names
+
+
+def test_a_verl_key_on_the_command_line_is_left_out_as_in_a_file(caplog: pytest.LogCaptureFixture) -> None:
+    config = compose(["data.return_raw_chat=true", "data.filter_overlong_prompts_workers=8", "data.seed=7"])
+    assert to_settings(config).data.seed == 7
+    assert "return_raw_chat" in caplog.text and "filter_overlong_prompts_workers" in caplog.text
+
+
+def test_now_is_resolved_without_hydra_composing() -> None:
+    config = compose(["trainer.experiment_name='run-${now:%Y}'"])
+    name = to_settings(config).trainer.experiment_name
+    assert re.fullmatch(r"run-\d{4}", name)
