@@ -585,6 +585,9 @@ def _unused(settings: Settings) -> list[str]:
             unused.append("trainer.n_gpus_per_node")
         if settings.trainer.nnodes > 1:
             unused.append("trainer.nnodes")
+    is_given = any(value is not None for value in settings.ray_kwargs.ray_init.values())
+    if executor == "local" and rollout.launch.where != "ray" and is_given:
+        unused.append("ray_kwargs.ray_init")
     return unused
 
 

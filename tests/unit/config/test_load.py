@@ -207,6 +207,11 @@ def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "no effect" in caplog.text
     assert "agent.num_workers, trainer.n_gpus_per_node" in caplog.text
     caplog.clear()
+    compose(["ray_kwargs.ray_init={num_cpus: null}"])  # as in verl's files
+    assert not caplog.text
+    compose(["ray_kwargs.ray_init={num_cpus: 2}"])
+    assert "ray_kwargs.ray_init" in caplog.text
+    caplog.clear()
     compose([*words, "generation.executor=ray", "actor_rollout_ref.rollout.name=vllm"])
     assert not caplog.text
 
