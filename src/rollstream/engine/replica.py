@@ -1,7 +1,7 @@
 """One server of a pool."""
 
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from rollstream.engine.base import Capabilities, ChatPrompt
 from rollstream.errors import EngineError, EngineUnavailableError
@@ -93,14 +93,4 @@ class Replica(Protocol):
 
     async def close(self) -> None:
         """Releases connections."""
-        ...
-
-
-@runtime_checkable
-class ResumesAborted(Protocol):
-    """A replica whose requests may be taken away in the middle; optional."""
-
-    @property
-    def resumes_aborted(self) -> bool:
-        """Whether an aborted request gives its tokens, and a prompt that ends with them goes on there."""
         ...

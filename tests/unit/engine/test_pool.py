@@ -2,21 +2,22 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
 from rollstream.engine import pool as pool_module
 from rollstream.engine.continuation import ContinuingEngine
-from rollstream.engine.pool import common_capabilities
+from rollstream.engine.pool import Router, common_capabilities
+from rollstream.engine.readiness import Member
 from rollstream.engine.sglang import ENGINE_KWARGS, SGLangEngine, SGLangReplica
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubServer
 from rollstream.trajectory import Completion, SamplingParams
+from tests.support.replicas import FakeReplica
 
 SAMPLING = SamplingParams(max_tokens=16, seed=5)
 
@@ -37,6 +38,48 @@ async def pool(servers: list[StubServer]) -> AsyncIterator[SGLangEngine]:
     await engine.start()
     yield engine
     await engine.close()
+
+
+def members(**in_flight: int) -> dict[str, Member]:
+    return {name: Member(FakeReplica(name), in_flight=count) for name, count in in_flight.items()}
+
+
+def picks(router: Router, among: Iterable[Member], count: int = 60) -> Counter[str]:
+    return Counter(router.pick([*among], f"session {number}").name for number in range(count))
+
+
+class TestRouter:
+    def test_the_least_in_flight_gets_it_and_ties_are_random(self) -> None:
+        found = members(a=1, b=1, c=2)
+        taken = picks(Router(), found.values())
+        assert set(taken) == {"a", "b"} and min(taken.values()) > 10
+
+    def test_a_slow_one_gets_less(self) -> None:
+        found = members(slow=3, fast=9, new=20)
+        found["slow"].tokens, found["slow"].seconds = 100, 3.0
+        found["fast"].tokens, found["fast"].seconds = 100, 1.0
+        assert set(picks(Router(), found.values())) == {"fast"}
+        found["fast"].in_flight = 12
+        assert set(picks(Router(), found.values())) == {"slow"}
+        found["new"].in_flight = 4  # taken for one as fast as the others
+        assert set(picks(Router(), found.values())) == {"new"}
+
+    def test_a_session_stays_unless_another_is_much_less_busy(self) -> None:
+        router, found = Router(), members(a=0, b=0, c=0)
+        home = router.pick([*found.values()], "s")
+        home.in_flight = 3
+        assert all(router.pick([*found.values()], "s") is home for _ in range(20))
+        assert router.pick([one for one in found.values() if one is not home], "s") is not home
+        home.in_flight = 4
+        assert router.pick([*found.values()], "s") is not home
+
+    def test_only_the_newest_sessions_are_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pool_module, "_REMEMBERED_SESSIONS", 4)
+        router, found = Router(), members(a=0, b=1)
+        assert router.pick([*found.values()], "s").name == "a"
+        picks(router, found.values(), 4)
+        found["a"].in_flight = 2  # few enough to stay
+        assert router.pick([*found.values()], "s").name == "b"
 
 
 def ask(pool: SGLangEngine, number: int, session: str | None = None) -> "asyncio.Task[Completion]":
@@ -217,7 +260,6 @@ async def test_a_pool_can_do_what_all_of_it_can() -> None:
 
 FULL = SamplingParams(max_tokens=500)
 LONG = Latency("fixed", 200)
-SHORT = Latency("fixed", 10)
 
 
 def stub(speed: float = 1.0) -> StubServer:
@@ -231,138 +273,14 @@ async def eventually(check: Callable[[], bool], within: float = 60.0) -> None:
             await asyncio.sleep(0.005)
 
 
-def ask_long(pool: SGLangEngine, number: int, **changes: Any) -> "asyncio.Task[Completion]":
-    sampling = replace(FULL, **changes)
-    return asyncio.create_task(pool.generate([number, 1, 2, 3], sampling, request_id=f"r{number}"))
+def ask_long(pool: SGLangEngine, number: int) -> "asyncio.Task[Completion]":
+    return asyncio.create_task(pool.generate([number, 1, 2, 3], FULL, request_id=f"r{number}"))
 
 
-def whole(server: StubServer, number: int, seed: int | None = None) -> tuple[list[int], list[float]]:
-    return server.book.answer([number, 1, 2, 3], seed, 200)
+def whole(server: StubServer, number: int) -> tuple[list[int], list[float]]:
+    return server.book.answer([number, 1, 2, 3], None, 200)
 
 
-@dataclass
-class Straggler:
-    """A request that has begun at a slow replica, and a fast one that is idle."""
-
-    slow: StubServer
-    fast: StubServer
-    pool: SGLangEngine
-    task: "asyncio.Task[Completion]"
-
-
-@asynccontextmanager
-async def straggler(
-    slow_speed: float = 0.05, *, moves: bool = True, **changes: Any
-) -> AsyncIterator[Straggler]:
-    async with stub(slow_speed) as slow, stub(10.0) as fast:
-        pool = SGLangEngine(
-            [slow.url], engine_kwargs={"health_timeout": 1.0, "move_stragglers": moves, "probe_after": 0.2}
-        )
-        await pool.start()
-        task = ask_long(pool, 1, **changes)
-        await eventually(lambda: slow.stats.in_flight == 1)
-        await pool.add_replica(
-            SGLangReplica(
-                fast.url, model_path=None, limits=None, kwargs=ENGINE_KWARGS | {"health_timeout": 1.0}
-            )
-        )
-        fast.lengths = SHORT
-        await ask_long(pool, 100)  # goes to the idle one, and shows how fast that is
-        assert fast.stats.requests == 1
-        fast.lengths = LONG
-        yield Straggler(slow, fast, pool, task)
-        await pool.close()
-        await eventually(lambda: not slow.stats.in_flight and not fast.stats.in_flight)
-
-
-@pytest.fixture
-def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_TICK_S", 0.02)
-
-
-@pytest.mark.usefixtures("quick_looks")
-class TestStragglers:
-    async def test_it_goes_on_at_the_fast_replica_with_its_tokens(self) -> None:
-        async with straggler() as at:
-            completion = await asyncio.wait_for(at.task, 10)
-            assert at.pool.moved == at.slow.stats.aborts == 1
-            # Exactly as if it had not moved; only the token that the abort came with is sampled twice: see
-            # `sglang_wire.read_reply`.
-            assert (completion.token_ids, completion.logprobs) == whole(at.fast, 1)
-            assert at.slow.stats.tokens + at.fast.stats.tokens <= 200 + 1 + 10
-            assert completion.finish_reason == "stop"
-
-    @pytest.mark.parametrize("changes", [{"seed": 7}, {"stop": ("x",)}], ids=str)
-    async def test_one_whose_tokens_would_be_others_stays(self, changes: dict[str, Any]) -> None:
-        async with straggler(0.5, **changes) as at:
-            completion = await asyncio.wait_for(at.task, 10)
-            assert at.pool.moved == 0
-            assert completion.token_ids == whole(at.fast, 1, changes.get("seed"))[0]
-
-    async def test_moves_can_be_turned_off(self) -> None:
-        async with straggler(0.5, moves=False) as at:
-            await asyncio.wait_for(at.task, 10)
-            assert at.pool.moved == 0
-
-    async def test_the_caller_aborts_after_a_move(self) -> None:
-        async with straggler() as at:
-            at.fast.speed = 0.05
-            await eventually(lambda: at.fast.stats.in_flight == 1)
-            await at.pool.abort("r1")
-            completion = await asyncio.wait_for(at.task, 10)
-            assert completion.finish_reason == "abort"
-            assert completion.token_ids == whole(at.fast, 1)[0][: len(completion.token_ids)]
-            assert len(completion.logprobs or ()) == len(completion.token_ids)
-
-    async def test_the_fast_replica_dies_after_a_move(self) -> None:
-        """The request goes on with the tokens that it had before."""
-        async with straggler() as at:
-            at.fast.speed = 0.05
-            await eventually(lambda: at.fast.stats.in_flight == 1)
-            at.slow.speed = 10.0
-            at.fast.kill()
-            completion = await asyncio.wait_for(at.task, 20)
-            assert (completion.token_ids, completion.logprobs) == whole(at.slow, 1)
-
-    async def test_cancelling_a_request_that_moves_leaves_nothing(self) -> None:
-        async with straggler() as at:
-            await eventually(lambda: at.pool.moved == 1)
-            at.task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await at.task
-
-    async def test_an_abort_that_is_lost_leaves_the_request_where_it_is(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        async def lost(self: SGLangReplica, rid: str) -> None: ...
-
-        monkeypatch.setattr(SGLangReplica, "abort", lost)
-        async with straggler(0.5) as at:
-            await eventually(lambda: at.pool.moved == 1)
-            assert (await asyncio.wait_for(at.task, 10)).token_ids == whole(at.slow, 1)[0]
-            assert at.fast.stats.requests == 1
-
-    async def test_none_moves_while_all_are_busy(self) -> None:
-        """A slow replica has its part in a run."""
-        async with stub(4.0) as slow, stub(10.0) as fast:
-            slow.lengths = fast.lengths = Latency("pareto", 10, 2.0, 200)
-            pool = SGLangEngine([slow.url, fast.url])
-            await pool.start()
-            numbers, seen = iter(range(300)), []
-
-            async def slot() -> None:
-                for number in numbers:
-                    await ask_long(pool, number)
-                    if number == 250:
-                        seen.append(pool.moved)
-
-            await asyncio.wait_for(asyncio.gather(*(slot() for _ in range(24))), 30)
-            assert seen[0] <= 2  # nothing is left to chance here but the time of day
-            assert slow.stats.answered > 20  # of 86 by its speed
-            await pool.close()
-
-
-@pytest.mark.usefixtures("quick_looks")
 class TestHealthMonitor:
     kwargs: ClassVar = {"probe_after": 0.1, "health_timeout": 1.0}
 

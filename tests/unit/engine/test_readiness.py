@@ -1,71 +1,24 @@
 """Replicas that come, go, and miss updates: nothing is generated with any but the wanted weights."""
 
 import asyncio
+import contextlib
+import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rollstream.engine import pool, readiness
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.pool import PoolEngine
-from rollstream.engine.readiness import LoadResult, WeightTracker
-from rollstream.engine.replica import INITIAL_WEIGHTS, Weights, WeightsLostError
+from rollstream.engine.replica import WeightsLostError
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import SamplingParams
 from tests.support.replicas import CAPABILITIES, FakeReplica
 
-NAMES = ("a", "b", "c")
-RESULTS: tuple[LoadResult, ...] = ("loaded", "refused", "unknown", "not asked")
-
-
-class Tracker(RuleBasedStateMachine):
-    """Beside the tracker there is the truth: what the tracker lets work must hold the wanted weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tracker = WeightTracker()
-        self.truth = dict.fromkeys(NAMES, INITIAL_WEIGHTS)
-        self.versions = 0
-
-    @rule(results=st.tuples(*(st.sampled_from(RESULTS) for _ in NAMES)), arrived=st.booleans())
-    def update(self, results: tuple[LoadResult, ...], arrived: bool) -> None:
-        self.versions += 1
-        weights = Weights(f"/step{self.versions}", self.versions)
-        before, given = self.tracker.wanted, dict(zip(NAMES, results, strict=True))
-        for name, result in given.items():
-            if result == "loaded" or (result == "unknown" and arrived):
-                self.truth[name] = weights
-        self.tracker.settle(weights, given)
-        assert self.tracker.wanted == (weights if "loaded" in results else before)
-
-    @rule(name=st.sampled_from(NAMES))
-    def restart(self, name: str) -> None:
-        self.truth[name] = INITIAL_WEIGHTS
-        self.tracker.lost(name)
-
-    @rule(name=st.sampled_from(NAMES))
-    def load(self, name: str) -> None:
-        if self.tracker.needs_load(name) and self.tracker.wanted != INITIAL_WEIGHTS:
-            self.truth[name] = self.tracker.wanted
-            self.tracker.record(name, self.tracker.wanted)
-            assert not self.tracker.needs_load(name)
-
-    @invariant()
-    def nobody_works_with_other_weights(self) -> None:
-        working = [name for name in NAMES if not self.tracker.needs_load(name)]
-        assert all(self.truth[name] == self.tracker.wanted for name in working)
-
-
-class TestTracker(Tracker.TestCase):  # type: ignore[name-defined,misc]
-    pass
-
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_TICK_S", 0.01)
     monkeypatch.setattr(pool, "_TRY_WAIT_S", 0.05)
     monkeypatch.setattr(readiness, "_FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(readiness, "_PAUSE_S_MAX", 0.1)
@@ -302,3 +255,31 @@ async def test_an_unexpected_error_is_said_and_tried_again(
     monkeypatch.setattr(b, "describe", describe)
     b.away = False
     await eventually(lambda: len(engine.ready) == 2)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_whatever_happens_no_answer_has_other_weights_than_the_wanted(seed: int) -> None:
+    rng = random.Random(seed)
+    replicas = [FakeReplica(name) for name in "abc"]
+    failures = (EngineError("refused"), TransientEngineError("cut off"), WeightsLostError("halfway"))
+    async with asyncio.timeout(30):
+        engine = PoolEngine(replicas)
+        await engine.start()
+        wanted = 0
+        for version in range(1, 30):
+            victim = rng.choice(replicas)
+            match rng.choice(("restart", "leave", "fail", "update", "update")):
+                case "restart" if wanted:
+                    victim.restart()
+                case "leave":
+                    victim.away = True
+                case "fail":
+                    victim.load_errors = [rng.choice(failures)]
+                case _:
+                    with contextlib.suppress(EngineError):
+                        await engine.update_weights(f"/{version}", version)
+                        wanted = version
+            with contextlib.suppress(EngineUnavailableError):
+                assert await versions(engine) == {wanted}
+            victim.away = False
+        await engine.close()
