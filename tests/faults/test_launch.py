@@ -76,7 +76,6 @@ def stub_python(folder: Path, latency: str) -> Path:
     path = folder / "python"
     path.write_text(
         "#!/bin/sh\n"
-        f'if [ "$1" = -c ]; then exec {sys.executable} "$@"; fi\n'
         f"if [ -e {folder}/broken ]; then echo 'CUDA out of memory'; exit 9; fi\n"
         "for port; do :; done\n"
         f"exec {sys.executable} -m rollstream.testing.stub_server --response-tokens 64 --latency {latency} "

@@ -114,7 +114,7 @@ async def test_a_server_that_comes_later_with_another_model_gets_no_work(
         assert "serves '/models/bad'" in caplog.text
         caplog.clear()
         async with StubServer(port=port, model_path="/models/good", vocab_size=100) as small:
-            await until(lambda: "a vocabulary of 100 ids, not 512" in caplog.text)
+            await until(lambda: "vocab_size 100 (not 512)" in caplog.text)
             assert small.stats.requests == 0
         async with StubServer(port=port, model_path="/elsewhere/good") as late:
             await until(lambda: late.stats.answered > 0)

@@ -4,10 +4,10 @@ Sources of the commands: https://docs.sglang.io/advanced_features/server_argumen
 https://docs.vllm.ai/en/latest/cli/serve.html, `rollstream serve --help`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -22,174 +22,12 @@ LOOPBACK = "127.0.0.1"
 
 ServerKind = Literal["sglang", "vllm", "rollstream"]
 
-MODULES: dict[ServerKind, str] = {
-    "sglang": "sglang",
-    "vllm": "vllm",
-    "rollstream": "rollstream",
-}
-"""The package that the interpreter must have."""
-
 _ENTRY_POINTS: dict[ServerKind, tuple[str, ...]] = {
     "sglang": ("sglang.launch_server",),
     # `vllm serve` looks for a distribution of that name, which the CPU build is not.
     "vllm": ("vllm.entrypoints.openai.api_server",),
     "rollstream": ("rollstream.cli", "serve"),
 }
-
-_RESERVED = frozenset(("model", "model-path", "host", "port", "log-dir", "exit-with-parent", "json"))
-"""Arguments that rollstream gives itself."""
-
-_ELSEWHERE = {
-    "tp": "tensor_model_parallel_size",
-    "tp-size": "tensor_model_parallel_size",
-    "tensor-parallel-size": "tensor_model_parallel_size",
-    "pp-size": "pipeline_model_parallel_size",
-    "pipeline-parallel-size": "pipeline_model_parallel_size",
-    "dp": "data_parallel_size",
-    "dp-size": "data_parallel_size",
-    "data-parallel-size": "data_parallel_size",
-    "dtype": "dtype",
-    "load-format": "load_format",
-    "mem-fraction-static": "gpu_memory_utilization",
-    "gpu-memory-utilization": "gpu_memory_utilization",
-    "context-length": "max_model_len",
-    "max-model-len": "max_model_len",
-}
-"""Arguments that have keys of their own: they count devices with them, or know them from the identity."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """What every kind of server is told, in its own words."""
-
-    model_path: str
-    tokenizer_path: str | None
-    max_model_len: int | None
-    tensor_parallel: int
-    pipeline_parallel: int
-    data_parallel: int
-    gpu_memory_utilization: float | None
-    dtype: str
-    load_format: str
-    trust_remote_code: bool
-    seeds: bool
-    log_dir: Path
-    host: str = LOOPBACK
-    """Address that it listens on."""
-
-
-def server_words(kind: ServerKind, python: str, options: ServerOptions, args: Mapping[str, Any]) -> list[str]:
-    """A server's command, but for its port.
-
-    Args:
-        kind: the server.
-        python: the interpreter that has it.
-        options: see there.
-        args: the user's further arguments by name, with `_` or `-`. True gives the name alone; false or null
-            leaves out an argument that rollstream would give; a list gives several words; a mapping gives
-            `k=v` words to `rollstream serve`, and JSON to the others.
-
-    Raises:
-        ConfigError: an argument that is not the user's to give here, or an option that the server lacks.
-    """
-    given = {str(name).replace("_", "-"): value for name, value in args.items()}
-    for name in given:
-        if name in _RESERVED:
-            raise ConfigError(f"{_ROLLOUT}.launch.args.{name} is not yours to set: rollstream does")
-        if name in _ELSEWHERE:
-            raise ConfigError(
-                f"{_ROLLOUT}.launch.args.{name} has a key of its own: {_ROLLOUT}.{_ELSEWHERE[name]}"
-            )
-    own = {"sglang": _sglang, "vllm": _vllm, "rollstream": _rollstream}[kind](options)
-    words = [python, "-m", *_ENTRY_POINTS[kind]]
-    for name, value in (own | given).items():
-        words += _words(name, value, json=kind != "rollstream")
-    return words
-
-
-def _sglang(options: ServerOptions) -> dict[str, Any]:
-    return {
-        "model-path": options.model_path,
-        "tokenizer-path": options.tokenizer_path,
-        "host": options.host,
-        "tp-size": _unless(options.tensor_parallel, 1),
-        "pp-size": _unless(options.pipeline_parallel, 1),
-        "dp-size": _unless(options.data_parallel, 1),
-        "mem-fraction-static": options.gpu_memory_utilization,
-        "dtype": _unless(options.dtype, "auto"),
-        "load-format": _unless(options.load_format, "auto"),
-        "context-length": options.max_model_len,
-        "trust-remote-code": options.trust_remote_code,
-        # Without it seeds are silently ignored. It is slower, so only where seeds are wanted.
-        "enable-deterministic-inference": options.seeds,
-    }
-
-
-def _vllm(options: ServerOptions) -> dict[str, Any]:
-    return {
-        "model": options.model_path,
-        "tokenizer": options.tokenizer_path,
-        "host": options.host,
-        "tensor-parallel-size": _unless(options.tensor_parallel, 1),
-        "pipeline-parallel-size": _unless(options.pipeline_parallel, 1),
-        "data-parallel-size": _unless(options.data_parallel, 1),
-        "gpu-memory-utilization": options.gpu_memory_utilization,
-        "dtype": _unless(options.dtype, "auto"),
-        "load-format": _unless(options.load_format, "auto"),
-        "max-model-len": options.max_model_len,
-        "trust-remote-code": options.trust_remote_code,
-        "enable-scale-out": True,  # the route that takes and gives token ids, and aborts
-    }
-
-
-def _rollstream(options: ServerOptions) -> dict[str, Any]:
-    for name, value, default in (
-        ("dtype", options.dtype, "auto"),
-        ("load_format", options.load_format, "auto"),
-        ("gpu_memory_utilization", options.gpu_memory_utilization, None),
-    ):
-        if value != default:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.{name}={value}: `rollstream serve` has no such option; "
-                "say it to its engine, by actor_rollout_ref.rollout.launch.args.engine_kwargs"
-            )
-    return {
-        "model": options.model_path,
-        "host": options.host,
-        # On a cluster other nodes have to reach it, as any other server; a key is the user's to set.
-        "insecure": options.host != "127.0.0.1",
-        "max-model-len": options.max_model_len,
-        "log-dir": options.log_dir,
-        "exit-with-parent": True,
-    }
-
-
-def _unless(value: Any, default: Any) -> Any:
-    return None if value == default else value
-
-
-def _words(name: str, value: Any, *, json: bool) -> Iterator[str]:
-    if value is None or value is False:
-        return
-    yield f"--{name}"
-    if value is True:
-        return
-    if isinstance(value, Mapping):
-        if json:
-            yield orjson.dumps(dict(value)).decode()
-        else:
-            yield from (f"{key}={_word(one)}" for key, one in value.items())
-    elif isinstance(value, list | tuple):
-        yield from (_word(one) for one in value)
-    else:
-        yield _word(value)
-
-
-def _word(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
-
 
 NODE_PYTHON, NODE_ADDRESS, NODE_LOGS = "<python>", "<address>", "<logs>"
 """Words of a command that only the node knows on which it is run: the interpreter of its environment, the
@@ -272,7 +110,7 @@ def plan_replicas(
     python: str,
     log_dir: Path,
 ) -> list[ReplicaPlan]:
-    """One plan for each replica.
+    """One plan for each replica; on Ray one for all, whose number and devices are the cluster's to say.
 
     Args:
         server: what is launched.
@@ -288,59 +126,230 @@ def plan_replicas(
             the user's to give, a secret.
     """
     refuse_secrets(request.args, request.env)
-    count, each = _count(server, request, len(devices.ids) if devices else 0)
+
+    def plan(
+        index: int, env: Mapping[str, str], chosen: tuple[str, ...], host: str, logs: str
+    ) -> ReplicaPlan:
+        words = server_words(
+            server,
+            request,
+            python=python,
+            model_path=model_path,
+            max_model_len=max_model_len,
+            host=host,
+            log_dir=logs,
+        )
+        return ReplicaPlan(index, chosen, {**env, **request.env}, tuple(words))
+
+    if request.where == "ray":
+        return [plan(0, {}, (), NODE_ADDRESS, NODE_LOGS)]
+    ids = devices.ids if devices is not None and server != "rollstream" else ()
+    variables = devices.variables if devices is not None and server != "rollstream" else ()
+    count, each = count_local(server, request, len(ids))
     plans = []
     for index in range(count):
-        chosen: tuple[str, ...] = ()
-        env: dict[str, str] = {}
-        if devices is not None and server != "rollstream":
-            # Without any, the variables are there and empty: the server must not help itself.
-            chosen = devices.ids[index * each : (index + 1) * each]
-            env |= dict.fromkeys(devices.variables, ",".join(chosen))
-        options = _options(request, model_path, max_model_len, log_dir / f"replica-{index}")
-        words = server_words(server, python, options, request.args)
-        plans.append(ReplicaPlan(index, chosen, {**env, **request.env}, tuple(words)))
+        chosen = ids[index * each : (index + 1) * each]
+        # Without any, the variables are there and empty: the server must not help itself.
+        env = dict.fromkeys(variables, ",".join(chosen))
+        plans.append(plan(index, env, chosen, LOOPBACK, str(log_dir / f"replica-{index}")))
     return plans
 
 
-def plan_for_nodes(
-    server: ServerKind, request: LaunchRequest, *, model_path: str, max_model_len: int | None, python: str
-) -> ReplicaPlan:
-    """What each replica on a cluster is, wherever it will be; its devices are the cluster's to assign.
+def count_local(server: ServerKind, request: LaunchRequest, found: int) -> tuple[int, int]:
+    """How many replicas this machine with so many devices gets, and devices of each. Raises `ConfigError`."""
+    if request.nodes != 1:
+        raise ConfigError(
+            f"trainer.nnodes={request.nodes}: replicas are launched on this machine only. For "
+            f"several machines join a Ray cluster ({_ROLLOUT}.launch.where=ray), or start the servers there "
+            f"and name them in {_ROLLOUT}.server_urls"
+        )
+    has = f"{found} devices are found on this machine (by nvidia-smi, rocm-smi or npu-smi, and what the "
+    return count_replicas(server, request, [found], f"{has}visible-devices variables leave)")
+
+
+def count_replicas(
+    server: ServerKind, request: LaunchRequest, found: Sequence[int], has: str
+) -> tuple[int, int]:
+    """How many replicas there are, and devices of each.
 
     Args:
-        server: as for `plan_replicas`, like the others.
-        request: see there.
-        model_path: see there.
-        max_model_len: see there.
-        python: see there; `NODE_PYTHON` for that of the node's own environment.
+        server: what is launched.
+        request: see there. All devices are used where no number is asked for.
+        found: devices of each node.
+        has: says so, for messages.
 
     Raises:
-        ConfigError: arguments that are not the user's to give, a secret.
+        ConfigError: more than there is, sizes that do not divide, a replica that no node can hold.
     """
-    refuse_secrets(request.args, request.env)
-    options = _options(request, model_path, max_model_len, Path(NODE_LOGS), host=NODE_ADDRESS)
-    return ReplicaPlan(0, (), dict(request.env), tuple(server_words(server, python, options, request.args)))
-
-
-def _options(
-    request: LaunchRequest, model_path: str, max_model_len: int | None, log_dir: Path, host: str = LOOPBACK
-) -> ServerOptions:
-    return ServerOptions(
-        model_path=model_path,
-        tokenizer_path=request.tokenizer_path,
-        max_model_len=max_model_len,
-        tensor_parallel=request.tensor_parallel,
-        pipeline_parallel=request.pipeline_parallel,
-        data_parallel=request.data_parallel,
-        gpu_memory_utilization=request.gpu_memory_utilization,
-        dtype=request.dtype,
-        load_format=request.load_format,
-        trust_remote_code=request.trust_remote_code,
-        seeds=request.seeds,
-        log_dir=log_dir,
-        host=host,
+    each = request.tensor_parallel * request.pipeline_parallel * request.data_parallel
+    sizes = (
+        f"tensor_model_parallel_size {request.tensor_parallel} x pipeline_model_parallel_size "
+        f"{request.pipeline_parallel} x data_parallel_size {request.data_parallel} = {each} devices a replica"
     )
+    nodes, per_node = request.nodes, request.devices_per_node
+    if server == "rollstream":
+        if per_node:
+            raise ConfigError(
+                f"trainer.n_gpus_per_node={per_node}: {_ROLLOUT}.launch.server=rollstream runs on the CPU; set "
+                "it to 0, or launch another server"
+            )
+        per_node = 0
+    if per_node == 0 or (per_node is None and not any(found)):
+        if each > 1:
+            raise ConfigError(f"{sizes}, but these replicas run on CPUs: {has}, or none are to be used")
+        if nodes > 1:
+            raise ConfigError(
+                f"trainer.nnodes={nodes} counts nodes of n_gpus_per_node devices, and these replicas take none: "
+                f"set {_ROLLOUT}.launch.replicas"
+            )
+        return request.replicas or 1, 0
+    if per_node is None:
+        if nodes > 1:
+            raise ConfigError(
+                f"trainer.nnodes={nodes} needs trainer.n_gpus_per_node; without both, all devices are used"
+            )
+        used = list(found)
+    else:
+        used = [per_node] * nodes
+        if sum(count >= per_node for count in found) < nodes:
+            on = f" on trainer.nnodes={nodes} nodes" if nodes > 1 else ""
+            raise ConfigError(f"trainer.n_gpus_per_node is {per_node}{on}, but {has}")
+    if each > max(found):
+        raise ConfigError(
+            f"{sizes}, but {has}: a replica is launched on one node. For one that takes several nodes, start "
+            f"the servers yourself and name them in {_ROLLOUT}.server_urls"
+        )
+    if (per_node is not None or len(found) == 1) and used[0] % each:
+        raise ConfigError(f"{used[0]} devices (trainer.n_gpus_per_node) do not divide into replicas: {sizes}")
+    most = sum(count // each for count in used)
+    if request.replicas is not None and request.replicas > most:
+        raise ConfigError(
+            f"{_ROLLOUT}.launch.replicas is {request.replicas}, but {has}, enough for {most}: {sizes}"
+        )
+    return request.replicas or most, each
+
+
+class _Argument(NamedTuple):
+    """What each server calls something that it is told; None where it has no such argument."""
+
+    value: str
+    """A field of `LaunchRequest`, or of what `server_words` is given."""
+    key: str | None
+    """The configuration's, by which alone it is set: devices are counted by it, or it is in the identity."""
+    sglang: str | None
+    vllm: str | None
+    rollstream: str | None
+
+
+_ARGUMENTS = (
+    _Argument("model_path", None, "model-path", "model", "model"),
+    _Argument("tokenizer_path", None, "tokenizer-path", "tokenizer", None),
+    _Argument("host", None, "host", "host", "host"),
+    _Argument("tensor_parallel", "tensor_model_parallel_size", "tp-size", "tensor-parallel-size", None),
+    _Argument("pipeline_parallel", "pipeline_model_parallel_size", "pp-size", "pipeline-parallel-size", None),
+    _Argument("data_parallel", "data_parallel_size", "dp-size", "data-parallel-size", None),
+    _Argument(
+        "gpu_memory_utilization",
+        "gpu_memory_utilization",
+        "mem-fraction-static",
+        "gpu-memory-utilization",
+        None,
+    ),
+    _Argument("dtype", "dtype", "dtype", "dtype", None),
+    _Argument("load_format", "load_format", "load-format", "load-format", None),
+    _Argument("max_model_len", "max_model_len", "context-length", "max-model-len", "max-model-len"),
+    _Argument("trust_remote_code", None, "trust-remote-code", "trust-remote-code", None),
+    # Without it SGLang ignores seeds silently. It is slower, so only where seeds are wanted.
+    _Argument("seeds", None, "enable-deterministic-inference", None, None),
+    _Argument("log_dir", None, None, None, "log-dir"),
+)
+
+_DEFAULTS = LaunchRequest()
+"""What a server does without being told."""
+
+_RESERVED = frozenset(("model", "model-path", "host", "port", "log-dir", "exit-with-parent", "json"))
+"""Arguments that rollstream gives itself."""
+
+_ELSEWHERE = {name: one.key for one in _ARGUMENTS if one.key for name in one[2:] if name} | {
+    "tp": "tensor_model_parallel_size",
+    "dp": "data_parallel_size",
+}
+"""Arguments that have keys of their own."""
+
+
+def server_words(
+    server: ServerKind,
+    request: LaunchRequest,
+    *,
+    python: str,
+    model_path: str,
+    max_model_len: int | None = None,
+    host: str = LOOPBACK,
+    log_dir: str = "",
+) -> list[str]:
+    """A server's command, but for its port.
+
+    The user's further arguments (`request.args`) are named with `_` or `-`. True gives the name alone; false or
+    null leaves out an argument that rollstream would give; a list gives several words; a mapping gives `k=v`
+    words to `rollstream serve`, and JSON to the others.
+
+    Raises:
+        ConfigError: an argument that is not the user's to give here, or an option that the server lacks.
+    """
+    given = {str(name).replace("_", "-"): value for name, value in request.args.items()}
+    for name in given:
+        if name in _RESERVED:
+            raise ConfigError(f"{_ROLLOUT}.launch.args.{name} is not yours to set: rollstream does")
+        if name in _ELSEWHERE:
+            raise ConfigError(
+                f"{_ROLLOUT}.launch.args.{name} has a key of its own: {_ROLLOUT}.{_ELSEWHERE[name]}"
+            )
+    told = {"model_path": model_path, "max_model_len": max_model_len, "host": host, "log_dir": log_dir}
+    own: dict[str, Any] = {}
+    for one in _ARGUMENTS:
+        is_told = one.value in told
+        value = told[one.value] if is_told else getattr(request, one.value)
+        if value is None or (not is_told and value == getattr(_DEFAULTS, one.value)):
+            continue
+        if (name := getattr(one, server)) is not None:
+            own[name] = value
+        elif one.key is not None:
+            raise ConfigError(
+                f"{_ROLLOUT}.{one.key}={value}: `rollstream serve` has no such option; say it to its engine, by "
+                f"{_ROLLOUT}.launch.args.engine_kwargs"
+            )
+    if server == "vllm":
+        own["enable-scale-out"] = True  # the route that takes and gives token ids, and aborts
+    elif server == "rollstream":
+        # On a cluster other nodes have to reach it, as any other server; a key is the user's to set.
+        own |= {"insecure": host != LOOPBACK, "exit-with-parent": True}
+    words = [python, "-m", *_ENTRY_POINTS[server]]
+    for name, value in (own | given).items():
+        words += _words(name, value, json=server != "rollstream")
+    return words
+
+
+def _words(name: str, value: Any, *, json: bool) -> Iterator[str]:
+    if value is None or value is False:
+        return
+    yield f"--{name}"
+    if value is True:
+        return
+    if isinstance(value, Mapping):
+        if json:
+            yield orjson.dumps(dict(value)).decode()
+        else:
+            yield from (f"{key}={_word(one)}" for key, one in value.items())
+    elif isinstance(value, list | tuple):
+        yield from (_word(one) for one in value)
+    else:
+        yield _word(value)
+
+
+def _word(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
 
 
 def refuse_secrets(args: Mapping[str, Any], env: Mapping[str, Any]) -> None:
@@ -363,51 +372,3 @@ def refuse_secrets(args: Mapping[str, Any], env: Mapping[str, Any]) -> None:
     for name, text in env.items():
         if text and names_secret(str(name)):
             raise ConfigError(f"{_ROLLOUT}.launch.env.{name} {instead}")
-
-
-def devices_each(request: LaunchRequest) -> tuple[int, str]:
-    """Devices of one replica, and how they come about, for messages."""
-    each = request.tensor_parallel * request.pipeline_parallel * request.data_parallel
-    return each, (
-        f"tensor_model_parallel_size {request.tensor_parallel} x pipeline_model_parallel_size "
-        f"{request.pipeline_parallel} x data_parallel_size {request.data_parallel} = {each} devices a replica"
-    )
-
-
-def _count(server: ServerKind, request: LaunchRequest, found: int) -> tuple[int, int]:
-    """How many replicas, and devices of each."""
-    if request.nodes != 1:
-        raise ConfigError(
-            f"trainer.nnodes={request.nodes}: replicas are launched on this machine only. For "
-            f"several machines join a Ray cluster ({_ROLLOUT}.launch.where=ray), or start the servers there "
-            f"and name them in {_ROLLOUT}.server_urls"
-        )
-    each, sizes = devices_each(request)
-    if server == "rollstream":
-        if request.devices_per_node:
-            raise ConfigError(
-                f"trainer.n_gpus_per_node={request.devices_per_node}: {_ROLLOUT}.launch.server=rollstream "
-                "runs on the CPU; set it to 0, or launch another server"
-            )
-        if each > 1:
-            raise ConfigError(f"{sizes}: {_ROLLOUT}.launch.server=rollstream runs a model in one piece")
-        return request.replicas or 1, 0
-    asked = found if request.devices_per_node is None else request.devices_per_node
-    if asked > found:
-        raise ConfigError(
-            f"trainer.n_gpus_per_node is {asked}, but {found} devices are found on this machine (by "
-            "nvidia-smi, rocm-smi or npu-smi, and what the visible-devices variables leave)"
-        )
-    if asked == 0:
-        if each > 1:
-            raise ConfigError(f"{sizes}, but {found} devices are found, and 0 are to be used")
-        return request.replicas or 1, 0
-    if asked % each:
-        raise ConfigError(f"{asked} devices (trainer.n_gpus_per_node) do not divide into replicas: {sizes}")
-    most = asked // each
-    if request.replicas is not None and request.replicas > most:
-        raise ConfigError(
-            f"{_ROLLOUT}.launch.replicas is {request.replicas}, but {asked} devices are enough for "
-            f"{most}: {sizes}"
-        )
-    return request.replicas or most, each

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import random
 import shlex
@@ -17,8 +16,6 @@ from uuid import uuid4
 from rollstream.engine import reaper
 from rollstream.engine.launch_plan import LOOPBACK, ReplicaPlan
 from rollstream.errors import EngineError
-
-_LOG = logging.getLogger(__name__)
 
 _SHOWN_LINES = 20
 _SHOWN_BYTES = 16_384
@@ -47,7 +44,7 @@ class ReplicaProcess(Protocol):
         ...
 
     async def last_words(self) -> str:
-        """The end of what it wrote since it was started; empty when it wrote nothing."""
+        """The end of what it wrote since it was started; empty when it wrote nothing. Asked before `stop`."""
         ...
 
     async def stop(self) -> None:
@@ -83,38 +80,29 @@ class LocalLauncher:
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
-        self._stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self._stamp = log_stamp()
 
     def place(self, plans: Sequence[ReplicaPlan]) -> Sequence[ReplicaPlan]:
         return plans
 
-    async def close(self) -> None:
-        return
-
     async def start(self, plan: ReplicaPlan) -> "LocalProcess":
         return await LocalProcess.start(plan, self._log_dir / f"replica-{plan.index}-{self._stamp}.log")
+
+    async def close(self) -> None:
+        return
 
 
 class LocalProcess:
     """A replica below a reaper of its own. Made by `start`."""
 
     def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        command: Sequence[str],
-        port: socket.socket,
-        log_path: Path,
-        log_offset: int,
-        mark: str,
+        self, process: asyncio.subprocess.Process, port: socket.socket, what: str, log: Path, mark: str
     ) -> None:
-        self._process = process
-        self._command = list(command)
-        self._port = port
+        self._process, self._port, self._log, self._mark = process, port, log, mark
         host, number = port.getsockname()[:2]
         self.url = f"http://[{host}]:{number}" if ":" in host else f"http://{host}:{number}"
-        self._log_path = log_path
-        self._log_offset = log_offset
-        self._mark = mark
+        self.what = f"{what} (pid {process.pid}, log {log})"
+        self._log_offset = 0
 
     @classmethod
     async def start(
@@ -132,7 +120,7 @@ class LocalProcess:
             plan: what is started.
             log_path: its log, which is appended to.
             host: the address of this machine that it listens on.
-            mark: the value of `reaper.MARK`, never used before; None takes one.
+            mark: see `reaper.MARK`; None takes one.
             node: see `ReplicaPlan.command`.
 
         Raises:
@@ -142,14 +130,14 @@ class LocalProcess:
         with contextlib.ExitStack() as stack:
             try:
                 port = stack.enter_context(reserve_port(host))
-                command = plan.command(port.getsockname()[1], node)
+                command = shlex.join(words := plan.command(port.getsockname()[1], node))
                 log_path.parent.mkdir(parents=True, exist_ok=True)
                 log = stack.enter_context(log_path.open("ab"))
-                log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
+                log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {command}\n".encode())
                 log.flush()
                 offset = log.tell()
                 process = await asyncio.create_subprocess_exec(
-                    *reaper.reaped(command),
+                    *reaper.reaped(words),
                     stdin=asyncio.subprocess.PIPE,  # held open as long as the replica is wanted
                     stdout=log,
                     stderr=log,
@@ -160,11 +148,9 @@ class LocalProcess:
                 raise EngineError(f"replica {plan.index} could not be started: {error}") from error
             stack.pop_all()
             log.close()
-        return cls(process, command, port, log_path, offset, mark)
-
-    @property
-    def what(self) -> str:
-        return f"{shlex.join(self._command)} (pid {self._process.pid}, log {self._log_path})"
+        started = cls(process, port, command, log_path, mark)
+        started._log_offset = offset
+        return started
 
     @property
     def pid(self) -> int:
@@ -181,7 +167,7 @@ class LocalProcess:
 
     async def last_words(self) -> str:
         try:
-            with self._log_path.open("rb") as log:
+            with self._log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
                 log.seek(max(self._log_offset, size - _SHOWN_BYTES))
                 lines = log.read().decode(errors="replace").strip().splitlines()
@@ -204,6 +190,11 @@ class LocalProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(reaper.kill_left, self._mark)
+
+
+def log_stamp() -> str:
+    """Tells the logs of this run from those of others."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def reserve_port(host: str, rng: random.Random | None = None) -> socket.socket:

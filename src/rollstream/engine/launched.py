@@ -3,17 +3,16 @@
 A supervisor for each replica starts it, watches it and starts it anew, each time on a new port: so a replica that
 comes back is a new one to the pool, which checks it and gives it the current weights as any other.
 
-waiting --> starting --(ready)--> serving --(ended, or unhealthy for long: killed)--> waiting
-                |                                                                        |
-                +--(ended, or not ready in time: killed)-- too often in a row --> given up
-                +--------------------------------------------------------------> waiting
+starting --(ready)--> serving --(ended, or unhealthy for long: killed)--> starting again, after a pause
+    |
+    +--(ended, or not ready in time: killed)--> starting again, after a pause; too often in a row: given up
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rollstream.aio import Restarts
 from rollstream.engine.base import Capabilities
@@ -99,7 +98,7 @@ class LaunchedEngine(PoolEngine):
         Raises:
             EngineLostError: no replica is started again: waiting would be in vain.
         """
-        if self._supervision and all(one.state == "given up" for one in self.supervisors):
+        if self._supervision and all(one.is_given_up for one in self.supervisors):
             raise EngineLostError(
                 "no replica could be started again. What is done is safe; mend the cause and run the same "
                 f"command again. {self.supervisors[0].cause}"
@@ -132,22 +131,20 @@ class LaunchedEngine(PoolEngine):
         """Starts the replicas. The first that fails ends the wait."""
         began = time.monotonic()
         tasks = [asyncio.ensure_future(supervisor.start()) for supervisor in self.supervisors]
+        waiting = {*tasks}
         try:
-            while True:
+            while waiting:
                 done, waiting = await asyncio.wait(
-                    tasks, timeout=_WAITING_SAID_S, return_when=asyncio.FIRST_EXCEPTION
+                    waiting, timeout=_WAITING_SAID_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 for task in done:
                     task.result()
-                if not waiting:
-                    break
-                seconds = time.monotonic() - began
-                _LOG.info("waiting for replicas: %d of %d ready (%.0f s)", len(done), len(tasks), seconds)
+                seconds, ready = time.monotonic() - began, len(tasks) - len(waiting)
+                _LOG.info("%d of %d replicas ready (%.1f s)", ready, len(tasks), seconds)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        _LOG.info("%d replicas ready after %.1f s", len(tasks), time.monotonic() - began)
 
 
 class Supervisor:
@@ -181,11 +178,11 @@ class Supervisor:
         )
         self._process: ReplicaProcess | None = None
         self._replica: Replica | None = None
-        self.state: Literal["waiting", "starting", "serving", "given up"] = "waiting"
+        self.is_given_up = False
         self.restarted = 0
         """How often it was started again."""
         self.cause = ""
-        """Why it is not serving, with the end of its log."""
+        """Why it was not serving the last time, with the end of its log."""
 
     @property
     def name(self) -> str:
@@ -198,41 +195,34 @@ class Supervisor:
         Raises:
             EngineError: it ended, was not ready in time, or is not what is expected; with the end of its log.
         """
-        self.state = "starting"
+        limit = self._request.startup_timeout
         self._process = process = await self._launcher.start(self._plan)
         replica = self._make_replica(process.url)
         ended = asyncio.ensure_future(process.wait())
         try:
-            async with asyncio.timeout(self._request.startup_timeout):
+            async with asyncio.timeout(limit):
                 while not await self._is_taken_in(replica):
                     await asyncio.wait((ended,), timeout=_START_CHECK_S)
                     if ended.done():
                         raise EngineError(f"{self.name} {ended.result()} before it was healthy")
-        except (TimeoutError, EngineError) as error:
-            said = (
-                f"{self.name} was not healthy within {self._request.startup_timeout:g} s "
-                "(actor_rollout_ref.rollout.launch.startup_timeout), and was stopped"
-                if isinstance(error, TimeoutError)
-                else str(error)
-            )
+        except BaseException as error:
             await replica.close()
+            if not isinstance(error, TimeoutError | EngineError):
+                raise
             details = await _details(process)
             await self.stop()
-            raise EngineError(said + details) from error
-        except BaseException:
-            await replica.close()
-            raise
+            late = f"{self.name} was not healthy within {limit:g} s (actor_rollout_ref.rollout.launch."
+            said = f"{late}startup_timeout), and was stopped" if isinstance(error, TimeoutError) else error
+            raise EngineError(f"{said}{details}") from error
         finally:
             ended.cancel()
         self._replica = replica
-        self.state, self.cause = "serving", ""
 
     async def run(self) -> None:
         """Watches the replica that was started, and starts it anew until it is given up, or cancelled."""
         try:
             pause: float | None = await self._watch()
             while pause is not None:
-                self.state = "waiting"
                 _LOG.warning("%s\n%s is started again in %g s", self.cause, self.name, pause)
                 await asyncio.sleep(pause)
                 self.restarted += 1
@@ -244,12 +234,14 @@ class Supervisor:
                 else:
                     _LOG.warning("%s is back", self.name)
                     pause = await self._watch()
-            why = f"after {self._restarts.failures} starts in a row that failed: {self.cause}"
+            _LOG.error(
+                "%s is given up after %d starts in a row that failed: %s",
+                *(self.name, self._restarts.failures, self.cause),
+            )
         except Exception as error:  # a bug: the other replicas go on, and it is said when none is left
-            self.cause = why = f"it is not looked after any more: {error!r}"
+            self.cause = f"it is not looked after any more: {error!r}"
             _LOG.exception("%s is not looked after any more", self.name)
-        self.state = "given up"
-        _LOG.error("%s is given up %s", self.name, why)
+        self.is_given_up = True
 
     async def stop(self) -> None:
         """Ends the replica, and all that it started."""
@@ -275,26 +267,25 @@ class Supervisor:
         assert process is not None and replica is not None
         ended = asyncio.ensure_future(process.wait())
         began = healthy_at = time.monotonic()
-        unhealthy_timeout = self._request.unhealthy_timeout
+        limit = self._request.unhealthy_timeout
         try:
             while True:
-                await asyncio.wait((ended,), timeout=min(_CHECK_S, unhealthy_timeout / 4))
+                await asyncio.wait((ended,), timeout=min(_CHECK_S, limit / 4))
                 if ended.done():
-                    self.cause = f"{self.name} {ended.result()}"
+                    cause = f"{self.name} {ended.result()}"
                     break
                 # The check's own time counts: a server that hangs is asked with a bound.
                 if pool.is_loading(replica.name) or await replica.health():
                     healthy_at = time.monotonic()
-                elif time.monotonic() - healthy_at >= unhealthy_timeout:
-                    self.cause = (
-                        f"{self.name} runs, but was not healthy for {unhealthy_timeout:g} s "
+                elif time.monotonic() - healthy_at >= limit:
+                    cause = (
+                        f"{self.name} runs, but was not healthy for {limit:g} s "
                         "(actor_rollout_ref.rollout.launch.unhealthy_timeout), and was stopped"
                     )
                     break
         finally:
             ended.cancel()
-        self.cause += await _details(process)
-        self.state = "waiting"
+        self.cause = cause + await _details(process)
         await pool.remove_replica(replica.name)
         await self.stop()
         return self._restarts.after_serving(time.monotonic() - began)

@@ -18,7 +18,7 @@ import random
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rollstream.aio import any_true
@@ -451,45 +451,32 @@ class PoolEngine:
 
 def common_capabilities(found: Sequence[Capabilities]) -> Capabilities:
     """What all of several replicas can give."""
-    lengths = [one.max_model_len for one in found if one.max_model_len is not None]
-    vocab_sizes = [one.vocab_size for one in found if one.vocab_size is not None]
     kinds = {one.logprobs for one in found}
     return Capabilities(
+        token_ids=all(one.token_ids for one in found),
         # Log-probs of two kinds in one dataset would be worse than none.
         logprobs=kinds.pop() if len(kinds) == 1 else "none",
-        max_model_len=min(lengths, default=None),
-        vocab_size=min(vocab_sizes, default=None),
+        seeds=all(one.seeds for one in found),
+        stop_strings=all(one.stop_strings for one in found),
+        stop_token_ids=all(one.stop_token_ids for one in found),
+        images=all(one.images for one in found),
+        update_weights=all(one.update_weights for one in found),
+        max_model_len=min(
+            (one.max_model_len for one in found if one.max_model_len is not None), default=None
+        ),
+        vocab_size=min((one.vocab_size for one in found if one.vocab_size is not None), default=None),
+        stop_token_ids_with_ignore_eos=all(one.stop_token_ids_with_ignore_eos for one in found),
         extra_sampling=tuple(sorted(set.intersection(*({*one.extra_sampling} for one in found)))),
-        **{name: all(getattr(one, name) for one in found) for name in _ABILITIES},
     )
 
 
 def missing_capabilities(found: Capabilities, expected: Capabilities) -> str:
     """What a run that began with `expected` would miss in another server; empty if nothing."""
-    missing = []
-    if found.logprobs != expected.logprobs:
-        missing.append(f"log-probs of another kind ({found.logprobs}, not {expected.logprobs})")
-    for name, what in _ABILITIES.items():
-        if getattr(expected, name) and not getattr(found, name):
-            missing.append(f"no {what}")
-    if lost := ", ".join(sorted({*expected.extra_sampling} - {*found.extra_sampling})):
-        missing.append(f"no sampling parameter {lost}")
-    if found.max_model_len is not None and (
-        expected.max_model_len is None or found.max_model_len < expected.max_model_len
-    ):
-        missing.append(f"sequences of {found.max_model_len} tokens at most")
-    if found.vocab_size is not None and found.vocab_size < (expected.vocab_size or 2**31):
-        missing.append(f"a vocabulary of {found.vocab_size} ids, not {expected.vocab_size}")
-    return ", ".join(missing)
-
-
-_ABILITIES = {
-    "token_ids": "exact token ids",
-    "seeds": "seeds",
-    "stop_strings": "stop strings",
-    "stop_token_ids": "stop token ids",
-    "images": "images",
-    "update_weights": "weight updates",
-    "stop_token_ids_with_ignore_eos": "stop token ids that hold with ignore_eos",
-}
-"""Fields of `Capabilities` that are yes or no, and what they are called in messages."""
+    common = common_capabilities([found, replace(expected, extra_sampling=())])
+    lost = [
+        f"{one.name} {getattr(found, one.name)} (not {getattr(expected, one.name)})"
+        for one in fields(Capabilities)
+        if one.name != "extra_sampling" and getattr(common, one.name) != getattr(expected, one.name)
+    ]
+    lost += [f"no {name}" for name in expected.extra_sampling if name not in found.extra_sampling]
+    return ", ".join(lost)

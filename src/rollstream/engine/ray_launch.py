@@ -16,10 +16,9 @@ import logging
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -34,7 +33,7 @@ from rollstream.engine.launch_plan import (
     ReplicaPlan,
     ServerKind,
 )
-from rollstream.engine.launch_process import LocalProcess
+from rollstream.engine.launch_process import LocalProcess, log_stamp
 from rollstream.engine.ray_package import cause_of, import_ray, is_death, one_line
 from rollstream.engine.ray_plan import Claims, claim, device_env
 from rollstream.errors import ConfigError, EngineError
@@ -51,50 +50,23 @@ _KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 """Environment of the actor's process."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaStart:
-    """One start of a replica, as a node is told of it."""
-
-    plan: ReplicaPlan
-    mark: str
-    """Of this start, see `reaper.MARK`."""
-    left_by: str
-    """The mark of the start before it: what has it is killed first, it holds the devices. Empty: none."""
-    log_dir: str
-    """Of the run; a folder of the node's own where the node has no such folder."""
-    log_name: str
-    kind: str
-    """Of the devices, see `ray_plan.Claims`."""
-    devices: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaAddress:
-    """What the driver knows of a replica that was started."""
-
-    url: str
-    what: str
-    """Its process, log and node, for messages."""
-    actor_pid: int
-
-
 class RayLauncher:
     """Starts replicas on the cluster that this process has joined.
 
     Args:
         server: what is launched.
         request: how many, and what each claims.
-        log_dir: for their logs, on the nodes that have this folder.
+        log_dir: for their logs, on the nodes that have this folder; else one of the node's own.
     """
 
     def __init__(self, server: ServerKind, request: LaunchRequest, log_dir: Path) -> None:
         self._server = server
         self._request = request
         self._log_dir = str(log_dir.absolute())
-        self._stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self._stamp = log_stamp()
+        self._mark = uuid4().hex
         self._claims: Claims | None = None
         self._groups: dict[int, Any] = {}
-        self._marks: dict[int, str] = {}
 
     def place(self, plans: Sequence[ReplicaPlan]) -> Sequence[ReplicaPlan]:
         """As many as the cluster is asked for, all like the one that was made."""
@@ -111,18 +83,7 @@ class RayLauncher:
         claims = self._claims
         assert claims is not None, "place() first"
         actor = self._actor(plan.index, claims)
-        mark = uuid4().hex
-        start = ReplicaStart(
-            plan,
-            mark,
-            left_by=self._marks.get(plan.index, ""),
-            log_dir=self._log_dir,
-            log_name=f"replica-{plan.index}-{self._stamp}",
-            kind=claims.kind,
-            devices=claims.devices,
-        )
-        self._marks[plan.index] = mark
-        said = asyncio.get_running_loop().call_later(
+        waiting = asyncio.get_running_loop().call_later(
             _ROOM_SAID_S,
             _LOG.warning,
             "replica %d has no place yet: it claims %s of one node, and others may have that",
@@ -130,24 +91,28 @@ class RayLauncher:
         )
         try:
             async with asyncio.timeout(self._request.startup_timeout):
-                address: ReplicaAddress = await actor.start.remote(start)
-        except TimeoutError:
+                url, what = await actor.start.remote(
+                    plan,
+                    claims.kind,
+                    log_dir=self._log_dir,
+                    log_name=f"replica-{plan.index}-{self._stamp}",
+                    mark=f"{self._mark}-{plan.index}",
+                )
+        except BaseException as error:
             _end(actor)
-            raise EngineError(self._no_room(plan.index, claims)) from None
-        except Exception as error:
-            _end(actor)
+            if isinstance(error, TimeoutError):
+                raise EngineError(self._no_room(plan.index, claims)) from None
+            if not isinstance(error, Exception):
+                raise
             cause = cause_of(error)
             if isinstance(cause, EngineError) or not is_death(error):
                 raise cause from None
             raise EngineError(
                 f"replica {plan.index} could not be started on Ray: {one_line(error)}"
             ) from None
-        except BaseException:
-            _end(actor)
-            raise
         finally:
-            said.cancel()
-        return RayProcess(actor, address)
+            waiting.cancel()
+        return RayProcess(actor, url, what)
 
     async def close(self) -> None:
         groups, self._groups = list(self._groups.values()), {}
@@ -168,7 +133,7 @@ class RayLauncher:
                 name=f"rollstream-replica-{index}-{self._stamp}",
             )
         amounts = dict(claims.bundle)
-        env = dict(claims.runtime_env)
+        env = dict(self._request.actor_options.get("runtime_env") or {})
         options: dict[str, Any] = {
             "num_cpus": amounts.pop("CPU", 0),
             "num_gpus": amounts.pop("GPU", 0),
@@ -197,33 +162,21 @@ class RayLauncher:
 class RayProcess:
     """A replica below an actor on some node; see `ReplicaProcess`."""
 
-    def __init__(self, actor: Any, address: ReplicaAddress) -> None:
+    def __init__(self, actor: Any, url: str, what: str) -> None:
         self._actor = actor
-        self.address = address
-        self._words: str | None = None
+        self.url = url
+        self.what = what
         self._end = asyncio.ensure_future(self._ended())
-
-    @property
-    def url(self) -> str:
-        return self.address.url
-
-    @property
-    def what(self) -> str:
-        return self.address.what
 
     async def wait(self) -> str:
         return await asyncio.shield(self._end)  # asked for again and again, and given up in between
 
     async def last_words(self) -> str:
-        if self._words is None:
-            words = await self._ask("last_words")
-            return words if isinstance(words, str) else "(its log stays on its node, which does not answer)"
-        return self._words
+        words = await self._ask("last_words", _ASKED_S)
+        return words if isinstance(words, str) else "(its log stays on its node, which does not answer)"
 
     async def stop(self) -> None:
-        if self._words is None:
-            words = await self._ask("stop", reaper.STOP_TIMEOUT_S + _ASKED_S)
-            self._words = words if isinstance(words, str) else await self.last_words()
+        await self._ask("stop", reaper.STOP_TIMEOUT_S + _ASKED_S)
         self._end.cancel()
         _end(self._actor)
 
@@ -234,7 +187,7 @@ class RayProcess:
             return f"was lost with its actor or node ({one_line(error)})"
         return how
 
-    async def _ask(self, method: str, seconds: float = _ASKED_S) -> object:
+    async def _ask(self, method: str, seconds: float) -> object:
         """What the actor answers; None when it is dead, or does not."""
         try:
             async with asyncio.timeout(seconds):
@@ -248,67 +201,54 @@ class RayProcess:
 class ReplicaHost:
     """The actor: starts one replica on its node, once, and tells how it fares."""
 
-    def __init__(self) -> None:
-        self._process: LocalProcess | None = None
+    _process: LocalProcess
 
-    async def start(self, start: ReplicaStart) -> ReplicaAddress:
-        """Starts the replica on this node. Raises `EngineError` when it cannot."""
-        node = str(import_ray().util.get_node_ip_address())
-        if start.left_by:
-            await asyncio.to_thread(reaper.kill_left, start.left_by)
-        log_dir = _log_dir(start.log_dir)
-        words = {
-            NODE_PYTHON: sys.executable,
-            NODE_ADDRESS: node,
-            NODE_LOGS: str(log_dir / start.log_name),
-        }
+    async def start(
+        self, plan: ReplicaPlan, kind: str, *, log_dir: str, log_name: str, mark: str
+    ) -> tuple[str, str]:
+        """Starts the replica on this node; returns its URL, and what it is for messages.
+
+        Args:
+            plan: what is started.
+            kind: of its devices, see `Claims`.
+            log_dir: of the run; where the node has no such folder, it is one for temporary files.
+            log_name: without an ending.
+            mark: of all starts of this replica, see `reaper.MARK`: what an actor that was lost has left on this
+                node is killed first, for it holds the devices.
+
+        Raises:
+            EngineError: it cannot.
+        """
+        await asyncio.to_thread(reaper.kill_left, mark)
+        ray = import_ray()
+        node = str(ray.util.get_node_ip_address())
+        logs = Path(log_dir)
+        if not logs.is_dir():
+            logs = Path(tempfile.mkdtemp(prefix="rollstream-replica-"))
+        ids = ray.get_runtime_context().get_accelerator_ids().get(kind, [])
+        env = device_env(kind, ids, os.environ)
+        if plan.words[0] == NODE_PYTHON:
+            # This interpreter's environment, but what the actor itself found by another way is not on its path.
+            here = str(Path(rollstream.__file__).parent.parent)
+            env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = process = await LocalProcess.start(
-            _with_env(start.plan, start),
-            log_dir / f"{start.log_name}.log",
+            replace(plan, env={**env, **plan.env}),
+            logs / f"{log_name}.log",
             host=node,
-            mark=start.mark,
-            node=words,
+            mark=mark,
+            node={NODE_PYTHON: sys.executable, NODE_ADDRESS: node, NODE_LOGS: str(logs / log_name)},
         )
-        return ReplicaAddress(process.url, f"{process.what} on node {node}", os.getpid())
+        return process.url, f"{process.what} on node {node}"
 
     async def wait(self) -> str:
         """See `ReplicaProcess`, like the others."""
-        return await self._running.wait()
+        return await self._process.wait()
 
     async def last_words(self) -> str:
-        return await self._running.last_words()
+        return await self._process.last_words()
 
-    async def stop(self) -> str:
-        """Ends the replica; returns its last words."""
-        words = await self._running.last_words()
-        await self._running.stop()
-        return words
-
-    @property
-    def _running(self) -> LocalProcess:
-        assert self._process is not None, "start() first"
-        return self._process
-
-
-def _with_env(plan: ReplicaPlan, start: ReplicaStart) -> ReplicaPlan:
-    """The plan with the devices that Ray has assigned to this actor, and the way to its packages."""
-    ids = import_ray().get_runtime_context().get_accelerator_ids().get(start.kind, []) if start.kind else []
-    if len(ids) != start.devices:
-        raise EngineError(
-            f"replica {plan.index} was to have {start.devices} devices, but Ray assigned {ids} to its actor"
-        )
-    env = device_env(start.kind, ids, os.environ)
-    if plan.words[0] == NODE_PYTHON:
-        # This interpreter's environment, but what the actor itself found by another way is not on its path.
-        here = str(Path(rollstream.__file__).parent.parent)
-        env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return ReplicaPlan(plan.index, tuple(ids), {**env, **plan.env}, plan.words)
-
-
-def _log_dir(wanted: str) -> Path:
-    if Path(wanted).is_dir():
-        return Path(wanted)
-    return Path(tempfile.mkdtemp(prefix="rollstream-replica-"))
+    async def stop(self) -> None:
+        await self._process.stop()
 
 
 def _end(actor: Any) -> None:

@@ -18,7 +18,7 @@ from rollstream.engine.base import Engine, HasReplicas
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.pool import PoolEngine
 from rollstream.engine.ray_package import import_ray
-from rollstream.engine.ray_plan import read_options
+from rollstream.engine.ray_plan import replica_resources
 from rollstream.engine.registry import replica_maker
 from rollstream.errors import ConfigError, EngineError
 from rollstream.generation.setup import EMBEDDED_ENGINES, Prepared, executor_elsewhere, launches_on_ray
@@ -307,7 +307,7 @@ def execution_of_workers(executor: WorkersExecutor, launched: LaunchedEngine | N
 def _claimed_cpus(prepared: Prepared, engine: Engine | None) -> float:
     """CPUs of the cluster that replicas hold. Raises `ConfigError` when they leave none for a worker."""
     assert isinstance(engine, LaunchedEngine)
-    each = read_options(prepared.settings.ray_kwargs.replica).resources.get("CPU", 0.0)
+    each = replica_resources(prepared.settings.ray_kwargs.replica).get("CPU", 0.0)
     claimed = len(engine.supervisors) * each
     there = float(import_ray().cluster_resources().get("CPU", 0.0))
     if there - claimed < (needed := prepared.settings.ray_kwargs.worker.get("num_cpus", 1)):

@@ -160,7 +160,7 @@ async def test_when_all_are_given_up_that_is_said_and_not_waited_for(tmp_path: P
         await engine.start()
         (tmp_path / "0" / "broken").touch()
         kill(tmp_path, 0)
-        await eventually(lambda: engine.supervisors[0].state == "given up")
+        await eventually(lambda: engine.supervisors[0].is_given_up)
         assert engine.restarts == 2  # one may fail
         with pytest.raises(EngineLostError, match=r"no replica could be started again(?s:.*)no such model"):
             await engine.health()
@@ -180,11 +180,11 @@ async def test_a_supervisor_that_breaks_does_not_stop_what_others_serve(
         with monkeypatch.context() as patched:
             patched.setattr(engine, "remove_replica", broken)
             kill(tmp_path, 0)
-            await eventually(lambda: engine.supervisors[0].state == "given up")
+            await eventually(lambda: engine.supervisors[0].is_given_up)
         assert "replica 0 is not looked after any more" in caplog.text
         assert await engine.health() and await ask(engine) == 8
         kill(tmp_path, 1)
-        await eventually(lambda: engine.restarts == 1 and engine.supervisors[1].state == "serving")
+        await eventually(lambda: engine.restarts == 1 and len(engine.ready) == 1)
         assert await engine.health()
 
 
@@ -273,10 +273,10 @@ def test_what_cannot_be_launched_shows_without_a_start(tmp_path: Path) -> None:
         check(tmp_path, **rollstream)
     with pytest.raises(ConfigError, match="did you mean 'num_threads'"):
         check(**rollstream, args={"engine_kwargs": {"num_thread": 1}})
-    with pytest.raises(ConfigError, match=r"launch\.python: /no/python cannot be run"):
+    with pytest.raises(ConfigError, match=r"launch\.python: /no/python is no program"):
         check(**rollstream, python="/no/python")
-    with pytest.raises(ConfigError, match=r"no-such-package|has no 'sglang'"):
-        check(python=sys.executable)
+    with pytest.raises(ConfigError, match="this environment has no 'sglang'"):
+        check()
     with pytest.raises(ConfigError, match=r"n_gpus_per_node is 99, but \d+ devices"):
         check("org/model", devices_per_node=99)
     with pytest.raises(ConfigError, match="speaks to vllm"):
@@ -313,8 +313,7 @@ def test_a_broken_driver_is_no_machine_without_devices(
     for wanted in (None, 8):
         with pytest.raises(ConfigError, match=r"nvidia-smi -L` fails with exit code 18: Failed to init"):
             plan("auto", wanted)
-    with pytest.raises(ConfigError, match="has no 'sglang'"):  # which is looked for last
-        plan("auto", 0)
+    assert len(plan("auto", 0)) == 1
     assert len(plan("rollstream", None)) == 1
 
 

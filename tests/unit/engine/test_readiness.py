@@ -183,7 +183,7 @@ async def test_a_replica_that_comes_back_as_another_gets_no_work(
     before = b.described
     await eventually(lambda: b.described > before + 2)
     assert await versions(engine) == {0} and b.served == 0
-    assert caplog.text.count("log-probs of another kind (processed, not raw), no seeds") == 1
+    assert caplog.text.count("logprobs processed (not raw), seeds False (not True)") == 1
     b.capabilities = CAPABILITIES
     await eventually(lambda: len(engine.ready) == 2)
 
