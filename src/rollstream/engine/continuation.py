@@ -1,9 +1,8 @@
-"""Generations that outlive a cut: new weights, a pause, an abort at the server, a move to another replica.
+"""Generations that outlive a cut: new weights, a pause, an abort at the server.
 
 The ids are the state: prompt ids and what was sampled so far are the prompt of the next piece, on any replica
 and under any weights. So nothing that was paid for is thrown away, and every token keeps the log-prob and the
-policy version it was sampled with. `PartialCompletion` is that state; the pool uses it for moves and dead
-replicas, `ContinuingEngine` for new weights and pauses:
+policy version it was sampled with. `PartialCompletion` is that state:
 
     waiting --> in the engine --> ended by itself, or aborted by its caller          --> answered
        ^             |
@@ -200,7 +199,6 @@ class ContinuingEngine:
         self._is_open = True
         self._updating = asyncio.Lock()
         self._closed = False
-        self._version = 0
         self._progress_at = float("-inf")
 
     @property
@@ -237,7 +235,7 @@ class ContinuingEngine:
                 if self._closed:
                     raise EngineUnavailableError("the engine is closed")
                 if request.aborted:
-                    return self._what_there_is(request)
+                    return request.partial.result("abort")
                 piece = await self._send(request, images)
                 if piece.finish_reason != "abort" or request.aborted:
                     return request.partial.finish(piece)
@@ -283,8 +281,7 @@ class ContinuingEngine:
             try:
                 await self._drain()
                 await self._engine.update_weights(source, version)
-                _LOG.info("weights of version %d, from %s; before it was %d", version, source, self._version)
-                self._version = version
+                _LOG.info("weights of version %d, from %s", version, source)
             finally:
                 self._is_open = True
                 self._wake_all()
@@ -363,12 +360,6 @@ class ContinuingEngine:
         while not (until() or request.aborted or self._closed):
             request.wake.clear()
             await request.wake.wait()
-
-    def _what_there_is(self, request: _Request) -> Completion:
-        completion = request.partial.result("abort")
-        if len(request.partial):
-            return completion
-        return replace(completion, policy_versions=[(0, self._version)])
 
     async def _drain(self) -> None:
         """Aborts what is in the engine and returns when it has left it."""

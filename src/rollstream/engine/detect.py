@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,19 +51,16 @@ async def detect_server(urls: Sequence[str], *, timeout: float, kind: str | None
     urls = [url.rstrip("/").removesuffix("/v1").rstrip("/") for url in urls]
     deadline = time.monotonic() + timeout
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_REQUEST_TIMEOUT_S)) as session:
-        for position, url in enumerate(itertools.cycle(urls), 1):
-            try:
-                answers = [await _get(session, url + route) for route in _ROUTES]
-                return read_answers(url, urls, answers, kind)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                if time.monotonic() > deadline:
+        while True:
+            for url in urls:
+                try:
+                    answers = [await _get(session, url + route) for route in _ROUTES]
+                    return read_answers(url, urls, answers, kind)
+                except (aiohttp.ClientError, TimeoutError) as error:
                     cause = f"{type(error).__name__}: {error}"
-                    raise EngineLostError(
-                        f"nothing answers at {', '.join(urls)} for {timeout:g} s ({cause})"
-                    ) from error
-            if position % len(urls) == 0:
-                await asyncio.sleep(_PAUSE_S)
-    raise AssertionError("a cycle has no end")
+            if time.monotonic() > deadline:
+                raise EngineLostError(f"nothing answers at {', '.join(urls)} for {timeout:g} s ({cause})")
+            await asyncio.sleep(_PAUSE_S)
 
 
 def read_answers(

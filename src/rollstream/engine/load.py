@@ -1,10 +1,9 @@
 """How busy an engine is: asking it, reading what servers say, adding up replicas."""
 
 import asyncio
-import contextlib
 import logging
-import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import orjson
@@ -16,6 +15,9 @@ _LOG = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 2.0
 """A server that takes longer to say how busy it is has said nothing: that was of another moment."""
+
+_NUMBER = re.compile(rb"\d{1,15}(\.\d*)?(e[+-]?\d{1,2})?", re.IGNORECASE)
+"""A count or a share, as such pages write them. Not NaN, and nothing below 0."""
 
 Get = Callable[[str], Awaitable[tuple[int, bytes]]]
 """Asks a server for a path: status and body. Raises `ReplicaUnavailableError`."""
@@ -64,12 +66,12 @@ def read_metrics(page: bytes, names: Mapping[str, str]) -> EngineLoad | None:
         names: what metrics mean: `running`, `queued`, `kv_usage`, `preemptions`.
     """
     found: dict[str, list[float]] = {}
-    page = b"\n" + page
     for name, meaning in names.items():
         if meaning in found:  # an old name and its successor may both be there
             continue
-        # Searched, not split: a page has a thousand lines, and is asked for every other second.
-        values = [value for value in _samples(page, name.encode()) if math.isfinite(value) and value >= 0]
+        # Searched, not parsed: a page has a thousand lines, and is asked for every other second.
+        samples = re.findall(rb"^%s(?:\{.*\})?[ \t]+(\d\S*)" % re.escape(name.encode()), page, re.MULTILINE)
+        values = [float(sample) for sample in samples if _NUMBER.fullmatch(sample)]
         if values:
             found[meaning] = values
     if "running" not in found or "queued" not in found:
@@ -162,18 +164,6 @@ class LoadSum:
             kv_usage=sum(usage) / len(usage) if usage else None,
             preemptions=self._preemptions if counts else None,
         )
-
-
-def _samples(page: bytes, name: bytes) -> Iterator[float]:
-    position, wanted = 0, b"\n" + name
-    while (position := page.find(wanted, position)) >= 0:
-        position += len(wanted)
-        end = page.find(b"\n", position)
-        line = page[position : end if end >= 0 else len(page)]
-        if not line.startswith((b"{", b" ", b"\t")):
-            continue  # a longer name
-        with contextlib.suppress(IndexError, ValueError):
-            yield float(line[line.rfind(b"}") + 1 :].split()[0])
 
 
 def _is_sound(load: EngineLoad) -> bool:
