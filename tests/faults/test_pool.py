@@ -30,12 +30,6 @@ from tests.faults.runs import overrides, stub_server, write_prompts
 SAMPLING = SamplingParams(max_tokens=16)
 
 
-async def eventually(check: Callable[[], bool], within: float = 20.0) -> None:
-    async with asyncio.timeout(within):
-        while not check():
-            await asyncio.sleep(0.005)
-
-
 def ask(pool: SGLangEngine, number: int) -> "asyncio.Task[Completion]":
     return asyncio.create_task(
         pool.generate([number % 500, number // 500], SAMPLING, request_id=f"{number}-0-0")
@@ -121,25 +115,6 @@ async def test_a_server_that_comes_later_with_another_model_gets_no_work(
         await pool.close()
 
 
-async def test_a_server_that_comes_back_as_another_gets_no_work(caplog: pytest.LogCaptureFixture) -> None:
-    async with StubServer(model_path="good", response_tokens=8) as good:
-        async with StubServer(model_path="good", response_tokens=8) as first:
-            pool = SGLangEngine([good.url, first.url], model_path="good")
-            await pool.start()
-            await asyncio.gather(*(ask(pool, number) for number in range(20)))
-            assert first.stats.answered
-        async with asyncio.timeout(20):
-            while len(pool.ready) == 2:
-                await asyncio.gather(*(ask(pool, number) for number in range(20)))
-        async with StubServer(port=int(first.url.rpartition(":")[2]), model_path="bad") as second:
-            async with asyncio.timeout(20):
-                while "gets no work" not in caplog.text:
-                    await asyncio.gather(*(ask(pool, number) for number in range(20)))
-                    await asyncio.sleep(0.01)
-            assert second.stats.requests == 0
-        await pool.close()
-
-
 async def test_a_server_dies_in_the_middle_of_a_thousand_requests() -> None:
     quick = Latency("fixed", 0.05)
     async with StubServer(latency=quick) as a, StubServer(latency=quick) as b, StubServer(latency=quick) as c:
@@ -149,47 +124,6 @@ async def test_a_server_dies_in_the_middle_of_a_thousand_requests() -> None:
         assert 100 <= a.stats.answered < 400
         for number, completion in enumerate(completions):
             assert completion.token_ids == b.book.answer([number % 500, number // 500], None, 16)[0]
-
-
-@pytest.mark.parametrize("tail", ["lognormal:40,0.5", "pareto:20,2"])
-async def test_one_replica_twenty_times_slower(tail: str) -> None:
-    """The run takes little longer than on the others alone."""
-    lengths = Latency.parse(tail, maximum=400)
-    sampling = SamplingParams(max_tokens=400)
-    async with contextlib.AsyncExitStack() as stack:
-        servers = [
-            await stack.enter_async_context(
-                StubServer(
-                    lengths=lengths,
-                    token_s=0.002,
-                    prompt_tokens=2,
-                    max_running=4,
-                    speed=0.05 if at == 0 else 1.0,
-                )
-            )
-            for at in range(4)
-        ]
-        pool = await stack.enter_async_context(pool_of(*(server.url for server in servers)))
-        numbers = iter(range(600))
-        work = 0
-
-        async def slot() -> None:
-            nonlocal work
-            for number in numbers:
-                prompt = [number % 500, number // 500]
-                done = await pool.generate(prompt, sampling, request_id=f"{number}-0-0")
-                assert done.token_ids == servers[0].book.answer(prompt, None, len(done.token_ids))[0]
-                work += len(done.token_ids)
-
-        began = time.perf_counter()
-        await asyncio.gather(*(slot() for _ in range(24)))
-        seconds = time.perf_counter() - began
-        longest = (
-            max(lengths.draw(servers[0].book.digest([n % 500, n // 500], None)) for n in range(600)) * 0.002
-        )
-        on_the_others_alone = work * 0.002 / (3 * 4) + longest
-        # Generous: client and servers share one loop of a machine that may be busy.
-        assert seconds < 2 * on_the_others_alone + 3.0, (seconds, on_the_others_alone)
 
 
 @contextlib.contextmanager
@@ -251,7 +185,7 @@ def test_a_run_loses_a_server(tmp_path: Path, number: signal.Signals) -> None:
 
 
 def test_a_run_with_a_server_that_breaks_one_in_three_replies(tmp_path: Path) -> None:
-    broken = (
+    broken = [
         "--truncate",
         "0.1",
         "--bad-ids",
@@ -262,7 +196,7 @@ def test_a_run_with_a_server_that_breaks_one_in_three_replies(tmp_path: Path) ->
         "0.05",
         "--error",
         "0.05",
-    )
+    ]
     with stub_server() as good, stub_server(*broken) as bad:
         assert len(run(tmp_path, [good, bad], generation__max_attempts=1)) == 120
 
@@ -274,10 +208,3 @@ def test_a_server_of_another_model_ends_the_run_at_its_start(tmp_path: Path) -> 
         pytest.raises(EngineError, match="serves '/models/an"),
     ):
         run_generation(overrides(tmp_path / "run", prompts, url))
-
-
-async def test_a_request_that_all_refuse_is_refused_with_their_words() -> None:
-    bad = Faults(bad_request=1.0)
-    async with StubServer(faults=bad) as a, StubServer(faults=bad) as b, pool_of(a.url, b.url) as pool:
-        with pytest.raises(EngineError, match="400: stub says this request is bad"):
-            await ask(pool, 1)

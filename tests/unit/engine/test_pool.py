@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubServer
 from rollstream.trajectory import Completion, SamplingParams
 from tests.support.replicas import FakeReplica
+from tests.support.until import until
 
 SAMPLING = SamplingParams(max_tokens=16, seed=5)
 
@@ -267,12 +268,6 @@ def stub(speed: float = 1.0) -> StubServer:
     return StubServer(lengths=LONG, token_s=0.005, speed=speed, prompt_tokens=4)
 
 
-async def eventually(check: Callable[[], bool], within: float = 60.0) -> None:
-    async with asyncio.timeout(within):
-        while not check():
-            await asyncio.sleep(0.005)
-
-
 def ask_long(pool: SGLangEngine, number: int) -> "asyncio.Task[Completion]":
     return asyncio.create_task(pool.generate([number, 1, 2, 3], FULL, request_id=f"r{number}"))
 
@@ -295,7 +290,7 @@ class TestHealthMonitor:
             await asyncio.gather(*(ask_long(pool, n) for n in range(40, 60)))
             assert a.stats.requests == before  # nothing more, not even to try
             a.faults = Faults()
-            await eventually(lambda: len(pool.ready) == 2)
+            await until(lambda: len(pool.ready) == 2)
             await asyncio.gather(*(ask_long(pool, n) for n in range(60, 80)))
             assert a.stats.requests > before
             await pool.close()
@@ -311,7 +306,7 @@ class TestHealthMonitor:
                     await asyncio.wait_for(task, 60)
             assert not await pool.health()
             server.faults = Faults()
-            await eventually(lambda: len(pool.ready) == 1)
+            await until(lambda: len(pool.ready) == 1)
             assert await pool.health()
             assert (await asyncio.wait_for(ask_long(pool, 10), 5)).token_ids == whole(server, 10)[0]
             await pool.close()
@@ -330,7 +325,7 @@ class TestHealthMonitor:
             await pool.start()
             server.faults = Faults(frozen=True)
             task = ask_long(pool, 1)
-            await eventually(lambda: server.stats.in_flight > 0)
+            await until(lambda: server.stats.in_flight > 0)
             await asyncio.sleep(0.2)
             await asyncio.wait_for(pool.close(), 5)
             with pytest.raises(EngineUnavailableError):

@@ -10,59 +10,21 @@ from rollstream.engine.launch_plan import LaunchRequest
 from rollstream.engine.ray_plan import claim, device_env, replica_resources
 from rollstream.errors import ConfigError
 
-sizes = st.integers(1, 3)
 nodes = st.lists(
-    st.builds(lambda cpus, gpus: {"CPU": cpus, "GPU": gpus}, st.integers(0, 16), st.integers(0, 8)),
+    st.builds(lambda cpus, gpus: {"CPU": cpus, "GPU": gpus}, st.integers(1, 16), st.integers(0, 8)),
     min_size=1,
 )
 
 
-@given(
-    nodes,
-    st.integers(1, 3),
-    st.none() | st.integers(0, 9),
-    st.none() | st.integers(1, 9),
-    sizes,
-    sizes,
-    sizes,
-)
+@given(nodes, st.none() | st.integers(0, 9), st.none() | st.integers(1, 9), st.integers(1, 4))
 def test_a_claim_can_be_met_and_uses_what_is_asked_for(
-    cluster: list[dict[str, float]],
-    nnodes: int,
-    per_node: int | None,
-    replicas: int | None,
-    tp: int,
-    pp: int,
-    dp: int,
+    cluster: list[dict[str, float]], per_node: int | None, replicas: int | None, each: int
 ) -> None:
-    request = LaunchRequest(
-        nodes=nnodes,
-        devices_per_node=per_node,
-        replicas=replicas,
-        tensor_parallel=tp,
-        pipeline_parallel=pp,
-        data_parallel=dp,
-    )
-    each = tp * pp * dp
+    request = LaunchRequest(devices_per_node=per_node, replicas=replicas, tensor_parallel=each)
     try:
         claims = claim("sglang", request, cluster)
     except ConfigError:
-        # Only for want of something: one node that has all of it would do.
-        if per_node != 0 and (per_node is None or per_node % each == 0):
-            rich = [{"CPU": 1000.0, "GPU": 1000.0} for _ in range(3)]
-            most = claim(
-                "sglang",
-                LaunchRequest(
-                    nodes=1 if per_node is None else nnodes,
-                    devices_per_node=per_node,
-                    tensor_parallel=tp,
-                    pipeline_parallel=pp,
-                    data_parallel=dp,
-                ),
-                rich,
-            )
-            assert most.count >= 1
-        return
+        return  # which refusals are right: `test_launch_plan`, and below
     room = sum(min(int(node[name] // amount) for name, amount in claims.bundle.items()) for node in cluster)
     assert 1 <= claims.count <= room
     assert claims.count == replicas or replicas is None
@@ -70,7 +32,7 @@ def test_a_claim_can_be_met_and_uses_what_is_asked_for(
     assert claims.bundle.get("GPU", 0) == (each if takes else 0)
     if takes and replicas is None:
         used = claims.count * each
-        assert used == (nnodes * per_node if per_node else sum(int(n["GPU"]) // each * each for n in cluster))
+        assert used == (per_node or sum(int(node["GPU"]) // each * each for node in cluster))
 
 
 EIGHTS = [{"CPU": 64.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 8.0}, {"CPU": 8.0}]

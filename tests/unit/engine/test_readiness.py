@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -15,6 +15,7 @@ from rollstream.engine.replica import WeightsLostError
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import SamplingParams
 from tests.support.replicas import CAPABILITIES, FakeReplica
+from tests.support.until import until
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +44,6 @@ async def engine(a: FakeReplica, b: FakeReplica) -> AsyncIterator[PoolEngine]:
         await one.close()
 
 
-async def eventually(check: Callable[[], bool], within: float = 10.0) -> None:
-    async with asyncio.timeout(within):
-        while not check():
-            await asyncio.sleep(0.002)
-
-
 async def versions(engine: PoolEngine | ContinuingEngine, count: int = 8) -> set[int]:
     """The weights that some requests are answered with."""
     sampling = SamplingParams(max_tokens=1)
@@ -71,7 +66,7 @@ async def test_a_restarted_replica_loads_the_weights_again(engine: PoolEngine, a
     await engine.update_weights("/1", 1)
     a.restart()  # without a connection being lost: only its answer shows it
     assert await versions(engine) == {1}
-    await eventually(lambda: len(engine.ready) == 2)
+    await until(lambda: len(engine.ready) == 2)
     assert (a.version, a.loads) == (1, [1, 1])
 
 
@@ -94,7 +89,7 @@ async def test_no_replica_could_load(engine: PoolEngine, a: FakeReplica, b: Fake
     a.load_errors, b.load_errors = [WeightsLostError("halfway")], [TransientEngineError("cut off")]
     with pytest.raises(EngineError, match="halfway"):
         await engine.update_weights("/2", 2)
-    await eventually(lambda: len(engine.ready) == 2)  # both loaded the old ones again
+    await until(lambda: len(engine.ready) == 2)  # both loaded the old ones again
     assert await versions(engine) == {1}
     a.away = b.away = True
     with pytest.raises(EngineUnavailableError, match="no server is there to load weights"):
@@ -130,7 +125,7 @@ async def test_requests_wait_for_an_update_and_updates_for_each_other(
 ) -> None:
     a.gate.clear()
     first = asyncio.create_task(engine.update_weights("/1", 1))
-    await eventually(lambda: a.loading == 1)
+    await until(lambda: a.loading == 1)
     second = asyncio.create_task(engine.update_weights("/2", 2))
     asked = asyncio.create_task(versions(engine))
     first.cancel()  # takes effect at its end
@@ -149,7 +144,7 @@ async def test_an_update_and_a_request_do_not_wait_for_a_load_of_before(
     b.deaf_while_loading = True
     await engine.update_weights("/1", 1)
     b.gate.clear()
-    await eventually(lambda: b.loading == 1)
+    await until(lambda: b.loading == 1)
     assert engine.is_loading("b") and not engine.is_loading("a")
     assert await versions(engine) == {1}
     await asyncio.wait_for(engine.update_weights("/2", 2), 5)
@@ -158,7 +153,7 @@ async def test_an_update_and_a_request_do_not_wait_for_a_load_of_before(
     with pytest.raises(EngineUnavailableError):  # nobody waits for a load, which may take minutes
         await versions(engine, 1)
     b.gate.set()
-    await eventually(lambda: engine.ready == ["b"])
+    await until(lambda: engine.ready == ["b"])
     assert await versions(engine) == {2}
     assert (b.loads, b.cut_off_loads) == ([1, 1, 2], 0)
 
@@ -181,11 +176,11 @@ async def test_a_replica_that_comes_back_as_another_gets_no_work(
     await versions(engine)
     b.away, b.served, b.capabilities = False, 0, replace(CAPABILITIES, logprobs="processed", seeds=False)
     before = b.described
-    await eventually(lambda: b.described > before + 2)
+    await until(lambda: b.described > before + 2)
     assert await versions(engine) == {0} and b.served == 0
     assert caplog.text.count("logprobs processed (not raw), seeds False (not True)") == 1
     b.capabilities = CAPABILITIES
-    await eventually(lambda: len(engine.ready) == 2)
+    await until(lambda: len(engine.ready) == 2)
 
 
 async def test_a_replica_that_answers_questions_but_no_requests_is_not_asked_in_a_hot_loop(
@@ -209,7 +204,7 @@ async def test_a_hanging_replica_lets_its_requests_go_and_keeps_no_update(
     await asyncio.wait_for(engine.update_weights("/1", 1), 5)
     assert b.loads == []
     b.hangs = False
-    await eventually(lambda: len(engine.ready) == 2)
+    await until(lambda: len(engine.ready) == 2)
     assert (await versions(engine), b.loads) == ({1}, [1])
 
 
@@ -222,7 +217,7 @@ async def test_an_update_does_not_wait_for_a_server_that_ends_nothing(
     engine = ContinuingEngine(inner)
     b.hangs = True
     asked = asyncio.create_task(versions(engine))
-    await eventually(lambda: b.in_flight == 4 and a.served == 4)
+    await until(lambda: b.in_flight == 4 and a.served == 4)
     await asyncio.wait_for(engine.update_weights("/1", 1), 5)
     assert await asyncio.wait_for(asked, 5) == {0, 1}
     await inner.close()
@@ -235,9 +230,9 @@ async def test_closing_waits_for_a_load_but_not_for_ever(
     b.load_errors = [TransientEngineError("busy")]
     await engine.update_weights("/1", 1)
     b.gate.clear()
-    await eventually(lambda: b.loading == 1)
+    await until(lambda: b.loading == 1)
     await asyncio.wait_for(engine.close(), 5)
-    await eventually(lambda: b.cut_off_loads == 1)
+    await until(lambda: b.cut_off_loads == 1)
     assert "still loads weights, and is left alone" in caplog.text
 
 
@@ -251,10 +246,10 @@ async def test_an_unexpected_error_is_said_and_tried_again(
     b.away = True
     monkeypatch.setattr(b, "describe", broken)
     await versions(engine)
-    await eventually(lambda: "b cannot be made ready" in caplog.text)
+    await until(lambda: "b cannot be made ready" in caplog.text)
     monkeypatch.setattr(b, "describe", describe)
     b.away = False
-    await eventually(lambda: len(engine.ready) == 2)
+    await until(lambda: len(engine.ready) == 2)
 
 
 @pytest.mark.parametrize("seed", range(8))
