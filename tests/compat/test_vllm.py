@@ -291,7 +291,7 @@ async def test_its_chat_route_with_the_openai_engine(
             assert answer.message["content"] == whole
         # A partial answer is the beginning of the model's own: it goes on as it would have.
         turn = Turn(content=whole[:1], pieces=1)
-        replica: Any = engine._replicas[engine.replicas[0]]
+        replica: Any = engine._readiness.members[engine.replicas[0]].replica
         await replica._send(how, asked, turn)
         assert turn.content == whole
     finally:

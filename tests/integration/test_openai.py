@@ -136,7 +136,7 @@ async def test_a_cut_answer_goes_on_at_a_real_server(served: Served) -> None:
         assert whole.message is not None
         text = whole.message["content"]
         assert len(text) >= 2
-        replica = engine._replicas[engine.replicas[0]]
+        replica = engine._readiness.members[engine.replicas[0]].replica
         turn = Turn(content=text[:1], pieces=1)
         await replica._send(greedy, prompt, turn)
         assert turn.content == text

@@ -148,9 +148,8 @@ class PoolEngine:
         hint: str = "check actor_rollout_ref.rollout.server_urls, and that the servers are running",
         kwargs: dict[str, Any] | None = None,
     ) -> None:
-        self._replicas = {replica.name: replica for replica in replicas}
         self._router = Router()
-        self._readiness = Readiness(self._check_capabilities)
+        self._readiness = Readiness(replicas, self._check_capabilities)
         self._own = own
         self._what = what
         self._hint = hint
@@ -175,7 +174,7 @@ class PoolEngine:
     @property
     def replicas(self) -> list[str]:
         """Names of the replicas, in the order they came."""
-        return list(self._replicas)
+        return list(self._readiness.members)
 
     @property
     def ready(self) -> list[str]:
@@ -184,7 +183,7 @@ class PoolEngine:
 
     def replica_counts(self) -> tuple[int, int]:
         """How many replicas take requests now, and how many there are."""
-        return len(self._readiness.ready), len(self._replicas)
+        return len(self._readiness.ready), len(self._readiness.members)
 
     def is_loading(self, name: str) -> bool:
         """Whether a replica loads weights, in an update or by itself: it may be deaf meanwhile."""
@@ -200,7 +199,7 @@ class PoolEngine:
         """
         if self._capabilities is not None:
             return
-        if not self._replicas:
+        if not self._readiness.members:
             raise ConfigError(f"engine {self._what!r} needs at least one replica")
         try:
             await self._ask_all()
@@ -217,22 +216,21 @@ class PoolEngine:
             EngineError: it is not there (`ReplicaUnavailableError`), or cannot do what the others can: a run
                 that relies on that must not meet it.
         """
-        if replica.name in self._replicas:
+        members = self._readiness.members
+        if replica.name in members:
             return
         if self._capabilities is not None:
             is_ready = await self._readiness.join(replica)
         else:  # what all of them are, the start finds out
             await replica.describe()
-            is_ready = await replica.health()
+            if is_ready := await replica.health():
+                members[replica.name] = Member(replica)
         if not is_ready:
             raise ReplicaUnavailableError(f"{replica.name} is not healthy")
-        self._replicas[replica.name] = replica
 
     async def remove_replica(self, name: str) -> None:
         """Sends nothing more to a replica; its requests in flight go on elsewhere. Unknown names: fine."""
-        self._readiness.remove(name)
-        if (replica := self._replicas.pop(name, None)) is not None:
-            await replica.close()
+        await self._readiness.remove(name)
 
     async def generate(
         self,
@@ -299,7 +297,8 @@ class PoolEngine:
 
     async def load(self) -> EngineLoad | None:
         """Of all replicas that say theirs; None when nobody does."""
-        asked = {name: one for name, one in self._replicas.items() if isinstance(one, ReportsLoad)}
+        replicas = [member.replica for member in self._readiness.members.values()]
+        asked = {one.name: one for one in replicas if isinstance(one, ReportsLoad)}
         loads = await asyncio.gather(*(replica.load() for replica in asked.values()))
         return self._loads.add(zip(asked, loads, strict=True))
 
@@ -315,7 +314,7 @@ class PoolEngine:
         finally:
             if self._aborts:
                 await asyncio.wait(self._aborts, timeout=_ABORT_TIMEOUT_S)
-            await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
+            await asyncio.gather(*(one.replica.close() for one in self._readiness.members.values()))
 
     async def _attempt(self, request: _Request, member: Member) -> Completion | None:
         """A replica's answer; None, with the cause in `request.failures`, when others may do better.
@@ -402,9 +401,8 @@ class PoolEngine:
 
     async def _ask_all(self) -> None:
         """Asks all replicas what they are; the common capabilities are the pool's."""
-        answers = await asyncio.gather(
-            *(replica.describe() for replica in self._replicas.values()), return_exceptions=True
-        )
+        members = [*self._readiness.members.values()]
+        answers = await asyncio.gather(*(one.replica.describe() for one in members), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ReplicaUnavailableError):
                 raise answer
@@ -415,10 +413,10 @@ class PoolEngine:
                 f"no {self._what} server answers ({'; '.join(causes)}): {self._hint}"
             )
         self._capabilities = self._own(common_capabilities(found))
-        for replica, cause in zip(self._replicas.values(), causes, strict=True):
+        for member, cause in zip(members, causes, strict=True):
             if cause:
                 logger.warning("%s server does not answer, going on without it: %s", self._what, cause)
-            self._readiness.add(replica, cause)
+            self._readiness.begin(member, cause)
 
     async def _check_capabilities(self, replica: Replica) -> None:
         found = await replica.describe()

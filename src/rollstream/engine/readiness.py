@@ -12,7 +12,7 @@ the servers began with, wherever they are from; after it, a replica that was awa
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 from rollstream.aio import Backoff, any_true, finish_despite_cancellation
@@ -82,16 +82,17 @@ class Readiness:
     """Knows which replicas are ready, makes the others so, and changes the weights of all. Owns its tasks.
 
     Args:
+        replicas: those that are there from the start; `begin` says whether they are ready.
         check: asks a replica what it is; raises `EngineError` when it is not what the run needs.
     """
 
-    def __init__(self, check: Callable[[Replica], Awaitable[None]]) -> None:
+    def __init__(self, replicas: Iterable[Replica], check: Callable[[Replica], Awaitable[None]]) -> None:
+        self.members = {replica.name: Member(replica) for replica in replicas}
         self._check = check
         self.wanted = INITIAL_WEIGHTS
         """The weights that every ready replica holds."""
         self.ready: dict[str, Member] = {}
         """Replicas that may get requests, by name."""
-        self._members: dict[str, Member] = {}
         self._one_update = asyncio.Lock()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -101,25 +102,25 @@ class Readiness:
         """Takes in a replica if it can be made ready now, and returns whether it is in. Raises as `_make_ready`."""
         member = Member(replica)
         if await self._make_ready(member):
-            self._members[member.name] = member
+            self.members[member.name] = member
             self._set_ready(member)
         return member.is_ready
 
-    def add(self, replica: Replica, cause: str) -> None:
-        """Takes in a replica that is ready, where there is no `cause` why it is not."""
-        member = self._members[replica.name] = Member(replica)
+    def begin(self, member: Member, cause: str) -> None:
+        """Lets a replica have requests, or has it made ready where there is a `cause` why it is not."""
         if cause:
             self._begin(member, cause)
         else:
             self._set_ready(member)
 
-    def remove(self, name: str) -> None:
+    async def remove(self, name: str) -> None:
         """Leaves a replica out. An unknown name is fine."""
-        member = self._members.pop(name, None)
+        member = self.members.pop(name, None)
         if member is not None:
             self._set_not_ready(member)
             if member.task is not None:
                 member.task.cancel()
+            await member.replica.close()
 
     def lost(self, member: Member, cause: str) -> None:
         """Told that a replica cannot serve, and why. One that is not ready already, or was removed: fine."""
@@ -131,11 +132,11 @@ class Readiness:
 
     def causes(self) -> dict[str, str]:
         """Why replicas are not ready, by name."""
-        return {name: one.cause for name, one in self._members.items() if not one.is_ready}
+        return {name: one.cause for name, one in self.members.items() if not one.is_ready}
 
     def is_loading(self, name: str) -> bool:
         """Whether a replica loads weights: it may be deaf, paused and not healthy meanwhile."""
-        return not self.is_settled or (name in self._members and self._members[name].is_loading)
+        return not self.is_settled or (name in self.members and self.members[name].is_loading)
 
     async def try_now(self, seconds: float) -> bool:
         """Tries at once to make replicas ready. Returns whether one is, at the latest after so many seconds."""
@@ -144,7 +145,7 @@ class Readiness:
             await member.tried.wait()
             return member.is_ready
 
-        waiting = [member for member in self._members.values() if not member.is_ready]
+        waiting = [member for member in self.members.values() if not member.is_ready]
         for member in waiting:
             member.tried.clear()
             member.wake.set()
@@ -191,7 +192,7 @@ class Readiness:
         """Ends all tasks; loads that are under way have a while to come to their end."""
         self._closed = True
         tasks = []
-        for member in self._members.values():
+        for member in self.members.values():
             if member.task is not None:
                 tasks.append(member.task)
                 if not member.is_loading:
@@ -280,7 +281,7 @@ class Readiness:
         member.weights = weights
 
     async def _update(self, weights: Weights) -> None:
-        free = [member for member in self._members.values() if not member.is_loading]
+        free = [member for member in self.members.values() if not member.is_loading]
         checks = await asyncio.gather(*(member.replica.health() for member in free))
         healthy = [member for member, is_healthy in zip(free, checks, strict=True) if is_healthy]
         asked = healthy or free  # one that a failed update has paused says that it is not healthy
@@ -288,7 +289,7 @@ class Readiness:
             *(member.replica.update_weights(weights.source, weights.version) for member in asked),
             return_exceptions=True,
         )
-        causes = {name: f"{name}: it is not healthy, or loads older weights" for name in self._members}
+        causes = {name: f"{name}: it is not healthy, or loads older weights" for name in self.members}
         is_any_there = has_loaded = False
         for member, answer in zip(asked, answers, strict=True):
             causes[member.name] = "" if answer is None else f"{member.name}: {answer}"
@@ -300,7 +301,7 @@ class Readiness:
                 member.weights = self.wanted = weights
             elif not _keeps_weights(answer):
                 member.weights = None
-        for member in [*self._members.values()]:
+        for member in [*self.members.values()]:
             if member.weights != self.wanted:
                 self.lost(member, f"{member.name} has no weights of version {self.wanted.version}")
         for answer in answers:

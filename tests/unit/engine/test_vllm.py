@@ -620,7 +620,7 @@ async def test_a_cancelled_load_comes_to_its_end_and_leaves_no_pause() -> None:
     async with FakeServer(dev=True) as server:
         engine = VLLMEngine([server.url])
         await engine.start()
-        replica = engine._replicas[server.url]
+        replica = engine._readiness.members[server.url].replica
         server.gate = asyncio.Event()
         load = asyncio.create_task(replica.update_weights("/weights/8", 8))
         await eventually(lambda: len(server.told) == 2)
