@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -30,18 +31,20 @@ class Launched:
                 continue
         return found
 
-    def servers(self) -> list[int]:
-        return [
-            pid
+    def ports(self) -> dict[int, int]:
+        """Of the servers, by pid."""
+        return {
+            pid: int(command.split()[command.split().index("--port") + 1])
             for pid, command in self.processes().items()
             if "--port" in command and "reaper" not in command
-        ]
+        }
+
+    def servers(self) -> list[int]:
+        return list(self.ports())
 
     def serving(self) -> list[int]:
         """Servers that take connections."""
-        return [
-            pid for pid, command in self.processes().items() if pid in self.servers() and _listens(command)
-        ]
+        return [pid for pid, port in self.ports().items() if _listens(port)]
 
     def reapers(self) -> list[int]:
         return [pid for pid, command in self.processes().items() if "reaper" in command]
@@ -66,11 +69,29 @@ class Launched:
         return False
 
 
-def _listens(command: str) -> bool:
-    """Whether somebody listens at the port of a server's command line."""
-    words = command.split()
+def stub_python(folder: Path, latency: str) -> Path:
+    """An "interpreter" that says what it was given, and starts a stub server in a server's place.
+
+    Servers that start later are as slow as `folder / "latency"` says by then.
+    """
+    path = folder / "python"
+    (folder / "latency").write_text(latency)
+    path.write_text(
+        "#!/bin/sh\n"
+        'echo "devices $CUDA_VISIBLE_DEVICES"\n'
+        f"if [ -e {folder}/broken ]; then echo 'CUDA out of memory'; exit 9; fi\n"
+        "while [ $# -gt 0 ]; do case $1 in --host) host=$2;; --port) port=$2;; esac; shift; done\n"
+        f"exec {sys.executable} -m rollstream.testing.stub_server --response-tokens 32 "
+        f'--latency "$(cat {folder}/latency)" '
+        '--host "$host" --port "$port"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def _listens(port: int) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", int(words[words.index("--port") + 1]))) == 0
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def has_begun(root: Path) -> bool:

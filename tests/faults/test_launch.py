@@ -1,19 +1,21 @@
 """Launched replicas: killed, away all at once, unable to start; and a rollstream that is killed itself."""
 
+import contextlib
 import random
 import signal
-import sys
 import time
+import urllib.request
 from pathlib import Path
 from uuid import uuid4
 
+import orjson
 import pyarrow.parquet as pq
 import pytest
 
 from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
-from tests.faults.launches import LAUNCH, Launched, has_begun, launch_overrides
+from tests.faults.launches import LAUNCH, Launched, has_begun, launch_overrides, stub_python
 from tests.faults.runs import Runner, run_to_end, write_prompts
 
 pytest.importorskip("openvino_genai")
@@ -71,44 +73,22 @@ def test_kills_of_replicas_cost_no_rollout_and_no_attempt(
     assert launched.are_gone_within(10)
 
 
-def stub_python(folder: Path, latency: str) -> Path:
-    """An "interpreter" that starts a stub server in a server's place: quick, on a busy machine too."""
-    path = folder / "python"
-    path.write_text(
-        "#!/bin/sh\n"
-        f"if [ -e {folder}/broken ]; then echo 'CUDA out of memory'; exit 9; fi\n"
-        "for port; do :; done\n"
-        f"exec {sys.executable} -m rollstream.testing.stub_server --response-tokens 64 --latency {latency} "
-        '--port "$port"\n'
-    )
-    path.chmod(0o755)
-    return path
-
-
-class _Progress:
-    """When how many rollouts were durable."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self.points: list[tuple[float, int]] = []
-
-    def look(self) -> int:
-        done = read_status(self._root).completed
-        self.points.append((time.monotonic(), done))
-        return done
-
-    def rate(self, begin: float, end: float) -> float:
-        inside = [point for point in self.points if begin <= point[0] <= end]
-        (start, before), (stop, after) = inside[0], inside[-1]
-        return (after - before) / (stop - start)
+def in_flight(launched: Launched) -> int:
+    """Requests at all servers."""
+    count = 0
+    for port in launched.ports().values():
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/stub/stats") as answer,
+        ):
+            count += orjson.loads(answer.read())["in_flight"]
+    return count
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("rows", "away", "watched"), [(800, 3, 4), pytest.param(1500, 10, 5, marks=pytest.mark.soak)]
-)
-def test_after_an_outage_of_all_the_run_is_as_fast_as_before_within_two_seconds(
-    tmp_path: Path, launched: Launched, rows: int, away: int, watched: int
+@pytest.mark.parametrize(("rows", "away"), [(800, 3), pytest.param(1500, 10, marks=pytest.mark.soak)])
+def test_after_an_outage_of_all_the_run_goes_on_with_all_that_was_in_flight(
+    tmp_path: Path, launched: Launched, rows: int, away: int
 ) -> None:
     paths = RunPaths(tmp_path / "run")
     command = launch_overrides(
@@ -117,6 +97,7 @@ def test_after_an_outage_of_all_the_run_is_as_fast_as_before_within_two_seconds(
         launched,
         replicas=4,
         generation__max_in_flight=32,
+        generation__adaptive_in_flight="false",
         **{
             f"{LAUNCH}python": stub_python(tmp_path, "fixed:0.5"),
             f"{LAUNCH}args": "{}",
@@ -124,31 +105,12 @@ def test_after_an_outage_of_all_the_run_is_as_fast_as_before_within_two_seconds(
         },
     )
     runner = Runner(command, log=tmp_path / "log")
-    assert runner.wait_until(lambda: has_begun(paths.root))
-    progress = _Progress(paths.root)
-    began = time.monotonic()
-    while time.monotonic() < began + watched:
-        progress.look()
-        time.sleep(0.05)
-    killed = time.monotonic()
-    launched.kill(launched.servers())
-    done = progress.look()
-    while len(launched.serving()) < 4:
-        time.sleep(0.02)
-    back = time.monotonic()
-    while runner.process.poll() is None and time.monotonic() < back + watched + 3:
-        progress.look()
-        time.sleep(0.05)
+    for _ in range(2):
+        assert runner.wait_until(lambda: len(launched.serving()) == 4 and in_flight(launched) > 24)
+        launched.kill(launched.servers())
+        assert runner.wait_until(lambda: not launched.serving())
+    assert runner.wait_until(lambda: in_flight(launched) > 24)
     assert runner.wait() == 0, runner.output()[-3000:]
-    before, after = progress.rate(began + 1, killed), progress.rate(back + 2, back + watched + 2)
-    idle = next(moment for moment, count in progress.points if moment > back and count > done) - back
-    print(
-        f"away {back - killed:.1f} s; {before:.1f} rollouts/s before, {after:.1f} from 2 s after the "
-        f"return on; the first was durable {idle:.1f} s after it"
-    )
-    assert back - killed > away
-    assert idle < 10  # how fast it is, the line above says: of a busy machine no more can be asked
-    assert after > 0.5 * before
     assert attempts(paths.root) == {1: rows}
     assert validate_run(paths.root).sound
 
@@ -163,7 +125,7 @@ def test_a_replica_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path, la
     assert runner.wait() == 1
     output = runner.output()
     assert "ended with exit code 9 before it was healthy" in output
-    assert "  the end of its log:\n    CUDA out of memory" in output
+    assert "  the end of its log:\n    devices \n    CUDA out of memory" in output
     assert "Traceback" not in output
     assert not launched.processes()
     assert not paths.has_data()

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -31,7 +30,7 @@ from rollstream.errors import EngineError
 from rollstream.generation.runner import run_generation
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
-from tests.faults.launches import LAUNCH, Launched
+from tests.faults.launches import LAUNCH, Launched, stub_python
 from tests.faults.ray_nodes import lose_node, nodes, wait_for
 from tests.faults.runs import Runner, has_rollouts, overrides, run_to_end, write_prompts
 
@@ -47,26 +46,6 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture
 def launched() -> Launched:
     return Launched(uuid4().hex)
-
-
-def stub_python(folder: Path, latency: str) -> Path:
-    """An "interpreter" that says what it was given, and starts a stub server in a server's place.
-
-    Servers that start later are as slow as `folder / "latency"` says by then.
-    """
-    path = folder / "python"
-    (folder / "latency").write_text(latency)
-    path.write_text(
-        "#!/bin/sh\n"
-        'echo "devices $CUDA_VISIBLE_DEVICES"\n'
-        f"if [ -e {folder}/broken ]; then echo 'CUDA out of memory'; exit 9; fi\n"
-        "while [ $# -gt 0 ]; do case $1 in --host) host=$2;; --port) port=$2;; esac; shift; done\n"
-        f"exec {sys.executable} -m rollstream.testing.stub_server --response-tokens 32 "
-        f'--latency "$(cat {folder}/latency)" '
-        '--host "$host" --port "$port"\n'
-    )
-    path.chmod(0o755)
-    return path
 
 
 def actors() -> list[psutil.Process]:

@@ -233,18 +233,6 @@ async def test_what_each_policy_does_with_the_tokens() -> None:
         assert inner.version == 7
 
 
-async def test_sixty_four_in_flight_with_one_slot() -> None:
-    inner = Stepper(1)
-    engine = ContinuingEngine(inner)
-    asked = [asyncio.create_task(engine.generate([i], LONG, request_id=str(i))) for i in range(64)]
-    for version in (1, 2, 3):
-        await turns(100)
-        await engine.update_weights("/new", version)
-    for i, answer in enumerate(await asyncio.wait_for(asyncio.gather(*asked), 20)):
-        check([i], answer)
-        assert answer.finish_reason != "abort"
-
-
 async def test_stop_strings_begin_anew() -> None:
     inner = Stepper()
     engine = ContinuingEngine(inner)
@@ -521,18 +509,6 @@ def test_the_last_piece_says_how_it_ended() -> None:
     )  # of the first piece: the later ones' cover the request's own tokens
 
 
-def test_what_cannot_go_on_says_so() -> None:
-    partial = PartialCompletion(PROMPT, SamplingParams(10, stop=("end",)))
-    assert partial.can_go_on
-    partial.add(Completion([1], [-1.0], "abort"))
-    assert not partial.can_go_on
-    partial.clear()
-    assert partial.can_go_on
-    full = PartialCompletion(PROMPT, SamplingParams(1))
-    full.add(Completion([1], [-1.0], "abort"))
-    assert full.is_full
-
-
 def test_tokens_without_their_logprobs_are_refused() -> None:
     partial = PartialCompletion(PROMPT, SamplingParams(10))
     with pytest.raises(ValueError, match="2 sampled ids came with 1 log-probs"):
@@ -540,9 +516,23 @@ def test_tokens_without_their_logprobs_are_refused() -> None:
     assert len(partial) == 0
 
 
-def test_what_counts_tokens_of_a_request_is_not_continued() -> None:
-    for extra, goes_on in (({}, True), ({"min_p": 0.1}, True), ({"presence_penalty": 0.5}, False)):
-        partial = PartialCompletion(PROMPT, SamplingParams(9, logprobs=False, extra=extra))
-        assert partial.can_go_on
-        partial.add(Completion([1], None, "abort"))
-        assert partial.can_go_on == goes_on
+@pytest.mark.parametrize(
+    ("options", "goes_on"),
+    [
+        ({}, True),
+        ({"extra": {"min_p": 0.1}}, True),
+        # A string that begins in one piece and ends in the next; what counts the tokens of a request.
+        ({"stop": ("end",)}, False),
+        ({"extra": {"presence_penalty": 0.5}}, False),
+    ],
+)
+def test_what_cannot_go_on_says_so(options: dict[str, Any], goes_on: bool) -> None:
+    partial = PartialCompletion(PROMPT, SamplingParams(2, logprobs=False, **options))
+    assert partial.can_go_on
+    partial.add(Completion([1], None, "abort"))
+    assert partial.can_go_on == goes_on
+    assert not partial.is_full
+    partial.add(Completion([1], None, "abort"))
+    assert partial.is_full
+    partial.clear()
+    assert partial.can_go_on
