@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import rollstream
 from rollstream.engine.checks import no_longer_than, read_model_limits
 from rollstream.engine.devices import Devices, DeviceToolError, find_devices
 from rollstream.engine.kind import EngineKind, EngineOptions
@@ -20,7 +19,7 @@ from rollstream.engine.launch_plan import (
     choose_server,
     plan_replicas,
 )
-from rollstream.engine.launch_process import Launcher, LocalLauncher
+from rollstream.engine.launch_process import Launcher, LocalLauncher, path_to_rollstream
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.pool import POOL_KWARGS
 from rollstream.engine.ray_launch import RayLauncher
@@ -83,7 +82,7 @@ def launch_plan(
     elif server != "rollstream":
         devices = _devices_for(request)
     elif request.python is None:
-        request = replace(request, env={**_where_rollstream_is(), **request.env})
+        request = replace(request, env={**path_to_rollstream(), **request.env})
     plans = plan_replicas(
         server,
         request,
@@ -115,11 +114,6 @@ def _machine_devices() -> Devices | None:
 
 def _expanded(model_path: str) -> str:
     return str(Path(model_path).expanduser()) if model_path.startswith("~") else model_path
-
-
-def _where_rollstream_is() -> dict[str, str]:
-    here = str(Path(rollstream.__file__).parent.parent)
-    return {"PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def _interpreter(request: LaunchRequest) -> str:

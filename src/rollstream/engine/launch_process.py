@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
+import rollstream
 from rollstream.engine import reaper
 from rollstream.engine.launch_plan import LOOPBACK, ReplicaPlan
 from rollstream.errors import EngineError
@@ -96,13 +97,19 @@ class LocalProcess:
     """A replica below a reaper of its own. Made by `start`."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, port: socket.socket, what: str, log: Path, mark: str
+        self,
+        process: asyncio.subprocess.Process,
+        port: socket.socket,
+        command: str,
+        log: Path,
+        log_offset: int,
+        mark: str,
     ) -> None:
-        self._process, self._port, self._log, self._mark = process, port, log, mark
+        self._process, self._port, self._mark = process, port, mark
+        self._log, self._log_offset = log, log_offset
         host, number = port.getsockname()[:2]
         self.url = f"http://[{host}]:{number}" if ":" in host else f"http://{host}:{number}"
-        self.what = f"{what} (pid {process.pid}, log {log})"
-        self._log_offset = 0
+        self.what = f"{command} (pid {process.pid}, log {log})"
 
     @classmethod
     async def start(
@@ -148,9 +155,7 @@ class LocalProcess:
                 raise EngineError(f"replica {plan.index} could not be started: {error}") from error
             stack.pop_all()
             log.close()
-        started = cls(process, port, command, log_path, mark)
-        started._log_offset = offset
-        return started
+        return cls(process, port, command, log_path, offset, mark)
 
     @property
     def pid(self) -> int:
@@ -190,6 +195,12 @@ class LocalProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(reaper.kill_left, self._mark)
+
+
+def path_to_rollstream() -> dict[str, str]:
+    """Environment in which an interpreter finds the package where this one did."""
+    here = str(Path(rollstream.__file__).parent.parent)
+    return {"PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def log_stamp() -> str:

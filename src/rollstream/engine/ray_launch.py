@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import rollstream
 from rollstream.engine import reaper
 from rollstream.engine.launch_plan import (
     NODE_ADDRESS,
@@ -33,7 +32,7 @@ from rollstream.engine.launch_plan import (
     ReplicaPlan,
     ServerKind,
 )
-from rollstream.engine.launch_process import LocalProcess, log_stamp
+from rollstream.engine.launch_process import LocalProcess, log_stamp, path_to_rollstream
 from rollstream.engine.ray_package import cause_of, import_ray, is_death, one_line
 from rollstream.engine.ray_plan import Claims, claim, device_env
 from rollstream.errors import ConfigError, EngineError
@@ -229,8 +228,7 @@ class ReplicaHost:
         env = device_env(kind, ids, os.environ)
         if plan.words[0] == NODE_PYTHON:
             # This interpreter's environment, but what the actor itself found by another way is not on its path.
-            here = str(Path(rollstream.__file__).parent.parent)
-            env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+            env |= path_to_rollstream()
         self._process = process = await LocalProcess.start(
             replace(plan, env={**env, **plan.env}),
             logs / f"{log_name}.log",

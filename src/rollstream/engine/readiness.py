@@ -108,10 +108,14 @@ class Readiness:
 
     def begin(self, member: Member, cause: str) -> None:
         """Lets a replica have requests, or has it made ready where there is a `cause` why it is not."""
-        if cause:
-            self._begin(member, cause)
-        else:
+        if not cause:
             self._set_ready(member)
+            return
+        member.cause = cause
+        if not self._closed:
+            member.wake.clear()
+            name = f"make-ready-{member.name}"
+            member.task = asyncio.get_running_loop().create_task(self._until_ready(member), name=name)
 
     async def remove(self, name: str) -> None:
         """Leaves a replica out. An unknown name is fine."""
@@ -128,7 +132,7 @@ class Readiness:
             self._set_not_ready(member)
             if self.wanted != INITIAL_WEIGHTS:  # it may have been started anew
                 member.weights = None
-            self._begin(member, cause)
+            self.begin(member, cause)
 
     def causes(self) -> dict[str, str]:
         """Why replicas are not ready, by name."""
@@ -210,13 +214,6 @@ class Readiness:
     def _set_not_ready(self, member: Member) -> None:
         member.is_ready = False
         self.ready.pop(member.name, None)
-
-    def _begin(self, member: Member, cause: str) -> None:
-        member.cause = cause
-        if not self._closed:
-            member.wake.clear()
-            name = f"make-ready-{member.name}"
-            member.task = asyncio.get_running_loop().create_task(self._until_ready(member), name=name)
 
     async def _until_ready(self, member: Member) -> None:
         is_pause_due = not member.has_served
