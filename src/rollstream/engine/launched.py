@@ -211,9 +211,13 @@ class Supervisor:
                 raise
             details = await _details(process)
             await self.stop()
-            late = f"{self.name} was not healthy within {limit:g} s (actor_rollout_ref.rollout.launch."
-            said = f"{late}startup_timeout), and was stopped" if isinstance(error, TimeoutError) else error
-            raise EngineError(f"{said}{details}") from error
+            said = str(error)
+            if isinstance(error, TimeoutError):
+                said = (
+                    f"{self.name} was not healthy within {limit:g} s "
+                    "(actor_rollout_ref.rollout.launch.startup_timeout), and was stopped"
+                )
+            raise EngineError(said + details) from error
         finally:
             ended.cancel()
         self._replica = replica
