@@ -163,24 +163,6 @@ def test_replicas_that_do_not_come_back_end_the_run_and_nothing_is_lost(
     assert attempts(paths.root) == {1: 200}
 
 
-def test_more_devices_than_there_are_is_an_error_before_anything_starts(
-    tmp_path: Path, launched: Launched
-) -> None:
-    paths = RunPaths(tmp_path / "run")
-    prompts = write_prompts(tmp_path / "prompts.jsonl", 4)
-    command = launch_overrides(
-        paths.root,
-        prompts,
-        launched,
-        replicas=2,
-        **{f"{LAUNCH}server": "sglang", "trainer__n_gpus_per_node": 99},
-    )
-    runner = Runner(command, log=tmp_path / "log")
-    assert runner.wait() == 2
-    assert "error: trainer.n_gpus_per_node is 99, but " in runner.output()
-    assert not paths.root.exists()
-
-
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT", "SIGINT twice", "SIGTERM"])
 def test_no_replica_outlives_rollstream_and_the_same_command_goes_on(
     tmp_path: Path, launched: Launched, how: str

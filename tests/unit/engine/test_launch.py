@@ -85,16 +85,6 @@ async def test_replicas_come_and_go_and_requests_are_served_by_the_others(tmp_pa
     await engine.close()
 
 
-async def test_a_killed_reaper_takes_its_server_along(tmp_path: Path) -> None:
-    async with launched(tmp_path) as engine:
-        await engine.start()
-        servers = servers_of(str(tmp_path))
-        for pid in set(running(str(tmp_path))) - set(servers):
-            os.kill(pid, signal.SIGKILL)
-        await until(lambda: engine.restarts == 1 and len(engine.ready) == 1)
-        assert not set(servers) & set(running(str(tmp_path)))
-
-
 async def test_a_restarted_replica_gets_the_current_weights(tmp_path: Path) -> None:
     made: list[SmallReplica] = []
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
@@ -27,19 +26,18 @@ time.sleep(600)
 """
 
 
-def reaped(*command: str, mark: str = "") -> subprocess.Popen[bytes]:
+def reaped(*command: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         reaper.reaped(command),
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        env={**os.environ, reaper.MARK: mark},
     )
 
 
-def family(folder: Path, mark: str = "") -> tuple[subprocess.Popen[bytes], list[int]]:
+def family(folder: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
     """A reaper over a server with a child and a daemon that ignore SIGTERM; all below it."""
-    process = reaped(sys.executable, "-c", FAMILY, str(folder), mark=mark)
+    process = reaped(sys.executable, "-c", FAMILY, str(folder))
     assert holds_within(60, lambda: (folder / "ready").exists() or process.poll() is not None)
     members = reaper.below(process.pid)
     assert len(members) >= 3
@@ -78,15 +76,6 @@ def test_what_a_dead_server_leaves_behind_goes(tmp_path: Path) -> None:
     process, members = family(tmp_path)
     os.kill(next(pid for pid in members if "(here / name)" in command_line(pid)), signal.SIGKILL)
     assert process.wait(20) == -signal.SIGKILL
-    assert are_gone(members)
-
-
-def test_the_command_goes_with_the_reaper_and_the_rest_is_found_by_its_mark(tmp_path: Path) -> None:
-    mark = uuid.uuid4().hex
-    process, members = family(tmp_path, mark)
-    process.kill()
-    process.wait()
-    reaper.kill_left(mark)
     assert are_gone(members)
 
 
