@@ -20,7 +20,7 @@ from rollstream.errors import EngineError
 
 _SHOWN_LINES = 20
 _SHOWN_BYTES = 16_384
-"""Of a log's end, to find the last lines in."""
+"""How much of a log's end is read to find the last lines."""
 
 _PORTS = range(20_000, 32_768)
 """Below the kernel's usual range for outgoing connections; a firewall of a cluster has to let them through."""
@@ -159,7 +159,7 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """Of the reaper, which leads the replica's process group."""
+        """The reaper's, which leads the replica's process group."""
         return self._process.pid
 
     async def wait(self) -> str:

@@ -26,7 +26,6 @@ VLLM_METRICS = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "queued",
     "vllm:kv_cache_usage_perc": "kv_usage",
-    "vllm:gpu_cache_usage_perc": "kv_usage",  # its name before vLLM 0.10
     "vllm:num_preemptions_total": "preemptions",
     "vllm:num_preemptions": "preemptions",  # as exported without the suffix of counters
 }

@@ -296,7 +296,7 @@ class PoolEngine:
         return await any_true(one.replica.health() for one in self._readiness.ready.values())
 
     async def load(self) -> EngineLoad | None:
-        """Of all replicas that say theirs; None when nobody does."""
+        """The sum over the replicas that say theirs; None when nobody does."""
         replicas = [member.replica for member in self._readiness.members.values()]
         asked = {one.name: one for one in replicas if isinstance(one, ReportsLoad)}
         loads = await asyncio.gather(*(replica.load() for replica in asked.values()))

@@ -27,7 +27,7 @@ class Claims:
     bundle: Mapping[str, float]
     """Ray's resources for one replica, all of one node: a placement group's only bundle."""
     kind: str = ""
-    """Of the devices: `GPU`, `NPU`; empty for none."""
+    """What Ray calls the devices: `GPU`, `NPU`; empty for none."""
 
 
 def claim(server: ServerKind, request: LaunchRequest, nodes: Sequence[Mapping[str, float]]) -> Claims:

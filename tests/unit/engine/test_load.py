@@ -32,7 +32,6 @@ vllm:num_requests_running{engine="1",model_name="Qwen/Qwen3-8B"} 97.0
 vllm:num_requests_waiting{engine="0",model_name="Qwen/Qwen3-8B"} 3.0
 vllm:num_requests_waiting{engine="1",model_name="Qwen/Qwen3-8B"} 0.0
 vllm:num_requests_waiting_by_reason{engine="0",model_name="Qwen/Qwen3-8B",reason="capacity"} 500.0
-vllm:gpu_cache_usage_perc{engine="0",model_name="Qwen/Qwen3-8B"} 0.1
 vllm:kv_cache_usage_perc{engine="0",model_name="Qwen/Qwen3-8B"} 0.93
 vllm:kv_cache_usage_perc{engine="1",model_name="Qwen/Qwen3-8B"} 0.91
 # TYPE vllm:num_preemptions_total counter
@@ -45,8 +44,8 @@ vllm:num_preemptions_created{engine="0",model_name="Qwen/Qwen3-8B"} 1.7e+09
 def test_vllm_with_two_data_parallel_engines() -> None:
     assert read_metrics(VLLM_PAGE, VLLM_METRICS) == EngineLoad(193, 3, 0.93, 42)
     assert read_metrics(VLLM_PAGE, SGLANG_METRICS) is None
-    old = VLLM_PAGE.replace(b"vllm:kv_cache_usage_perc", b"vllm:other")
-    assert read_metrics(old, VLLM_METRICS) == EngineLoad(193, 3, 0.1, 42)
+    mute = VLLM_PAGE.replace(b"vllm:kv_cache_usage_perc", b"vllm:other")
+    assert read_metrics(mute, VLLM_METRICS) == EngineLoad(193, 3, None, 42)
 
 
 def test_sglang_in_all_its_words() -> None:
