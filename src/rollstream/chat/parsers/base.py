@@ -1,11 +1,10 @@
 """What a parser gives, what one is, and parsers by name."""
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
-from rollstream.errors import ConfigError
+from rollstream.errors import unknown_name
 
 SegmentKind = Literal["content", "thinking", "call", "markup"]
 """`markup` is structure that belongs to none of the others: wrappers, channel headers, end tokens."""
@@ -98,9 +97,7 @@ def get_parser(name: str) -> ToolCallParser:
     """
     _register_built_in()
     if name not in _parsers:
-        near = difflib.get_close_matches(name, _parsers, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"unknown tool parser {name!r}{hint} Known: {', '.join(parser_names())}")
+        raise unknown_name("tool parser", name, _parsers)
     return _parsers[name]()
 
 
@@ -111,11 +108,8 @@ def parser_names() -> list[str]:
 
 
 def _register_built_in() -> None:
-    import rollstream.chat.parsers.deepseek
-    import rollstream.chat.parsers.glm45
     import rollstream.chat.parsers.gpt_oss
-    import rollstream.chat.parsers.hermes
-    import rollstream.chat.parsers.kimi_k2
     import rollstream.chat.parsers.llama3_json
     import rollstream.chat.parsers.mistral
-    import rollstream.chat.parsers.qwen3_coder  # noqa: F401
+    import rollstream.chat.parsers.sections
+    import rollstream.chat.parsers.tool_call_tags  # noqa: F401

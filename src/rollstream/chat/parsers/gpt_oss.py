@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollstream.chat.parsers.base import ParsedOutput, register_parser
-from rollstream.chat.parsers.json_call import UnreadableError, broken_call, call_of_arguments
-from rollstream.chat.parsers.turn import TurnReader
+from rollstream.chat.parsers.json_call import UnreadableError
+from rollstream.chat.parsers.turn import OpenCall, TurnReader
 
 _START, _CHANNEL, _MESSAGE, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
 _CLOSINGS = ("<|end|>", "<|return|>", _CALL)
@@ -34,7 +34,7 @@ class GptOssParser:
     def parse(
         self, text: str, *, in_thinking: bool = False, tools: Sequence[dict[str, Any]] = ()
     ) -> ParsedOutput:
-        turn = TurnReader(text, end_tokens=("<|endoftext|>",), thinking=())
+        turn = TurnReader(text, end_tokens=("<|endoftext|>",), thinking={})
         if in_thinking:
             _take_body(turn, "analysis")
         while turn.position < turn.end:
@@ -44,8 +44,8 @@ class GptOssParser:
 
 def _read_message(turn: TurnReader) -> None:
     start = turn.position
-    closing = _next_closing(turn, start)
-    header_start = min(turn.find(_START), turn.find(_CHANNEL), turn.find(_MESSAGE), closing)
+    closing = turn.find_any(_CLOSINGS)
+    header_start = min(turn.find_any((_START, _CHANNEL, _MESSAGE)), closing)
     if not _ROLE_PART.fullmatch(turn.text, start, header_start):
         turn.take("content", header_start)  # text without a header
         return
@@ -56,50 +56,26 @@ def _read_message(turn: TurnReader) -> None:
     channel = channel_name[1] if channel_name else ""
     addressee = _RECIPIENT.search(header)
     recipient = addressee[1] if addressee and addressee[1] not in _NO_TOOLS else ""
-    if message >= closing:
-        end = _past_closing(turn, closing)
-        if recipient:
-            name = recipient.removeprefix("functions.")
-            turn.take_call(end, broken_call(turn.text[start:end], f"no {_MESSAGE} in the call", name=name))
-        else:
-            turn.take("markup", end)
-        return
-    body = message + len(_MESSAGE)
-    closing = _next_closing(turn, body)
-    if recipient:
-        _take_call(turn, recipient.removeprefix("functions."), body, closing)
-    elif channel != "analysis" and turn.at(_CALL, closing):
-        end = closing + len(_CALL)
-        turn.take_call(
-            end, broken_call(turn.text[start:end], "the call has no recipient (to=functions.name)")
-        )
-    else:
+    whole, body = message < closing, message + len(_MESSAGE)
+    closing = turn.find_any(_CLOSINGS, body) if whole else closing
+    if recipient or (whole and channel != "analysis" and turn.at(_CALL, closing)):
+        with OpenCall(turn, "", _CLOSINGS) as call:
+            call.name = recipient.removeprefix("functions.")
+            if not whole:
+                raise UnreadableError(f"no {_MESSAGE} in the call")
+            call.position = body
+            if not recipient:
+                raise UnreadableError("the call has no recipient (to=functions.name)")
+            arguments, closing = turn.decode_between(body, closing, "the arguments are", _CLOSINGS)
+            call.take_arguments(arguments, turn.past_any(_CLOSINGS, closing))
+    elif whole:
         turn.take("markup", body)
         _take_body(turn, channel)
+    else:
+        turn.take("markup", turn.past_any(_CLOSINGS, closing))
 
 
 def _take_body(turn: TurnReader, channel: str) -> None:
-    closing = _next_closing(turn, turn.position)
+    closing = turn.find_any(_CLOSINGS)
     turn.take("thinking" if channel == "analysis" else "content", closing)
-    turn.take("markup", _past_closing(turn, closing))
-
-
-def _take_call(turn: TurnReader, name: str, body: int, closing: int) -> None:
-    start = turn.position
-    try:
-        arguments, closing = turn.decode_between(body, closing, _CLOSINGS)
-    except UnreadableError as error:
-        end = _past_closing(turn, closing)
-        reason = f"the arguments are not valid JSON: {error}"
-        turn.take_call(end, broken_call(turn.text[start:end], reason, name=name))
-        return
-    end = _past_closing(turn, closing)
-    turn.take_call(end, call_of_arguments(name, arguments, turn.text[start:end]))
-
-
-def _next_closing(turn: TurnReader, start: int) -> int:
-    return min(turn.find(mark, start) for mark in _CLOSINGS)
-
-
-def _past_closing(turn: TurnReader, closing: int) -> int:
-    return max(turn.past(mark, closing) for mark in _CLOSINGS)
+    turn.take("markup", turn.past_any(_CLOSINGS, closing))

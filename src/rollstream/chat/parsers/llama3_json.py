@@ -8,9 +8,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rollstream.chat.parsers.base import ParsedOutput, register_parser
-from rollstream.chat.parsers.json_call import UnreadableError, broken_call, call_of_object
-from rollstream.chat.parsers.turn import TurnReader
+from rollstream.chat.parsers.base import register_parser
+from rollstream.chat.parsers.json_call import UnreadableError
+from rollstream.chat.parsers.turn import CallParser, OpenCall, TurnReader
 
 _TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")
@@ -21,55 +21,37 @@ _BEGUN = re.compile(
 
 
 @register_parser("llama3_json")
-class Llama3JsonParser:
+class Llama3JsonParser(CallParser):
     """JSON without tags: it is a call only at the start of the answer, after a tag, or after another call."""
 
+    markers = (_TAG,)
     stop_tokens: tuple[str, ...] = ("<|eom_id|>",)
 
-    def parse(
-        self, text: str, *, in_thinking: bool = False, tools: Sequence[dict[str, Any]] = ()
-    ) -> ParsedOutput:
-        turn = TurnReader(text)
-        turn.read_thinking(in_thinking)
+    def begin(self, turn: TurnReader) -> None:
         if turn.at("{", turn.skip_space(turn.position)):
-            _read_calls(turn, turn.position, turn.find(_TAG), tagged=False)
-        while turn.take_content(_TAG):
-            body = turn.position + len(_TAG)
-            _read_calls(turn, body, turn.find(_TAG, body), tagged=True)
-        return turn.finish()
+            self.take_call(turn, ())
 
-
-def _read_calls(turn: TurnReader, start: int, stop: int, *, tagged: bool) -> None:
-    """Takes calls from the cursor on; nothing where there are none.
-
-    Args:
-        turn: its cursor stands at `start` or, if tagged, at the tag before it.
-        start: where the first call should begin.
-        stop: where the next tag stands.
-        tagged: what stands here was meant as a call, whatever it is.
-    """
-    position = turn.skip_space(start)
-    while True:
-        call_start = turn.position if tagged else position
-        try:
-            value, end = turn.decode(position, stop)
-        except UnreadableError as error:
-            if tagged or _BEGUN.match(turn.text, position, stop):
-                turn.take("markup", call_start)
-                end = turn.end_of_broken(position, stop)
-                broken = turn.text[call_start:end]
-                turn.take_call(end, broken_call(broken, f"the call is not valid JSON: {error}"))
-            return
-        if not tagged and not _is_call(value):
-            return
-        turn.take("markup", call_start)
-        turn.take_call(end, call_of_object(value, turn.text[call_start:end], _KEYS))
-        stop = turn.find(_TAG, end)  # the value may have reached past a tag in a string
-        separator = turn.skip_space(end)
-        if not turn.at(";", separator):
-            return
-        position = turn.skip_space(separator + 1)
-        tagged = False
+    def take_call(self, turn: TurnReader, tools: Sequence[dict[str, Any]]) -> None:
+        """Takes calls from the cursor on. After a tag there is one, whatever stands there; else perhaps none."""
+        tagged = turn.at(_TAG, turn.position)
+        start = turn.skip_space(turn.past(_TAG, turn.position))
+        while True:
+            value, error, stop = None, None, turn.find(_TAG, start)
+            try:
+                value, end = turn.decode(start, stop, "the call is")
+            except UnreadableError as raised:
+                error, end = raised, start
+            if not tagged and not (_BEGUN.match(turn.text, start, stop) if error else _is_call(value)):
+                return
+            turn.take("markup", turn.position if tagged else start)
+            with OpenCall(turn, _TAG, others=(_TAG,)) as call:
+                if error:
+                    raise error
+                call.take_object(value, end, _KEYS)
+            separator = turn.skip_space(end)
+            if error or not turn.at(";", separator):
+                return
+            tagged, start = False, turn.skip_space(separator + 1)
 
 
 def _is_call(value: Any) -> bool:

@@ -1,105 +1,121 @@
-"""Calls in a section, each with a head and JSON arguments: how DeepSeek and Kimi models write them."""
+"""Calls in a section, each a head and JSON arguments between special tokens: DeepSeek and Kimi models.
+
+- `deepseek_v3`, of V3 and R1-0528: `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a line break, the
+  arguments in a ```json block, `<｜tool▁call▁end｜>`.
+- `deepseek_v3_1`, of V3.1: `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`. Formats: the chat
+  templates and model cards of deepseek-ai/DeepSeek-V3-0324 and -V3.1.
+- `kimi_k2`: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`. What stands
+  before the arguments is the id of the call; the number in it counts calls. Format: the tool call guidance
+  that is published with moonshotai/Kimi-K2-Instruct.
+"""
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from rollstream.chat.parsers.base import ParsedOutput
-from rollstream.chat.parsers.json_call import UnreadableError, broken_call, call_of_arguments, is_bare_name
-from rollstream.chat.parsers.turn import END_TOKENS, TurnReader
+from rollstream.chat.parsers.base import ToolCall, register_parser
+from rollstream.chat.parsers.json_call import UnreadableError, is_bare_name
+from rollstream.chat.parsers.turn import END_TOKENS, CallParser, OpenCall, TurnReader
+
+_SPACE = re.compile(r"\s*")
+_TYPE = re.compile(r"\s*+\w*+\s*+")
+_NAME_AND_FENCE = re.compile(r"([^\n]*)\n[ \t]*```(?:json)?[ \t]*\n")
+_FENCE_END = re.compile(r"\s*(?:```\s*)?")
+_COUNTER = re.compile(r":\d+\Z")
 
 
-@dataclass(frozen=True, slots=True)
-class CallHead:
-    """What stands before the arguments of a call."""
+class _SectionParser(CallParser):
+    """A call outside a section counts. A section without a call is a call that was begun."""
 
-    name: str
-    arguments_start: int
-    call_id: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SectionFormat:
-    """Special tokens around a section of calls and around each call, and what is between the latter."""
-
-    section_begin: str
-    section_end: str
-    call_begin: str
-    call_end: str
-    read_head: Callable[[TurnReader, int, int], CallHead]
-    """Reads the head between two positions of a turn. Raises `UnreadableError`."""
-    tail: re.Pattern[str] = re.compile(r"\s*")
+    markers: ClassVar[tuple[str, str, str]]
+    """What begins a call, begins a section, ends a section."""
+    call_end: ClassVar[str]
+    separator: ClassVar[str]
+    """Between the head and what follows it."""
+    tail: ClassVar[re.Pattern[str]] = _SPACE
     """What may follow the arguments within a call. Matches the empty string, too."""
 
+    @abstractmethod
+    def read_head(self, turn: TurnReader, call: OpenCall, separator: int) -> int:
+        """Reads a call's name, and its id if it has one; returns where its arguments begin."""
 
-class SectionParser:
-    """Reads a format of sections. A subclass says which, and its name."""
-
-    form: ClassVar[SectionFormat]
-    end_tokens: ClassVar[tuple[str, ...]] = END_TOKENS
-    stop_tokens: tuple[str, ...] = ()
-
-    def parse(
-        self, text: str, *, in_thinking: bool = False, tools: Sequence[dict[str, Any]] = ()
-    ) -> ParsedOutput:
-        turn = TurnReader(text, self.end_tokens)
-        turn.read_thinking(in_thinking)
-        _read_sections(turn, self.form)
-        return turn.finish()
-
-
-def _read_sections(turn: TurnReader, form: SectionFormat) -> None:
-    """Takes the turn up to its end: content, thinking, sections, calls.
-
-    A call outside a section counts. A section without a call is a call that was begun.
-    """
-    markers = (form.call_begin, form.section_begin, form.section_end)
-    in_section = False
-    while True:
-        gap = turn.skip_space(turn.position)
-        if in_section and (gap == turn.end or any(turn.at(mark, gap) for mark in markers)):
-            turn.take("markup", gap)
-        if not turn.take_content(*markers):
+    def take_call(self, turn: TurnReader, tools: Sequence[dict[str, Any]]) -> None:
+        begin, section, section_end = self.markers
+        here, following = turn.position, turn.find(section_end)
+        if here == following:
+            turn.take("markup", here + len(section_end))
             return
-        here = turn.position
-        call, section_end = turn.find(form.call_begin), turn.find(form.section_end)
-        if here == call:
-            _take_call(turn, form)
-        elif here == section_end:
-            turn.take("markup", here + len(form.section_end))
-            in_section = False
-        elif min(call, turn.find_thinking()) < section_end:
-            turn.take("markup", here + len(form.section_begin))
-            in_section = True
+        if turn.at(begin, here):
+            with OpenCall(turn, begin, (self.call_end,), (begin, section_end)) as call:
+                self._read(turn, call)
+        elif min(turn.find(begin), turn.find_thinking()) < following:
+            turn.take("markup", here + len(section))
         else:
-            end = turn.past(form.section_end, section_end)
-            turn.take_call(end, broken_call(turn.text[here:end], "a section of tool calls without a call"))
+            end = turn.past(section_end, following)
+            text = turn.text[here:end]
+            turn.take_call(end, ToolCall("", None, text, "a section of tool calls without a call"))
+        gap = turn.skip_space(turn.position)
+        if gap == turn.end or any(turn.at(mark, gap) for mark in self.markers):
+            turn.take("markup", gap)
 
-
-def _take_call(turn: TurnReader, form: SectionFormat) -> None:
-    start, body = turn.position, turn.position + len(form.call_begin)
-    stop = min(turn.find(mark, body) for mark in (form.call_end, form.call_begin, form.section_end))
-    head = CallHead("", body)
-    try:
-        head = form.read_head(turn, body, stop)
-        if not is_bare_name(head.name):
-            head = CallHead("", body, head.call_id)
+    def _read(self, turn: TurnReader, call: OpenCall) -> None:
+        separator = turn.find(self.separator, call.position)
+        if separator >= call.stop:
+            raise UnreadableError(f"no {self.separator} in the call")
+        start = self.read_head(turn, call, separator)
+        if not is_bare_name(call.name):
+            call.name = ""
             raise UnreadableError("the call has no name of a tool")
-        arguments, stop = _decode_arguments(turn, form, head, stop)
-    except UnreadableError as error:
-        end = turn.end_of_broken(body, stop, form.call_end)
-        broken = broken_call(turn.text[start:end], str(error), name=head.name, call_id=head.call_id)
-        turn.take_call(end, broken)
-        return
-    end = turn.past(form.call_end, stop)
-    call = call_of_arguments(head.name, arguments, turn.text[start:end], call_id=head.call_id)
-    turn.take_call(end, call)
+        arguments, stop = turn.decode_between(
+            start, call.stop, "the arguments are", (self.call_end,), self.tail
+        )
+        call.take_arguments(arguments, turn.past(self.call_end, stop))
 
 
-def _decode_arguments(turn: TurnReader, form: SectionFormat, head: CallHead, stop: int) -> tuple[Any, int]:
-    """The arguments, and where the body ends: behind `stop` if the marker there was inside a string."""
-    try:
-        return turn.decode_between(head.arguments_start, stop, (form.call_end,), form.tail)
-    except UnreadableError as error:
-        raise UnreadableError(f"the arguments are not valid JSON: {error}") from None
+class _DeepSeekParser(_SectionParser):
+    markers = ("<｜tool▁call▁begin｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    call_end = "<｜tool▁call▁end｜>"
+    separator = "<｜tool▁sep｜>"
+
+
+@register_parser("deepseek_v3")
+class DeepSeekV3Parser(_DeepSeekParser):
+    """Arguments in a ```json block."""
+
+    tail = _FENCE_END
+
+    def read_head(self, turn: TurnReader, call: OpenCall, separator: int) -> int:
+        if not _TYPE.fullmatch(turn.text, call.position, separator):
+            raise UnreadableError(f"no type of a call before {self.separator}")
+        head = _NAME_AND_FENCE.match(turn.text, separator + len(self.separator), call.stop)
+        if head is None:
+            raise UnreadableError("no name and ```json block in the call")
+        call.name = head[1].strip()
+        return head.end()
+
+
+@register_parser("deepseek_v3_1")
+class DeepSeekV31Parser(_DeepSeekParser):
+    """Name and arguments, a separator between them."""
+
+    def read_head(self, turn: TurnReader, call: OpenCall, separator: int) -> int:
+        call.name = turn.text[call.position : separator].strip()
+        return separator + len(self.separator)
+
+
+@register_parser("kimi")
+@register_parser("kimi_k2")
+class KimiK2Parser(_SectionParser):
+    """Calls with ids."""
+
+    markers = ("<|tool_call_begin|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    call_end = "<|tool_call_end|>"
+    separator = "<|tool_call_argument_begin|>"
+    end_tokens = (*END_TOKENS, "[EOS]")
+    stop_tokens: tuple[str, ...] = ("<|im_end|>",)
+
+    def read_head(self, turn: TurnReader, call: OpenCall, separator: int) -> int:
+        call.call_id = turn.text[call.position : separator].strip()
+        call.name = _COUNTER.sub("", call.call_id).removeprefix("functions.")
+        return separator + len(self.separator)

@@ -1,10 +1,23 @@
-"""One pass over a turn: a cursor that can only move on, so that no character is lost."""
+"""One pass over a turn: a cursor that can only move on, so that no character is lost.
 
+`CallParser` is what most formats share: content and thinking up to the marker of a call, the call, and so on.
+"""
+
+import contextlib
 import re
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Self
 
 from rollstream.chat.parsers.base import ParsedOutput, Segment, SegmentKind, ToolCall
-from rollstream.chat.parsers.json_call import UnreadableError, decode_value, place
+from rollstream.chat.parsers.json_call import (
+    UnreadableError,
+    can_be_stored,
+    decode_value,
+    place,
+    read_arguments,
+)
 
 END_TOKENS = (
     "<|im_end|>",
@@ -30,8 +43,8 @@ ordinary text anywhere. `</s>`, `<eos>` and `[EOS]` are text to the models that 
 left to the parsers of the families that do. A fallback: who has the ids takes end tokens off before decoding.
 """
 
-THINK_TAGS = ("<think>", "</think>")
-"""The markers of a thinking block that most families share."""
+THINK_TAGS = {"<think>": "</think>"}
+"""What opens a thinking block, and what closes it; most families share these."""
 
 _SPACE = re.compile(r"\s*")
 _LONG_TRIES = 16
@@ -49,17 +62,18 @@ class TurnReader:
         self,
         text: str,
         end_tokens: tuple[str, ...] = END_TOKENS,
-        thinking: tuple[tuple[str, str], ...] = (THINK_TAGS,),
+        thinking: Mapping[str, str] = THINK_TAGS,
     ) -> None:
         """Begins a turn.
 
         Args:
             text: the turn.
             end_tokens: what is markup at its very end.
-            thinking: opening and closing markers of thinking blocks.
+            thinking: what opens a thinking block, and what closes it.
         """
         self.text = text
-        self.thinking = thinking
+        self._thinking = thinking
+        self._openings, self._closings = tuple(thinking), tuple(thinking.values())
         self.end = _end_of_body(text, end_tokens)
         self.position = 0
         self._spans: list[tuple[SegmentKind, int, int]] = []
@@ -111,6 +125,14 @@ class TurnReader:
             self._found[marker] = (start, position)
         return position
 
+    def find_any(self, markers: Sequence[str], start: int | None = None) -> int:
+        """Where the first of several markers stands, as `find`."""
+        return min((self.find(marker, start) for marker in markers), default=self.end)
+
+    def past_any(self, markers: Sequence[str], position: int) -> int:
+        """The position behind any of several markers, as `past`."""
+        return max((self.past(marker, position) for marker in markers), default=position)
+
     def skip_space(self, position: int) -> int:
         """The next position that is no white space."""
         match = _SPACE.match(self.text, position, self.end)
@@ -118,7 +140,7 @@ class TurnReader:
 
     def find_thinking(self, start: int | None = None) -> int:
         """Where a thinking block begins next, from `start` (the cursor); `end` if nowhere."""
-        return min((self.find(opening, start) for opening, _ in self.thinking), default=self.end)
+        return self.find_any(self._openings, start)
 
     def read_thinking(self, in_thinking: bool) -> None:
         """Takes the thinking that leads the turn; also a closing marker that nothing opened.
@@ -127,12 +149,11 @@ class TurnReader:
             in_thinking: the prompt opened a block, by whichever marker: any closing marker ends it.
         """
         start = self.skip_space(self.position)
-        if in_thinking:
-            if (end := self._past_any(0, start)) > start:
-                self.take("markup", end)
-            self._take_thought(tuple(closing for _, closing in self.thinking))
-        elif (end := self._past_any(1, start)) > start:
+        end = self.past_any(self._openings if in_thinking else self._closings, start)
+        if end > start:
             self.take("markup", end)
+        if in_thinking:
+            self._take_thought(self._closings)
         while self.find_thinking() == (start := self.skip_space(self.position)) < self.end:
             self.take("markup", start)
             self._take_block()
@@ -144,14 +165,14 @@ class TurnReader:
             Whether the cursor stands at a marker.
         """
         while True:
-            marker = min((self.find(marker) for marker in markers), default=self.end)
+            marker = self.find_any(markers)
             thinking = self.find_thinking()
             self.take("content", min(marker, thinking))
             if marker <= thinking:
                 return marker < self.end
             self._take_block()
 
-    def end_of_broken(self, start: int, stop: int, closing: str | None = None) -> int:
+    def end_of_broken(self, start: int, stop: int, closings: Sequence[str] = ()) -> int:
         """Where a call ends that cannot be read.
 
         A call that is closed ends there, and a thinking marker before is its text. One that is not closed
@@ -160,18 +181,18 @@ class TurnReader:
         Args:
             start: how far the call could be read.
             stop: where the next marker stands, its own closing one or another.
-            closing: its closing marker, if the format has one.
+            closings: its closing markers, if the format has some.
         """
-        if closing is not None and self.at(closing, stop):
-            return stop + len(closing)
-        return min(stop, self.find_thinking(start))
+        end = self.past_any(closings, stop)
+        return end if end > stop else min(stop, self.find_thinking(start))
 
-    def decode(self, start: int, stop: int) -> tuple[Any, int]:
+    def decode(self, start: int, stop: int, what: str) -> tuple[Any, int]:
         """The JSON value that begins at `start`, and where it ends.
 
         Args:
             start: white space before the value is skipped.
             stop: where the next marker stands. If that marker is inside a string, the value ends behind it.
+            what: "the arguments are", for the message.
 
         Raises:
             UnreadableError: there is none.
@@ -179,16 +200,14 @@ class TurnReader:
         try:
             return self._decode_region(start, stop)
         except UnreadableError as error:
-            if not (error.open_string and stop < self.end and self._long_tries):
-                raise
-            self._long_tries -= 1
-            try:
-                return self._decode_region(start, self.end)
-            except UnreadableError:
-                raise error from None
+            if error.open_string and stop < self.end and self._long_tries:
+                self._long_tries -= 1
+                with contextlib.suppress(UnreadableError):
+                    return self._decode_region(start, self.end)
+            raise UnreadableError(f"{what} not valid JSON: {error}") from None
 
     def decode_between(
-        self, start: int, stop: int, closings: tuple[str, ...], tail: re.Pattern[str] = _SPACE
+        self, start: int, stop: int, what: str, closings: tuple[str, ...], tail: re.Pattern[str] = _SPACE
     ) -> tuple[Any, int]:
         """The JSON value that fills the text from `start` to a marker, and where that marker stands.
 
@@ -196,38 +215,34 @@ class TurnReader:
             start: white space before the value is skipped.
             stop: where the next marker stands, or the end: a closing marker may be missing, also before a
                 thinking block.
+            what: as for `decode`.
             closings: what closes the call, if the marker at `stop` turns out to be inside a string.
             tail: what may stand between the value and the marker. Matches the empty string, too.
 
         Raises:
             UnreadableError: there is none, or it is followed by something else.
         """
-        value, value_end = self.decode(start, stop)
+        value, value_end = self.decode(start, stop, what)
         match = tail.match(self.text, value_end, self.end if value_end > stop else stop)
         end = match.end() if match else value_end
         if end in (stop, self.end) or self.find_thinking(end) == end:
             return value, end
         if end > stop and any(self.at(mark, end) for mark in closings):
             return value, end
+        reason = f"Extra data: {place(self.text, self.skip_space(start), end)}"
         if end > stop:
-            raise UnreadableError(f"a string in it is not closed before {self.text[stop : stop + 20]!r}")
-        raise UnreadableError(f"Extra data: {place(self.text, self.skip_space(start), end)}")
+            reason = f"a string in it is not closed before {self.text[stop : stop + 20]!r}"
+        raise UnreadableError(f"{what} not valid JSON: {reason}")
 
     def _take_block(self) -> None:
         """Takes the thinking block at the cursor, up to its own closing marker or the end."""
-        opening, closing = next(pair for pair in self.thinking if self.at(pair[0], self.position))
+        opening = next(mark for mark in self._openings if self.at(mark, self.position))
         self.take("markup", self.position + len(opening))
-        self._take_thought((closing,))
+        self._take_thought((self._thinking[opening],))
 
-    def _take_thought(self, closings: tuple[str, ...]) -> None:
-        self.take("thinking", min((self.find(closing) for closing in closings), default=self.end))
-        self.take(
-            "markup", max((self.past(closing, self.position) for closing in closings), default=self.end)
-        )
-
-    def _past_any(self, side: int, position: int) -> int:
-        """The position behind an opening (side 0) or closing (side 1) marker; the same if there is none."""
-        return max((self.past(pair[side], position) for pair in self.thinking), default=position)
+    def _take_thought(self, closings: Sequence[str]) -> None:
+        self.take("thinking", self.find_any(closings))
+        self.take("markup", self.past_any(closings, self.position))
 
     def _decode_region(self, start: int, stop: int) -> tuple[Any, int]:
         # A slice and not the whole text: an error counts the lines before it. Kept, because a list or chain
@@ -238,6 +253,109 @@ class TurnReader:
             self._region = (start, stop, region)
         value, end = decode_value(region, start - region_start)
         return value, region_start + end
+
+
+class OpenCall:
+    """The call at a turn's cursor, as a context in which it is read.
+
+    The call is taken when the context is left: whole, or broken by the `UnreadableError` that was raised in it.
+    """
+
+    def __init__(
+        self, turn: TurnReader, opening: str, closings: Sequence[str] = (), others: Sequence[str] = ()
+    ) -> None:
+        """Args:
+        turn: its cursor stands where the call begins.
+        opening: the marker there; it may be missing.
+        closings: markers of the call's end, if the format has some.
+        others: markers before which a call ends, too.
+        """
+        self.turn = turn
+        self.position = turn.past(opening, turn.position)
+        """How far the call could be read."""
+        self.name = ""
+        self.call_id: str | None = None
+        self._closings = closings
+        self._stops = (*closings, *others)
+        self._arguments: dict[str, Any] | None = None
+        self._end: int | None = None
+
+    @property
+    def stop(self) -> int:
+        """Where the next marker stands that may end the call, from `position`."""
+        return self.turn.find_any(self._stops, self.position)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> bool:
+        if error is not None and not isinstance(error, UnreadableError):
+            return False
+        turn, end = self.turn, self._end
+        if end is None:
+            end = turn.end_of_broken(self.position, self.stop, self._closings)
+        # What cannot be stored is left out.
+        name = self.name if can_be_stored(self.name) else ""
+        call_id = self.call_id if can_be_stored(self.call_id) else None
+        if error is None and (name, call_id) != (self.name, self.call_id):
+            error = UnreadableError("the call holds half a surrogate pair")
+        text, reason = turn.text[turn.position : end], None if error is None else str(error)
+        turn.take_call(end, ToolCall(name, None if reason else self._arguments, text, reason, call_id))
+        return True
+
+    def take_object(self, value: Any, end: int, keys: Sequence[str] = ("arguments",)) -> None:
+        """The call is one JSON object with `name` and arguments, and perhaps an `id`, and ends at `end`.
+
+        `keys` are where arguments may stand, the preferred one first. Raises `UnreadableError`.
+        """
+        self._end = end
+        if not isinstance(value, dict):
+            raise UnreadableError("the call is not a JSON object")
+        name, call_id = value.get("name"), value.get("id")
+        self.call_id = call_id if isinstance(call_id, str) else None
+        if not isinstance(name, str) or not name:
+            raise UnreadableError('the call has no "name" that is a string')
+        self.name = name
+        key = next((key for key in keys if key in value), None)
+        if key is None:
+            raise UnreadableError(f'the call has no "{keys[0]}"')
+        self.take_arguments(value[key], end)
+
+    def take_arguments(self, arguments: Any, end: int) -> None:
+        """The call, whose name is known, has these arguments and ends at `end`. Raises `UnreadableError`."""
+        self._end = end
+        if not self.name:
+            raise UnreadableError("the call has no name of a tool")
+        self._arguments = read_arguments(arguments)
+
+
+class CallParser(ABC):
+    """Reads a format in which a marker begins each call. A subclass says which, and how a call is read."""
+
+    markers: ClassVar[tuple[str, ...]]
+    """Before them is content."""
+    thinking: ClassVar[Mapping[str, str]] = THINK_TAGS
+    end_tokens: ClassVar[tuple[str, ...]] = END_TOKENS
+    stop_tokens: tuple[str, ...] = ()
+
+    def parse(
+        self, text: str, *, in_thinking: bool = False, tools: Sequence[dict[str, Any]] = ()
+    ) -> ParsedOutput:
+        turn = TurnReader(text, self.end_tokens, self.thinking)
+        turn.read_thinking(in_thinking)
+        self.begin(turn)
+        while turn.take_content(*self.markers):
+            self.take_call(turn, tools)
+        return turn.finish()
+
+    def begin(self, turn: TurnReader) -> None:  # noqa: B027  (most formats have no such thing)
+        """Takes what may begin an answer without a marker."""
+
+    @abstractmethod
+    def take_call(self, turn: TurnReader, tools: Sequence[dict[str, Any]]) -> None:
+        """Moves the cursor, which stands at a marker, behind what that begins."""
 
 
 def _end_of_body(text: str, end_tokens: tuple[str, ...]) -> int:

@@ -1,8 +1,12 @@
+"""Values: JSON, and bare text by the types of a schema."""
+
 from typing import Any
 
+import orjson
 import pytest
 
-from rollstream.chat.parsers.tagged_call import declared_types, parameters_of, read_value
+from rollstream.chat.parsers.json_call import UnreadableError, decode_value
+from rollstream.chat.parsers.tool_call_tags import declared_types, parameters_of, read_value
 
 
 @pytest.mark.parametrize(
@@ -87,3 +91,29 @@ def test_schemas_of_any_shape() -> None:
     ):
         assert parameters_of([odd], "f") == {}  # type: ignore[list-item]
     assert declared_types({"properties": []}, "a") == set()
+
+
+@pytest.mark.parametrize("number", [2**64 - 1, -(2**63), 0])
+def test_integers_of_64_bits(number: int) -> None:
+    value, _ = decode_value(str(number), 0)
+    assert orjson.loads(orjson.dumps(value)) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((str(number), "64 bits") for number in (2**64, -(2**63) - 1, 10**4000)),
+        ("NaN", "JSON knows no NaN"),
+        ("[-Infinity]", "JSON knows no -Infinity"),
+        ("1e400", "too large"),
+        *((opening * 100_000, "nested too deeply") for opening in ("[", '{"a":')),
+        ("", "Expecting value: line 1 column 1"),
+        ('  {"a": 1\n "b"}', "Expecting ',' delimiter: line 2 column 2"),
+        ('{"a": "\n"}', "Invalid control character at: line 1 column 8"),
+    ],
+)
+def test_json_that_is_refused(text: str, message: str) -> None:
+    """The place is counted from the start of the value."""
+    with pytest.raises(UnreadableError) as caught:
+        decode_value("first\nline\n" + text, 11)
+    assert message in str(caught.value)

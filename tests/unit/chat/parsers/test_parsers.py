@@ -1,0 +1,478 @@
+"""Each format by examples: what is read, what is a broken call, what is neither."""
+
+import re
+from typing import Any
+
+import pytest
+
+from rollstream.chat.parsers.base import (
+    ParsedOutput,
+    Segment,
+    ToolCall,
+    get_parser,
+    parser_names,
+    register_parser,
+)
+from rollstream.chat.parsers.tool_call_tags import HermesParser
+from rollstream.errors import ConfigError
+from tests.unit.chat.parsers.formats import TOOLS
+
+HERMES = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+LLAMA = '{"name": "f", "parameters": {"a": "x; y"}}'
+DS, DS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+ARGS = "<|tool_call_argument_begin|>"
+OSS = "<|channel|>commentary to=functions.f"
+
+
+def v3(payload: str) -> str:
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{payload}<｜tool▁call▁end｜>"
+
+
+def v3_1(payload: str) -> str:
+    return f"<｜tool▁call▁begin｜>{payload}<｜tool▁call▁end｜>"
+
+
+def kimi(payload: str) -> str:
+    return f"<|tool_call_begin|>{payload}<|tool_call_end|>"
+
+
+def qwen(payload: str) -> str:
+    return f"<tool_call>{payload}</tool_call>"
+
+
+def read(name: str, text: str, *, in_thinking: bool = False) -> ParsedOutput:
+    parsed = get_parser(name).parse(text, in_thinking=in_thinking, tools=TOOLS)
+    assert "".join(segment.text for segment in parsed.segments) == text
+    return parsed
+
+
+def test_a_turn_in_segments() -> None:
+    call = HERMES.replace("{", "\n{", 1)
+    parsed = read("hermes", f"<think>\nhm\n</think>\n\nSure.\n{call} and {HERMES}<|im_end|>\n<|endoftext|>")
+    assert parsed.segments == (
+        Segment("markup", "<think>"),
+        Segment("thinking", "\nhm\n"),
+        Segment("markup", "</think>"),
+        Segment("content", "\n\nSure.\n"),
+        Segment("call", call),
+        Segment("content", " and "),
+        Segment("call", HERMES),
+        Segment("markup", "<|im_end|>\n<|endoftext|>"),
+    )
+    assert parsed.calls == (ToolCall("f", {"a": 1}, call), ToolCall("f", {"a": 1}, HERMES))
+    assert (parsed.content, parsed.reasoning) == ("\n\nSure.\n and ", "\nhm\n")
+
+
+def test_segments_of_a_section() -> None:
+    first, second = v3('f\n```json\n{"a": 1}\n```'), v3("g\n```json\n{}\n```")
+    parsed = read("deepseek_v3", f"Sure.{DS}{first}\n{second}{DS_END}<｜end▁of▁sentence｜>")
+    assert [(segment.kind, segment.text) for segment in parsed.segments] == [
+        ("content", "Sure."),
+        ("markup", DS),
+        ("call", first),
+        ("markup", "\n"),
+        ("call", second),
+        ("markup", DS_END + "<｜end▁of▁sentence｜>"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls", "content"),
+    [
+        ("hermes", "no <tool_response> call", [], "no <tool_response> call"),
+        (
+            "hermes",
+            HERMES.replace("1", '"<tool_call>x</tool_call>"'),
+            [("f", {"a": "<tool_call>x</tool_call>"})],
+            "",
+        ),
+        (
+            "hermes",
+            HERMES.replace("1", r'1, "a": "\u00e9\ud83d\ude42"'),
+            [("f", {"a": "é🙂"})],
+            "",
+        ),  # the last one
+        ("qwen3_coder", "Sure. <function=now>\n</function>\n</tool_call>", [("now", {})], "Sure. "),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=search>\n<parameter=query>\n\n def f():\n    return '</function>'\n\n"
+            "</parameter>\n<parameter=limit>\n7\n</parameter>\n</function>\n</tool_call>",
+            [("search", {"query": "\n def f():\n    return '</function>'\n", "limit": 7})],
+            "",
+        ),
+        *(
+            (
+                "qwen3_coder",
+                qwen(f"<function={tool}><parameter=limit>{value}</parameter></function>"),
+                [(tool, {"limit": value})],
+                "",
+            )
+            for tool, value in [("search", "many"), ("other", "7")]  # does not fit; has no type
+        ),
+        ("glm45", "\n<think></think>\nSure.\n<tool_call>now\n</tool_call>", [("now", {})], "\nSure.\n"),
+        (
+            "glm45",
+            "<tool_call>search<arg_key>query</arg_key><arg_value>5 </arg_value>"
+            "<arg_key>limit</arg_key><arg_value>5</arg_value>"
+            '<arg_key>where</arg_key><arg_value>{"a": "</tool_call>"}</arg_value>'
+            "<arg_key>other</arg_key><arg_value>[1]</arg_value>"
+            "<arg_key>free</arg_key><arg_value>[1</arg_value></tool_call>",
+            [
+                (
+                    "search",
+                    {"query": "5 ", "limit": 5, "where": {"a": "</tool_call>"}, "other": [1], "free": "[1"},
+                )
+            ],
+            "",
+        ),
+        *(
+            ("llama3_json", text, [("f", {"a": "x; y"})], "")
+            for text in [
+                LLAMA,
+                f"\n {LLAMA}",
+                f"<|python_tag|>{LLAMA}",
+                LLAMA.replace("parameters", "arguments"),
+                LLAMA.replace("{", '{"type": "function", ', 1),
+            ]
+        ),
+        ("llama3_json", f"{LLAMA}; {LLAMA} ;\n{LLAMA}; done", [("f", {"a": "x; y"})] * 3, "; done"),
+        (
+            "llama3_json",
+            f"See.<|python_tag|>{LLAMA}<|python_tag|>{LLAMA}",
+            [("f", {"a": "x; y"})] * 2,
+            "See.",
+        ),
+        ("llama3_json", LLAMA.replace("x; y", "<|python_tag|>"), [("f", {"a": "<|python_tag|>"})], ""),
+        *(
+            ("llama3_json", text, [], text)
+            for text in [
+                "Call " + LLAMA,
+                '{"name": "Ann", "age": 7}',
+                '{"parameters": {}}',
+                '{"name": "Ann"',
+                '{"a": 1}',
+                "{x | x > 0} is a set; {y} too",
+                '"name"',
+                f"[{LLAMA}]",
+                "{" * 2000,
+                f"```json\n{LLAMA}\n```",
+            ]
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "[TOOL_CALLS]"}}, {"name": "g", "arguments": {}}]',
+            [("f", {"a": "[TOOL_CALLS]"}), ("g", {})],
+            "",
+        ),
+        (
+            "mistral",
+            'Hm.[TOOL_CALLS]f[CALL_ID]abc[ARGS]{"a": "[TOOL_CALLS]"}[TOOL_CALLS]g[ARGS]{}[TOOL_CALLS]h{}',
+            [("f", {"a": "[TOOL_CALLS]"}), ("g", {}), ("h", {})],
+            "Hm.",
+        ),
+        ("mistral", "Done.[TOOL_CALLS] []</s>", [], "Done."),
+        (
+            "deepseek_v3",
+            v3('f\n```json\n{"a": "```<｜tool▁call▁end｜>```"}\n```'),
+            [("f", {"a": "```<｜tool▁call▁end｜>```"})],
+            "",
+        ),
+        (
+            "deepseek_v3_1",
+            v3_1('f<｜tool▁sep｜>{"a": "<｜tool▁call▁end｜>"}'),
+            [("f", {"a": "<｜tool▁call▁end｜>"})],
+            "",
+        ),
+        (
+            "gpt_oss",
+            "<|channel|>commentary<|message|>First.<|end|>"
+            "<|start|>assistant<|channel|>final<|message|> Then.<|return|>",
+            [],
+            "First. Then.",
+        ),
+        ("gpt_oss", "Hello <b>there</b>", [], "Hello <b>there</b>"),
+        ("gpt_oss", "Hello<|channel|>final<|message|>, you<|return|>", [], "Hello, you"),
+        (
+            "gpt_oss",
+            "<|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|>",
+            [],
+            "7",
+        ),  # invented
+        ("gpt_oss", "<|channel|>analysis<|message|>I call<|start|>assistant" + OSS + "<|message|>{}", [], ""),
+        ("gpt_oss", "<|channel|>analysis<|message|>I write to=functions.f {}<|call|>", [], ""),
+    ],
+)
+def test_what_is_read(name: str, text: str, calls: list[tuple[str, dict[str, Any]]], content: str) -> None:
+    parsed = read(name, text)
+    assert [(call.name, call.arguments, call.error) for call in parsed.calls] == [
+        (*call, None) for call in calls
+    ]
+    assert parsed.content == content
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(f"{OSS}{rest}" for rest in (" <|constrain|>json", "<|constrain|>json", " json", "")),
+        "<|channel|>analysis to=functions.f <|constrain|>json",
+        " to=functions.f<|channel|>commentary <|constrain|>json",
+        "<|start|>assistant to=functions.f<|channel|>commentary json",
+        "assistant to=f<|channel|>commentary",
+    ],
+)
+def test_places_of_the_recipient(header: str) -> None:
+    (call,) = read("gpt_oss", header + '<|message|>{"a": "<|call|>"}<|call|>').calls
+    assert (call.name, call.arguments, call.error) == ("f", {"a": "<|call|>"}, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "ids"),
+    [
+        (
+            "mistral",
+            '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abc"}, {"name": "g", "arguments": {}}]',
+            ["abc", None],
+        ),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]abc[ARGS]{}[TOOL_CALLS]g[ARGS]{}", ["abc", None]),
+        *(
+            ("kimi_k2", kimi(call_id + ARGS + "{}"), [call_id.strip()])
+            for call_id in ("functions.f:0", "functions.f:12", "f:1", " f ")
+        ),
+    ],
+)
+def test_the_models_own_ids(name: str, text: str, ids: list[str | None]) -> None:
+    calls = read(name, text).calls
+    assert [(call.name, call.call_id) for call in calls] == list(zip("fg", ids, strict=False))
+
+
+NAME = "the call has no name of a tool"
+JSON = "the arguments are not valid JSON: "
+OBJECT = "the arguments are not a JSON object"
+WHOLE = "the call is not valid JSON: "
+NEITHER = "neither a list of calls nor a name and [ARGS]"
+BROKEN = [
+    *(
+        ("hermes", qwen(written), tool, error)
+        for written, tool, error in [
+            ('{"name": "f", "arguments": {"a": 1}', "", WHOLE + "Expecting ',' delimiter"),
+            ('{"name": "f", "arguments": {"a": 1}}}', "", WHOLE + "Extra data: line 1 column 37"),
+            ('{"a": "1', "", WHOLE + "Unterminated string starting at: line 1 column 7"),
+            ("{'name': 'f', 'arguments': {}}", "", WHOLE + "Expecting property name"),
+            ("", "", WHOLE + "Expecting value: line 1 column 1"),
+            ('[{"name": "f", "arguments": {}}]', "", "the call is not a JSON object"),
+            *(
+                (f'{{"name": {name}, "arguments": {{}}}}', "", 'the call has no "name"')
+                for name in ('""', "3", "null")
+            ),
+            ('{"name": "f"}', "f", 'the call has no "arguments"'),
+            ('{"name": "f", "parameters": {}}', "f", 'the call has no "arguments"'),
+            ('{"name": "f", "arguments": [1]}', "f", OBJECT),
+            ('{"name": "f\\ud800", "arguments": {}}', "", "the call holds half a surrogate pair"),
+        ]
+    ),
+    *(
+        ("qwen3_coder", qwen(written), tool, error)
+        for written, tool, error in [
+            *(
+                (text, "", "no <function=name> where the call begins")
+                for text in ("", '{"name": "now"}', "<function=></function>")
+            ),
+            ("<function=now>", "now", "the call is not closed by </function>"),
+            ("<function=now>\n<parameter=a>1</parameter>\n", "now", "the call is not closed by </function>"),
+            ("<function=now><parameter=a>1</function>", "now", "parameter 'a' is not closed by </parameter>"),
+            (
+                "<function=now><parameter=a>1<parameter=b>2</parameter></function>",
+                "now",
+                "parameter 'a' is not closed",
+            ),
+        ]
+    ),
+    *(
+        ("glm45", qwen(written), tool, error)
+        for written, tool, error in [
+            *((text, "", "no name of a tool where the call begins") for text in ("", '{"name": "now"}')),
+            ("now\n<arg_key>a", "now", "a key is not closed by </arg_key>"),
+            ("now<arg_key>a</arg_key>", "now", "no <arg_value> for the key 'a'"),
+            ("now<arg_key>a</arg_key><arg_value>1", "now", "the value of 'a' is not closed by </arg_value>"),
+            (
+                "now<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</arg_value>",
+                "now",
+                "the value of 'a' is",
+            ),
+            (
+                "now<arg_key>a</arg_key><arg_value>1</arg_value> and",
+                "now",
+                "the call is not closed by </tool_call>",
+            ),
+        ]
+    ),
+    *(
+        ("deepseek_v3", v3(written), tool, error)
+        for written, tool, error in [
+            *((text, "", "no name and ```json block in the call") for text in ("f", 'f\n{"a": 1}')),
+            ("\n```json\n{}\n```", "", NAME),
+            ('f\n```json\n{"a": \n```', "f", JSON + "Expecting value: line 2 column 1"),
+            ("f\n```json\n{}\n``` and", "f", JSON + "Extra data"),
+            ("f\n```json\n7\n```", "f", OBJECT),
+        ]
+    ),
+    *(
+        ("deepseek_v3_1", v3_1(written), tool, error)
+        for written, tool, error in [
+            ('f{"a": 1}', "", "no <｜tool▁sep｜> in the call"),
+            ("<｜tool▁sep｜>{}", "", NAME),
+            ("f<｜tool▁sep｜>", "f", JSON + "Expecting value"),
+            ("f<｜tool▁sep｜>{}}", "f", JSON + "Extra data: line 1 column 3"),
+        ]
+    ),
+    *(
+        ("kimi_k2", kimi(written), tool, error)
+        for written, tool, error in [
+            ("functions.f:0{}", "", "no <|tool_call_argument_begin|> in the call"),
+            (f"functions.:0{ARGS}{{}}", "", NAME),
+            (f"functions.f:0{ARGS}{{", "f", JSON + "Expecting property name"),
+            (f"functions.f:0{ARGS}[]", "f", OBJECT),
+        ]
+    ),
+    *(
+        ("mistral", "[TOOL_CALLS]" + written, tool, error)
+        for written, tool, error in [
+            *((text, "", NEITHER) for text in ("", "f", "f[CALL_ID]abc", '{"name": "f"}')),
+            (" [", "", "the list of calls is not valid JSON: Expecting value"),
+            (' [{"name": "f"', "", "the list of calls is not valid JSON: Expecting ','"),
+            *((text, "f", JSON + "Expecting value") for text in ("f[ARGS]", 'f[ARGS]{"a": ')),
+            ("f[ARGS][1]", "f", OBJECT),
+        ]
+    ),
+    *(
+        ("llama3_json", text, tool, error)
+        for text, tool, error in [
+            ('{"name": "f", "parameters": {"a": "x', "", WHOLE + "Unterminated string"),
+            ('{"type": "function", "name": "f", "parameters": {"a" 1}}', "", WHOLE + "Expecting ':'"),
+            ('{"name": 7, "parameters": {}}', "", 'the call has no "name" that is a string'),
+            ('{"name": "f", "parameters": [1]}', "f", OBJECT),
+            *(
+                (text, "", WHOLE + "Expecting value")
+                for text in ("<|python_tag|>", '<|python_tag|>search.call(query="x")')
+            ),
+            ('<|python_tag|>{"name": "f"}', "f", 'the call has no "parameters"'),
+        ]
+    ),
+    *(
+        ("gpt_oss", text, tool, error)
+        for text, tool, error in [
+            *((OSS + rest, "f", "no <|message|> in the call") for rest in (" <|constrain|>js", "<|call|>")),
+            (OSS + "<|message|>{<|call|>", "f", JSON),
+            ("<|channel|>analysis to=python<|message|>print(1)<|call|>", "python", JSON),
+            ("<|channel|>commentary to=functions.<|message|>{}<|call|>", "", NAME),
+            ("<|channel|>commentary<|message|>{}<|call|>", "", "the call has no recipient"),
+        ]
+    ),
+]
+GOOD = {
+    "hermes": HERMES,
+    "qwen3_coder": qwen("<function=f><parameter=b>2</parameter></function>"),
+    "glm45": qwen("f"),
+    "deepseek_v3": v3("f\n```json\n{}\n```"),
+    "deepseek_v3_1": v3_1("f<｜tool▁sep｜>{}"),
+    "kimi_k2": kimi(f"f:1{ARGS}{{}}"),
+    "mistral": "[TOOL_CALLS]f[ARGS]{}",
+}
+"""A call that may follow a broken one."""
+
+
+@pytest.mark.parametrize(("name", "text", "tool", "error"), BROKEN)
+def test_broken_calls(name: str, text: str, tool: str, error: str) -> None:
+    good = GOOD.get(name, "")
+    broken, *others = read(name, text + good).calls
+    assert (broken.name, broken.arguments, broken.text) == (tool, None, text)
+    assert broken.error and broken.error.startswith(error)
+    assert [(call.name, call.text, call.error) for call in others] == ([("f", good, None)] if good else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fine", "broken"),
+    [
+        (
+            "hermes",
+            HERMES.removesuffix("</tool_call>") + '<tool_call>{"name": "g", "argum\n' + HERMES,
+            2,
+            '<tool_call>{"name": "g", "argum\n',
+        ),
+        ("hermes", qwen('{"a": "1</tool_call> and "}, more'), 0, '<tool_call>{"a": "1</tool_call>'),
+        ("glm45", "<tool_call>now\n", 0, "<tool_call>now\n"),
+        ("llama3_json", LLAMA + '; {"name": "g", "parameters": {', 1, '{"name": "g", "parameters": {'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g"', 1, ', {"name": "g"'),
+        ("deepseek_v3_1", DS, 0, DS),
+        ("deepseek_v3_1", f"{DS}f{{}}{DS_END}", 0, f"{DS}f{{}}{DS_END}"),
+    ],
+)
+def test_calls_that_were_cut(name: str, text: str, fine: int, broken: str) -> None:
+    """The whole calls count; a section without a call was meant as one."""
+    calls = read(name, text).calls
+    assert [call.text for call in calls if call.error] == [broken] and len(calls) == fine + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "in_thinking", "reasoning", "content"),
+    [
+        ("hermes", "<think>a</think>\n<think>c</think>b", False, "a\nc", "b"),
+        ("hermes", "before<think>a", False, "a", "before"),
+        ("hermes", "a</think>b<think>c</think>d", True, "a\nc", "bd"),
+        ("hermes", "\n a</think>b</think>c", True, "\n a", "b</think>c"),
+        ("hermes", "<think>a</think>b", True, "a", "b"),
+        ("hermes", "\n</think>\n\nb", False, "", "\n\nb"),
+        ("mistral", "<think>a</think>b", False, "a", "b"),
+        ("mistral", "b<think>a</think>", False, "a", "b"),
+        ("mistral", "a</think>b", True, "a", "b"),
+        ("mistral", "a[/THINK]b</s>", True, "a", "b"),
+        ("mistral", "[THINK]a[/THINK]b", True, "a", "b"),
+        *(
+            (
+                "mistral",
+                f"[TOOL_CALLS]{call}[THINK]or [TOOL_CALLS]g[ARGS]{{}}[/THINK]",
+                False,
+                "or [TOOL_CALLS]g[ARGS]{}",
+                "",
+            )
+            for call in ["", " [", "f[ARGS]{", "f[CALL_ID]", ' [{"name": "f"},']
+        ),
+    ],
+)
+def test_thinking(name: str, text: str, in_thinking: bool, reasoning: str, content: str) -> None:
+    parsed = read(name, text, in_thinking=in_thinking)
+    assert (parsed.reasoning, parsed.content) == (reasoning, content)
+    assert all(call.error for call in parsed.calls)
+
+
+@pytest.mark.parametrize(
+    "end", ["<|im_end|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<turn|>\n", "<|eot_id|><|eot_id|>"]
+)
+def test_end_tokens_are_markup_at_the_end_only(end: str) -> None:
+    assert read("hermes", "hello" + end).content == "hello"
+    assert read("hermes", end + " hello \n").content == end + " hello \n"
+    assert read("hermes", "<p><s>hello</s>").content == "<p><s>hello</s>"
+
+
+def test_names_and_stop_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = parser_names()
+    assert names == sorted(names)
+    for other, name in (("gpt-oss", "gpt_oss"), ("glm", "glm45"), ("kimi", "kimi_k2")):
+        assert type(get_parser(other)) is type(get_parser(name))
+    stops = {name: get_parser(name).stop_tokens for name in ("gpt_oss", "glm45", "llama3_json", "hermes")}
+    assert list(stops.values()) == [("<|call|>",), ("<|observation|>",), ("<|eom_id|>",), ()]
+    for wrong, message in [
+        ("herms", "did you mean 'hermes'? (known: deepseek_v3, "),
+        ("??", "'??' (known: "),
+    ]:
+        with pytest.raises(ConfigError, match="unknown tool parser .*" + re.escape(message)):
+            get_parser(wrong)
+    monkeypatch.setattr("rollstream.chat.parsers.base._parsers", {})
+
+    @register_parser("own")
+    class Own(HermesParser):
+        stop_tokens: tuple[str, ...] = ("<stop>",)
+
+    assert parser_names() == ["own"]
+    assert get_parser("own").stop_tokens == ("<stop>",)
