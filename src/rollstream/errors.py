@@ -5,6 +5,9 @@ error is treated: does trying again help (`TransientError`), and is it the rollo
 engine's (`EngineUnavailableError` costs no rollout an attempt).
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class RollstreamError(Exception):
     """Base of all errors that rollstream raises on purpose."""
@@ -124,3 +127,11 @@ class DroppedGroupError(TrainingError):
 
 class GroupFailedError(TrainingError):
     """Too few of a group's rollouts completed; the message has the cause of one that failed."""
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> ConfigError:
+    """The error for a name that does not exist: it shows the nearest one, and all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ConfigError(f"unknown {kind} {name!r}{hint} (known: {', '.join(names) or 'none'})")

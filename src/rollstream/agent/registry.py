@@ -1,6 +1,5 @@
 """Agent loops by name: built-in, registered by code, or listed in a YAML file."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 import orjson
 
 from rollstream.agent.base import AgentLoop, AgentResources
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, unknown_name
 from rollstream.user_code import import_name, read_yaml, source_digest
 
 _KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
@@ -69,10 +68,7 @@ class AgentLoops:
             return self._entries[name]
         if (loop := {**_built_in(), **_registered}.get(name)) is not None:
             return LoopEntry(loop)
-        known = sorted({*self._entries, *_registered, *_built_in()})
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"unknown agent loop {name!r}{hint} Known: {', '.join(known)}")
+        raise unknown_name("agent loop", name, {*self._entries, *_registered, *_built_in()})
 
     def check_options(self, name: str) -> None:
         """Refuses options that the loop's class does not take, as far as that shows without an engine.

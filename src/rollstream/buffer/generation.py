@@ -30,9 +30,8 @@ from rollstream.buffer.items import InstanceId, ItemError
 from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.data.prompts import load_prompts
-from rollstream.engine.checks import unknown_name
 from rollstream.engine.detect import detect_server
-from rollstream.errors import ConfigError, DataError
+from rollstream.errors import ConfigError, DataError, unknown_name
 from rollstream.reward.base import ComputeScore, FunctionReward
 from rollstream.reward.rules import find_rule
 from rollstream.rollout.concurrency import ConcurrencyController

@@ -14,10 +14,9 @@ rendered again (drop their thinking, move a list of tools) is not done: those to
 """
 
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from rollstream.chat.processor import ChatProcessor
@@ -33,8 +32,8 @@ _MARK = "ROLLSTREAMMARK"
 
 _QUESTION: Message = {"role": "user", "content": "."}
 
-_REMEMBERED_CLOSES = 128
-"""One for each way a turn may end: without calls, or with calls of these tools in this order."""
+_CLOSES = 128
+"""Ways to end a turn that are remembered: without calls, or with calls of these tools in this order."""
 
 _NASTY = (
     *(
@@ -64,7 +63,7 @@ _NASTY = (
 )
 """Contents that templates trim, escape, parse or take for something else."""
 
-_SPLICED = 128
+_SPLICES = 128
 """Shapes of turns that are spliced: finding one out takes as long as some 80 renderings. Others are rendered."""
 
 _PLAIN = frozenset({"role", "content", "tool_call_id", "name"})
@@ -101,41 +100,19 @@ class _Close:
         return parts[-1].removeprefix(self.syntax)
 
 
-class _Spliced:
-    """What the template puts around the contents of some messages, found out once and used for all contents.
+@dataclass(frozen=True, slots=True)
+class _Splice:
+    """What the template puts around the contents of some messages, each of which it copies as it is."""
 
-    Only where it is known that the template copies every content as it is: it must render so what breaks
-    careless templates, and every text that the template itself compares with.
-    """
+    around: list[str]
+    """Before the first content, between each two, behind the last one."""
+    end: str
+    """The same as of `_Close`."""
 
-    def __init__(self, render: Callable[[list[str]], str], count: int, template_texts: Sequence[str]) -> None:
-        """Args:
-        render: what the template puts after the answer, with these contents.
-        count: how many contents there are.
-        template_texts: text that stands in the template.
-        """
-        marks = [f"ROLLSTREAMCONTENT{chr(ord('A') + at)}" for at in range(count)]
-        self._between: list[str] | None = re.split("|".join(marks), rest := render(marks))
-        if "".join(re.findall("|".join(marks), rest)) != "".join(marks):
-            self._between = None  # not every content once and in order
-            return
-        nasty = (*_NASTY, *template_texts, *(f"{text}.{text}" for text in template_texts))
-        for start in range(len(nasty)):
-            contents = [nasty[(start + at) % len(nasty)] for at in range(count)]
-            if self.text(contents) != render(contents):
-                self._between = None
-                return
-
-    def text(self, contents: Sequence[str]) -> str | None:
-        """What the template puts after the answer; None if it has to be asked."""
-        if self._between is None:
-            return None
-        first, *others = self._between
+    def text(self, contents: Sequence[str]) -> str:
+        """What the template puts after the answer."""
+        first, *others = self.around
         return first + "".join(content + after for content, after in zip(contents, others, strict=True))
-
-
-_NEVER = _Spliced(lambda _: "", 1, ())
-"""For a shape that cannot be rendered with every content."""
 
 
 class TurnTemplate:
@@ -145,11 +122,10 @@ class TurnTemplate:
         """`processor`: for messages with images."""
         self._tokenizer = tokenizer
         self._processor = processor
-        self._closes: OrderedDict[tuple[object, ...], _Close] = OrderedDict()
+        self._closes: dict[tuple[object, ...], _Close] = {}
+        self._splices: dict[tuple[object, ...] | None, _Splice | None] = {}
         self._call_ids: dict[tuple[int, bool], bool] = {}
-        self._together: dict[tuple[int, bool], bool] = {}
-        self._spliced: dict[tuple[object, ...], tuple[_Spliced, str]] = {}
-        self._lengths: dict[str, int] = {}
+        self._length = cache(lambda end: len(tokenizer.encode(end)))  # of ends of turns, which are few
 
     def ids_after(
         self,
@@ -178,41 +154,30 @@ class TurnTemplate:
         """
         if not self._tokenizer.makes_ids:
             return []
-        text, end = self._text_after(answer, added, tools, generation_prompt=generation_prompt)
-        if images and self._processor is None:
+        text, end = self._text_after(answer, added, tools, generation_prompt)
+        if not images:
+            ids = self._tokenizer.encode(text)
+        elif self._processor is not None:
+            ids = self._processor.encode(text, images)
+        else:
             raise DataError("the model has no image processor")
-        ids = (
-            self._processor.encode(text, images)
-            if images and self._processor
-            else self._tokenizer.encode(text)
-        )
         return ids[self._already_there(sampled_ids, ids, end) :]
-
-    def text_after(
-        self, answer: Message, added: list[Message], *, tools: list[dict[str, Any]] | None = None
-    ) -> str:
-        """The same as text, the whole end of the turn included. Raises `DataError`."""
-        return self._text_after(answer, added, tools, generation_prompt=True)[0]
 
     def _text_after(
         self,
         answer: Message,
         added: list[Message],
         tools: list[dict[str, Any]] | None,
-        *,
-        generation_prompt: bool,
+        generation_prompt: bool = True,
     ) -> tuple[str, str]:
         """What follows the answer, and the end of the turn when nothing follows."""
         shape = self._shape(answer, added, tools, generation_prompt)
-        if shape is None:
+        if shape is not None and shape not in self._splices and len(self._splices) < _SPLICES:
+            self._splices[shape] = self._find_splice(answer, added, tools, generation_prompt)
+        splice = self._splices.get(shape)
+        if splice is None:
             return self._render_after(answer, added, tools, generation_prompt)
-        known = self._spliced.get(shape)
-        if known is None and len(self._spliced) < _SPLICED:
-            known = self._spliced[shape] = self._splice(answer, added, tools, generation_prompt)
-        text = None if known is None else known[0].text([message["content"] for message in added])
-        if known is None or text is None:
-            return self._render_after(answer, added, tools, generation_prompt)
-        return text, known[1]
+        return splice.text([message["content"] for message in added]), splice.end
 
     def _shape(
         self,
@@ -236,37 +201,43 @@ class TurnTemplate:
         shown = [tool["function"]["name"] for tool in tools or ()]
         return (*calls, None, *messages, None, *shown, generation_prompt)
 
-    def _splice(
+    def _find_splice(
         self,
         answer: Message,
         added: list[Message],
         tools: list[dict[str, Any]] | None,
         generation_prompt: bool,
-    ) -> tuple[_Spliced, str]:
-        """The same found out, and the end of the turn when nothing follows."""
+    ) -> _Splice | None:
+        """None where the template shows the ids of calls, or does not copy every content as it is.
 
-        def render(contents: list[str], letter: str = "x") -> str:
+        This is known by trying: what breaks careless templates, and each text that this one compares with.
+        """
+
+        def render(contents: list[str], letter: str = "x") -> tuple[str, str]:
             ids = {call["id"]: letter + call["id"][1:] for call in answer.get("tool_calls") or ()}
             calls = [{**call, "id": ids[call["id"]]} for call in answer.get("tool_calls") or ()]
-            messages = [
-                {**message, "content": content}
-                | (
-                    {"tool_call_id": ids.get(call_id, call_id)}
-                    if (call_id := message.get("tool_call_id"))
-                    else {}
-                )
-                for message, content in zip(added, contents, strict=True)
-            ]
-            return self._render_after({**answer, "tool_calls": calls}, messages, tools, generation_prompt)[0]
+            messages = [{**message, "content": given} for message, given in zip(added, contents, strict=True)]
+            for message in messages:
+                if call_id := message.get("tool_call_id"):
+                    message["tool_call_id"] = ids.get(call_id, call_id)
+            return self._render_after({**answer, "tool_calls": calls}, messages, tools, generation_prompt)
 
-        contents = ["a"] * len(added)
-        if render(contents, "x") != render(contents, "y"):
-            return _NEVER, ""  # the ids of the calls are shown
+        texts = self._tokenizer.template_texts
+        nasty = (*_NASTY, *texts, *(f"{text}.{text}" for text in texts))
+        marks = [f"ROLLSTREAMCONTENT{chr(ord('A') + at)}" for at in range(len(added))]
+        tried = [
+            [nasty[(start + at) % len(nasty)] for at in range(len(added))] for start in range(len(nasty))
+        ]
         try:
-            spliced = _Spliced(render, len(added), self._tokenizer.template_texts)
+            after, end = render(marks)
+            splice = _Splice(re.split("|".join(map(re.escape, marks)), after), end)
+            copied = len(splice.around) == len(marks) + 1 and render(marks, "y")[0] == after
+            copied = copied and all(
+                render(contents)[0] == splice.text(contents) for contents in [marks, *tried]
+            )
         except DataError:
-            return _NEVER, ""
-        return spliced, self._render_after(answer, added, tools, generation_prompt)[1]
+            return None  # it refuses some content
+        return splice if copied else None
 
     def _render_after(
         self,
@@ -337,9 +308,10 @@ class TurnTemplate:
         if not self._tokenizer.makes_ids:
             return []
         calls: list[dict[str, Any]] = answer.get("tool_calls") or []
-        if self._shows_together(calls, tools):
+        close = self._close(calls, tools)
+        if len(calls) < 2 or (close.calls == len(calls) and close.marks >= len(calls)):
             text = self._answer_text(answer, tools)
-        else:  # one after the other, in one turn
+        else:  # some templates refuse, or leave out, all but one: one after the other, in one turn
             parts = [{**answer, "tool_calls": calls[:1]}]
             parts += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
             *begun, last = [self._answer_text(part, tools) for part in parts]
@@ -353,18 +325,6 @@ class TurnTemplate:
                 if tokenizer.decode([ids[at]], skip_special_tokens=False).strip():
                     break  # the template ends turns in another way: `ids_after` adds it
         return tokenizer.encode(self._without_end(text, calls, tools))
-
-    def _shows_together(self, calls: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
-        """Whether the template shows these calls in one message; some refuse, or leave out, all but one."""
-        if len(calls) < 2:
-            return True
-        key = (len(calls), bool(tools))
-        if key not in self._together:
-            try:
-                self._together[key] = self._after_mark(calls, tools)[0] >= len(calls)
-            except DataError:
-                self._together[key] = False
-        return self._together[key]
 
     def _without_end(self, text: str, calls: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         return text.removesuffix(self._close(calls, tools).end)
@@ -412,25 +372,24 @@ class TurnTemplate:
         """Whether the template renders a call and its result with an id like this one; some want a form."""
         form = (len(call_id), call_id.isalnum())
         if form not in self._call_ids:
-            call = {"type": "function", "id": call_id, "function": {"name": "f", "arguments": {}}}
-            result = {"role": "tool", "content": "", "tool_call_id": call_id, "name": "f"}
-            try:
-                self.text_after({"role": "assistant", "content": "", "tool_calls": [call]}, [result])
-                self._call_ids[form] = True
-            except DataError:
-                self._call_ids[form] = not self.has_tool_role
+            self._call_ids[form] = self._shown_result(call_id) is not None or not self.has_tool_role
         return self._call_ids[form]
 
     @cached_property
     def has_tool_role(self) -> bool:
         """Whether the template shows messages of role `tool`; some refuse them, some leave them out."""
-        call = {"type": "function", "id": "c00000000", "function": {"name": "f", "arguments": {}}}
-        result = {"role": "tool", "content": "RESULT", "tool_call_id": "c00000000", "name": "f"}
+        return "RESULT" in (self._shown_result("c00000000") or "")
+
+    def _shown_result(self, call_id: str) -> str | None:
+        """What follows a call when its result is RESULT; None if the template refuses it."""
+        call = {"type": "function", "id": call_id, "function": {"name": "f", "arguments": {}}}
+        result = {"role": "tool", "content": "RESULT", "tool_call_id": call_id, "name": "f"}
         try:
-            text = self.text_after({"role": "assistant", "content": "", "tool_calls": [call]}, [result])
+            return self._text_after(
+                {"role": "assistant", "content": "", "tool_calls": [call]}, [result], None
+            )[0]
         except DataError:
-            return False
-        return "RESULT" in text
+            return None
 
     def tool_messages(self, calls: list[dict[str, Any]], contents: Sequence[Any]) -> list[Message]:
         """Tool results as messages of role `tool`, in order; one user message where there is no such role.
@@ -450,15 +409,15 @@ class TurnTemplate:
                 for call, content in zip(calls, contents, strict=True)
             ]
         if all(isinstance(content, str) for content in contents):
-            return [{"role": "user", "content": "\n".join(_framed(content) for content in contents)}]
+            framed = "\n".join(f"<tool_response>\n{content}\n</tool_response>" for content in contents)
+            return [{"role": "user", "content": framed}]
         parts: list[dict[str, Any]] = []
         for content in contents:
             inner = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            parts += [
-                {"type": "text", "text": "<tool_response>\n"},
-                *inner,
-                {"type": "text", "text": "\n</tool_response>"},
-            ]
+            start, end = (
+                {"type": "text", "text": tag} for tag in ("<tool_response>\n", "\n</tool_response>")
+            )
+            parts += [start, *inner, end]
         return [{"role": "user", "content": parts}]
 
     def in_thinking(self, context: Sequence[int]) -> bool:
@@ -468,13 +427,11 @@ class TurnTemplate:
 
     def _close(self, calls: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> _Close:
         key = (tuple(call["function"]["name"] for call in calls), bool(tools))
-        close = self._closes.get(key)
-        if close is None:
-            close = self._find_close(calls, tools)
-            self._closes[key] = close
-            if len(self._closes) > _REMEMBERED_CLOSES:
-                self._closes.popitem(last=False)
-        return close
+        if key not in self._closes:
+            if len(self._closes) >= _CLOSES:
+                self._closes.clear()
+            self._closes[key] = self._find_close(calls, tools)
+        return self._closes[key]
 
     def _find_close(self, calls: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> _Close:
         plain_marks, plain_end = self._after_mark([], tools)
@@ -534,12 +491,6 @@ class TurnTemplate:
                 return length  # a part of the end, such as a stop string that begins the next turn
         return 0
 
-    def _length(self, end: str) -> int:
-        """Tokens of the end of a turn; there are few ends."""
-        if end not in self._lengths:
-            self._lengths[end] = len(self._tokenizer.encode(end))
-        return self._lengths[end]
-
 
 def _marked_answer(calls: list[dict[str, Any]]) -> Message:
     """An assistant's message whose last words are the mark."""
@@ -555,7 +506,3 @@ def _readable(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, dict):
         return call
     return {**call, "function": {**call["function"], "arguments": {"unreadable": arguments}}}
-
-
-def _framed(text: str) -> str:
-    return f"<tool_response>\n{text}\n</tool_response>"

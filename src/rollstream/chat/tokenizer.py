@@ -8,7 +8,7 @@ import string
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import jinja2
 import orjson
@@ -301,32 +301,16 @@ class NoTokenizer(ChatTokenizer):
     def escape_special_tokens(self, text: str) -> str:
         return text
 
-    def digest(self) -> str:
-        self._refuse()
-
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return self._refuse() if ids else ""
+        return str(self._refuse()) if ids else ""
 
-    def encode(self, text: str) -> list[int]:
-        self._refuse()
-
-    def count(self, texts: list[str]) -> list[int]:
-        self._refuse()
-
-    def token_id(self, token: str) -> int | None:
-        self._refuse()
-
-    @property
-    def vocab_size(self) -> int:
-        self._refuse()
-
-    def differences(self, tokenizer: Any) -> list[str]:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ConfigError(
             "there is no tokenizer, so there are no token ids: set actor_rollout_ref.model.tokenizer_path"
         )
+
+    digest = encode = count = token_id = differences = _refuse
+    vocab_size = property(_refuse)
 
 
 def _as_text(value: Any) -> str:

@@ -1,11 +1,10 @@
 """OpenAI tool schemas, and the files that hold them."""
 
-import difflib
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, unknown_name
 from rollstream.user_code import read_yaml
 
 ToolSchema = dict[str, Any]
@@ -88,11 +87,4 @@ def check_keys(keys: Iterable[Any], known: Collection[str], where: str) -> None:
     """Refuses unknown keys of a mapping. Raises `ConfigError`, with the nearest known one."""
     for key in keys:
         if key not in known:
-            raise ConfigError(f"{where}: {unknown('key', key, known)}")
-
-
-def unknown(kind: str, name: Any, known: Collection[str]) -> str:
-    """Says that there is no such name, and which are near."""
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"unknown {kind} {name!r}{hint} Known: {', '.join(known) or 'none'}"
+            raise ConfigError(f"{where}: {unknown_name('key', key, known)}")

@@ -1,8 +1,7 @@
 """Checks that every engine makes: settings it knows, requests it can take, a model folder it can read."""
 
-import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,9 @@ from typing import Any
 import orjson
 
 from rollstream.engine.base import Capabilities
-from rollstream.errors import ConfigError, EngineError
+from rollstream.errors import ConfigError, EngineError, unknown_name
 from rollstream.sampling import check_extra
 from rollstream.trajectory import SamplingParams
-
-
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
-    """The error for a name that does not exist: it shows the nearest one, and all of them."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"unknown {kind} {name!r}{hint} (known: {', '.join(names)})")
 
 
 def read_engine_kwargs(engine: str, kwargs: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import orjson
 
-from rollstream.engine.checks import unknown_name
-from rollstream.errors import ConfigError, EngineLostError
+from rollstream.errors import ConfigError, EngineLostError, unknown_name
 
 _REQUEST_TIMEOUT_S = 20.0
 _PAUSE_S = 1.0

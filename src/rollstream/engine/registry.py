@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.engine.base import Capabilities, Engine
-from rollstream.engine.checks import ids_fit, unknown_name
+from rollstream.engine.checks import ids_fit
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.launch_plan import LaunchRequest
 from rollstream.engine.replica import Replica
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, unknown_name
 from rollstream.sampling import check_extra
 from rollstream.trajectory import SamplingParams
 

@@ -71,10 +71,10 @@ def test_the_built_in_loops_are_known_and_an_unknown_name_has_its_nearest() -> N
     assert loops.entry("tool_agent").loop is ToolAgent
     assert loops.entry("context_agent").loop is ContextAgent
     with pytest.raises(
-        ConfigError, match=r"unknown agent loop 'tool_agnt'; did you mean 'tool_agent'\? Known: "
+        ConfigError, match=r"unknown agent loop 'tool_agnt'; did you mean 'tool_agent'\? \(known: "
     ):
         loops.entry("tool_agnt")
-    with pytest.raises(ConfigError, match=r"unknown agent loop 'xyz'\. Known: .*context_agent"):
+    with pytest.raises(ConfigError, match=r"unknown agent loop 'xyz' \(known: .*context_agent"):
         loops.entry("xyz")
 
 

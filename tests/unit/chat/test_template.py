@@ -235,12 +235,17 @@ def test_a_template_that_rewrites_the_answer_is_refused() -> None:
         )
 
 
+def text_after(tokenizer: ChatTokenizer, answer: Message, added: list[Message]) -> str:
+    ids = TurnTemplate(tokenizer).ids_after(answer, added, sampled_ids=())
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
 def test_the_mark_in_a_users_message_does_no_harm() -> None:
-    template = TurnTemplate(load("chatml"))
-    text = template.text_after(
-        {"role": "assistant", "content": "x"}, [{"role": "user", "content": "say ROLLSTREAMMARK"}]
+    added = [{"role": "user", "content": "say ROLLSTREAMMARK"}]
+    assert (
+        text_after(load("chatml"), {"role": "assistant", "content": "x"}, added)
+        == "<|im_end|>\n<|im_start|>user\nsay ROLLSTREAMMARK<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert text == "<|im_end|>\n<|im_start|>user\nsay ROLLSTREAMMARK<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_thinking_that_the_prompt_opens_is_seen() -> None:
@@ -277,7 +282,9 @@ def test_turns_put_together_from_what_is_known_are_those_the_template_renders(
     name: str, calls: tuple[str, ...]
 ) -> None:
     """Whatever the contents are, other ids of calls, and with the first rendering left to the template alone."""
-    known, fresh = TurnTemplate(load(name)), TurnTemplate(load(name))
+    asked = copy.copy(load(name))
+    asked.template_texts = ()  # as of a template that looks at the clock: nothing is put together from what is known
+    known, fresh = TurnTemplate(load(name)), TurnTemplate(asked)
     count = 0
 
     @settings(max_examples=60)
@@ -302,9 +309,9 @@ def test_turns_put_together_from_what_is_known_are_those_the_template_renders(
             else None
         )
         results: list[object] = []
-        for render in (known.text_after, lambda *a, **k: fresh._render_after(*a, k["tools"], True)[0]):
+        for template in (known, fresh):
             try:
-                results.append(render(answer, added, tools=shown))
+                results.append(template.ids_after(answer, added, sampled_ids=(), tools=shown))
             except DataError as error:
                 results.append(str(error))
         assert results[0] == results[1]
@@ -382,7 +389,7 @@ def test_a_template_that_takes_parts_only_gets_them() -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     assert "be brief" in parts.render_text(messages)
     template = TurnTemplate(parts)
-    text = template.text_after({"role": "assistant", "content": "x"}, [{"role": "user", "content": "y"}])
+    text = text_after(parts, {"role": "assistant", "content": "x"}, [{"role": "user", "content": "y"}])
     assert text == "<|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
     assert template.has_tool_role
 

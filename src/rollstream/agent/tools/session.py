@@ -25,9 +25,9 @@ from rollstream.agent.tools.result import (
 )
 from rollstream.aio import finish_despite_cancellation
 from rollstream.chat.parsers.base import ToolCall
-from rollstream.chat.tool_schema import ToolSchema, unknown
+from rollstream.chat.tool_schema import ToolSchema
 from rollstream.daemon_threads import CallsRefusedError, Outcome, UserCalls
-from rollstream.errors import DataError, TransientError
+from rollstream.errors import DataError, TransientError, unknown_name
 
 ERROR_CHARACTERS = 1000
 """Of what an exception says: enough for a message, too little for a dump of data to fill the context."""
@@ -96,7 +96,7 @@ def select_tools(selection: Sequence[str] | None, known: Sequence[str]) -> list[
         raise DataError(f"extra_info.tool_selection is {selection!r}, want a list of tool names")
     for name in selection:
         if name not in known:
-            raise DataError(f"extra_info.tool_selection: {unknown('tool', name, known)}")
+            raise DataError(f"extra_info.tool_selection: {unknown_name('tool', name, known)}")
     return list(dict.fromkeys(selection))
 
 
@@ -321,7 +321,7 @@ def _read_arguments(name: str, arguments: Any) -> RowArguments:
         raise DataError(f"tools_kwargs.{name} is {arguments!r}, want a mapping with {', '.join(_KEYS)}")
     for key, value in arguments.items():
         if key not in _KEYS:
-            raise DataError(f"tools_kwargs.{name}: {unknown('key', key, _KEYS)}")
+            raise DataError(f"tools_kwargs.{name}: {unknown_name('key', key, _KEYS)}")
         if value is not None and not isinstance(value, Mapping):
             raise DataError(f"tools_kwargs.{name}.{key} is {value!r}, want a mapping")
     return RowArguments(**{key: value for key, value in arguments.items() if value is not None})

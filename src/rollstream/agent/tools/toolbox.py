@@ -23,8 +23,7 @@ from rollstream.chat.tool_schema import (
     read_tool_entries,
 )
 from rollstream.daemon_threads import UserCalls
-from rollstream.engine.checks import unknown_name
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, unknown_name
 from rollstream.user_code import construct, import_name, source_digest
 
 _KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"

@@ -262,7 +262,7 @@ def test_what_other_programs_write_is_read() -> None:
     [
         ({}, "needs either command"),
         ({"command": "x", "url": "y"}, "needs either command"),
-        ({"comand": "x"}, "unknown key 'comand'; did you mean command?"),
+        ({"comand": "x"}, "unknown key 'comand'; did you mean 'command'?"),
         ({"url": "x", "type": "sse"}, "transport 'sse' is not supported"),
         ({"command": "x", "transport": "http"}, "transport 'http' is not supported"),
         ({"command": "x", "args": "y"}, "args is 'y', want a list"),

@@ -599,7 +599,7 @@ def test_arguments() -> None:
         ({"a": 1}, r"tools_kwargs\.a is 1, want a mapping"),
         (
             {"a": {"create_kwarg": {}}},
-            r"tools_kwargs\.a: unknown key 'create_kwarg'; did you mean create_kwargs",
+            r"tools_kwargs\.a: unknown key 'create_kwarg'; did you mean 'create_kwargs'",
         ),
         ({"a": {"create_kwargs": [1]}}, r"tools_kwargs\.a\.create_kwargs is \[1\], want a mapping"),
     ],
@@ -620,7 +620,7 @@ def test_selection(selection: Any, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("selection", "message"),
     [
-        (["serch"], "unknown tool 'serch'; did you mean search. Known: search, b"),
+        (["serch"], "unknown tool 'serch'; did you mean 'search'. .known: b, search"),
         ([3], "unknown tool 3 Known"),
         ("search", "want a list"),
         ({"search": 1}, "want a list"),

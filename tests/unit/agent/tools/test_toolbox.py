@@ -168,7 +168,7 @@ async def test_a_filter_for_nothing_there_is(load: Any) -> None:
 
 async def test_rows_that_want_something_else(tmp_path: Path) -> None:
     box = ToolBox([class_tool(Recorder, "search"), *functions(tmp_path, FUNCTION)])
-    with pytest.raises(DataError, match=r"unknown tool 'serch'; did you mean search. Known: search, now"):
+    with pytest.raises(DataError, match=r"unknown tool 'serch'; did you mean 'search'. .known: now, search"):
         box.session(tools_kwargs={}, selection=["serch"], request_id="r")
     with pytest.raises(DataError, match=r"tools_kwargs\.search: unknown key"):
         box.session(tools_kwargs={"search": {"kwargs": {}}}, selection=None, request_id="r")
@@ -285,7 +285,7 @@ def test_mcp_servers(load_file: Any) -> None:
     ("entry", "message"),
     [
         ("3", r"3 is no mapping"),
-        ("{class_nme: a.B}", "unknown key 'class_nme'; did you mean class_name?"),
+        ("{class_nme: a.B}", "unknown key 'class_nme'; did you mean 'class_name'?"),
         ("{config: 3}", "config is 3"),
         ("{config: {type: remote}}", "config.type is 'remote', want native or mcp"),
         ("{}", "needs class_name"),
