@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-async def finish_despite_cancellation(work: Coroutine[Any, Any, _T]) -> _T:
+async def finish_despite_cancellation(work: Awaitable[_T]) -> _T:
     """Awaits `work`. Cancelling this lets `work` go on, and is raised when it has ended, whatever came of it.
 
     `work` must have a bound of its own.

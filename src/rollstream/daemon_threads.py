@@ -52,46 +52,31 @@ class CallsRefusedError(Exception):
     """It was not called: too many earlier calls of the same name still hang."""
 
 
-@dataclass(slots=True, eq=False)
-class ThreadCall:
-    """A call in a thread."""
-
-    function: Callable[[], Any]
-    loop: asyncio.AbstractEventLoop
-    context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    future: "asyncio.Future[Outcome]" = field(init=False)
-    """Done when the call is, also when it was abandoned; never has an exception."""
-    finished: bool = False
-    abandoned: bool = False
-    among: "set[Any] | None" = None
-    """Abandoned calls that still run, this one among them."""
-
-    def __post_init__(self) -> None:
-        self.future = self.loop.create_future()
-
-
 class DaemonThreads:
-    """Daemon threads that are used again, as many as there are calls. That of an abandoned call ends with it.
-
-    Belongs to one event loop. `name` is the threads', for debuggers.
-    """
+    """Daemon threads that are used again, as many as there are calls at once. `name` is for debuggers."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: queue.SimpleQueue[ThreadCall | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards what follows
         self._alive = 0
         self._idle = 0
-        self._lost = 0
 
-    @property
-    def lost(self) -> int:
-        """Abandoned calls that still run."""
-        return self._lost
+    def start(self, function: Callable[[], Any]) -> "asyncio.Future[Outcome]":
+        """Begins a call at once. Its future never has an exception; cancelling that leaves the call running."""
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+        future: asyncio.Future[Outcome] = loop.create_future()
 
-    def start(self, function: Callable[[], Any]) -> ThreadCall:
-        """Begins a call at once."""
-        call = ThreadCall(function, asyncio.get_running_loop())
+        def call() -> None:
+            outcome = Outcome()
+            try:
+                outcome.value = context.run(function)
+            except BaseException as error:  # SystemExit, too: it is a thread's, not the program's
+                outcome.error = error
+            with self._lock:
+                self._idle += 1
+            deliver(loop, future, outcome)
+
         with self._lock:
             if self._idle:
                 self._idle -= 1
@@ -99,17 +84,7 @@ class DaemonThreads:
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
                 self._alive += 1
             self._calls.put(call)
-        return call
-
-    def abandon(self, call: ThreadCall, among: "set[Any] | None" = None) -> None:
-        """Gives up waiting for a call, which is in the set `among` until it ends."""
-        with self._lock:
-            if not call.finished and not call.abandoned:
-                call.abandoned = True
-                self._lost += 1
-                if among is not None:
-                    call.among = among
-                    among.add(call)
+        return future
 
     def close(self) -> None:
         """Ends the threads, each when its call returns. Waits for none; nothing is started any more."""
@@ -119,25 +94,8 @@ class DaemonThreads:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            outcome = Outcome()
-            try:
-                outcome.value = call.context.run(call.function)
-            except BaseException as error:  # SystemExit, too: it is a thread's, not the program's
-                outcome.error = error
-            with self._lock:
-                call.finished = True
-                abandoned = call.abandoned
-                if abandoned:
-                    self._lost -= 1
-                    self._alive -= 1
-                    if call.among is not None:
-                        call.among.discard(call)
-                else:
-                    self._idle += 1
-            deliver(call.loop, call.future, outcome)
-            del call, outcome  # an idle thread holds on to nothing
-            if abandoned:
-                return
+            call()
+            del call  # an idle thread holds on to nothing
 
 
 @dataclass(slots=True)
@@ -145,8 +103,13 @@ class _Function:
     """What is known of the calls of one name."""
 
     slots: asyncio.Semaphore
-    lost: set[Any] = field(default_factory=set)
-    """Calls that were left behind and still run: tasks, calls in threads, threads of blocked event loops."""
+    lost: "set[asyncio.Future[Any]]" = field(default_factory=set)
+    """Calls, and threads of blocked event loops, that were left behind and still run."""
+
+    def leave(self, running: "asyncio.Future[Any]") -> None:
+        """Leaves something behind."""
+        self.lost.add(running)
+        running.add_done_callback(self.lost.discard)
 
 
 class UserCalls:
@@ -172,7 +135,7 @@ class UserCalls:
     @property
     def lost(self) -> int:
         """Calls that were left behind and still run."""
-        return sum(_still_running(function.lost) for function in self._functions.values())
+        return sum(len(function.lost) for function in self._functions.values())
 
     async def run(
         self,
@@ -201,12 +164,16 @@ class UserCalls:
         if function is None:
             function = self._functions[name] = _Function(asyncio.Semaphore(self._limit or THREADS))
         if is_async(call):
-            return self._refusal(name, function) or await self._run_task(call, read, function, seconds)
-        outcome = await self._run_thread(functools.partial(_call, call, read), name, function, seconds)
+            return self._refusal(name, function) or await self._run_async(call, read, function, seconds)
+        async with function.slots:
+            if refusal := self._refusal(name, function):
+                return refusal
+            running = self._threads.start(functools.partial(_call, call, read))
+            outcome = await _finish(running, seconds, function, cancel=False)
         if not inspect.isawaitable(outcome.value):
             return outcome
         awaitable: Awaitable[Any] = outcome.value  # a plain function that wraps an async one
-        inner = await self._run_task(lambda: awaitable, read, function, seconds - outcome.seconds)
+        inner = await self._run_async(lambda: awaitable, read, function, seconds - outcome.seconds)
         inner.seconds += outcome.seconds
         return inner
 
@@ -224,110 +191,78 @@ class UserCalls:
     def _refusal(self, name: str, function: _Function) -> Outcome | None:
         if self._closed:
             raise TransientError(f"the {self._kind}s are closed")
-        if (lost := _still_running(function.lost)) < MAX_LOST:
+        if (lost := len(function.lost)) < MAX_LOST:
             return None
         said = f"{name}: {lost} earlier calls still hang; it is not called until some of them end"
         return Outcome(error=CallsRefusedError(said))
 
-    async def _run_thread(
-        self, call: Callable[[], Any], name: str, function: _Function, seconds: float
+    async def _run_async(
+        self,
+        call: Callable[[], Awaitable[Any]],
+        read: Callable[[Any], Any] | None,
+        function: _Function,
+        seconds: float,
     ) -> Outcome:
+        if self._loop_thread is None:
+            task = asyncio.create_task(_await(call, read))
+            return await _finish(task, seconds, function, cancel=True)
         async with function.slots:
-            if refusal := self._refusal(name, function):
-                return refusal
-            began = time.monotonic()
-            running = self._threads.start(call)
-            timer = running.loop.call_later(seconds, _time_out, running.future)
+            running = self._loop_thread.submit(_await(call, read))
+            outcome = await _finish(running, seconds, function, cancel=True)
+            if outcome.timed_out and (blocked := await self._loop_thread.replace_if_blocked()):
+                function.leave(blocked)
+            return outcome
+
+
+async def _finish(
+    running: "asyncio.Future[Outcome]", seconds: float, function: _Function, *, cancel: bool
+) -> Outcome:
+    """Waits for a call. One that is late, or whose caller is cancelled, is cancelled if it can be, or left behind."""
+    began = time.monotonic()
+    try:
+        await asyncio.wait((running,), timeout=max(seconds, 0.0))
+    finally:
+        if timed_out := not running.done():
             try:
-                outcome = await running.future
-            except asyncio.CancelledError:
-                self._threads.abandon(running, function.lost)
-                raise
+                if cancel and running.cancel():
+                    await asyncio.wait((running,), timeout=CANCEL_GRACE)
             finally:
-                timer.cancel()
-            if outcome.timed_out:
-                self._threads.abandon(running, function.lost)
-            outcome.seconds = time.monotonic() - began
-            return outcome
-
-    async def _run_on_loop(
-        self,
-        loop_thread: "_LoopThread",
-        call: Callable[[], Awaitable[Any]],
-        read: Callable[[Any], Any] | None,
-        function: _Function,
-        seconds: float,
-    ) -> Outcome:
-        async with function.slots:
-            began = time.monotonic()
-            try:
-                async with asyncio.timeout(max(seconds, 0.0)):
-                    outcome: Outcome = await loop_thread.submit(_await(call, read))
-            except TimeoutError:
-                outcome = Outcome(timed_out=True)
-                await loop_thread.replace_if_blocked(function.lost)
-            outcome.seconds = time.monotonic() - began
-            return outcome
-
-    async def _run_task(
-        self,
-        call: Callable[[], Awaitable[Any]],
-        read: Callable[[Any], Any] | None,
-        function: _Function,
-        seconds: float,
-    ) -> Outcome:
-        if self._loop_thread is not None:
-            return await self._run_on_loop(self._loop_thread, call, read, function, seconds)
-        began = time.monotonic()
-        task = asyncio.create_task(_await(call, read))
-        try:
-            await asyncio.wait((task,), timeout=max(seconds, 0.0))
-        finally:
-            if timed_out := not task.done():
-                await self._cancel(task, function)
-        if timed_out:
-            outcome = Outcome(timed_out=True)
-        else:
-            outcome = Outcome(error=asyncio.CancelledError()) if task.cancelled() else task.result()
-        outcome.seconds = time.monotonic() - began
-        return outcome
-
-    async def _cancel(self, task: "asyncio.Task[Outcome]", function: _Function) -> None:
-        task.cancel()
-        try:
-            await asyncio.wait((task,), timeout=CANCEL_GRACE)
-        finally:
-            if not task.done():
-                function.lost.add(task)
-                task.add_done_callback(function.lost.discard)
+                if not running.done():
+                    function.leave(running)
+    if timed_out:
+        outcome = Outcome(timed_out=True)
+    else:
+        outcome = Outcome(error=asyncio.CancelledError()) if running.cancelled() else running.result()
+    outcome.seconds = time.monotonic() - began
+    return outcome
 
 
 class _LoopThread:
     """An event loop in a daemon thread; one that is blocked is left behind, and another takes its place."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._threads = DaemonThreads(name)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._serving: asyncio.Future[Any]
 
     def submit(self, work: Any) -> "asyncio.Future[Any]":
         """Begins a coroutine, which is cancelled with the future."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
-            self._thread.start()
+            self._serving = self._threads.start(functools.partial(_serve, self._loop))
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    async def replace_if_blocked(self, lost: set[Any]) -> None:
-        """Asks the loop for an answer; puts its thread into `lost` if there is none."""
+    async def replace_if_blocked(self) -> "asyncio.Future[Any] | None":
+        """Asks the loop for an answer; if there is none, what is done when its thread ends."""
         loop = self._loop
         try:
             async with asyncio.timeout(BLOCKED_AFTER):
                 await self.submit(asyncio.sleep(0))
         except TimeoutError:
             if self._loop is loop:
-                lost.add(self._thread)
                 self.close()
+                return self._serving
+        return None
 
     def close(self) -> None:
         """Ends the loop once it answers; what runs on it is cancelled."""
@@ -355,16 +290,6 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
-
-
-def _still_running(lost: set[Any]) -> int:
-    lost -= {one for one in lost if isinstance(one, threading.Thread) and not one.is_alive()}
-    return len(lost)
-
-
-def _time_out(future: "asyncio.Future[Outcome]") -> None:
-    if not future.done():
-        future.set_result(Outcome(timed_out=True))
 
 
 async def _await(call: Callable[[], Awaitable[Any]], read: Callable[[Any], Any] | None) -> Outcome:
@@ -405,19 +330,10 @@ async def in_daemon_thread(function: Callable[..., T], *arguments: Any) -> T:
 
     (`asyncio.to_thread` would: the loop waits for its threads when it closes.)
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Outcome] = loop.create_future()
-
-    def run() -> None:
-        outcome = Outcome()
-        try:
-            outcome.value = function(*arguments)
-        except BaseException as error:
-            outcome.error = error
-        deliver(loop, future, outcome)
-
-    threading.Thread(target=run, name="rollstream-work", daemon=True).start()
-    outcome = await future
+    threads = DaemonThreads("rollstream-work")
+    running = threads.start(functools.partial(function, *arguments))
+    threads.close()
+    outcome = await running
     if outcome.error is not None:
         raise outcome.error
     value: T = outcome.value

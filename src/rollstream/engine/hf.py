@@ -327,12 +327,7 @@ class HFEngine:
 
     async def _in_thread(self, function: Callable[[], _T]) -> _T:
         """Calls a function off the event loop; one that is cancelled is left behind."""
-        call = self._threads.start(function)
-        try:
-            return cast(_T, _result(await asyncio.shield(call.future)))
-        except asyncio.CancelledError:
-            self._threads.abandon(call)
-            raise
+        return cast(_T, _result(await self._threads.start(function)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,26 +242,26 @@ class _Worker:
 
     async def _call(self, work: Callable[[], Any], limit: float | None) -> Any:
         """Raises `TrackerOffError` when the tracker raises or takes too long."""
-        call = self._threads.start(work)
+        running = self._threads.start(work)
         began = time.monotonic()
-        await asyncio.wait({call.future}, timeout=limit)
-        if not call.future.done():
+        await asyncio.wait({running}, timeout=limit)
+        if not running.done():
             self._leave()
             waited = f"it has not answered for {time.monotonic() - began:.0f} s"
             raise TrackerOffError(waited) from TimeoutError()
-        outcome = call.future.result()
+        outcome = running.result()
         if outcome.error is not None:  # SystemExit of a library, too: it is the thread's, not the program's
             raise TrackerOffError(f"{type(outcome.error).__name__}: {outcome.error}") from outcome.error
         return outcome.value
 
     async def _upload(self, item: _Upload) -> None:
         """Whoever asked for it waits, and has a bound of their own."""
-        call = self._threads.start(item.work)
-        await asyncio.wait({call.future, item.done}, return_when=asyncio.FIRST_COMPLETED)
-        if not call.future.done():  # nobody waits any more
+        running = self._threads.start(item.work)
+        await asyncio.wait({running, item.done}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():  # nobody waits any more
             self._leave()
             raise TrackerOffError("an upload took too long") from TimeoutError()
-        outcome = call.future.result()
+        outcome = running.result()
         if item.done.done():
             return
         if outcome.error is not None:

@@ -57,7 +57,7 @@ class RayBackend:
 
     async def waits_for_room(self, handle: Any) -> bool:
         """Whether Ray has found no node for the worker yet. In a thread: a cluster that is gone hangs."""
-        placed = (await self._states.start(partial(is_placed, handle.actor)).future).value
+        placed = (await self._states.start(partial(is_placed, handle.actor))).value
         return not placed
 
     def describe_room(self) -> str:

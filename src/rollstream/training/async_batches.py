@@ -393,12 +393,7 @@ class AsyncBatchGenerator:
                     raise
                 raise RuntimeError("generate let a CancelledError of its own escape") from error
         assert self._plain is not None
-        call = self._plain.start(lambda: self._generate(request))
-        try:
-            outcome = await call.future
-        except asyncio.CancelledError:
-            self._plain.abandon(call)
-            raise
+        outcome = await self._plain.start(lambda: self._generate(request))
         if outcome.error is not None:
             raise outcome.error
         return await outcome.value if asyncio.iscoroutine(outcome.value) else outcome.value

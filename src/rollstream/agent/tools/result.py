@@ -7,9 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
-
-from rollstream.errors import ConfigError
+from typing import Any, Literal
 
 TruncateSide = Literal["left", "right", "middle"]
 """Which side of a text that is too long is cut off, as verl names it."""
@@ -47,20 +45,6 @@ class ToolLimits:
     timeout: float = 60.0
     """Seconds for one call, making the instance included, and for each `calc_reward` and `release`; > 0.
     Waiting for another call to end does not count."""
-
-    def __post_init__(self) -> None:
-        for key, value in [
-            ("max_parallel_calls", self.max_parallel_calls),
-            ("max_tool_response_length", self.max_response_length),
-            ("tool_timeout", self.timeout),
-        ]:
-            if not value > 0:
-                raise ConfigError(f"actor_rollout_ref.rollout.multi_turn.{key}: {value}, want more than 0")
-        if self.truncate_side not in get_args(TruncateSide):
-            raise ConfigError(
-                "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side: "
-                f"{self.truncate_side!r}, want one of {', '.join(get_args(TruncateSide))}"
-            )
 
 
 @dataclass(slots=True)
@@ -186,7 +170,7 @@ def clean_text(text: str) -> str:
 
 
 def to_text(value: Any, max_length: int, side: TruncateSide) -> str:
-    """Any value as text for the model, truncated; a long one is cut before it is looked at further.
+    """Any value as text for the model, truncated.
 
     Text stays as it is, bytes are read as UTF-8, a dict becomes JSON, everything else what `str` makes of it.
 
@@ -197,7 +181,7 @@ def to_text(value: Any, max_length: int, side: TruncateSide) -> str:
     if isinstance(value, str):
         text = str.__str__(value)  # of a subclass, too, whatever it overrides
     elif isinstance(value, bytes | bytearray):
-        text = _decode(value, max_length)
+        text = value.decode("utf-8", "replace")
     elif isinstance(value, dict):
         text = json.dumps(value, ensure_ascii=False, default=str)
     elif inspect.isgenerator(value) or inspect.isasyncgen(value):
@@ -221,14 +205,3 @@ def error_line(error: BaseException, max_length: int) -> str:
     said = " ".join(error_text(error, max_length).split())
     line = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return truncate_text(line, max_length, "right")
-
-
-def _decode(data: bytes | bytearray, max_length: int) -> str:
-    """Bytes as text; of very long ones only what can be left after truncation.
-
-    A character takes four bytes at most, so both ends together are longer than `max_length`.
-    """
-    most = 4 * max_length + 4
-    if len(data) <= 2 * most:
-        return data.decode("utf-8", "replace")
-    return data[:most].decode("utf-8", "replace") + data[-most:].decode("utf-8", "replace")

@@ -2,12 +2,11 @@
 
 import asyncio
 import copy
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 from rollstream.agent.tools.base import ToolError
@@ -34,8 +33,6 @@ ERROR_CHARACTERS = 1000
 NAME_CHARACTERS = 80
 """Of a name that the model made up."""
 
-_T = TypeVar("_T")
-
 ReportFailure = Callable[[str, str, BaseException | None], None]
 """Told what failed (request id and tool), the text for the model, and the exception if there was one."""
 
@@ -52,20 +49,25 @@ class ClassTool:
     """What decides what it does: class, source, configuration."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowArguments:
-    """A row's keyword arguments for the methods of one tool."""
+@dataclass(slots=True, eq=False)
+class _Instance:
+    """A rollout's use of a class tool."""
 
-    create_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    execute_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    calc_reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    release_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool: ClassTool
+    identifier: Any
+    """The one given; then what `create` said."""
+    created: Outcome | None = None
+    """How `create` ended; None if it did not, so that there may be something to release."""
+    creating: asyncio.Task[Outcome] = field(init=False)
 
 
-_KEYS = tuple(field.name for field in dataclasses.fields(RowArguments))
+_KEYS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+
+RowArguments = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""A row's keyword arguments, by tool and by which of `_KEYS` they are."""
 
 
-def read_row_arguments(tools_kwargs: Mapping[str, Any]) -> dict[str, RowArguments]:
+def read_row_arguments(tools_kwargs: Mapping[str, Any]) -> RowArguments:
     """Reads `tools_kwargs` of a row: `{tool: {create_kwargs, execute_kwargs, ...}}`.
 
     None stands for nothing at every level: a Parquet column has all keys in all rows.
@@ -73,11 +75,19 @@ def read_row_arguments(tools_kwargs: Mapping[str, Any]) -> dict[str, RowArgument
     Raises:
         DataError: Something in it is no mapping, or an unknown key.
     """
-    return {
-        name: _read_arguments(name, arguments)
-        for name, arguments in tools_kwargs.items()
-        if arguments is not None
-    }
+    read = {}
+    for name, arguments in tools_kwargs.items():
+        if arguments is None:
+            continue
+        if not isinstance(arguments, Mapping):
+            raise DataError(f"tools_kwargs.{name} is {arguments!r}, want a mapping with {', '.join(_KEYS)}")
+        for key, value in arguments.items():
+            if key not in _KEYS:
+                raise DataError(f"tools_kwargs.{name}: {unknown_name('key', key, _KEYS)}")
+            if value is not None and not isinstance(value, Mapping):
+                raise DataError(f"tools_kwargs.{name}.{key} is {value!r}, want a mapping")
+        read[name] = {key: value for key, value in arguments.items() if value is not None}
+    return read
 
 
 def select_tools(selection: Sequence[str] | None, known: Sequence[str]) -> list[str]:
@@ -109,7 +119,7 @@ class ToolSession:
         *,
         calls: UserCalls,
         limits: ToolLimits,
-        arguments: Mapping[str, RowArguments],
+        arguments: RowArguments,
         request_id: str,
         report: ReportFailure,
     ) -> None:
@@ -120,10 +130,10 @@ class ToolSession:
         self._arguments = arguments
         self._request_id = request_id
         self._report = report
-        self._instances: dict[str, tuple[ClassTool, asyncio.Task[Outcome]]] = {}
-        """By tool: what its `create` gave, or will give; calls of the same turn wait for that."""
-        self._unknown: dict[str, ClassTool] = {}
-        """By id: instances whose `create` did not end, so that there may be something to release."""
+        self._current: dict[str, _Instance] = {}
+        """By tool. Calls of the same turn wait for its `create`; one that fails is tried again in the next turn."""
+        self._instances: list[_Instance] = []
+        """All whose `create` began."""
         self._ending: asyncio.Task[dict[str, float]] | None = None
 
     @property
@@ -176,7 +186,7 @@ class ToolSession:
         """
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
-        return await finish_despite_cancellation(_result_of(self._ending))
+        return await finish_despite_cancellation(self._ending)
 
     async def _run_one(self, call: ToolCall, context: Mapping[str, Any]) -> ToolResult:
         tool = self._tools.get(call.name)
@@ -186,7 +196,7 @@ class ToolSession:
             known = f"Available tools: {', '.join(self._tools)}." if self._tools else "There are no tools."
             name = call.name[:NAME_CHARACTERS]
             return self._failed(name, "unknown_tool", f"Error: unknown tool {name!r}. {known}")
-        arguments = _copied(call.arguments)  # what the tool does to it is not in the conversation
+        arguments = copy.deepcopy(call.arguments)  # what the tool does to it is not in the conversation
         if isinstance(tool, ClassTool):
             return await self._run_class(tool, arguments, context)
         try:
@@ -207,79 +217,69 @@ class ToolSession:
         self, tool: ClassTool, arguments: dict[str, Any], context: Mapping[str, Any]
     ) -> ToolResult:
         seconds = self._limits.timeout
-        if begins := tool.name not in self._instances:
-            self._instances[tool.name] = tool, asyncio.create_task(self._create(tool))
-        instance = self._instances[tool.name]
-        created = await instance[1]
+        instance = self._current.get(tool.name)
+        if begins := instance is None:
+            instance = self._current[tool.name] = _Instance(tool, uuid4().hex)
+            instance.creating = asyncio.create_task(self._create(instance))
+        created = await instance.creating
         if not _went_well(created):
-            if self._instances.get(tool.name) is instance:
-                del self._instances[tool.name]  # the next turn tries again
+            if self._current.get(tool.name) is instance:
+                del self._current[tool.name]
             return self._result(tool.name, created)
         if begins:
             seconds -= created.seconds
-        row = self._arguments.get(tool.name, RowArguments())
-        keywords = accepted(tool.tool.execute, {**row.execute_kwargs, **context})
+        execute = tool.tool.execute
+        keywords = accepted(execute, {**self._of_row(tool, "execute"), **context})
         if "messages" in context and "messages" in keywords:  # the conversation's own, which is stored
             keywords["messages"] = copy.deepcopy(keywords["messages"])
         outcome = await self._calls.run(
-            partial(tool.tool.execute, created.value, arguments, **keywords),
+            partial(execute, instance.identifier, arguments, **keywords),
             name=tool.name,
             seconds=seconds,
             read=self._read,
         )
         return self._result(tool.name, outcome)
 
-    async def _create(self, tool: ClassTool) -> Outcome:
-        """How `create` ended; its value is the instance's id."""
-        given = uuid4().hex
-        row = self._arguments.get(tool.name, RowArguments())
-        offered = {**row.create_kwargs, "create_kwargs": dict(row.create_kwargs), "instance_id": given}
-        self._unknown[given] = tool
+    async def _create(self, instance: _Instance) -> Outcome:
+        tool, row = instance.tool, self._of_row(instance.tool, "create")
+        offered = {**row, "create_kwargs": dict(row), "instance_id": instance.identifier}
         create = partial(tool.tool.create, **accepted(tool.tool.create, offered))
+        self._instances.append(instance)
         try:
             outcome = await self._calls.run(create, name=tool.name, seconds=self._limits.timeout)
         except TransientError:  # it did not begin
-            del self._unknown[given]
+            self._instances.remove(instance)
             raise
         if not outcome.timed_out:
-            del self._unknown[given]
-        value = outcome.value[0] if isinstance(outcome.value, tuple) and outcome.value else outcome.value
-        outcome.value = given if value is None or value == () else value
+            value, instance.created = outcome.value, outcome
+            if isinstance(value, tuple):
+                value = value[0] if value else None
+            instance.identifier = instance.identifier if value is None else value
         return outcome
 
     async def _end(self) -> dict[str, float]:
-        created = [
-            (tool, task.result().value)
-            for tool, task in self._instances.values()
-            if not task.cancelled() and task.exception() is None and _went_well(task.result())
-        ]
-        rewards = await asyncio.gather(
-            *(self._end_instance(tool, identifier) for tool, identifier in created),
-            *(self._release(tool, identifier) for identifier, tool in self._unknown.items()),
-        )
+        rewards = await asyncio.gather(*map(self._end_instance, self._instances))
+        ended = zip(self._instances, rewards, strict=True)
+        scores = {instance.tool.name: reward for instance, reward in ended if reward is not None}
         self._instances.clear()
-        self._unknown.clear()
-        return {
-            tool.name: reward
-            for (tool, _), reward in zip(created, rewards, strict=False)
-            if reward is not None
-        }
+        self._current.clear()
+        return scores
 
-    async def _end_instance(self, tool: ClassTool, identifier: Any) -> float | None:
-        reward: float | None = await self._end_call(tool, "calc_reward", identifier, read_reward)
-        await self._release(tool, identifier)
+    async def _end_instance(self, instance: _Instance) -> float | None:
+        reward: float | None = None
+        if instance.created is not None:
+            if not _went_well(instance.created):
+                return None
+            reward = await self._end_call(instance, "calc_reward", read_reward)
+        await self._end_call(instance, "release", None)
         return reward
 
-    async def _release(self, tool: ClassTool, identifier: Any) -> None:
-        await self._end_call(tool, "release", identifier, None)
-
-    async def _end_call(
-        self, tool: ClassTool, name: str, identifier: Any, read: Callable[[Any], Any] | None
-    ) -> Any:
-        method = getattr(tool.tool, name)
-        row = self._arguments.get(tool.name, RowArguments())
-        call = partial(method, identifier, **accepted(method, getattr(row, f"{name}_kwargs")))
-        what = f"{tool.name}.{name}"  # a name of its own: calls that hang do not keep others from their end
+    async def _end_call(self, instance: _Instance, name: str, read: Callable[[Any], Any] | None) -> Any:
+        method = getattr(instance.tool.tool, name)
+        row = self._of_row(instance.tool, name)
+        call = partial(method, instance.identifier, **accepted(method, row))
+        # A name of its own: calls that hang do not keep others from their end.
+        what = f"{instance.tool.name}.{name}"
         try:
             outcome = await self._calls.run(call, name=what, seconds=self._limits.timeout, read=read)
         except TransientError as error:
@@ -288,6 +288,9 @@ class ToolSession:
             return outcome.value
         self._result(what, outcome)
         return None
+
+    def _of_row(self, tool: ClassTool, method: str) -> Mapping[str, Any]:
+        return self._arguments.get(tool.name, {}).get(f"{method}_kwargs", {})
 
     def _read(self, value: Any) -> ToolResult:
         return read_result(value, self._limits)
@@ -316,17 +319,6 @@ class ToolSession:
         return ToolResult(text, error=failure)
 
 
-def _read_arguments(name: str, arguments: Any) -> RowArguments:
-    if not isinstance(arguments, Mapping):
-        raise DataError(f"tools_kwargs.{name} is {arguments!r}, want a mapping with {', '.join(_KEYS)}")
-    for key, value in arguments.items():
-        if key not in _KEYS:
-            raise DataError(f"tools_kwargs.{name}: {unknown_name('key', key, _KEYS)}")
-        if value is not None and not isinstance(value, Mapping):
-            raise DataError(f"tools_kwargs.{name}.{key} is {value!r}, want a mapping")
-    return RowArguments(**{key: value for key, value in arguments.items() if value is not None})
-
-
 def accepted(method: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the offered keyword arguments that a method takes.
 
@@ -349,16 +341,6 @@ def accepted(method: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str
         if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     }
     return {name: value for name, value in offered.items() if name in named}
-
-
-def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    if all(isinstance(value, str | int | float | None) for value in arguments.values()):
-        return dict(arguments)
-    return copy.deepcopy(arguments)
-
-
-async def _result_of(task: asyncio.Task[_T]) -> _T:
-    return await task
 
 
 def _went_well(outcome: Outcome) -> bool:

@@ -53,8 +53,8 @@ class McpEntry:
 class ToolBox:
     """The tools of a worker, shared by its rollouts.
 
-    Without MCP servers it is complete at once. With them, `describe` or `start` asks the servers for their
-    tools first. `describe` may run in another event loop than the rollouts.
+    Without MCP servers it is complete at once. With them, `describe` asks the servers for their tools first; it
+    may run in another event loop than the rollouts, whose sessions with servers begin with the first call.
 
     Args:
         tools: In the order in which the model is shown them.
@@ -114,10 +114,6 @@ class ToolBox:
                 raise each
             tools += each
         self._complete(tools)
-
-    async def start(self) -> None:
-        """`describe`, if that was not done. Sessions with MCP servers begin with the first call."""
-        await self.describe()
 
     async def close(self) -> None:
         """Ends threads and MCP sessions, and the servers that are commands. Twice is fine."""

@@ -1,4 +1,3 @@
-import json
 import logging
 import math
 from types import SimpleNamespace
@@ -14,14 +13,12 @@ from rollstream.agent.tools.result import (
     ToolLimits,
     ToolResult,
     TruncateSide,
-    clean_text,
     error_line,
     error_text,
     read_result,
     to_text,
     truncate_text,
 )
-from rollstream.errors import ConfigError
 
 LIMITS = ToolLimits(max_response_length=40, truncate_side="right")
 
@@ -112,20 +109,6 @@ def test_what_no_model_can_read(value: Any, error: type[Exception]) -> None:
         read_result(value, LIMITS)
 
 
-@pytest.mark.parametrize(
-    ("limits", "key"),
-    [
-        ({"max_parallel_calls": 0}, "max_parallel_calls"),
-        ({"max_response_length": 0}, "max_tool_response_length"),
-        ({"timeout": math.nan}, "tool_timeout"),
-        ({"truncate_side": "top"}, "tool_response_truncate_side"),
-    ],
-)
-def test_limits_name_their_keys(limits: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"multi_turn.{key}"):
-        ToolLimits(**limits)
-
-
 SIDES = st.sampled_from(["left", "right", "middle"])
 MARKERS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}
 
@@ -158,22 +141,6 @@ def test_truncation(text: str, max_length: int, side: TruncateSide) -> None:
 )
 def test_sides(side: TruncateSide, length: int, expected: str) -> None:
     assert truncate_text("abcdefghijklmnopqrst" * 2, length, side) == expected
-
-
-@given(st.binary(max_size=300), st.integers(1, 20), SIDES)
-def test_bytes_are_cut_like_their_text(data: bytes, max_length: int, side: TruncateSide) -> None:
-    text = to_text(data, max_length, side)
-    assert len(text) <= max_length
-    whole = data.decode("utf-8", "replace")
-    if "\ufffd" not in whole:
-        assert text == truncate_text(whole, max_length, side)
-
-
-@given(st.text(alphabet=st.characters(), max_size=30))
-def test_what_is_cleaned_can_be_stored(text: str) -> None:
-    cleaned = clean_text(text + "\ud800")
-    assert json.loads(json.dumps(cleaned, ensure_ascii=False).encode()) == cleaned
-    assert len(cleaned) == len(text) + 1
 
 
 class Loud(str):

@@ -67,7 +67,7 @@ def names(box: ToolBox) -> list[str]:
 
 async def test_without_tools() -> None:
     box = load_toolbox()
-    await box.start()
+    await box.describe()
     assert box.schemas == [] and box.digest == ToolBox().digest
     await box.close()
 
@@ -78,7 +78,7 @@ async def test_all_kinds_together(load: Any) -> None:
         _ = box.schemas
     await asyncio.to_thread(lambda: asyncio.run(box.describe()))  # as a run prepares
     assert names(box) == ["add", "pid", "own", "now"]
-    await box.start()
+    await box.describe()
     session = box.session(tools_kwargs={}, selection=None, request_id="r")
     results = await session.run([call("add", a=1), call("pid"), call("own"), call("now")])
     pid = int(results[1].text)
@@ -97,7 +97,7 @@ async def test_all_kinds_together(load: Any) -> None:
 async def test_a_server_that_hangs_is_a_timeout() -> None:
     server = McpServer(McpServerSettings("test", command=sys.executable, args=(SERVER, "stdio")), "here")
     box = ToolBox([McpEntry((server,), None, "here")], ToolLimits(timeout=2.0))
-    await box.start()
+    await box.describe()
     await server.call("pid", {})  # so that starting it is not a part of what follows
     session = box.session(tools_kwargs={}, selection=["sleep", "fail"], request_id="r")
     slept, failed = await session.run([call("sleep"), call("fail")])

@@ -38,7 +38,7 @@ def functions(folder: Path, source: str) -> list[FunctionTool]:
 @asynccontextmanager
 async def opened(tools: Sequence[Any], **limits: Any) -> AsyncIterator[ToolBox]:
     box = ToolBox(tools, ToolLimits(**limits))
-    await box.start()
+    await box.describe()
     try:
         yield box
     finally:
