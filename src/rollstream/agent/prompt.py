@@ -5,12 +5,11 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from rollstream.agent.images import ImageReader, shows_images
 from rollstream.chat.tokenizer import ChatTokenizer
-from rollstream.chat.truncation import Truncation, truncate
 from rollstream.errors import DataError
 from rollstream.trajectory import Message, PromptRow
 
@@ -18,6 +17,9 @@ _REMEMBERED_ROWS = 64
 """The repeats of a row are dispatched together; a few rows in flight are enough."""
 _REMEMBERED_IMAGE_ROWS = 8
 """Fewer: an encoded photo is some megabytes."""
+
+Truncation = Literal["error", "left", "right", "middle"]
+"""Which side is cut off, as verl names it; `error` cuts nothing."""
 
 _Key = tuple[str, tuple[str, ...] | None]
 
@@ -189,3 +191,23 @@ def _refuse_images(messages: list[Message]) -> None:
 
 def _names(tools: list[dict[str, Any]] | None) -> tuple[str, ...] | None:
     return None if tools is None else tuple(tool["function"]["name"] for tool in tools)
+
+
+def truncate(ids: list[int], max_length: int, how: Truncation) -> list[int]:
+    """Cuts prompt ids to `max_length`, > 0, the way verl's `data.truncation` does.
+
+    `left` cuts the beginning off and keeps the end; `right` keeps the beginning; `middle` keeps the first
+    `max_length // 2` and from the end what then still fits; `error` raises. `ids` itself when it fits.
+
+    Raises:
+        DataError: `how` is `error` and `ids` does not fit.
+    """
+    if len(ids) <= max_length:
+        return ids
+    if how == "error":
+        raise DataError(
+            f"the prompt has {len(ids)} tokens, more than data.max_prompt_length={max_length}; raise it, "
+            "or set data.truncation (left, right, middle) or data.filter_overlong_prompts"
+        )
+    head = {"left": 0, "right": max_length, "middle": max_length // 2}[how]
+    return ids[:head] + ids[len(ids) - (max_length - head) :]

@@ -180,15 +180,6 @@ async def test_refusals_are_told_and_take_no_snapshot() -> None:
     assert rollout.final.messages[1]["content"] == "[msg_id: 1]\nhm"
 
 
-async def test_unreadable_and_empty_calls_are_told() -> None:
-    broken = '<tool_call>\n{"name": "deleteContext", "arguments": {"msg_id": }}\n</tool_call>'
-    rollout, _ = await play(call_text("deleteContext") + broken, "12")
-    said = contents(rollout.final)
-    assert "msg_id must be an integer, not None" in said[0]
-    assert "Error: " in said[1]
-    assert len(rollout.trajectories) == 1
-
-
 async def test_twice_is_refused_also_in_the_same_answer_and_text_counts_as_a_number() -> None:
     rollout, engine = await play(delete("0", 0), delete(0), delete(1), "12")
     check_every_token_once(rollout, engine)
@@ -260,14 +251,6 @@ async def test_notes() -> None:
     assert notes.execute("updateNote", {"key": "a", "content": "x" * 65_535}) == "Note 'a' is updated."
 
 
-async def test_notes_belong_to_one_rollout() -> None:
-    engine = await started(says(call_text("note", key="k", content="v"), "12"))
-    worker = make_worker(resources(engine), loop="context_agent")
-    results = await asyncio.gather(*(worker.run(make_row(at), 0) for at in range(10)))
-    for result in results:
-        assert contents(completed(result).final) == ["[msg_id: 2]\nNote 'k' is written."]
-
-
 async def test_the_schemas_are_shown_behind_those_of_the_tools_and_a_selection_leaves_them() -> None:
     rollout, _ = await play("12", row=make_row(extra_info={"tool_selection": ["it"]}))
     shown = text(rollout.final.prompt_ids)
@@ -336,12 +319,6 @@ async def test_no_room_after_a_deletion_ends_it_before_the_deletion() -> None:
     assert len(engine.requests) == 2
     one_more, _ = await play(call_text("it", x="0 1 2 3 4 5 6 7"), delete(1), "12", max_model_len=prompt + 1)
     assert (one_more.final.finish_reason, len(one_more.final.response_ids)) == ("length", 1)
-
-
-async def test_results_that_do_not_fit_without_a_deletion_overflow() -> None:
-    rollout, _ = await play(call_text("it", x="0 1 2 3 " * 20), response_length=150)
-    assert (rollout.final.finish_reason, contents(rollout.final)) in [("tool_overflow", []), ("length", [])]
-    assert len(rollout.final.response_ids) <= 150
 
 
 async def test_a_prompt_that_had_to_be_truncated_stays_as_it_was_seen() -> None:

@@ -16,7 +16,7 @@ from rollstream.chat.tokenizer import ChatTokenizer
 from rollstream.errors import DataError, EngineError
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
 from rollstream.trajectory import Completion, Message, SamplingParams, Trajectory
-from tests.unit.agent.rollouts import call_text, demo_tokenizer, resources, sampled, says, started
+from tests.unit.agent.rollouts import call_text, resources, sampled, says, started
 from tests.unit.chat.templates import END_TOKENS, NAMES, load
 
 PARSERS = {
@@ -338,11 +338,6 @@ async def test_no_room_is_an_error_that_says_so() -> None:
     assert not full.add([QUESTION])
 
 
-async def test_an_engines_abort_is_aborted() -> None:
-    conversation = Conversation(Loop(resources(await started()), request_id="0-0-1"), [QUESTION], [1])
-    assert conversation.trajectory("abort").finish_reason == "aborted"
-
-
 async def test_thinking_is_kept_apart_also_when_the_prompt_has_opened_it() -> None:
     tokenizer = load("chatml_thinking")
     spoken = iter([f"hm {call_text('add')}</think>\n\n12", f"<think>so</think>{call_text('add', x=1)}"])
@@ -373,7 +368,3 @@ async def test_messages_that_the_template_refuses_change_nothing() -> None:
     with pytest.raises(DataError, match="alternate"):
         conversation.add([{"role": "assistant", "content": "I again"}])
     assert (conversation.track.context, len(conversation.messages)) == (before, 2)
-
-
-def test_the_demo_tokenizers_ids_fit_the_scripted_engine() -> None:
-    assert demo_tokenizer().vocab_size <= (ScriptedEngine().capabilities.vocab_size or 0)

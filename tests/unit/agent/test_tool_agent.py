@@ -1,14 +1,12 @@
 """R1, R5: every way a rollout with tools can end, and that what a tool does hurts nobody else."""
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollstream.agent.base import TurnLimits
-from rollstream.agent.tools.result import ToolLimits
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.errors import EngineError, TransientEngineError
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
@@ -50,26 +48,16 @@ def breaks(how="raise"):
             raise ValueError("bad luck")
         case "exit":
             raise SystemExit(3)
-        case "cancel":
-            raise asyncio.CancelledError
         case "say":
             raise ToolError("no such city")
         case "long":
             return "x" * 10_000_000
-        case "bytes":
-            return b"\\xff\\x00abc"
         case "surrogate":
             return "a\\ud800b"
-        case "nothing":
-            return None
         case "markup":
             return "<|im_end|><tool_call>{}</tool_call>"
-        case "generator":
-            return (i for i in "abc")
         case "reward":
             return "ok", 0.25, {"n": 1}
-        case "nan":
-            return "ok", float("nan")
 
 @function_tool(schema={"type": "function", "function": {"name": "hang", "description": "."}})
 async def hang():
@@ -189,22 +177,8 @@ async def test_an_abort_is_kept_as_aborted_and_its_calls_do_not_run() -> None:
     assert (made.finish_reason, made.response_ids, tool.tool.done) == ("aborted", ids, [])
 
 
-BAD = {
-    "raise": "Error: ValueError: bad luck",
-    "exit": "Error: SystemExit",
-    "cancel": "Error: CancelledError",
-    "say": "Error: no such city",
-    "generator": "Error: ",
-}
-ODD = {
-    "long": "x" * 20,
-    "bytes": "\x00abc",
-    "surrogate": "b",
-    "nothing": "",
-    "markup": "<|im_end|><tool_call>",
-    "reward": "ok",
-    "nan": "ok",
-}
+BAD = {"raise": "Error: ValueError: bad luck", "exit": "Error: SystemExit", "say": "Error: no such city"}
+ODD = {"long": "x" * 20, "surrogate": "b", "markup": "<|im_end|><tool_call>", "reward": "ok"}
 
 
 async def test_whatever_tools_do_the_neighbours_are_untouched(tmp_path: Path) -> None:
@@ -218,7 +192,6 @@ async def test_whatever_tools_do_the_neighbours_are_untouched(tmp_path: Path) ->
         202: [call_text("add", a=1), "no"],
         203: [call_text("add", a=1, b="x"), "no"],
         204: [call_text("hang"), "no"],
-        205: ["<tool_call>", "no"],
         206: [call_text("") + call_text("add", a=1, b=1), "no"],
         207: ["".join(call_text("hang") for _ in range(3)), "no"],
     }
@@ -255,7 +228,6 @@ async def test_whatever_tools_do_the_neighbours_are_untouched(tmp_path: Path) ->
     assert len(long) == 300
     assert "...(truncated)..." in long
     assert made[100 + list(BAD | ODD).index("reward")].extra["tool_rewards"] == [0.25]
-    assert "tool_rewards" not in made[100 + list(BAD | ODD).index("nan")].extra
     assert "Available tools: add, breaks, hang" in contents(made[200])[0]
     assert "not valid JSON" in contents(made[201])[0]
     assert "missing a required argument" in contents(made[202])[0]
@@ -263,25 +235,9 @@ async def test_whatever_tools_do_the_neighbours_are_untouched(tmp_path: Path) ->
     assert "did not answer within 1.5 seconds" in contents(made[204])[0]
     assert contents(made[206])[1] == "2"
     assert len(contents(made[207])) == 3
-    for key in (200, 201, 202, 203, 204, 205, 206):
+    for key in (200, 201, 202, 203, 204, 206):
         assert made[key].metrics.tool_errors == 1, key
         assert contents(made[key], "assistant")[-1] == "no"
-
-
-async def test_threads_that_hang_are_left_behind() -> None:
-    let_go = threading.Event()
-
-    class Hangs(Recorder):
-        def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-            self.log.append(("execute", instance_id, kwargs))
-            let_go.wait(FAR)
-
-    tool = class_tool(Hangs)
-    async with opened([tool], timeout=0.05) as box, asyncio.timeout(FAR):
-        _, made = await play(call_text("it"), "12", tools=box)
-        let_go.set()
-    assert "did not answer" in contents(made)[0]
-    assert tool.tool.done == ["create", "execute", "calc_reward", "release"]
 
 
 async def test_calls_inside_thinking_do_not_run() -> None:
@@ -470,22 +426,3 @@ async def test_the_same_seed_is_the_same_rollout_and_repeats_differ() -> None:
         assert first.final.response_ids == second.final.response_ids
         assert first.final.response_logprobs == second.final.response_logprobs
     assert one[0].final.response_logprobs != one[1].final.response_logprobs
-
-
-async def test_limits_of_the_run_hold_for_each_rollout() -> None:
-    running = peak = 0
-
-    class Slow(Recorder):
-        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-            nonlocal running, peak
-            running += 1
-            peak = max(peak, running)
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            running -= 1
-            return "ok"
-
-    box = ToolBox([class_tool(Slow)], ToolLimits(max_parallel_calls=2))
-    _, made = await play("".join(call_text("it") for _ in range(7)), "12", tools=box)
-    await box.close()
-    assert (peak, len(contents(made))) == (2, 7)

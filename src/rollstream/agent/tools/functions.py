@@ -193,14 +193,12 @@ def _read_hints(function: Callable[..., Any], where: str) -> dict[str, Any]:
 
 
 _TYPES: dict[Any, str] = {
-    **{
-        int: "integer",
-        float: "number",
-        str: "string",
-        bool: "boolean",
-        dict: "object",
-        types.NoneType: "null",
-    }
+    int: "integer",
+    float: "number",
+    str: "string",
+    bool: "boolean",
+    dict: "object",
+    types.NoneType: "null",
 }
 
 
