@@ -2,7 +2,7 @@ import asyncio
 import json
 import logging
 import threading
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,122 +10,88 @@ import pytest
 
 from rollstream import daemon_threads as calls_module
 from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool, ToolError, ToolResponse
+from rollstream.agent.tools.functions import FunctionTool
 from rollstream.agent.tools.session import ToolSession, read_row_arguments, select_tools
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.chat.parsers.base import ToolCall
 from rollstream.errors import DataError
 
-from .tools import Recorder, call, class_tool, functions, opened, schema
+from .tools import Recorder, call, class_tool, function_of, opened, schema
 
-FUNCTIONS = '''
-import asyncio
-import threading
 
-let_go = threading.Event()
-most = now = 0
-
-@function_tool
 def add(a: int, b: int = 1) -> int:
-    """Adds.
-
-    Args:
-        a: One.
-        b: Other.
-    """
     return a + b
 
-@function_tool
-async def slow(n: int):
-    """Counts how many run at once.
 
-    Args:
-        n: Which.
-    """
-    global most, now
-    now += 1
-    most = max(most, now)
-    await asyncio.sleep(0.001 * (10 - n))
-    now -= 1
-    return n, n / 10, {"n": n}
-
-@function_tool
-def hang():
-    """Hangs."""
-    let_go.wait()
-
-@function_tool
-async def hang_in_the_loop():
-    """Hangs."""
+async def hang_in_the_loop() -> None:
     await asyncio.Event().wait()
 
-@function_tool
-def change(items: list[int]):
-    """Changes what it is given.
 
-    Args:
-        items: Numbers.
-    """
+def change(items: list[int]) -> None:
     items.append(0)
 
+
 class Silent:
-    def __str__(self):
+    def __str__(self) -> str:
         raise SystemExit("no")
 
-THINGS = {
-    "bytes": b"\\xff", "huge": "x" * 10_000_000, "silent": Silent(), "none": None, "nan": ("a", float("nan")),
-    "surrogate": "\\ud800", "tuple": (1, 2, 3, 4), "generator": (x for x in ()),
+
+THINGS: dict[str, Any] = {
+    "bytes": b"\xff",
+    "huge": "x" * 10_000_000,
+    "silent": Silent(),
+    "none": None,
+    "nan": ("a", float("nan")),
+    "surrogate": "\ud800",
+    "tuple": (1, 2, 3, 4),
+    "generator": (x for x in ()),
 }
-
-@function_tool
-def give(what: str):
-    """Gives.
-
-    Args:
-        what: It.
-    """
-    return THINGS[what]
-
 ERRORS = {
-    "value": ValueError("two\\nlines"), "exit": SystemExit(1), "interrupt": KeyboardInterrupt(),
-    "generator": GeneratorExit(), "cancelled": asyncio.CancelledError(),
+    "value": ValueError("two\nlines"),
+    "exit": SystemExit(1),
+    "interrupt": KeyboardInterrupt(),
+    "generator": GeneratorExit(),
+    "cancelled": asyncio.CancelledError(),
 }
 
-@function_tool
-def fail(what: str):
-    """Fails.
 
-    Args:
-        what: How.
-    """
+def fail(what: str) -> None:
     raise ERRORS[what]
-'''
 
 
 def session_of(box: ToolBox, tools_kwargs: Any = None, selection: Any = None) -> ToolSession:
     return box.session(tools_kwargs=tools_kwargs or {}, selection=selection, request_id="r")
 
 
-async def test_order_is_kept_and_concurrency_bounded(tmp_path: Path) -> None:
-    tools = functions(tmp_path, FUNCTIONS)
-    async with opened(tools, max_parallel_calls=3) as box:
+async def test_order_is_kept_and_concurrency_bounded() -> None:
+    now, most = 0, 0
+
+    async def slow(n: int) -> Any:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.001 * (10 - n))
+        now -= 1
+        return n, n / 10, {"n": n}
+
+    async with opened([function_of(slow)], max_parallel_calls=3) as box:
         session = session_of(box)
         results = await session.run([call("slow", n=n) for n in range(10)])
         assert [result.text for result in results] == [str(n) for n in range(10)]
         assert [result.reward for result in results] == [n / 10 for n in range(10)]
-        assert results[4].metrics == {"n": 4.0}
-        assert tools[1].function.__globals__["most"] == 3
+        assert (results[4].metrics, most) == ({"n": 4.0}, 3)
         assert await session.run([]) == []
         assert await session.close() == {}
 
 
-async def test_calls_that_cannot_be_made(tmp_path: Path) -> None:
-    async with opened(functions(tmp_path, FUNCTIONS)) as box:
-        session = session_of(box, selection=["add", "slow"])
-        assert [schema["function"]["name"] for schema in session.schemas] == ["add", "slow"]
+async def test_calls_that_cannot_be_made() -> None:
+    async with opened([function_of(fail), function_of(add), function_of(change)]) as box:
+        session = session_of(box, selection=["add", "change"])
+        assert [schema["function"]["name"] for schema in session.schemas] == ["add", "change"]
         results = await session.run(
             [
                 call("calculater"),
-                call("give", what="none"),
+                call("fail", what="none"),
                 call("add"),
                 call("add", a=1, c=2),
                 ToolCall("add", None, "{", "the arguments are no JSON"),
@@ -133,8 +99,8 @@ async def test_calls_that_cannot_be_made(tmp_path: Path) -> None:
             ]
         )
         assert [(result.error, result.text) for result in results[:5]] == [
-            ("unknown_tool", "Error: unknown tool 'calculater'. Available tools: add, slow."),
-            ("unknown_tool", "Error: unknown tool 'give'. Available tools: add, slow."),
+            ("unknown_tool", "Error: unknown tool 'calculater'. Available tools: add, change."),
+            ("unknown_tool", "Error: unknown tool 'fail'. Available tools: add, change."),
             ("bad_arguments", "Error: add: missing a required argument: 'a'. Its parameters: a, b."),
             ("bad_arguments", "Error: add: got an unexpected keyword argument 'c'. Its parameters: a, b."),
             ("bad_arguments", "Error: the arguments are no JSON"),
@@ -144,8 +110,11 @@ async def test_calls_that_cannot_be_made(tmp_path: Path) -> None:
         assert (await empty.run([call("a")]))[0].text == "Error: unknown tool 'a'. There are no tools."
 
 
-async def test_whatever_it_returns_becomes_bounded_text(tmp_path: Path) -> None:
-    async with opened(functions(tmp_path, FUNCTIONS), max_response_length=100) as box:
+async def test_whatever_it_returns_becomes_bounded_text() -> None:
+    def give(what: str) -> Any:
+        return THINGS[what]
+
+    async with opened([function_of(give)], max_response_length=100) as box:
         session = session_of(box)
         names = ["bytes", "huge", "silent", "none", "nan", "surrogate", "tuple", "generator"]
         results = dict(
@@ -170,13 +139,12 @@ async def test_whatever_it_returns_becomes_bounded_text(tmp_path: Path) -> None:
         assert {name for name, result in results.items() if result.error} == {"silent", "tuple", "generator"}
 
 
-async def test_whatever_it_raises_becomes_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with opened(functions(tmp_path, FUNCTIONS)) as box:
+async def test_whatever_it_raises_becomes_text(caplog: pytest.LogCaptureFixture) -> None:
+    async with opened([function_of(fail)]) as box:
         session = session_of(box)
-        names = ["value", "exit", "interrupt", "generator", "cancelled"]
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
-                results = await session.run([call("fail", what=name) for name in names])
+                results = await session.run([call("fail", what=name) for name in ERRORS])
         assert [result.text for result in results] == [
             "Error: ValueError: two lines",
             "Error: SystemExit: 1",
@@ -188,25 +156,37 @@ async def test_whatever_it_raises_becomes_text(tmp_path: Path, caplog: pytest.Lo
         assert len([record for record in caplog.records if "tool call failed" in record.message]) == 5
 
 
-async def test_timeouts_hurt_only_their_own_call(tmp_path: Path) -> None:
-    tools = functions(tmp_path, FUNCTIONS)
-    async with opened(tools, timeout=1.0) as box:
+@pytest.fixture
+def let_go() -> Iterator[threading.Event]:
+    """What `hang` waits for."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def hanging(let_go: threading.Event) -> list[FunctionTool]:
+    def hang() -> None:
+        let_go.wait()
+
+    return [function_of(hang), function_of(add), function_of(hang_in_the_loop)]
+
+
+async def test_timeouts_hurt_only_their_own_call(let_go: threading.Event) -> None:
+    async with opened(hanging(let_go), timeout=1.0) as box:
         session = session_of(box)
         results = await session.run(
             [call("hang"), call("add", a=1), call("hang_in_the_loop"), call("add", a=2)]
         )
-        assert [result.text for result in results] == [
-            "Error: hang did not answer within 1 seconds.",
-            "2",
-            "Error: hang_in_the_loop did not answer within 1 seconds.",
-            "3",
+        assert [(result.text, result.error) for result in results] == [
+            ("Error: hang did not answer within 1 seconds.", "timeout"),
+            ("2", None),
+            ("Error: hang_in_the_loop did not answer within 1 seconds.", "timeout"),
+            ("3", None),
         ]
-        assert results[0].error == results[2].error == "timeout"
-    tools[2].function.__globals__["let_go"].set()
 
 
-async def test_the_conversation_keeps_the_arguments_as_they_were(tmp_path: Path) -> None:
-    async with opened(functions(tmp_path, FUNCTIONS)) as box:
+async def test_the_conversation_keeps_the_arguments_as_they_were() -> None:
+    async with opened([function_of(change)]) as box:
         made = call("change", items=[1])
         await session_of(box).run([made])
         assert made.arguments == {"items": [1]}
@@ -360,20 +340,17 @@ async def test_release_follows_many_cancellations(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_tool_that_hangs_for_good_is_refused_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    let_go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls_module, "MAX_LOST", 1)
-    tools = functions(tmp_path, FUNCTIONS)
-    async with opened(tools, timeout=1.0) as box:
+    async with opened(hanging(let_go), timeout=1.0) as box:
         session = session_of(box)
         await session.run([call("hang")])
         refused, added = await session.run([call("hang"), call("add", a=1)])
-        assert (refused.text, refused.error, added.text) == (
-            "Error: hang: 1 earlier calls still hang; it is not called until some of them end",
-            "exception",
-            "2",
+        assert (
+            refused.text == "Error: hang: 1 earlier calls still hang; it is not called until some of them end"
         )
-        tools[2].function.__globals__["let_go"].set()
+        assert (refused.error, added.text) == ("exception", "2")
 
 
 async def test_messages_are_copied_for_who_takes_them() -> None:

@@ -18,9 +18,9 @@ from rollstream.agent.tools.toolbox import (
     load_tool_file,
     load_toolbox,
 )
-from rollstream.errors import ConfigError, DataError
+from rollstream.errors import ConfigError
 
-from .tools import Recorder, call, class_tool, functions
+from .tools import Recorder, call, class_tool
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 SERVING = {"type": "mcp", "server": {"command": sys.executable, "args": [SERVER, "stdio"]}}
@@ -63,13 +63,6 @@ def load(tmp_path: Path) -> Any:
 
 def names(box: ToolBox) -> list[str]:
     return [schema["function"]["name"] for schema in box.schemas]
-
-
-async def test_without_tools() -> None:
-    box = load_toolbox()
-    await box.describe()
-    assert box.schemas == [] and box.digest == ToolBox().digest
-    await box.close()
 
 
 async def test_all_kinds_together(load: Any) -> None:
@@ -166,15 +159,6 @@ async def test_a_filter_for_nothing_there_is(load: Any) -> None:
     await box.close()
 
 
-async def test_rows_that_want_something_else(tmp_path: Path) -> None:
-    box = ToolBox([class_tool(Recorder, "search"), *functions(tmp_path, FUNCTION)])
-    with pytest.raises(DataError, match=r"unknown tool 'serch'; did you mean 'search'. .known: now, search"):
-        box.session(tools_kwargs={}, selection=["serch"], request_id="r")
-    with pytest.raises(DataError, match=r"tools_kwargs\.search: unknown key"):
-        box.session(tools_kwargs={"search": {"kwargs": {}}}, selection=None, request_id="r")
-    await box.close()
-
-
 def test_only_the_tools_that_are_named_are_there() -> None:
     both = [class_tool(Recorder, "search"), class_tool(Recorder, "fetch")]
     assert [one["function"]["name"] for one in ToolBox(both, names=["fetch"]).schemas] == ["fetch"]
@@ -246,18 +230,6 @@ def test_classes(load_file: Any) -> None:
     assert echo.tool.config == {"type": "native", "prefix": "a"}
     assert echo.schema == {"type": "function", "function": {"name": "echo", "description": "Says it."}}
     assert type(own.schema) is dict and own.schema["function"]["name"] == "own"
-
-
-def test_the_identity_is_of_class_source_and_config(load_file: Any, tmp_path: Path) -> None:
-    entry = "tools: [{class_name: '%s:Own', config: {prefix: %s}}]"
-    identities = [load_file(entry % ("mine.py", "a"))[0].identity]
-    (tmp_path / "moved.py").write_text(TOOLS)
-    assert load_file(entry % ("moved.py", "a"))[0].identity == identities[0]
-    identities.append(load_file(entry % ("mine.py", "b"))[0].identity)
-    (tmp_path / "moved.py").write_text(TOOLS + "\n")
-    identities.append(load_file(entry % ("moved.py", "a"))[0].identity)
-    identities.append(load_file("tools: [{class_name: 'mine.py:Bare', config: {prefix: a}}]")[0].identity)
-    assert len({repr(identity) for identity in identities}) == 4
 
 
 def test_mcp_servers(load_file: Any) -> None:

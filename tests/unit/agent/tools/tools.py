@@ -1,6 +1,7 @@
 """Tools of the tests."""
 
 import asyncio
+import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -27,6 +28,12 @@ def schema(name: str) -> dict[str, Any]:
 def class_tool(tool: Callable[..., Tool], name: str = "it", **config: Any) -> ClassTool:
     made = tool(config=config, tool_schema=OpenAIFunctionToolSchema(schema(name)))
     return ClassTool(name, made, schema(name), [name])
+
+
+def function_of(function: Callable[..., Any]) -> FunctionTool:
+    """A function as a tool, without a file."""
+    name = function.__name__
+    return FunctionTool(name, function, schema(name), inspect.signature(function))
 
 
 def functions(folder: Path, source: str) -> list[FunctionTool]:
