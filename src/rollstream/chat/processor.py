@@ -61,13 +61,7 @@ class ChatProcessor:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Ids of a conversation, ready for the model to answer.
-
-        Args:
-            messages: with image parts, `{"type": "image", ...}`.
-            images: one for each image part, in order.
-            tools: schemas for the chat template.
-            add_generation_prompt: end with the beginning of the model's turn.
+        """As `ChatTokenizer.render`, with `images`: one for each image part of the messages, in order.
 
         Raises:
             DataError: the chat template refuses these messages or does not show each image once, or the
@@ -131,15 +125,7 @@ class ChatProcessor:
 def load_processor(
     path: str, tokenizer: ChatTokenizer, *, trust_remote_code: bool = False
 ) -> ChatProcessor | None:
-    """Loads the processor of a model that sees images.
-
-    Args:
-        path: folder or hub name.
-        tokenizer: of the same model; its chat template is used.
-        trust_remote_code: run processor code that ships with the model.
-
-    Returns:
-        None when it has none, or none that transformers knows.
+    """Loads the processor of a model, by folder or hub name; None if transformers knows none for it.
 
     Raises:
         ConfigError: it cannot be loaded, or Pillow is not installed.

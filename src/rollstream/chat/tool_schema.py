@@ -12,17 +12,9 @@ ToolSchema = dict[str, Any]
 
 
 def read_tool_entries(path: str | Path, *, key: str) -> list[Any]:
-    """Reads a tool file as verl has it: YAML with `tools:`, a list of tools.
+    """The entries of a tool file as verl has it: YAML with `tools:`, a list. What is in them is not checked.
 
-    Args:
-        path: The file.
-        key: The configuration key, for messages.
-
-    Returns:
-        The entries, interpolations resolved; what is in them is not checked.
-
-    Raises:
-        ConfigError: No such file, not YAML, or no tools.
+    `key` is the configuration key, for messages. Raises `ConfigError`: no such file, not YAML, or no tools.
     """
     content = read_yaml(path, key=key)
     tools = content.get("tools") if isinstance(content, dict) else None
@@ -32,18 +24,7 @@ def read_tool_entries(path: str | Path, *, key: str) -> list[Any]:
 
 
 def check_tool_schema(schema: Any, where: str) -> ToolSchema:
-    """Checks that a schema is whole.
-
-    Args:
-        schema: Anything.
-        where: What the schema is, for messages.
-
-    Returns:
-        `schema` itself.
-
-    Raises:
-        ConfigError: It is not; names the tool and what is wrong.
-    """
+    """A schema as it is, if it is whole. Raises `ConfigError`, which names the tool and what is wrong."""
     if not isinstance(schema, dict):
         raise ConfigError(f"{where}: needs a tool_schema (a mapping with type and function)")
     if schema.get("type") != "function":
@@ -72,11 +53,7 @@ def check_tool_schema(schema: Any, where: str) -> ToolSchema:
 
 
 def check_names_differ(names: Iterable[str], where: str) -> None:
-    """Checks that no two tools have the same name.
-
-    Raises:
-        ConfigError: Some do; names them.
-    """
+    """Raises `ConfigError` if two tools have the same name; names them."""
     names = list(names)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -75,19 +75,15 @@ class McpServerSettings:
 
 
 def read_mcp_server(name: str, settings: Any, where: str) -> McpServerSettings | None:
-    """Reads one server's settings, as a tool file or `mcpServers` has them.
+    """Reads one server's settings, as a tool file or `mcpServers` has them; None when it is disabled.
 
     Args:
         name: For messages; "" takes the command or the url.
         settings: `command`, `args`, `env`, `cwd`; or `url`, `headers`.
         where: What they are, for messages.
 
-    Returns:
-        The settings; None when they say `disabled: true`.
-
     Raises:
-        ConfigError: An unknown key, a wrong type, neither or both of command and url, or a transport that is
-            not supported.
+        ConfigError: An unknown key, a wrong type, or a transport that is not supported.
     """
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{where}: {settings!r} is no mapping with command or url")
@@ -171,15 +167,14 @@ class McpConnection:
         self._in_flight = 0
         self._task = asyncio.create_task(self._own())
 
+    def when_ended(self, call: Callable[["McpConnection"], None]) -> None:
+        """Calls a function with it when nothing is left of it."""
+        self._task.add_done_callback(lambda _: call(self))
+
     @property
     def usable(self) -> bool:
         """Whether a call may be made; one being connected counts."""
         return not self._broken and not self._task.done()
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing is left of it."""
-        return self._task.done()
 
     async def client(self) -> "Client":
         """The client, once it is connected. Raises what connecting raised."""
@@ -350,18 +345,15 @@ class McpServer:
         self.settings = settings
         self.where = where
         self._connection: McpConnection | None = None
-        self._old: list[McpConnection] = []
+        self._connections: set[McpConnection] = set()
+        """Those that have not ended; a broken one ends with the last call that is under way."""
         self._closed = False
 
     async def list_tools(self) -> list[ToolSchema]:
-        """Connects, asks for the tools, and disconnects. Can be used from any event loop.
-
-        Returns:
-            Their schemas, in the server's order.
+        """Connects, asks for the tools' schemas, and disconnects. Can be used from any event loop.
 
         Raises:
-            ConfigError: The server cannot be reached; with the last lines of what it wrote to its standard
-                error.
+            ConfigError: The server cannot be reached; with what it wrote to its standard error last.
         """
         connection = McpConnection(self.settings)
         try:
@@ -378,20 +370,17 @@ class McpServer:
         return [_read_schema(tool) for tool in listed]
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> "CallToolResult":
-        """Calls a tool.
-
-        Raises:
-            ToolError: The server is not there, went away, or refused the call.
-        """
+        """Calls a tool. Raises `ToolError`: the server is not there, went away, or refused the call."""
         if self._closed:
             raise ToolError(f"the MCP server {self.settings.name} is closed")
         connection = self._connection
         if connection is None or not connection.usable:
             if connection is not None:
                 connection.retire()
-                self._old = [old for old in (*self._old, connection) if not old.ended]
                 logger.warning("MCP server %s: connecting again", self.settings.name)
             connection = self._connection = McpConnection(self.settings)
+            self._connections.add(connection)
+            connection.when_ended(self._connections.discard)
         try:
             return await connection.call(tool, arguments)
         except Exception as error:
@@ -402,9 +391,8 @@ class McpServer:
     async def close(self) -> None:
         """Ends the session, and the server if it is a command. Twice is fine."""
         self._closed = True
-        connections = [*self._old, *([] if self._connection is None else [self._connection])]
-        self._old, self._connection = [], None
-        await asyncio.gather(*(connection.close() for connection in connections))
+        self._connection = None
+        await asyncio.gather(*(connection.close() for connection in self._connections))
 
 
 class McpTool(Tool):

@@ -138,30 +138,17 @@ def _short(value: Any) -> str:
 
 
 def truncate_text(text: str, max_length: int, side: TruncateSide) -> str:
-    """Cuts a text to `max_length` characters, the marker that says so included.
+    """Cuts a text to exactly `max_length` characters, > 0, the marker that says so included, if it is longer.
 
-    Args:
-        text: Any text.
-        max_length: Characters, > 0. When the marker would fill it, nothing marks the cut.
-        side: `left` cuts the beginning off, `right` the end, `middle` keeps half of both.
-
-    Returns:
-        `text` itself when it fits, else a text of exactly `max_length`.
+    `left` cuts the beginning off, `right` the end, `middle` keeps half of both. When the marker would fill
+    `max_length`, nothing marks the cut.
     """
     if len(text) <= max_length:
         return text
-    marker = _MARKERS[side]
-    if len(marker) >= max_length:
-        marker = ""
+    marker = _MARKERS[side] if len(_MARKERS[side]) < max_length else ""
     keep = max_length - len(marker)
-    match side:
-        case "left":
-            return marker + text[len(text) - keep :]
-        case "right":
-            return text[:keep] + marker
-        case "middle":
-            head = keep // 2
-            return text[:head] + marker + text[len(text) - (keep - head) :]
+    head = {"left": 0, "right": keep, "middle": keep // 2}[side]
+    return text[:head] + marker + text[len(text) - (keep - head) :]
 
 
 def clean_text(text: str) -> str:

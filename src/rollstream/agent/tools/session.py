@@ -324,10 +324,6 @@ def accepted(method: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str
 
     Tools differ in what they take: verl's newer ones `create_kwargs`, its older ones each item by name, some
     anything. All are offered everything.
-
-    Args:
-        method: A bound method or a function.
-        offered: By name.
     """
     try:
         parameters = inspect.signature(method).parameters.values()

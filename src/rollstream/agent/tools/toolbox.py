@@ -181,16 +181,8 @@ def load_toolbox(
 ) -> ToolBox:
     """Loads the tools of a run: those of the tool file, then the functions. Runs the user's code.
 
-    Connects to nothing, so it may run in a thread; with MCP servers, `describe` comes next.
-
-    Args:
-        tool_config_path: See `load_tool_file`; None: none.
-        function_tool_path: See `functions.load_function_tools`; None: none.
-        limits: What applies to each rollout.
-        names: Of the tools that are used; None: all of them.
-
-    Raises:
-        ConfigError: A file cannot be used, or two tools have the same name.
+    Connects to nothing, so it may run in a thread; with MCP servers, `describe` comes next. See `ToolBox`,
+    `load_tool_file` and `load_function_tools`. Raises `ConfigError`.
     """
     return ToolBox(
         [
@@ -230,15 +222,8 @@ def _identity(tool: FunctionTool | ClassTool) -> list[Any]:
 def load_tool_file(path: str | Path) -> list[ClassTool | McpEntry]:
     """Reads a tool file: imports the classes, and makes one object of each. Connects to nothing.
 
-    Args:
-        path: YAML, `tools:` with a list of `class_name`, `config` (`type: native` or `mcp`) and
-            `tool_schema`.
-
-    Returns:
-        One for each entry, in order.
-
-    Raises:
-        ConfigError: Anything is wrong with it; names the file and the entry.
+    The file is YAML: `tools:` with a list of `class_name`, `config` (`type: native` or `mcp`) and
+    `tool_schema`. Raises `ConfigError`, which names the file and the entry.
     """
     return [
         _read_entry(entry, f"{_KEY}: {path}, tools[{position}]", Path(path).expanduser())
