@@ -36,10 +36,7 @@ class ImageReader:
         self._allow_http = allow_http
 
     async def read(self, sources: Sequence[Any]) -> list[SeenImage]:
-        """Reads images.
-
-        Args:
-            sources: bytes of image files, paths, URLs, or Pillow images.
+        """Reads images from bytes of image files, paths, URLs, or Pillow images.
 
         Raises:
             DataError: one cannot be read.

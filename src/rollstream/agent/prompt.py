@@ -86,18 +86,14 @@ class PromptRenderer:
 
         Texts are encoded together, which takes all cores.
         """
-
-        def text_of(row: PromptRow) -> str:
-            tools = tools_of(row)
-            return self._tokenizer.render_text(row.messages, tools=self.tools if tools is None else tools)
-
         texts, measured = [""] * len(rows), {}
         for i, row in enumerate(rows):
             with contextlib.suppress(DataError):  # the rollout says why
+                tools = self.tools if (own := tools_of(row)) is None else own
                 if row.images:
-                    measured[i] = self.length(row.messages, row.images, tools=tools_of(row))
+                    measured[i] = self.length(row.messages, row.images, tools=tools)
                 else:
-                    texts[i] = text_of(row)
+                    texts[i] = self._tokenizer.render_text(row.messages, tools=tools)
         return [measured.get(i, count) for i, count in enumerate(self._tokenizer.count(texts))]
 
     def render(
@@ -105,10 +101,7 @@ class PromptRenderer:
     ) -> list[int]:
         """Ids of a prompt without images, at most `prompt_length`. Do not change the list.
 
-        Args:
-            messages: of the prompt.
-            prompt_key: stands for them.
-            tools: schemas to show; None shows `tool_schemas`.
+        `prompt_key` stands for the messages. `tools` are schemas to show; None shows `tool_schemas`.
 
         Raises:
             DataError: the template refuses the messages, or they are too long and truncation is `error`.
@@ -122,8 +115,7 @@ class PromptRenderer:
             ids = self._render(messages, self.tools if tools is None else tools)
             if not ids:
                 raise DataError("the prompt renders to no tokens at all")
-            if len(ids) > self._prompt_length:
-                ids = truncate(ids, self._prompt_length, self._truncation)
+            ids = truncate(ids, self._prompt_length, self._truncation)
             self._remembered[key] = ids
             if len(self._remembered) > _REMEMBERED_ROWS:
                 self._remembered.popitem(last=False)
@@ -137,13 +129,9 @@ class PromptRenderer:
         prompt_key: str,
         tools: list[dict[str, Any]] | None = None,
     ) -> ImagePrompt:
-        """Ids of a prompt with images, which are read in a thread, once for a row.
+        """The same of a prompt with images, which are read in a thread, once for a row.
 
-        Args:
-            messages: of the prompt, with an image part for each image.
-            images: bytes, paths or URLs, in the order of the parts.
-            prompt_key: stands for both.
-            tools: as in `render`.
+        The messages have an image part for each of `images` (bytes, paths or URLs), in order.
 
         Raises:
             DataError: as `render`; an image cannot be read; the model sees none; the prompt is too long.

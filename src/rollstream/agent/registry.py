@@ -71,11 +71,7 @@ class AgentLoops:
         raise unknown_name("agent loop", name, {*self._entries, *_registered, *_built_in()})
 
     def check_options(self, name: str) -> None:
-        """Refuses options that the loop's class does not take, as far as that shows without an engine.
-
-        Raises:
-            ConfigError: names the loop.
-        """
+        """Raises `ConfigError` for options that the loop does not take, as far as that shows without an engine."""
         entry = self.entry(name)
         try:
             entry.loop(None, request_id="check", shared=None, **entry.options)  # type: ignore[arg-type]
@@ -87,11 +83,7 @@ class AgentLoops:
             return  # it needs more than its options: `check` tells
 
     def check(self, names: Iterable[str], resources: AgentResources) -> None:
-        """Makes one loop of each name, so that what is wrong with its options shows at start.
-
-        Raises:
-            ConfigError: a loop cannot be made; names it.
-        """
+        """Makes one loop of each name. Raises `ConfigError`, at start, if one cannot be made; names it."""
         for name in names:
             try:
                 self.create(name, resources, request_id="check")

@@ -42,7 +42,7 @@ _PNG_LEVEL = 1
 
 
 def load_image(source: ImageSource, *, allow_http: bool = False, max_pixels: int = MAX_PIXELS) -> "Image":
-    """Reads and decodes one image. Blocks: call it in a thread.
+    """Reads and decodes one image, as a Pillow image of mode RGB. Blocks: call it in a thread.
 
     An animation gives its first frame. The image is turned upright as its EXIF data say, and what is
     transparent becomes white.
@@ -51,9 +51,6 @@ def load_image(source: ImageSource, *, allow_http: bool = False, max_pixels: int
         source: relative paths are taken from the working directory.
         allow_http: fetch `http:` and `https:` URLs.
         max_pixels: width times height at most; looked at before anything is decoded.
-
-    Returns:
-        A Pillow image of mode RGB.
 
     Raises:
         DataError: it is not there, not an image of `FORMATS`, damaged or too large, or must not be fetched.
@@ -94,11 +91,7 @@ def image_part(source: ImageSource) -> dict[str, Any]:
 
 
 def decode_data_url(url: str) -> bytes:
-    """The bytes of a `data:` URL (RFC 2397).
-
-    Raises:
-        DataError: it has no data, or they are not base64.
-    """
+    """The bytes of a `data:` URL (RFC 2397). Raises `DataError`: it has no data, or they are not base64."""
     head, comma, payload = url.partition(",")
     if not comma or not payload:
         raise DataError(f"{describe(url)}: holds no data")

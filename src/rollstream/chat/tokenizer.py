@@ -101,16 +101,15 @@ class ChatTokenizer:
         """Whether the chat template leaves text out unless it is a list of parts, as those of some models
         with images do.
         """
-        message = {"role": "user", "content": _PART_PROBE}
-        try:
-            if _PART_PROBE in self._render([message], None, True):
+
+        def shows(message: Message) -> bool:
+            try:
+                return _PART_PROBE in self._render([message], None, True)
+            except Exception:
                 return False
-        except Exception:
-            pass  # then it takes parts, or nothing
-        try:
-            return _PART_PROBE in self._render([_in_parts(message)], None, True)
-        except Exception:
-            return False
+
+        message = {"role": "user", "content": _PART_PROBE}
+        return not shows(message) and shows(_in_parts(message))
 
     @cached_property
     def template_texts(self) -> tuple[str, ...]:

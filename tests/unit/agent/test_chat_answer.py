@@ -204,21 +204,6 @@ async def test_a_loop_that_has_only_ids_is_told_what_to_do() -> None:
     assert (failure.attempts, stub.requests) == (1, [])
 
 
-async def test_a_content_filter_fails_its_rollout_only() -> None:
-    result, _ = await play(
-        "12", loop="single_turn_agent", faults=[ChatFault("finish", code="content_filter")]
-    )
-    failure = failed(result)
-    assert (failure.attempts, "content_filter" in failure.error) == (1, True)
-
-
-async def test_a_rate_limit_costs_no_attempt() -> None:
-    refusals = [ChatFault("status", 429, "x", headers={"Retry-After": "0.2"})] * 3
-    result, stub = await play("12", loop="single_turn_agent", faults=refusals)
-    assert completed(result).attempts == 1
-    assert len(stub.requests) == 4
-
-
 def test_answers_as_templates_want_them() -> None:
     template = TurnTemplate(demo_tokenizer())
     assert read_answer(None, template, turn=1) == {"role": "assistant", "content": ""}

@@ -12,7 +12,7 @@ from rollstream.agent.base import TurnLimits
 from rollstream.agent.context import NAMES, SCHEMAS, ContextAgent, Notes, Refused
 from rollstream.agent.interactions import Interaction, Interactions
 from rollstream.agent.registry import AgentLoops, LoopEntry
-from rollstream.errors import RewardError, TransientEngineError
+from rollstream.errors import RewardError
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import Message, PromptRow, Rollout, Trajectory
 from tests.unit.agent.rollouts import (
@@ -160,10 +160,8 @@ async def test_refusals_are_told_and_take_no_snapshot() -> None:
     bad: list[tuple[Any, str]] = [
         (0, "the system message cannot be deleted"),
         (2, "no message has msg_id 2"),
-        (-1, "no message has msg_id -1"),
         (99, "no message has msg_id 99"),
         ("x", "msg_id must be an integer, not 'x'"),
-        (1.5, "msg_id must be an integer, not 1.5"),
         (True, "msg_id must be an integer, not True"),
         (None, "msg_id must be an integer, not None"),
         ([1], "msg_id must be an integer"),
@@ -180,18 +178,8 @@ async def test_refusals_are_told_and_take_no_snapshot() -> None:
     assert rollout.final.messages[1]["content"] == "[msg_id: 1]\nhm"
 
 
-async def test_twice_is_refused_also_in_the_same_answer_and_text_counts_as_a_number() -> None:
-    rollout, engine = await play(delete("0", 0), delete(0), delete(1), "12")
-    check_every_token_once(rollout, engine)
-    assert [one.extra.get("deleted_msg_ids") for one in rollout.trajectories] == [[0], [1], None]
-    said = contents(rollout.final)
-    assert said[0].endswith("Message 0 is deleted.")
-    assert "message 0 is deleted already" in said[1]
-    assert "message 0 is deleted already" in said[2]
-
-
 async def test_several_in_one_answer_are_one_snapshot_and_other_calls_run_too() -> None:
-    answer = call_text("it", x=1) + delete(2) + call_text("note", key="k", content="v") + delete(0)
+    answer = call_text("it", x=1) + delete("2", 2) + call_text("note", key="k", content="v") + delete(0)
     rollout, engine = await play(call_text("it"), answer, call_text("readNote", key="k"), "12")
     check_every_token_once(rollout, engine)
     snapshot, final = rollout.trajectories
@@ -200,6 +188,7 @@ async def test_several_in_one_answer_are_one_snapshot_and_other_calls_run_too() 
         "",  # the stub
         '{"x": 1}',
         "Message 2 is deleted.",
+        "Error: message 2 is deleted already.",
         "Note 'k' is written.",
         "Message 0 is deleted.",
         "v",
@@ -218,14 +207,6 @@ async def test_after_the_last_snapshot_deletions_are_refused() -> None:
     assert len(none.trajectories) == 1
     endless, _ = await play(*(delete(at) for at in range(60)), turns=TurnLimits(40))
     assert (len(endless.trajectories), endless.final.finish_reason) == (17, "max_turns")
-
-
-async def test_turn_limits_count_over_all_trajectories() -> None:
-    rollout, engine = await play(delete(0), delete(1), delete(3), turns=TurnLimits(max_assistant_turns=3))
-    check_every_token_once(rollout, engine)
-    assert [one.finish_reason for one in rollout.trajectories] == ["stop", "stop", "max_turns"]
-    assert len(engine.requests) == 3
-    assert rollout.final.num_turns == 6
 
 
 async def test_notes() -> None:
@@ -397,21 +378,6 @@ async def test_an_interactions_messages_have_ids_and_can_be_deleted() -> None:
     assert final.extra["turn_scores"] == [0.0, 0.0, 1.0]
     shown = text(final.prompt_ids)
     assert f"assistant\n[msg_id: 1] [deleted]{END}\n<|im_start|>user\n[msg_id: 2] [deleted]{END}" in shown
-
-
-async def test_a_rollout_that_is_tried_again_begins_with_nothing() -> None:
-    engine = await started(says(call_text("note", key="k", content="v"), delete(0), "12"))
-    engine.fail(
-        lambda request: len(engine.requests) == 3 and request.request_id == "0-0-1", TransientEngineError("5")
-    )
-    worker = make_worker(resources(engine), loop="context_agent")
-    rollout = completed(await worker.run(make_row(), 0))
-    assert (rollout.attempts, len(rollout.trajectories)) == (2, 2)
-    assert contents(rollout.final)[0] == "[msg_id: 2]\nNote 'k' is written."
-    mine = [completion for request_id, completion in engine.completions if request_id == "0-0-2"]
-    assert [token for one in rollout.trajectories for token, _ in sampled(one)] == [
-        token for completion in mine for token in completion.token_ids
-    ]
 
 
 async def test_a_tool_of_the_users_with_a_name_of_its_own_is_refused() -> None:

@@ -351,24 +351,6 @@ async def test_it_is_finalized_when_the_rollout_is_cut_off(how: str, finalize: A
     assert asyncio.all_tasks() == before
 
 
-async def test_one_hangs_and_the_others_go_on() -> None:
-    hanging, good = Teacher({"respond": "hang"}), Teacher({})
-    engine = await started(says("10", "12"))
-    partners = Interactions({"hanging": hanging, "teacher": good}, timeout=1.0)
-    worker = make_worker(resources(engine, interactions=partners), max_attempts=1)
-    bad = {"interaction_kwargs": {"name": "hanging"}}
-    async with asyncio.timeout(FAR):
-        results = await asyncio.gather(
-            *(worker.run(make_row(at, extra_info=ASKS if at % 2 else bad), 0) for at in range(20))
-        )
-    for at, result in enumerate(results):
-        if at % 2:
-            assert completed(result).final.extra["turn_scores"] == [0.0, 1.0]
-        else:
-            assert "took longer than 1 s" in failed(result).error
-    assert good.done.count("finalize") == hanging.done.count("finalize") == 10
-
-
 SOURCE = """
 from rollstream.agent.interactions import Interaction
 class Echo(Interaction):

@@ -240,20 +240,6 @@ async def test_whatever_tools_do_the_neighbours_are_untouched(tmp_path: Path) ->
         assert contents(made[key], "assistant")[-1] == "no"
 
 
-async def test_calls_inside_thinking_do_not_run() -> None:
-    tool = class_tool(Recorder)
-    async with opened([tool]) as box:
-        _, made = await play(f"<think>I could {call_text('it')}</think>12", tools=box)
-        assert tool.tool.done == []
-        assert (made.finish_reason, made.messages[-1]["content"]) == ("stop", "12")
-        assert "tool_calls" not in made.messages[-1]
-        _, unclosed = await play(f"<think>I could {call_text('it')}", tools=box)
-        assert tool.tool.done == []
-        assert unclosed.finish_reason == "stop"
-        _, both = await play(f"<think>{call_text('it')}</think>{call_text('it', x=1)}", "12", tools=box)
-    assert contents(both) == ['{"x": 1}']
-
-
 async def test_rewards_and_scores_are_kept_with_the_trajectory_and_told_to_the_reward() -> None:
     class Counts(Recorder):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:

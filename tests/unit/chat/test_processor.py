@@ -198,21 +198,3 @@ async def test_a_server_gets_the_images_of_the_prompt(
     first, second, *rest = server.stats.image_digests
     assert first != second and rest == [second, first]
     assert len(completion.token_ids) == 16 and completion.token_ids != swapped.token_ids
-
-
-async def test_an_engine_that_sees_no_images_refuses_them(processor: ChatProcessor) -> None:
-    image = picture(28, 28)
-    async with StubServer() as server:
-        engine = SGLangEngine([server.url])
-        await engine.start()
-        try:
-            with pytest.raises(EngineError, match="the prompt has 1 images, but this engine takes none"):
-                await engine.generate(
-                    processor.render(user(IMAGE), [image]),
-                    SamplingParams(max_tokens=4),
-                    request_id="a",
-                    images=[encode_for_engine(image)],
-                )
-        finally:
-            await engine.close()
-    assert server.stats.requests == 0

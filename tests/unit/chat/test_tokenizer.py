@@ -98,16 +98,6 @@ def test_a_tokenizer_needs_neither_transformers_nor_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("command", ["show", "status"])
-def test_help_needs_neither_transformers_nor_torch(command: str) -> None:
-    code = (
-        "import sys, contextlib\nfrom rollstream.cli import main\n"
-        f"with contextlib.suppress(SystemExit): main([{command!r}, '--help'])\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-
-
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json", "generation_config.json"])
 def test_a_broken_file_is_named(tmp_path: Path, file: str) -> None:
     (tokenizers.write("demo", tmp_path) / file).write_text("{ broken")

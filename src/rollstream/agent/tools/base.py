@@ -3,6 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 from uuid import uuid4
 
@@ -38,26 +39,20 @@ class OpenAIFunctionToolSchema(dict[str, Any]):
         return plain
 
 
+@dataclass(slots=True)
 class ToolResponse:
-    """What a tool says.
+    """What a tool says."""
 
-    Args:
-        text: For the model.
-        image: A list of images.
-        video: A list of videos; no loop can show them yet, so a response with one is an error.
-    """
+    text: str | None = None
+    """For the model."""
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+    """No loop can show one yet, so a response with one is an error."""
 
-    __slots__ = ("image", "text", "video")
-
-    def __init__(
-        self, text: str | None = None, image: list[Any] | None = None, video: list[Any] | None = None
-    ) -> None:
-        for name, value in [("image", image), ("video", video)]:
+    def __post_init__(self) -> None:
+        for name, value in [("image", self.image), ("video", self.video)]:
             if value is not None and not isinstance(value, list):
                 raise ValueError(f"{name} must be a list, not {type(value).__name__}; write [{name}]")
-        self.text = text
-        self.image = image
-        self.video = video
 
     def is_empty(self) -> bool:
         """Whether it says nothing at all."""

@@ -64,13 +64,7 @@ class TurnReader:
         end_tokens: tuple[str, ...] = END_TOKENS,
         thinking: Mapping[str, str] = THINK_TAGS,
     ) -> None:
-        """Begins a turn.
-
-        Args:
-            text: the turn.
-            end_tokens: what is markup at its very end.
-            thinking: what opens a thinking block, and what closes it.
-        """
+        """`end_tokens` are markup at its very end; `thinking`: what opens a block, and what closes it."""
         self.text = text
         self._thinking = thinking
         self._openings, self._closings = tuple(thinking), tuple(thinking.values())
@@ -159,11 +153,7 @@ class TurnReader:
             self._take_block()
 
     def take_content(self, *markers: str) -> bool:
-        """Takes content and thinking blocks up to the first marker that stands outside of these, or the end.
-
-        Returns:
-            Whether the cursor stands at a marker.
-        """
+        """Takes content and thinking blocks up to the first marker outside of these; whether there is one."""
         while True:
             marker = self.find_any(markers)
             thinking = self.find_thinking()
@@ -187,15 +177,12 @@ class TurnReader:
         return end if end > stop else min(stop, self.find_thinking(start))
 
     def decode(self, start: int, stop: int, what: str) -> tuple[Any, int]:
-        """The JSON value that begins at `start`, and where it ends.
+        """The JSON value that begins at `start`, and where it ends. Raises `UnreadableError` if there is none.
 
         Args:
             start: white space before the value is skipped.
             stop: where the next marker stands. If that marker is inside a string, the value ends behind it.
             what: "the arguments are", for the message.
-
-        Raises:
-            UnreadableError: there is none.
         """
         try:
             return self._decode_region(start, stop)

@@ -267,26 +267,6 @@ async def test_ends_that_hang_are_bounded() -> None:
         assert entry.tool.done == ["create", "execute", "calc_reward", "release"]
 
 
-@pytest.mark.parametrize("step", ["create", "execute"])
-async def test_release_follows_a_cancellation(step: str) -> None:
-    entry = class_tool(Recorder, **{step: "hang"})
-    async with opened([entry]) as box:
-        session = session_of(box)
-
-        async def rollout() -> None:
-            try:
-                await session.run([call("it")])
-            finally:
-                await session.close()
-
-        task = asyncio.create_task(rollout())
-        await entry.tool.begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert entry.tool.done[-1] == "release"
-
-
 async def test_a_cancellation_while_it_ends_does_not_stop_the_release() -> None:
     entry = class_tool(Recorder, calc_reward="hang in a thread")
     async with opened([entry]) as box:
@@ -303,40 +283,6 @@ async def test_a_cancellation_while_it_ends_does_not_stop_the_release() -> None:
             await task
         assert entry.tool.done[-1] == "release"
         assert await session.close() == {"it": 1.0}
-
-
-async def test_release_follows_many_cancellations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls_module, "MAX_LOST", 1)
-    monkeypatch.setattr(calls_module, "CANCEL_GRACE", 0.2)
-    begun, clean = asyncio.Queue[None](), asyncio.Event()
-
-    class CleansUp(Recorder):
-        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-            begun.put_nowait(None)
-            try:
-                await asyncio.Event().wait()
-            finally:
-                await clean.wait()  # longer than the grace
-
-    entry = class_tool(CleansUp)
-    async with opened([entry]) as box:
-
-        async def rollout() -> None:
-            session = session_of(box)
-            try:
-                await session.run([call("it")])
-            finally:
-                await session.close()
-
-        rollouts = [asyncio.create_task(rollout()) for _ in range(100)]
-        for _ in rollouts:
-            await begun.get()
-        for task in rollouts:
-            task.cancel()
-        await asyncio.wait(rollouts)
-        assert all(task.cancelled() for task in rollouts)
-        assert entry.tool.done.count("create") == entry.tool.done.count("release") == 100
-        clean.set()
 
 
 async def test_a_tool_that_hangs_for_good_is_refused_alone(
