@@ -260,12 +260,16 @@ class _LoopThread:
                 await self.submit(asyncio.sleep(0))
         except TimeoutError:
             if self._loop is loop:
-                self.close()
+                self._stop()
                 return self._serving
         return None
 
     def close(self) -> None:
         """Ends the loop once it answers; what runs on it is cancelled."""
+        self._stop()
+        self._threads.close()
+
+    def _stop(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None

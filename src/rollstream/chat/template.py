@@ -231,10 +231,9 @@ class TurnTemplate:
         try:
             after, end = render(marks)
             splice = _Splice(re.split("|".join(map(re.escape, marks)), after), end)
-            copied = len(splice.around) == len(marks) + 1 and render(marks, "y")[0] == after
-            copied = copied and all(
-                render(contents)[0] == splice.text(contents) for contents in [marks, *tried]
-            )
+            once = len(splice.around) == len(marks) + 1 and splice.text(marks) == after
+            copied = once and render(marks, "y")[0] == after
+            copied = copied and all(render(contents)[0] == splice.text(contents) for contents in tried)
         except DataError:
             return None  # it refuses some content
         return splice if copied else None
@@ -308,8 +307,11 @@ class TurnTemplate:
         if not self._tokenizer.makes_ids:
             return []
         calls: list[dict[str, Any]] = answer.get("tool_calls") or []
-        close = self._close(calls, tools)
-        if len(calls) < 2 or (close.calls == len(calls) and close.marks >= len(calls)):
+        together = len(calls) < 2
+        if not together:
+            close = self._close(calls, tools)
+            together = close.calls == len(calls) <= close.marks
+        if together:
             text = self._answer_text(answer, tools)
         else:  # some templates refuse, or leave out, all but one: one after the other, in one turn
             parts = [{**answer, "tool_calls": calls[:1]}]

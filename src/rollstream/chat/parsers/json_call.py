@@ -69,8 +69,6 @@ def read_arguments(arguments: Any) -> dict[str, Any]:
             raise UnreadableError(f"the arguments are a string that is not valid JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise UnreadableError("the arguments are not a JSON object")
-    if not can_be_stored(arguments):
-        raise UnreadableError("the call holds half a surrogate pair or is nested too deeply")
     return arguments
 
 

@@ -283,13 +283,14 @@ class OpenCall:
         turn, end = self.turn, self._end
         if end is None:
             end = turn.end_of_broken(self.position, self.stop, self._closings)
-        # What cannot be stored is left out.
-        name = self.name if can_be_stored(self.name) else ""
-        call_id = self.call_id if can_be_stored(self.call_id) else None
-        if error is None and (name, call_id) != (self.name, self.call_id):
-            error = UnreadableError("the call holds half a surrogate pair")
-        text, reason = turn.text[turn.position : end], None if error is None else str(error)
-        turn.take_call(end, ToolCall(name, None if reason else self._arguments, text, reason, call_id))
+        text = turn.text[turn.position : end]
+        if error is None:
+            call = ToolCall(self.name, self._arguments, text, None, self.call_id)
+        else:  # what cannot be stored is left out
+            name = self.name if can_be_stored(self.name) else ""
+            call_id = self.call_id if can_be_stored(self.call_id) else None
+            call = ToolCall(name, None, text, str(error), call_id)
+        turn.take_call(end, call)
         return True
 
     def take_object(self, value: Any, end: int, keys: Sequence[str] = ("arguments",)) -> None:
@@ -316,6 +317,8 @@ class OpenCall:
         if not self.name:
             raise UnreadableError("the call has no name of a tool")
         self._arguments = read_arguments(arguments)
+        if not can_be_stored([self.name, self._arguments, self.call_id]):
+            raise UnreadableError("the call holds half a surrogate pair or is nested too deeply")
 
 
 class CallParser(ABC):
