@@ -24,9 +24,11 @@ from typing import Any
 from rollstream.aio import any_true
 from rollstream.engine.base import Capabilities, ChatPrompt, EngineLoad, ReportsLoad
 from rollstream.engine.checks import check_request
+from rollstream.engine.continuation import PartialCompletion
 from rollstream.engine.load import LoadSum
 from rollstream.engine.readiness import Member, Readiness
 from rollstream.engine.replica import INITIAL_WEIGHTS, Replica, ReplicaRequest, ReplicaUnavailableError
+from rollstream.engine.stragglers import MOST_MOVES, should_move
 from rollstream.errors import (
     ConfigError,
     EngineError,
@@ -42,8 +44,13 @@ POOL_KWARGS: dict[str, Any] = {
     # Seconds with requests and without an answer after which a server is asked for its health; 0: never. Long
     # answers take longer; asking costs next to nothing.
     "probe_after": 30.0,
+    # Whether requests move from slow servers to faster ones with room.
+    "move_stragglers": True,
 }
 """Keys of `engine_kwargs` for every pool, with their defaults."""
+
+_LOOK_EVERY_S = 0.25
+"""Between looks for stragglers: short against an answer worth moving."""
 
 _ABORT_TIMEOUT_S = 10.0
 """For a replica to end a request that was aborted: a step of the model, or a round trip. Then what the replica
@@ -80,8 +87,15 @@ class _Request:
     """Works on it; None between two replicas."""
     timeout: asyncio.Timeout | None = None
     """Ends the wait for that one."""
+    began: float = 0.0
+    """When that one got it."""
     failures: dict[str, RollstreamError] = field(default_factory=dict)
     """Replicas that failed at it or went away under it."""
+    may_move: bool = False
+    """Its tokens are as good when they come in pieces."""
+    moves: int = 0
+    is_moving: bool = False
+    """It was ended where it is, to go on elsewhere."""
 
     def end_wait(self, after: float = 0.0) -> None:
         """Ends the wait for the replica in so many seconds, as if its connection was lost."""
@@ -119,11 +133,15 @@ class Router:
         if chosen is None:
             near = [one for one, wait in zip(candidates, waits, strict=True) if wait <= least * (1 + 1e-9)]
             chosen = self._rng.choice(near)
-        self._sessions[session] = chosen.name
+        self.send(session, chosen)
+        return chosen
+
+    def send(self, session: str, home: Member) -> None:
+        """From now on the session's next request goes there, unless that has much more to do."""
+        self._sessions[session] = home.name
         self._sessions.move_to_end(session)
         if len(self._sessions) > _REMEMBERED_SESSIONS:
             self._sessions.popitem(last=False)
-        return chosen
 
 
 class PoolEngine:
@@ -153,7 +171,9 @@ class PoolEngine:
         self._own = own
         self._what = what
         self._hint = hint
-        self._probe_after: float = (POOL_KWARGS | (kwargs or {}))["probe_after"]
+        settings = POOL_KWARGS | (kwargs or {})
+        self._probe_after: float = settings["probe_after"]
+        self._moves_stragglers: bool = settings["move_stragglers"]
         self._capabilities: Capabilities | None = None
         # A rid of our own on the wire: one that was cancelled may still be known to the server when the same
         # request comes again, and two runs may share a server.
@@ -161,7 +181,7 @@ class PoolEngine:
         self._counter = itertools.count()
         self._requests: dict[str, _Request] = {}
         self._loads = LoadSum()
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self._aborts: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -207,7 +227,9 @@ class PoolEngine:
             await self.close()
             raise
         if self._probe_after:
-            self._watching = asyncio.get_running_loop().create_task(self._watch())
+            self._watching.append(asyncio.create_task(self._watch()))
+        if self._moves_stragglers:
+            self._watching.append(asyncio.create_task(self._look_for_stragglers()))
 
     async def add_replica(self, replica: Replica) -> None:
         """Takes in a replica, before the start or while requests go on; it loads the current weights first.
@@ -244,7 +266,10 @@ class PoolEngine:
         """As `Engine.generate`; `chat`: the same as messages, for replicas that speak messages."""
         check_request(prompt_ids, sampling, self.capabilities, images=images, is_chat=chat is not None)
         sent = ReplicaRequest(prompt_ids, sampling, request_id, "", list(images or ()), chat=chat)
-        request = self._requests[request_id] = _Request(sent)
+        # One with a seed would draw other numbers.
+        may_move = sampling.can_be_continued and sampling.seed is None and not images and chat is None
+        request = self._requests[request_id] = _Request(sent, may_move=may_move)
+        partial = PartialCompletion(prompt_ids, sampling)
         has_waited = False
         try:
             while not request.sent.aborted:
@@ -257,8 +282,16 @@ class PoolEngine:
                 candidates = [one for one in self._readiness.ready.values() if one.name not in failures]
                 if candidates:
                     completion = await self._attempt(request, self._router.pick(candidates, request_id))
-                    if completion is not None:
-                        return completion
+                    if completion is None:
+                        continue
+                    if completion.finish_reason != "abort" or not request.is_moving or request.sent.aborted:
+                        return partial.finish(completion)
+                    partial.add(completion)
+                    if partial.is_full:
+                        return partial.result("length")
+                    request.sent = replace(
+                        request.sent, prompt_ids=partial.prompt_ids, sampling=partial.sampling
+                    )
                 elif has_waited or not self._readiness.causes().keys() - failures.keys():
                     raise self._refusal(request)
                 else:
@@ -267,7 +300,7 @@ class PoolEngine:
         finally:
             self._requests.pop(request_id, None)
         # Aborted, and its replica is gone: what that had is lost, and it is not worth another one.
-        return Completion([], [] if sampling.logprobs else None, "abort")
+        return partial.result("abort")
 
     async def abort(self, request_id: str) -> None:
         if (request := self._requests.get(request_id)) is not None:
@@ -306,9 +339,9 @@ class PoolEngine:
         if self._closed:
             return
         self._closed = True
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         try:
             await self._readiness.close()
         finally:
@@ -326,14 +359,14 @@ class PoolEngine:
         request.sent = sent = replace(
             request.sent, rid=f"{request.sent.request_id}.{self._nonce}{next(self._counter)}"
         )
-        request.member, began = member, now()
+        request.member, request.began, request.is_moving = member, now(), False
         if not member.in_flight:
-            member.alive_at = began
+            member.alive_at = request.began
         member.in_flight += 1
         try:
             async with asyncio.timeout(None) as request.timeout:
                 completion = await self._generate(member.replica, sent)
-            self._answered(member, len(completion.token_ids), now() - began)
+            self._answered(member, len(completion.token_ids), now() - request.began)
             return completion
         except TimeoutError:
             what = "end what was aborted" if sent.aborted else "answer, and it is not healthy"
@@ -344,10 +377,7 @@ class PoolEngine:
             self._answered(member, 0, 0.0)
             raise
         except asyncio.CancelledError:
-            # Held by the set until it is done; `close` waits for it. Cancellation itself is not delayed.
-            task = asyncio.get_running_loop().create_task(member.replica.abort(sent.rid))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+            self._abort_soon(member, sent)  # cancellation itself is not delayed
             raise
         finally:
             request.member = None
@@ -389,6 +419,12 @@ class PoolEngine:
             member.has_served = True
             member.backoff.reset()
 
+    def _abort_soon(self, member: Member, sent: ReplicaRequest) -> None:
+        """Ends a request at a replica, without waiting for that; `close` waits."""
+        task = asyncio.create_task(member.replica.abort(sent.rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
     def _refusal(self, request: _Request) -> RollstreamError:
         """What to say when no replica is left for a request."""
         for error in request.failures.values():
@@ -422,6 +458,34 @@ class PoolEngine:
         found = await replica.describe()
         if missing := missing_capabilities(found, self.capabilities):
             raise EngineError(f"{replica.name} is not what the run began with: it has {missing}")
+
+    async def _look_for_stragglers(self) -> None:
+        """Ends requests where they are slow: they go on, with the tokens they have, where there is room."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            known = [one for one in self._readiness.ready.values() if one.pace]
+            if len(known) < 2 or not self._readiness.is_settled:
+                continue
+            now = asyncio.get_running_loop().time()
+            paces = {one.name: (one.in_flight + 1) * one.pace for one in known}
+            for request in sorted(self._requests.values(), key=lambda request: request.began):
+                here, sent = request.member, request.sent
+                is_free = request.may_move and not request.is_moving and request.moves < MOST_MOVES
+                if not is_free or here is None or not here.replica.resumes_aborted:
+                    continue
+                there = min(known, key=lambda one: paces[one.name])
+                if there is not here and should_move(
+                    prompt_tokens=len(sent.prompt_ids),
+                    max_tokens=sent.sampling.max_tokens,
+                    seconds=now - request.began,
+                    here=here.pace,
+                    there=paces[there.name],
+                ):
+                    paces[there.name] += there.pace
+                    request.moves += 1
+                    request.is_moving = True
+                    self._router.send(sent.request_id, there)
+                    self._abort_soon(here, sent)
 
     async def _watch(self) -> None:
         """Looks for replicas that take requests and answer none."""

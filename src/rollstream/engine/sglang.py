@@ -122,6 +122,10 @@ class SGLangReplica:
             extra_sampling=() if self._is_rollstream else server_sampling(has_tokenizer=has_tokenizer),
         )
 
+    @property
+    def resumes_aborted(self) -> bool:
+        return True
+
     async def generate(self, request: ReplicaRequest) -> Completion:
         ids, images = request.prompt_ids, request.images
         if images:

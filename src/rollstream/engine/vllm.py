@@ -131,6 +131,10 @@ class VLLMReplica:
         )
         return self._said
 
+    @property
+    def resumes_aborted(self) -> bool:
+        return self._abort_path is not None
+
     async def generate(self, request: ReplicaRequest) -> Completion:
         if request.aborted:
             return _aborted(request)
