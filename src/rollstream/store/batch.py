@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollstream.errors import DamageError, RunDirectoryError, StorageError
-from rollstream.store.journal import ScanReport, scan, sync_folder, write_all, write_file_durably
+from rollstream.store.journal import ScanReport, scan, sync_folder, write_file_durably
 from rollstream.store.records import RecordCodec, RolloutRecord, TrajectoryRecord, scoring_failed
 from rollstream.trajectory import Metrics
 
@@ -76,45 +76,34 @@ _ROW_GROUP_BYTES = 4 << 20
 """Uncompressed bytes of a row group, about: with long rows it has fewer."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchKeys:
-    """What is known of a batch without reading its tokens. Arrays of shape (rows,)."""
+KEYS = np.dtype(
+    [
+        ("index", np.int64),
+        ("repeat", np.int32),
+        ("trajectory", np.int32),
+        ("reward", np.float64),
+        ("final", np.bool_),
+        ("unscored", np.bool_),
+    ]
+)
+"""What is known of a row without reading its tokens. `reward`: NaN = not scored; `unscored`: a final trajectory
+whose reward function failed."""
 
-    index: npt.NDArray[np.int64]
-    repeat: npt.NDArray[np.int32]
-    trajectory: npt.NDArray[np.int32]
-    reward: npt.NDArray[np.float64]
-    """NaN = not scored."""
-    final: npt.NDArray[np.bool_]
-    unscored: npt.NDArray[np.bool_]
-    """Final trajectories whose reward function failed."""
+BatchKeys = npt.NDArray[np.void]
+"""Array of `KEYS`, shape (rows,)."""
 
-    @staticmethod
-    def join(parts: Sequence["BatchKeys"]) -> "BatchKeys":
-        """The rows of all parts, one after another."""
-        dtypes = (np.int64, np.int32, np.int32, np.float64, np.bool_, np.bool_)
-        return BatchKeys(
-            *(
-                np.concatenate([getattr(part, one.name) for part in parts] or [np.zeros(0, dtype)])
-                for one, dtype in zip(fields(BatchKeys), dtypes, strict=True)
-            )
-        )
 
-    def select(self, mask: npt.NDArray[np.bool_]) -> "BatchKeys":
-        """The rows where `mask` is true."""
-        return BatchKeys(*(getattr(self, one.name)[mask] for one in fields(self)))
-
-    def of_whole_rollouts(self) -> npt.NDArray[np.bool_]:
-        """Which rows belong to rollouts that are here from their first trajectory to their final one."""
-        if not len(self.index):
-            return np.zeros(0, bool)
-        begins = np.ones(len(self.index), bool)
-        begins[1:] = (np.diff(self.index) != 0) | (np.diff(self.repeat) != 0)
-        starts = np.flatnonzero(begins)
-        sizes = np.diff(np.append(starts, len(begins)))
-        lasts = starts + sizes - 1
-        whole = (self.trajectory[starts] == 0) & (self.trajectory[lasts] == sizes - 1) & self.final[lasts]
-        return np.repeat(whole, sizes)
+def whole_rollouts(keys: BatchKeys) -> npt.NDArray[np.bool_]:
+    """Which rows belong to rollouts that are here from their first trajectory to their final one."""
+    if not len(keys):
+        return np.zeros(0, bool)
+    begins = np.ones(len(keys), bool)
+    begins[1:] = (np.diff(keys["index"]) != 0) | (np.diff(keys["repeat"]) != 0)
+    starts = np.flatnonzero(begins)
+    sizes = np.diff(np.append(starts, len(begins)))
+    first, last = keys[starts], keys[starts + sizes - 1]
+    whole = (first["trajectory"] == 0) & (last["trajectory"] == sizes - 1) & last["final"]
+    return np.repeat(whole, sizes)
 
 
 def build_table(records: Sequence[RolloutRecord]) -> pa.Table:
@@ -177,19 +166,6 @@ def _versions_array(versions: Sequence[Sequence[tuple[int, int]]]) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), values)
 
 
-def parquet_writer(path: Path, metadata: dict[str, str]) -> pq.ParquetWriter:
-    """A writer of our schema and settings; `metadata` goes into the file's key-value metadata."""
-    return pq.ParquetWriter(
-        path,
-        SCHEMA.with_metadata(metadata),
-        compression="zstd",
-        compression_level=_COMPRESSION_LEVEL,
-        write_page_checksum=True,
-        use_dictionary=["prompt_key", "finish_reason", "data_source", "reward_extra"],
-        write_statistics=["index", "repeat", "trajectory"],
-    )
-
-
 def seal_journal(journal: Path, batch: Path, run_id: bytes) -> ScanReport:
     """Writes the whole frames of a journal file as a batch, durably; the journal is left to the caller.
 
@@ -218,27 +194,34 @@ def write_table_durably(path: Path, table: pa.Table, metadata: dict[str, str]) -
 
 
 def write_tables_durably(path: Path, tables: Iterable[pa.Table], metadata: dict[str, str]) -> int:
-    """Writes a batch or an artifact of sorted tables, one in memory at a time; returns its rows."""
+    """Writes a batch or an artifact of sorted tables, one in memory at a time; returns its rows.
+
+    `metadata` goes into the file's key-value metadata.
+    """
     temporary = path.with_name(path.name + ".tmp")
     rows = 0
     try:
-        with parquet_writer(temporary, metadata) as writer:
+        with pq.ParquetWriter(
+            temporary,
+            SCHEMA.with_metadata(metadata),
+            compression="zstd",
+            compression_level=_COMPRESSION_LEVEL,
+            write_page_checksum=True,
+            use_dictionary=["prompt_key", "finish_reason", "data_source", "reward_extra"],
+            write_statistics=["index", "repeat", "trajectory"],
+        ) as writer:
             for table in tables:
                 if len(table):
-                    write_table(writer, table, metadata)
+                    group = max(
+                        1, min(_ROW_GROUP_ROWS, _ROW_GROUP_BYTES * len(table) // max(1, table.nbytes))
+                    )
+                    writer.write_table(table.replace_schema_metadata(metadata), row_group_size=group)
                 rows += len(table)
         commit_file(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     return rows
-
-
-def write_table(writer: pq.ParquetWriter, table: pa.Table, metadata: dict[str, str]) -> None:
-    """Appends a table that is not empty, in row groups of the usual size."""
-    row_bytes = max(1, table.nbytes // len(table))
-    group = max(1, min(_ROW_GROUP_ROWS, _ROW_GROUP_BYTES // row_bytes))
-    writer.write_table(table.replace_schema_metadata(metadata), row_group_size=group)
 
 
 def commit_file(temporary: Path, path: Path) -> None:
@@ -248,8 +231,7 @@ def commit_file(temporary: Path, path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-    line = f"{file_digest(temporary)}  {path.name}\n".encode()
-    _append_line(_sums_file(path), line)
+    note_digest(path, of=temporary)
     temporary.rename(path)
     sync_folder(path.parent)
 
@@ -267,19 +249,13 @@ def link_file(source: Path, path: Path) -> bool:
 
 
 def _append_line(path: Path, line: bytes) -> None:
-    """Appends a line durably, or not at all; an unfinished line before it (a crash) stays one by itself."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        size = os.fstat(fd).st_size
-        begin = b"" if size == 0 or os.pread(fd, 1, size - 1) == b"\n" else b"\n"
-        try:
-            write_all(fd, begin + line)
-            os.fdatasync(fd)
-        except OSError:
-            os.ftruncate(fd, size)
-            raise
-    finally:
-        os.close(fd)
+    """Appends a line durably; an unfinished line before it (a crash, a full disk) stays one by itself."""
+    with path.open("a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        begin = b"" if size == 0 or os.pread(file.fileno(), 1, size - 1) == b"\n" else b"\n"
+        file.write(begin + line)
+        file.flush()
+        os.fdatasync(file.fileno())
 
 
 def _sums_file(path: Path) -> Path:
@@ -290,9 +266,9 @@ def _sums_file(path: Path) -> Path:
     )
 
 
-def note_digest(path: Path) -> None:
-    """Notes the checksum of a file that has lost its line."""
-    _append_line(_sums_file(path), f"{file_digest(path)}  {path.name}\n".encode())
+def note_digest(path: Path, *, of: Path | None = None) -> None:
+    """Notes the checksum of a file, or of one that is to have its name."""
+    _append_line(_sums_file(path), f"{file_digest(of or path)}  {path.name}\n".encode())
 
 
 def file_digest(path: Path) -> str:
@@ -441,24 +417,22 @@ def read_keys(path: Path) -> BatchKeys:
 
 def table_keys(table: pa.Table) -> BatchKeys:
     """The keys of rows; without `reward_extra` among them, no reward function has failed."""
-    final = ~column_values(table["is_snapshot"].cast(pa.uint8())).astype(bool)
-    reward = np.full(len(table), math.nan)
-    reward[column_values(table["reward"].is_valid().cast(pa.uint8())).astype(bool)] = column_values(
-        table["reward"].drop_null()
-    )
-    unscored = np.zeros(len(table), bool)
+    keys = np.zeros(len(table), KEYS)
+    for name in KEY_COLUMNS:
+        keys[name] = column_values(table[name])
+    keys["final"] = ~_truths(table["is_snapshot"])
+    keys["reward"] = math.nan
+    keys["reward"][_truths(table["reward"].is_valid())] = column_values(table["reward"].drop_null())
     if "reward_extra" in table.column_names:
         likely = pc.and_(pc.is_null(table["reward"]), pc.match_substring(table["reward_extra"], '"error":'))
-        for row in np.flatnonzero(column_values(likely.cast(pa.uint8())).astype(bool) & final):
-            unscored[row] = scoring_failed(orjson.loads(table["reward_extra"][row].as_py()))
-    return BatchKeys(
-        index=column_values(table["index"]),
-        repeat=column_values(table["repeat"]),
-        trajectory=column_values(table["trajectory"]),
-        reward=reward,
-        final=final,
-        unscored=unscored,
-    )
+        for row in np.flatnonzero(_truths(likely) & keys["final"]):
+            keys["unscored"][row] = scoring_failed(orjson.loads(table["reward_extra"][row].as_py()))
+    return keys
+
+
+def _truths(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = column_values(column.cast(pa.uint8())).astype(bool)
+    return found
 
 
 def column_values(column: pa.ChunkedArray) -> Any:

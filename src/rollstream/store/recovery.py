@@ -15,16 +15,20 @@ Recovering, in this order:
 
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
 from rollstream.errors import DamageError
 from rollstream.store.batch import (
+    KEYS,
     BatchKeys,
     batch_metadata,
     file_digest,
@@ -36,6 +40,7 @@ from rollstream.store.batch import (
     recorded_digests,
     seal_journal,
     table_keys,
+    whole_rollouts,
     write_tables_durably,
 )
 from rollstream.store.journal import (
@@ -129,13 +134,22 @@ class RunState:
 
     def add_rows(self, keys: BatchKeys) -> None:
         """Counts the rollouts of a file."""
-        self.keys.mark_done_many(keys.index, keys.repeat)
-        self.rows += len(keys.index)
-        rewards = keys.reward[keys.final]
+        self.keys.mark_done_many(keys["index"], keys["repeat"])
+        self.rows += len(keys)
+        rewards = keys["reward"][keys["final"]]
         scored = rewards[rewards == rewards]
         self.rewards.total += float(scored.sum())
         self.rewards.scored += len(scored)
-        self.rewards.unscored += int(keys.unscored.sum())
+        self.rewards.unscored += int(keys["unscored"].sum())
+
+    def add_batch(self, number: int, keys: BatchKeys) -> None:
+        """Counts a batch."""
+        self.batches.append(number)
+        self.add_rows(keys)
+
+    def not_done(self, keys: BatchKeys) -> npt.NDArray[np.bool_]:
+        """Which of these rows are of rollouts that are not done. Shape (rows,)."""
+        return ~self.keys.are_done(keys["index"], keys["repeat"])
 
 
 def inspect(root: Path) -> tuple[Manifest, RunState]:
@@ -146,35 +160,29 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
     manifest = require_manifest(root)
     paths = RunPaths(root)
     state = RunState(KeyStates(manifest.n))
-    numbers = paths.journal_numbers()  # before the batches: one sealed meanwhile is then seen as batch
-    for number, keys in _read_batches(paths, state):
-        if keys is not None:
-            state.batches.append(number)
-            state.add_rows(keys)
-    for number in numbers:
+    journals = paths.journal_numbers()  # before the batches: one sealed meanwhile is then seen as batch
+    _read_batches(paths, state)
+    for number in journals:
         if number in state.batches:
             continue
-        report = ScanReport()
         try:
-            rows = _scan_keys(paths.journal(number), manifest, state, report)
+            report, rows = _scan_rollouts(paths.journal(number), manifest, state)
         except FileNotFoundError:  # sealed since we listed it
-            state.batches.append(number)
-            state.add_rows(read_keys(paths.batch(number)))
+            state.add_batch(number, read_keys(paths.batch(number)))
             continue
         state.unsealed.append(number)
         state.journal_rows += rows
-        state.damage.extend(str(damage) for damage in report.damage)
+        state.damage.extend(f"{damage}" for damage in report.damage)
         state.torn += report.torn
     for path in paths.failure_files():
-        report = _scan_failures(path, manifest, state)
-        state.damage.extend(f"failed/{damage}" for damage in report.damage)
+        _scan_failures(path, manifest, state)
     try:
-        keys = _artifact_alone(paths, manifest, state)
+        alone = _artifact_alone(paths, manifest, state)
     except DamageError as error:
         state.damage.append(str(error))
     else:
-        state.artifact_rows = len(keys.index)
-        state.add_rows(keys)
+        state.artifact_rows = len(alone)
+        state.add_rows(alone)
     state.damage.extend(
         f"batches/{name} is missing"
         for name in missing_batches(paths)
@@ -194,21 +202,15 @@ def recover(paths: RunPaths, manifest: Manifest) -> RunState:
     missing = missing_batches(paths)
     state.damage.extend(f"batches/{name} is missing" for name in missing)
     forget_digests(paths.batches, set(missing))  # before one of them is written anew
-    damaged: list[int] = []
-    for number, keys in _read_batches(paths, state):
-        if keys is None:
-            damaged.append(number)
-        else:
-            state.batches.append(number)
-            state.add_rows(keys)
-    for number in damaged:
+    for number in _read_batches(paths, state):
         if paths.journal(number).exists():  # a crash came before it was deleted: it holds all of them
             quarantine_file(paths, paths.batch(number))
         else:
             quarantine_batch(paths, manifest, paths.batch(number), state)
     _recover_journals(paths, manifest, state)
     _restore_from_artifact(paths, manifest, state)
-    _recover_failures(paths, manifest, state)
+    for path in paths.failure_files():
+        _recover_failures(path, paths, manifest, state)
     return state
 
 
@@ -231,33 +233,33 @@ def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, state: Run
 
     Row groups that cannot be read are passed over, and rollouts that they cut into (R4).
     """
-    keys = BatchKeys.join([table_keys(table) for table in read_tables(source, skip_damaged=True)])
-    wanted = keys.of_whole_rollouts()
+    tables = read_tables(source, skip_damaged=True)
+    keys = np.concatenate([np.zeros(0, KEYS), *map(table_keys, tables)])
+    wanted = whole_rollouts(keys)
     if state is not None:
-        wanted &= ~state.keys.are_done(keys.index, keys.repeat)
+        wanted &= state.not_done(keys)
     if not wanted.any():
         return 0
     number = paths.next_number()
 
-    def tables() -> Iterator[pa.Table]:
+    def kept() -> Iterator[pa.Table]:
         at = 0
         for table in read_tables(source, skip_damaged=True):
             yield table.filter(pa.array(wanted[at : at + len(table)]))
             at += len(table)
 
-    write_tables_durably(paths.batch(number), tables(), batch_metadata(manifest.run_id_bytes))
+    write_tables_durably(paths.batch(number), kept(), batch_metadata(manifest.run_id_bytes))
     if state is not None:
-        state.batches.append(number)
-        state.add_rows(keys.select(wanted))
+        state.add_batch(number, keys[wanted])
     return int(wanted.sum())
 
 
 def _artifact_alone(paths: RunPaths, manifest: Manifest, state: RunState) -> BatchKeys:
     """Keys of the rollouts that stand in the artifact and nowhere else. Raises `DamageError`."""
     if not holds_other_batches(paths, manifest.run_id, state.batches):
-        return BatchKeys.join([])
+        return np.zeros(0, KEYS)
     keys = read_keys(paths.artifact)
-    return keys.select(~state.keys.are_done(keys.index, keys.repeat))
+    return keys[state.not_done(keys)]
 
 
 def _restore_from_artifact(paths: RunPaths, manifest: Manifest, state: RunState) -> None:
@@ -266,7 +268,7 @@ def _restore_from_artifact(paths: RunPaths, manifest: Manifest, state: RunState)
     known = recorded_digests(artifact).get(artifact.name)
     try:
         alone = _artifact_alone(paths, manifest, state)
-        if not len(alone.index):
+        if not len(alone):
             return
         intact = known is None or file_digest(artifact) in known
     except DamageError:
@@ -276,17 +278,16 @@ def _restore_from_artifact(paths: RunPaths, manifest: Manifest, state: RunState)
         quarantine_batch(paths, manifest, artifact, state)
         return
     number = paths.next_number()
-    all_of_it = len(alone.index) == file_rows(artifact)
+    all_of_it = len(alone) == file_rows(artifact)
     if all_of_it and known is not None and link_file(artifact, paths.batch(number)):
-        state.batches.append(number)
-        state.add_rows(alone)
+        state.add_batch(number, alone)
     else:
         _copy_rollouts(paths, manifest, artifact, state)
-    state.restored.append(f"{len(alone.index)} trajectories were taken from {artifact.name}")
+    state.restored.append(f"{len(alone)} trajectories were taken from {artifact.name}")
 
 
-def _read_batches(paths: RunPaths, state: RunState) -> Iterator[tuple[int, BatchKeys | None]]:
-    """Keys of every batch, None for a damaged one, which is noted in `state.damage`."""
+def _read_batches(paths: RunPaths, state: RunState) -> list[int]:
+    """Counts the good batches; returns the numbers of the damaged ones, which `state.damage` names."""
 
     def read(number: int) -> BatchKeys | DamageError:
         try:
@@ -294,20 +295,21 @@ def _read_batches(paths: RunPaths, state: RunState) -> Iterator[tuple[int, Batch
         except DamageError as error:
             return error
 
+    damaged = []
     with ThreadPoolExecutor(_KEY_READERS) as readers:
         numbers = paths.batch_numbers()
         for number, result in zip(numbers, readers.map(read, numbers), strict=True):
             if isinstance(result, DamageError):
                 state.damage.append(f"batches/{result}")
-                yield number, None
+                damaged.append(number)
             else:
-                yield number, result
+                state.add_batch(number, result)
+    return damaged
 
 
-def _scan_keys(path: Path, manifest: Manifest, state: RunState, report: ScanReport) -> int:
-    """Marks the rollouts of a journal file as done; returns its rows."""
-    rows = 0
-    codec = RecordCodec()
+def _scan_rollouts(path: Path, manifest: Manifest, state: RunState) -> tuple[ScanReport, int]:
+    """Counts the rollouts of a journal file; returns also its rows."""
+    report, codec, rows = ScanReport(), RecordCodec(), 0
     for frame in scan(path, manifest.run_id_bytes, report):
         if state.keys.mark_done(frame.index, frame.repeat):
             final = codec.decode_rollout(frame.body).trajectories[-1]
@@ -315,72 +317,58 @@ def _scan_keys(path: Path, manifest: Manifest, state: RunState, report: ScanRepo
             state.journal_bytes += _RAW_PER_COMPRESSED * len(frame.body)
         rows += frame.rows
     state.rows += rows
-    return rows
+    return report, rows
 
 
 def _recover_journals(paths: RunPaths, manifest: Manifest, state: RunState) -> None:
     numbers = paths.journal_numbers()
     sealed = set(state.batches)
     for number in numbers:
-        path = paths.journal(number)
-        if number in sealed:
-            _drop_sealed_journal(paths, path, manifest, state)
-            continue
-        report = ScanReport()
-        state.journal_bytes = 0
-        rows = _scan_keys(path, manifest, state, report)
+        path, rows = paths.journal(number), 0
         newest = number == numbers[-1]
-        if report.torn and not newest:
+        if number in sealed:
+            report = ScanReport()
+            deque(scan(path, manifest.run_id_bytes, report), maxlen=0)
+        else:
+            state.journal_bytes = 0
+            report, rows = _scan_rollouts(path, manifest, state)
+        if report.torn and (number in sealed or not newest):
             report.damage.append(Damage(path, report.end, report.torn, "unfinished frame in a closed file"))
         if report.damage:
-            seal_journal(path, paths.batch(number), manifest.run_id_bytes)
+            if number not in sealed:
+                seal_journal(path, paths.batch(number), manifest.run_id_bytes)
+                state.batches += [number] * (rows > 0)
             quarantine_file(paths, path)
-            if rows:
-                state.batches.append(number)
             state.damage.extend(f"journal/{damage}" for damage in report.damage)
+        elif number in sealed:
+            path.unlink()
+            sync_folder(path.parent)
         elif not newest:
             state.unsealed.append(number)
-        elif report.end == 0:  # not even its header was finished: nothing was said to be done
-            path.unlink()
-            state.torn = report.torn
         else:
-            state.open_journal, state.open_end, state.journal_rows = number, report.end, rows
             state.torn = report.torn
-
-
-def _drop_sealed_journal(paths: RunPaths, path: Path, manifest: Manifest, state: RunState) -> None:
-    """Deletes a journal whose batch is good; one that was damaged when it was sealed is quarantined."""
-    report = ScanReport()
-    for _ in scan(path, manifest.run_id_bytes, report):
-        pass
-    if report.damage or report.torn:
-        state.damage.extend(f"journal/{damage}" for damage in report.damage)
-        quarantine_file(paths, path)
-    else:
-        path.unlink()
-        sync_folder(path.parent)
+            if report.end == 0:  # not even its header was finished: nothing was said to be done
+                path.unlink()
+            else:
+                state.open_journal, state.open_end, state.journal_rows = number, report.end, rows
 
 
 def _scan_failures(path: Path, manifest: Manifest, state: RunState) -> ScanReport:
     report = ScanReport()
     for frame in scan(path, manifest.run_id_bytes, report):
         state.keys.mark_failed(frame.index, frame.repeat)
+    state.damage.extend(f"failed/{damage}" for damage in report.damage)
     return report
 
 
-def _recover_failures(paths: RunPaths, manifest: Manifest, state: RunState) -> None:
-    run_id = manifest.run_id_bytes
-    for path in paths.failure_files():
-        report = _scan_failures(path, manifest, state)
-        if report.damage:
-            state.damage.extend(f"failed/{damage}" for damage in report.damage)
-            whole = [
-                encode_frame(frame.index, frame.repeat, frame.rows, frame.body)
-                for frame in scan(path, run_id, ScanReport())
-            ]
-            paths.damaged.mkdir(exist_ok=True)
-            os.link(path, quarantine_name(paths, path))
-            sync_folder(paths.damaged)
-            write_file_durably(path, b"".join([encode_file_header(run_id), *whole]))
-        elif report.torn:
-            os.truncate(path, report.end) if report.end else path.unlink()
+def _recover_failures(path: Path, paths: RunPaths, manifest: Manifest, state: RunState) -> None:
+    report, run_id = _scan_failures(path, manifest, state), manifest.run_id_bytes
+    if report.damage:
+        frames = scan(path, run_id, ScanReport())
+        whole = [encode_frame(one.index, one.repeat, one.rows, one.body) for one in frames]
+        paths.damaged.mkdir(exist_ok=True)
+        os.link(path, quarantine_name(paths, path))
+        sync_folder(paths.damaged)
+        write_file_durably(path, b"".join([encode_file_header(run_id), *whole]))
+    elif report.torn:
+        os.truncate(path, report.end) if report.end else path.unlink()
