@@ -13,7 +13,6 @@ import logging
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,14 +24,13 @@ import pyarrow.parquet as pq
 from rollstream.errors import StorageError
 from rollstream.store.batch import (
     SCHEMA,
-    DamagedFileError,
     batch_metadata,
+    column_values,
     file_rows,
     forget_old_digests,
     read_tables,
     reading,
     recorded_digests,
-    value_range,
     write_tables_durably,
 )
 from rollstream.store.paths import MERGE_FOLDER, RunPaths
@@ -45,8 +43,8 @@ _BUCKET_BYTES = 16 << 20
 _MAX_BUCKETS = 512
 """Open files while rows are spread; in artifacts above 8 GB buckets are cut twice."""
 
-_SORTED_AT_ONCE = 1 << 16
-"""Rows whose ranks are told at once, after all were sorted."""
+_REPEAT_BITS = 31
+"""Index and repeat stand in one number while rows are sorted."""
 
 _LEFT_OUT = 0xFFFFFFFF
 """Rank of a row that is not in the artifact."""
@@ -88,19 +86,16 @@ def _merged_from(artifact: Path, run_id: str) -> set[str] | None:
 
 def is_current(paths: RunPaths, run_id: str) -> bool:
     """Whether the artifact holds the rows of all batches that there are."""
-    if _merged_from(paths.artifact, run_id) is None:
-        return False
     numbers = set(paths.batch_numbers())
-    return numbers == {*merged_batches(paths, run_id), *_links(paths, numbers)}
+    merged = _merged_from(paths.artifact, run_id)
+    return merged is not None and numbers == _in_artifact(paths, merged, numbers) | _links(paths, numbers)
 
 
 def merged_batches(paths: RunPaths, run_id: str) -> list[int]:
     """Numbers of the batches whose rows the artifact holds, too, under a file of its own."""
+    numbers = set(paths.batch_numbers())
     merged = _merged_from(paths.artifact, run_id) or set()
-    numbers = paths.batch_numbers()
-    links = _links(paths, numbers)
-    names = _batch_names(paths, set(numbers) - links)
-    return [number for number, name in sorted(names.items()) if name in merged]
+    return sorted(_in_artifact(paths, merged, numbers) - _links(paths, numbers))
 
 
 def holds_other_batches(paths: RunPaths, run_id: str, numbers: Collection[int]) -> bool:
@@ -114,7 +109,11 @@ def holds_other_batches(paths: RunPaths, run_id: str, numbers: Collection[int]) 
 def is_merged(paths: RunPaths, run_id: str, name: str) -> bool:
     """Whether the artifact holds the rows of the batch that once had this file name."""
     number = int(name.removeprefix("batch_").removesuffix(".parquet"))
-    return _batch_names(paths, [number]).get(number) in (_merged_from(paths.artifact, run_id) or ())
+    return bool(_in_artifact(paths, _merged_from(paths.artifact, run_id) or set(), [number]))
+
+
+def _in_artifact(paths: RunPaths, merged: set[str], numbers: Iterable[int]) -> set[int]:
+    return {number for number, name in _batch_names(paths, numbers).items() if name in merged}
 
 
 def _links(paths: RunPaths, numbers: Iterable[int]) -> set[int]:
@@ -162,14 +161,13 @@ def merge_batches(
                 yield table.replace_schema_metadata(None)
 
     try:
-        sizes = [_survey(path) for path in batches]
-        ranks = _ranks(batches, sizes)
+        ranks = _ranks(batches)
         count = int((ranks != _LEFT_OUT).sum())
         _refuse_fewer(paths, run_id, count)
         metadata = batch_metadata(run_id)
         metadata[_MERGED_KEY.decode()] = " ".join(sorted(_batch_names(paths, numbers).values()))
         parts = _sorted_tables(
-            tables, ranks, range(count), sum(size.bytes for size in sizes), bucket_bytes, spread
+            tables, ranks, range(count), sum(map(_encoded_bytes, batches)), bucket_bytes, spread
         )
         write_tables_durably(paths.artifact, until(parts, cancelled), metadata)
         forget_old_digests(paths.artifact)
@@ -200,72 +198,34 @@ def until(tables: Iterator[pa.Table], cancelled: Callable[[], bool]) -> Iterator
         yield table
 
 
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """What the footer of a batch says."""
-
-    rows: int
-    bytes: int
-    """Decoded, about."""
-    max_index: int
-    max_repeat: int
-
-
-def _survey(path: Path) -> _Size:
+def _encoded_bytes(path: Path) -> int:
+    """Of a batch before compression, by its footer."""
     with reading(path):
         metadata = pq.read_metadata(path)
-        groups = range(metadata.num_row_groups)
-        ranges = [value_range(metadata, group, column) for column in (0, 1) for group in groups]
-        most = [one[1] for one in ranges if one is not None and one[0] >= 0]
-        if len(most) < len(ranges):
-            raise DamagedFileError(path, f"{path.name} is damaged: its footer has no range of keys")
-        return _Size(
-            rows=metadata.num_rows,
-            bytes=sum(metadata.row_group(group).total_byte_size for group in groups),
-            max_index=max(most[: len(groups)], default=0),
-            max_repeat=max(most[len(groups) :], default=0),
-        )
+        return sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
 
 
-def _ranks(batches: Sequence[Path], sizes: Sequence[_Size]) -> npt.NDArray[np.uint32]:
+def _ranks(batches: Sequence[Path]) -> npt.NDArray[np.uint32]:
     """Where each row goes in the artifact, batch by batch, row by row; `_LEFT_OUT` for one that does not.
 
-    Shape (rows of all batches,). Key and row stand in one 64-bit number each, which are sorted in place: the
-    peak is 12 bytes a row.
+    Shape (rows of all batches,). The peak is some 35 bytes a row.
     """
-    total = sum(size.rows for size in sizes)
-    row_bits = total.bit_length()
-    repeat_bits = max((size.max_repeat for size in sizes), default=0).bit_length()
-    index_bits = max((size.max_index for size in sizes), default=0).bit_length()
-    if index_bits + repeat_bits + row_bits > 64 or total >= _LEFT_OUT:
-        raise StorageError(f"{total} rows are more than can be merged; merge fewer shards at a time")
-    packed = np.empty(total, np.uint64)
-    at = 0
-    for path, size in zip(batches, sizes, strict=True):
+    keys, ends, rows = [np.zeros(0, np.int64)], [], 0
+    for path in batches:
         for table in read_tables(path, ["index", "repeat"]):
-            index, repeat = (table[name].to_numpy().astype(np.uint64) for name in ("index", "repeat"))
-            if index.max(initial=0) > size.max_index or repeat.max(initial=0) > size.max_repeat:
-                raise DamagedFileError(path, f"{path.name} is damaged: its footer has other keys")
-            rows = np.arange(at, at + len(table), dtype=np.uint64)
-            packed[at : at + len(table)] = ((index << repeat_bits | repeat) << row_bits) | rows
-            at += len(table)
-    packed.sort()
-    ends = np.cumsum([size.rows for size in sizes])
-    ranks = np.full(total, _LEFT_OUT, np.uint32)
-    done, last_key, last_batch = 0, np.uint64(0), -1
-    for start in range(0, total, _SORTED_AT_ONCE):
-        chunk = packed[start : start + _SORTED_AT_ONCE]
-        keys, row = chunk >> row_bits, chunk & ((1 << row_bits) - 1)
-        batch = np.searchsorted(ends, row, side="right")
-        begins = np.ones(len(keys), bool)
-        begins[1:] = keys[1:] != keys[:-1]
-        begins[0] = last_batch < 0 or keys[0] != last_key
-        first = np.maximum.accumulate(np.where(begins, np.arange(len(keys)), -1))
-        first_batch = np.where(first >= 0, batch[first], last_batch)
-        kept = row[batch == first_batch]
-        ranks[kept] = np.arange(done, done + len(kept))
-        done += len(kept)
-        last_key, last_batch = keys[-1], int(first_batch[-1])
+            keys.append(column_values(table["index"]) << _REPEAT_BITS | column_values(table["repeat"]))
+            rows += len(table)
+        ends.append(rows)
+    packed = np.concatenate(keys)
+    del keys
+    if rows >= _LEFT_OUT:
+        raise StorageError(f"{rows} rows are more than can be merged; merge fewer shards at a time")
+    order = packed.argsort(kind="stable")
+    begins = np.diff(packed[order], prepend=-1) != 0
+    batch = np.searchsorted(ends, order, side="right").astype(np.uint32)
+    kept = order[batch == batch[begins][np.cumsum(begins, dtype=np.uint32) - 1]]
+    ranks = np.full(rows, _LEFT_OUT, np.uint32)
+    ranks[kept] = np.arange(len(kept), dtype=np.uint32)
     return ranks
 
 

@@ -15,11 +15,12 @@ touched.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from rollstream.aio import finish_despite_cancellation
 from rollstream.errors import StorageError
 from rollstream.store.batch import seal_journal
 from rollstream.store.journal import JournalFile, encode_frame, sync_folder
@@ -38,16 +39,11 @@ _LONGEST_TIMER_S = 1e7
 """Event loops refuse timers of infinite length."""
 
 
-_WRITE, _SEAL = 0, 1
-"""The threads."""
-
-
 @dataclass(slots=True)
 class _Pending:
     record: EncodedRollout | Failure
     frame: bytes
     future: asyncio.Future[None]
-    durable: bool = False
 
 
 class StoreWriter:
@@ -81,12 +77,11 @@ class StoreWriter:
         """Rows of the journals that are closed and wait to be sealed, by number."""
         self._waiting: list[_Pending] = []
         self._rotate_asked = False
-        self._full: list[int] = []
-        """Numbers of journals that were closed a moment ago."""
         self._writing: asyncio.Task[None] | None = None
         self._sealing: set[asyncio.Task[None]] = set()
         self._idle: asyncio.TimerHandle | None = None
-        self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+        self._write_thread = ThreadPoolExecutor(1, "store-write")
+        self._seal_thread = ThreadPoolExecutor(1, "store-seal")
         self._closed = False
         self._broken: StorageError | None = None
         self._failed: asyncio.Future[None] | None = None
@@ -124,7 +119,6 @@ class StoreWriter:
             self._journal_number = state.open_journal
             self.journal_rows, self._journal_bytes = state.journal_rows, state.journal_bytes
         self._failed = asyncio.get_running_loop().create_future()
-        self._threads = ThreadPoolExecutor(1, "store-write"), ThreadPoolExecutor(1, "store-seal")
         for number in state.unsealed:
             self._seal_soon(number)
         self._start_timer()
@@ -176,14 +170,14 @@ class StoreWriter:
         Raises:
             StorageError: with `seal`, when not everything is in batches.
         """
-        if self._threads is None:
+        if self._failed is None or self._closed:
             return
         try:
             if seal and self._broken is None:
                 await self.seal()
         finally:
             self._closed = True
-            await _finish_despite_cancellation(self._end())
+            await finish_despite_cancellation(self._end())
         if seal and self._broken is not None:
             raise self._broken
 
@@ -191,9 +185,8 @@ class StoreWriter:
         await self._at_rest()
         if self._idle is not None:
             self._idle.cancel()
-        for thread in self._threads or ():
-            thread.shutdown()
-        self._threads = None
+        self._write_thread.shutdown()
+        self._seal_thread.shutdown()
         for journal in (self._journal, self._failure_journal):
             if journal is not None:
                 journal.close()
@@ -215,26 +208,39 @@ class StoreWriter:
             self._writing = asyncio.ensure_future(self._write())
 
     async def _write(self) -> None:
-        """Writes what waits, group by group, and closes the journal if asked to."""
+        """Writes what waits, group by group; closes the journal when it is full or that is asked for."""
         while self._waiting or self._rotate_asked:
-            group, self._waiting = self._waiting[:_GROUP_ROLLOUTS], self._waiting[_GROUP_ROLLOUTS:]
-            if not group:
-                self._rotate_asked = False
-                await self._in_thread(_WRITE, self._rotate)
-            else:
-                await self._in_thread(_WRITE, partial(self._write_group, group))
-            while self._full:
-                self._seal_soon(self._full.pop(0))
-            for pending in group:
-                if pending.future.done():
-                    continue
-                if pending.durable:
-                    pending.future.set_result(None)
+            group = self._next_group()
+            written = await self._in_thread(self._write_thread, partial(self._write_group, group))
+            for future in (pending.future for pending in group if not pending.future.done()):
+                if written:
+                    future.set_result(None)
                 else:
                     assert self._broken is not None
-                    pending.future.set_exception(self._broken)
+                    future.set_exception(self._broken)
+            rotate = self._rotate_asked and not self._waiting
+            self._rotate_asked = self._rotate_asked and not rotate
+            full = rotate or self._is_full(self.journal_rows, self._journal_bytes)
+            if self.journal_rows and full and await self._in_thread(self._write_thread, self._close_journal):
+                self._seal_soon(self._journal_number)
         self._writing = None
         self._start_timer()
+
+    def _next_group(self) -> list[_Pending]:
+        """Takes what is made durable together: what waits, until the journal is full."""
+        rows, size, end = self.journal_rows, self._journal_bytes, 0
+        for pending in self._waiting[:_GROUP_ROLLOUTS]:
+            if self._is_full(rows, size) and self._broken is None:
+                break
+            end += 1
+            if isinstance(pending.record, EncodedRollout):
+                rows += pending.record.rows
+                size += pending.record.raw_bytes
+        group, self._waiting = self._waiting[:end], self._waiting[end:]
+        return group
+
+    def _is_full(self, rows: int, size: int) -> bool:
+        return rows >= self._save_batch_size or size >= self._segment_bytes
 
     def _start_timer(self) -> None:
         if self.journal_rows and self._broken is None and not self._closed:
@@ -242,20 +248,22 @@ class StoreWriter:
             self._idle = loop.call_later(self._pull_timeout, partial(self._write_soon, rotate=True))
 
     def _seal_soon(self, number: int) -> None:
-        task = asyncio.ensure_future(self._in_thread(_SEAL, partial(self._seal, number)))
+        task = asyncio.ensure_future(self._in_thread(self._seal_thread, partial(self._seal, number)))
         self._sealing.add(task)
         task.add_done_callback(self._sealing.discard)
 
-    async def _in_thread(self, thread: int, work: Callable[[], None]) -> None:
-        """Does nothing once the writer is broken, and breaks it when `work` raises."""
-        assert self._threads is not None, "start() first"
+    async def _in_thread(self, thread: ThreadPoolExecutor, work: Callable[[], None]) -> bool:
+        """Whether the work was done. It is not once the writer is broken, and breaks it when it raises."""
+        if self._broken is not None:
+            return False
         try:
-            if self._broken is None:
-                await asyncio.get_running_loop().run_in_executor(self._threads[thread], work)
+            await asyncio.get_running_loop().run_in_executor(thread, work)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             self._break(error)
+            return False
+        return True
 
     def _break(self, error: BaseException) -> None:
         if self._broken is not None:
@@ -276,49 +284,28 @@ class StoreWriter:
     # -- in the thread that writes
 
     def _write_group(self, group: list[_Pending]) -> None:
-        at = 0
-        while at < len(group):
-            at = self._write_until_full(group, at)
-
-    def _write_until_full(self, group: list[_Pending], start: int) -> int:
-        """Writes from `start` until the journal is full; returns where to go on."""
-        written: list[_Pending] = []
-        rollouts: list[bytes] = []
-        failures: list[bytes] = []
-        rows, size = self.journal_rows, self._journal_bytes
-        while start < len(group) and rows < self._save_batch_size and size < self._segment_bytes:
-            pending = group[start]
-            start += 1
-            written.append(pending)
-            if isinstance(pending.record, EncodedRollout):
-                rollouts.append(pending.frame)
-                rows += pending.record.rows
-                size += pending.record.raw_bytes
-            else:
-                failures.append(pending.frame)
+        rollouts = [one for one in group if isinstance(one.record, EncodedRollout)]
+        failures = [one for one in group if isinstance(one.record, Failure)]
         if rollouts:
             self._append(self._open_journal(), rollouts)
         if failures:
             self._append(self._open_failure_journal(), failures)
         state = self._run.state
-        for pending in written:
+        for pending in group:
             record = pending.record
             if isinstance(record, EncodedRollout):
                 if state.keys.mark_done(record.index, record.repeat):
                     state.rewards.add(record.reward, record.scoring_failed)
                 state.rows += record.rows
+                self.journal_rows += record.rows
+                self._journal_bytes += record.raw_bytes
             else:
                 state.keys.mark_failed(record.index, record.repeat)
-            pending.durable = True
-        self.journal_rows, self._journal_bytes = rows, size
-        if rows >= self._save_batch_size or size >= self._segment_bytes:
-            self._rotate()
-        return start
 
     @staticmethod
-    def _append(journal: JournalFile, frames: list[bytes]) -> None:
+    def _append(journal: JournalFile, group: list[_Pending]) -> None:
         try:
-            journal.append(b"".join(frames))
+            journal.append(b"".join(pending.frame for pending in group))
             journal.sync()
         except BaseException:
             journal.rollback()
@@ -340,15 +327,13 @@ class StoreWriter:
             self._failure_journal = JournalFile(path, self._run_id, resume_at=end)
         return self._failure_journal
 
-    def _rotate(self) -> None:
+    def _close_journal(self) -> None:
         """Closes the journal, to be sealed. The next one is opened when it is needed."""
-        if self._journal is None or not self.journal_rows:
-            return
-        journal, self._journal = self._journal, None
-        journal.close()
+        assert self._journal is not None
+        self._journal.close()
+        self._journal = None
         self._closed_rows[self._journal_number] = self.journal_rows
         self.journal_rows = self._journal_bytes = 0
-        self._full.append(self._journal_number)
 
     # -- in the thread that seals
 
@@ -364,17 +349,3 @@ class StoreWriter:
         sync_folder(journal.parent)
         self._closed_rows.pop(number, None)
         self._run.state.batches.append(number)
-
-
-async def _finish_despite_cancellation(work: Coroutine[None, None, None]) -> None:
-    """Awaits the end of `work` through any number of cancellations."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = cancelled or error
-    task.result()
-    if cancelled is not None:
-        raise cancelled
