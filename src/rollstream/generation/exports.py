@@ -15,8 +15,7 @@ from rollstream.store.export.dataproto import (
     check_packages,
     export_dataproto,
 )
-from rollstream.store.export.files import FILE_NAMES
-from rollstream.store.export.jsonl import export_jsonl
+from rollstream.store.export.files import FILE_NAMES, export_jsonl
 from rollstream.store.manifest import read_manifest
 from rollstream.store.paths import RunPaths
 

@@ -16,8 +16,7 @@ from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import RollstreamError, StorageError
 from rollstream.generation.tracking import Staged, TrackedRun, check_trackers, load_uploader, tracked_run_of
 from rollstream.stop_signals import StoppedEarly, StopSignals
-from rollstream.store.export.files import FILE_NAMES
-from rollstream.store.export.zip import export_zip, zip_batches
+from rollstream.store.export.files import FILE_NAMES, export_zip, zip_batches
 from rollstream.store.journal import write_file_durably
 from rollstream.store.merge import source_digest
 from rollstream.store.paths import RunPaths

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollstream.errors import DamageError, RunDirectoryError
 from rollstream.store.batch import KEY_COLUMNS, build_table, column_values, open_parquet, reading, value_range
-from rollstream.store.export.jsonl import decode_row
+from rollstream.store.export.files import decode_row
 from rollstream.store.journal import ScanReport, scan
 from rollstream.store.manifest import DATASET_IDENTITY, Manifest, require_manifest
 from rollstream.store.paths import RunPaths

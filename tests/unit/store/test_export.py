@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError
-from rollstream.store.export.jsonl import export_jsonl, read_rows
+from rollstream.store.export.files import export_jsonl, read_rows
 from rollstream.store.export.run import export_run
 from rollstream.store.find import find_trajectory
 from rollstream.store.lock import RunLock

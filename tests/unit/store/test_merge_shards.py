@@ -18,7 +18,7 @@ from rollstream.errors import (
     IdentityMismatchError,
     RunDirectoryError,
 )
-from rollstream.store.export.jsonl import read_rows
+from rollstream.store.export.files import read_rows
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import read_manifest
 from rollstream.store.merge import MergeCancelledError, merge_batches

@@ -9,8 +9,8 @@ import pytest
 
 from rollstream.cli import main
 from rollstream.errors import DamageError, StorageError
+from rollstream.store.export.files import zip_batches
 from rollstream.store.export.run import export_run
-from rollstream.store.export.zip import zip_batches
 from rollstream.store.find import find_trajectory
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths

@@ -21,12 +21,11 @@ never stored, and with the model's own positions (`get_rope_index`), which follo
 
 import io
 import logging
-import os
 import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,11 +38,9 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollstream.errors import ConfigError, StorageError
+from rollstream.errors import ConfigError
 from rollstream.store.batch import read_tables
-from rollstream.store.export.files import note_export
-from rollstream.store.export.jsonl import JSON_COLUMNS, decode_row
-from rollstream.store.journal import sync_folder
+from rollstream.store.export.files import JSON_COLUMNS, decode_row, replacing
 from rollstream.store.merge import MergeCancelledError, until
 
 logger = logging.getLogger(__name__)
@@ -83,7 +80,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class DataProtoOptions:
-    """How to write it."""
+    """How to write one."""
 
     pad_token_id: int = 0
     max_rows_per_file: int | None = None
@@ -155,26 +152,17 @@ def export_dataproto(
     names = [target]
     if count > 1:
         names = [target.with_name(f"{target.stem}-{i:05}-of-{count:05}{target.suffix}") for i in range(count)]
-    temporaries = [name.with_name(f".{name.name}.{os.getpid()}.tmp") for name in names]
-    tables = _tables_of_files(artifact, per_file, drop=options.unscored == "drop")
+    if (target.parent / "run.json").exists():  # the caller holds its lock: nobody writes them any more
+        for left in target.parent.glob(f".{target.stem}*{target.suffix}.*.tmp"):
+            left.unlink()
     unknown = 0
-    try:
-        if (target.parent / "run.json").exists():  # the caller holds its lock: nobody writes them any more
-            for left in target.parent.glob(f".{target.stem}*{target.suffix}.*.tmp"):
-                left.unlink()
+    with ExitStack() as files:
+        temporaries = [files.enter_context(replacing(name, artifact)) for name in names]
+        tables = _tables_of_files(artifact, per_file, drop=options.unscored == "drop")
         for temporary, table in zip(temporaries, tables, strict=True):
             unknown += _write_file(temporary, table, layout, options.pad_token_id, artifact, cancelled)
-        for temporary, name in zip(temporaries, names, strict=True):
-            temporary.replace(name)
-        for old in set(dataproto_files(target)) - set(names):
-            old.unlink()
-        sync_folder(target.parent)
-        note_export(artifact, *names)
-    except OSError as error:
-        raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
-    finally:
-        for temporary in temporaries:
-            temporary.unlink(missing_ok=True)
+    for old in set(dataproto_files(target)) - set(names):
+        old.unlink()
     if unknown:
         logger.warning(
             "%d of %d rows have no raw_prompt: their loop makes engine calls that are no message of the "
@@ -205,31 +193,30 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
     """Reads the artifact once for its lengths and names, and for what cannot be written."""
     rows = tokens = without_logprobs = unscored = 0
     longest = {"prompt": 0, "response": 0}
-    extra: dict[str, None] = {}
-    reward_extra: dict[str, None] = {}
+    names: dict[str, dict[str, None]] = {"extra": {}, "reward_extra": {}}
     columns = ["prompt_ids", "response_ids", "response_logprobs", "reward", *JSON_COLUMNS]
-    for whole in until(read_tables(artifact, columns), cancelled):
-        table = whole.filter(_scored(whole))
-        unscored += len(whole) - len(table)
-        if options.unscored != "drop":
-            table = whole
+    for table in until(read_tables(artifact, columns), cancelled):
+        scored = table.filter(_scored(table))
+        unscored += len(table) - len(scored)
+        table = scored if options.unscored == "drop" else table
         _refuse_images(artifact, table)
         rows += len(table)
-        for name in longest:
-            lengths = pc.list_value_length(table[f"{name}_ids"])
-            if name == "prompt" and pc.min(lengths).as_py() == 0:
+        for what in longest:
+            lengths = pc.list_value_length(table[f"{what}_ids"])
+            if what == "prompt" and pc.min(lengths).as_py() == 0:
                 raise ConfigError(f"{artifact} has text without token ids: the run had no tokenizer")
-            longest[name] = max(longest[name], pc.max(lengths).as_py() or 0)
+            longest[what] = max(longest[what], pc.max(lengths).as_py() or 0)
             tokens += pc.sum(lengths).as_py() or 0
         without_logprobs += table["response_logprobs"].null_count
-        for names, column in ((extra, "extra"), (reward_extra, "reward_extra")):
+        for column, found in names.items():
             for text in pc.unique(table[column]).to_pylist():
-                names.update(dict.fromkeys(orjson.loads(text)))
+                found.update(dict.fromkeys(orjson.loads(text)))
     _say_unscored(artifact, rows, unscored, options.unscored)
     if 0 < without_logprobs < rows:
         logger.warning(
             "%d of %d rows have no log-probs, so there are no rollout_log_probs", without_logprobs, rows
         )
+    extra, reward_extra = ([name for name in found if _is_free(name)] for found in names.values())
     layout = _Layout(
         rows=rows,
         prompt_width=_width("prompt", longest["prompt"], options.prompt_width),
@@ -237,15 +224,16 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
         with_logprobs=without_logprobs == 0,
         with_scores=unscored == 0 or options.unscored == "drop",
         # A name of both belongs to the reward, as in verl.
-        extra=[name for name in extra if _is_free(name) and name not in reward_extra],
-        reward_extra=[name for name in reward_extra if _is_free(name)],
+        extra=[name for name in extra if name not in reward_extra],
+        reward_extra=reward_extra,
     )
     # `prompt_messages` is said by `raw_prompt`, and the row's own reward model is what is written.
-    said = {PROMPT_MESSAGES} | ({"reward_model"} & extra.keys())
-    left_out = [name for name in {**extra, **reward_extra} if not _is_free(name) and name not in said]
+    said = {PROMPT_MESSAGES} | ({"reward_model"} & names["extra"].keys())
+    left_out = [name for found in names.values() for name in found if not _is_free(name) and name not in said]
     if left_out:
         logger.warning(
-            "columns with names that a DataProto uses itself are left out: %s", ", ".join(left_out)
+            "columns with names that a DataProto uses itself are left out: %s",
+            ", ".join(dict.fromkeys(left_out)),
         )
     padded = rows * (layout.prompt_width + layout.response_width)
     size = rows * sum(width * np.dtype(_TENSORS[name]).itemsize for name, width in layout.widths().items())
@@ -312,20 +300,15 @@ def _width(what: str, longest: int, asked: int | None) -> int:
 
 def _tables_of_files(artifact: Path, per_file: int, *, drop: bool) -> Iterator[pa.Table]:
     """The rows of each file."""
-    held: list[pa.Table] = []
-    rows = 0
+    held = pa.table({})
     for table in read_tables(artifact):
-        left = table.filter(_scored(table)) if drop else table
-        while len(left):
-            part = left.slice(0, per_file - rows)
-            left = left.slice(len(part))
-            held.append(part)
-            rows += len(part)
-            if rows == per_file:
-                yield pa.concat_tables(held)
-                held, rows = [], 0
-    if held:
-        yield pa.concat_tables(held)
+        table = table.filter(_scored(table)) if drop else table
+        held = pa.concat_tables([held, table]) if len(held) else table
+        while len(held) >= per_file:
+            yield held.slice(0, per_file)
+            held = held.slice(per_file)
+    if len(held):
+        yield held
 
 
 def _write_file(
@@ -468,7 +451,7 @@ def prompt_messages(
 def save_dataproto(
     path: Path, tensors: Any, non_tensor_batch: dict[str, Any], meta_info: dict[str, Any]
 ) -> None:
-    """Writes what `verl.DataProto.load_from_disk` reads, and waits until it is on the disk.
+    """Writes what `verl.DataProto.load_from_disk` reads.
 
     Args:
         path: is overwritten.
@@ -478,8 +461,6 @@ def save_dataproto(
     """
     with _dataproto_class() as dataproto, path.open("wb") as file:
         pickle.dump(dataproto(tensors, non_tensor_batch, meta_info), file, protocol=4)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class _DataProto:

@@ -1,4 +1,4 @@
-"""The exports in a run directory: their names, and of which artifact each was made.
+"""The exports in a run directory: their names, of which artifact each was made, and the plain ones (jsonl, zip).
 
 `exports.json` beside them says the artifact's checksum by file name, so that an export from before the run
 went on (more data, failed rollouts tried again) is not taken for one of the artifact that lies beside it.
@@ -6,16 +6,18 @@ went on (more data, failed rollouts tried again) is not taken for one of the art
 
 import os
 import re
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import orjson
 
 from rollstream.errors import StorageError
-from rollstream.store.batch import recorded_digests
+from rollstream.store.batch import DamagedFileError, read_tables, recorded_digests
 from rollstream.store.journal import write_file_durably
-from rollstream.store.merge import source_digest
+from rollstream.store.merge import MergeCancelledError, source_digest
 from rollstream.store.paths import RunPaths
 
 FILE_NAMES = {
@@ -26,6 +28,12 @@ FILE_NAMES = {
     "zip": "trajectories.zip",
 }
 """What an export is named in the run directory, by format. That of `hf` is a folder."""
+
+JSON_COLUMNS = ("messages", "reward_extra", "ground_truth", "extra")
+"""Columns that hold JSON text."""
+
+_CHUNK = 1 << 20
+"""Bytes copied at a time."""
 
 
 @contextmanager
@@ -85,3 +93,90 @@ def _noted(root: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return noted if isinstance(noted, dict) else {}
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Trajectories of an artifact or batch as dicts, JSON columns decoded.
+
+    Raises:
+        DamageError: its bytes are not what was written.
+        StorageError: it cannot be read right now.
+    """
+    for table in read_tables(path):
+        for row in table.to_pylist():
+            yield decode_row(row, path)
+
+
+def decode_row(row: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A row with its JSON columns decoded. Raises `DamageError` naming `path`."""
+    try:
+        return {key: orjson.loads(value) if key in JSON_COLUMNS else value for key, value in row.items()}
+    except ValueError as error:
+        raise DamagedFileError(path, f"{path.name} is damaged: {error}") from error
+
+
+def export_jsonl(artifact: Path, target: Path, cancelled: Callable[[], bool] = lambda: False) -> int:
+    """Writes `target` (by a temporary name); returns its lines.
+
+    Raises:
+        DamageError: the artifact is damaged.
+        StorageError: the disk is full, or `target` cannot be written.
+        MergeCancelledError: `cancelled`, asked now and then, said so. An older `target` stays.
+    """
+    lines = 0
+    with replacing(target, artifact) as temporary, temporary.open("wb") as file:
+        for row in read_rows(artifact):
+            if cancelled():
+                raise MergeCancelledError
+            file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+            lines += 1
+    return lines
+
+
+def export_zip(
+    artifact: Path, target: Path, *, summary: Path, cancelled: Callable[[], bool] = lambda: False
+) -> None:
+    """Writes a merged artifact and `checkpoint.json`.
+
+    Args:
+        artifact: the merged artifact.
+        target: the file to write; replaced at once when it is whole.
+        summary: `checkpoint.json`; left out where it is not there.
+        cancelled: asked now and then.
+
+    Raises:
+        StorageError: it cannot be written.
+        MergeCancelledError: cancelled; `target` is as it was.
+    """
+    _write([(artifact, "trajectories.parquet"), (summary, "checkpoint.json")], target, artifact, cancelled)
+
+
+def zip_batches(paths: RunPaths, target: Path, cancelled: Callable[[], bool] = lambda: False) -> int:
+    """Writes the sealed batches of a run that is not merged, and `checkpoint.json`; returns how many batches.
+
+    Raises as `export_zip`.
+    """
+    batches = [paths.batch(number) for number in paths.batch_numbers()]
+    files = [(path, f"batches/{path.name}") for path in batches]
+    files.append((paths.root / "checkpoint.json", "checkpoint.json"))
+    _write(files, target, paths.artifact, cancelled)
+    return len(batches)
+
+
+def _write(
+    files: Sequence[tuple[Path, str]], target: Path, artifact: Path, cancelled: Callable[[], bool]
+) -> None:
+    # Stored: Parquet is compressed already, and what is stored can be read where it is.
+    with (
+        replacing(target, artifact) as temporary,
+        zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED, strict_timestamps=False) as archive,
+    ):
+        for path, name in files:
+            if not path.exists():
+                continue
+            entry = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)
+            with path.open("rb") as source, archive.open(entry, "w") as sink:
+                while chunk := source.read(_CHUNK):
+                    if cancelled():
+                        raise MergeCancelledError
+                    sink.write(chunk)

@@ -15,10 +15,8 @@ from pathlib import Path
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
 from rollstream.store.batch import file_rows, seal_journal
 from rollstream.store.export.dataproto import DataProtoOptions, dataproto_files, export_dataproto
-from rollstream.store.export.files import FILE_NAMES, replacing
+from rollstream.store.export.files import FILE_NAMES, export_jsonl, export_zip, replacing
 from rollstream.store.export.hf import check_replaceable, export_hf
-from rollstream.store.export.jsonl import export_jsonl
-from rollstream.store.export.zip import export_zip
 from rollstream.store.lock import locked
 from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import merge_batches

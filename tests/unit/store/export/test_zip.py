@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollstream.errors import StorageError
+from rollstream.store.export.files import export_zip, zip_batches
 from rollstream.store.export.run import export_run
-from rollstream.store.export.zip import export_zip, zip_batches
 from rollstream.store.merge import MergeCancelledError
 from rollstream.store.paths import RunPaths
 from tests.unit.store.test_export import finished, unfinished
