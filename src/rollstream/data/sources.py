@@ -11,7 +11,6 @@ index that slipped into a file (`__index_level_0__`) is a position, not content:
 import bisect
 import itertools
 import json
-import math
 import mmap
 import os
 import tempfile
@@ -21,8 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import orjson
 import pyarrow as pa
@@ -39,16 +38,19 @@ FORMATS = (
 )
 """The formats that are read, for messages."""
 
-_PARQUET_NAMES = (".parquet", ".pq")
+_PARQUET, _ZSTD, _JSON = "Parquet", "JSON Lines compressed with zstd", "JSON Lines"
 _JSON_NAMES = (".jsonl", ".json", ".ndjson")
+_NAMES = {
+    (".parquet", ".pq"): _PARQUET,
+    tuple(f"{one}.zst" for one in _JSON_NAMES): _ZSTD,
+    _JSON_NAMES: _JSON,
+}
 _MAGIC = {
-    b"PAR1": "Parquet",
-    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PAR1": _PARQUET,
+    b"\x28\xb5\x2f\xfd": _ZSTD,
     b"ARROW1": "Arrow IPC",
     b"\x1f\x8b": "gzip",
     b"PK\x03\x04": "zip",
-    b"\x80\x04": "pickle",
-    b"\x80\x05": "pickle",
 }
 _BUFFER_BYTES = 1 << 20
 _SPOOL_BATCH_BYTES = 32 << 20
@@ -184,33 +186,28 @@ class JsonLines(RowSource):
         return f"{super().location(position)} (line {line})"
 
 
-_DIGITS_TO_ZERO = bytes.maketrans(b"0123456789", b"0000000000")
-_TOO_MANY_DIGITS = b"0" * 19
-"""From this many digits on an integer may pass 64 bits, which orjson would silently turn into a float."""
-
-
 def decode_line(line: bytes) -> Row:
-    """Decodes one line. NaN reads as None; it must hold an object.
+    """Decodes one line, which must hold an object. NaN reads as None; integers come as they are written.
 
     Raises:
-        BadRow: Not JSON, not an object, or a number that would not be kept exactly.
+        BadRow: Not JSON, not an object, or a number too large for a float.
     """
     try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        value = _decode_carefully(line)
-    else:
-        # A number of 19 digits passes 64 bits or not; text with that many digits costs a second look only.
-        if _TOO_MANY_DIGITS in line.translate(_DIGITS_TO_ZERO):
-            value = _decode_carefully(line)
+        value = _decode_json_text(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        value = _decode_slowly(line)
     if type(value) is not dict:
         raise BadRow(f"the line holds {described(value)}, not a JSON object")
     return value
 
 
-def _decode_carefully(line: bytes) -> Any:
+_decode_json_text = msgspec.json.Decoder().decode
+
+
+def _decode_slowly(line: bytes) -> Any:
+    """Knows NaN and infinities, and says what is wrong."""
     try:
-        return json.loads(line, parse_constant=_constant, parse_int=_integer, parse_float=_float)
+        return to_jsonable(json.loads(line))
     except UnicodeDecodeError as error:
         raise BadRow(f"not UTF-8 ({error})") from error
     except RecursionError as error:
@@ -218,24 +215,6 @@ def _decode_carefully(line: bytes) -> Any:
     except ValueError as error:
         begins = line[:60].decode(errors="replace").rstrip()
         raise BadRow(f"not JSON ({error}); the line begins {begins!r}") from error
-
-
-def _constant(text: str) -> None:
-    if text != "NaN":
-        raise BadRow(f"{text} has no JSON form; write it as text")
-
-
-def _integer(text: str) -> int:
-    if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**64:
-        raise BadRow(f"the integer {text[:40]} does not fit 64 bits; write it as text")
-    return value
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise BadRow(f"the number {text[:40]} is too large; write it as text")
-    return value
 
 
 class ArrowRows(RowSource):
@@ -394,19 +373,16 @@ def open_source(path: Path, spool_dir: Path | None = None) -> RowSource:
         DataError: Missing, empty, without rows, damaged, or of a format that is not read.
     """
     source: RowSource
-    if path.is_dir():
-        source = _open_dataset_folder(_dataset_folder(path), str(path))
-    else:
-        kind = _check_format(path)
-        try:
-            if kind == "Parquet":
-                source = _open_parquet(path, spool_dir)
-            elif kind == "zstd":
-                source = JsonLines(_decompress(path, spool_dir), str(path), path.parent)
-            else:
-                source = JsonLines(path.open("rb", buffering=_BUFFER_BYTES), str(path), path.parent)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error})") from error
+    try:
+        if path.is_dir():
+            source = _open_dataset_folder(path)
+        elif (kind := _format(path)) == _PARQUET:
+            source = _open_parquet(path, spool_dir)
+        else:
+            file = _decompress(path, spool_dir) if kind == _ZSTD else path.open("rb", buffering=_BUFFER_BYTES)
+            source = JsonLines(file, str(path), path.parent)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
     if not len(source):
         raise DataError(f"{path}: holds no rows")
     return source
@@ -420,39 +396,30 @@ def data_files(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    files, index_files = _dataset_folder_files(_dataset_folder(path))
+    files, index_files = _dataset_files(path)
     return [*files, *index_files]
 
 
-def _check_format(path: Path) -> str:
-    """The format of a file: Parquet, zstd (JSON Lines in it) or JSON Lines. Its name and bytes agree."""
+def _format(path: Path) -> str:
+    """The format of a file; its name and its first bytes agree."""
     if not path.exists():
         raise DataError(_missing(path))
     if not path.is_file():
         raise DataError(f"{path}: not a regular file")
-    try:
-        with path.open("rb") as file:
-            head = file.read(8)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
+    with path.open("rb") as file:
+        head = file.read(8)
     if not head:
         raise DataError(f"{path}: the file is empty")
-    name = path.name.lower()
-    content = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "JSON Lines")
-    if name.endswith(_PARQUET_NAMES):
-        named = "Parquet"
-    elif name.endswith(tuple(suffix + ".zst" for suffix in _JSON_NAMES)):
-        named = "zstd"
-    elif name.endswith(_JSON_NAMES):
-        named = "JSON Lines"
-    else:
-        hint = "" if content == "JSON Lines" else f" (its bytes look like {content})"
-        raise DataError(f"{path}: not a format that is read{hint}. Read are: {FORMATS}")
-    if content != named:
-        says = "JSON Lines compressed with zstd" if named == "zstd" else named
-        found = "text, or something unknown" if content == "JSON Lines" else content
+    named = next((kind for ends, kind in _NAMES.items() if path.name.lower().endswith(ends)), None)
+    content = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), _JSON)
+    found = "text, or something unknown" if content == _JSON else content
+    if named is None:
         raise DataError(
-            f"{path}: its name says {says}, but its bytes are {found}; rename or convert it. Read are: {FORMATS}"
+            f"{path}: not a format that is read (its bytes look like {found}). Read are: {FORMATS}"
+        )
+    if named != content:
+        raise DataError(
+            f"{path}: its name says {named}, but its bytes are {found}; rename or convert it. Read are: {FORMATS}"
         )
     return named
 
@@ -460,11 +427,11 @@ def _check_format(path: Path) -> str:
 def _missing(path: Path) -> str:
     """Why a path leads to no file, and what to do: it may have been a URL, or a dataset's name."""
     text = str(path)
-    scheme = urlsplit(text).scheme
-    if scheme and text.startswith(f"{scheme}:/"):
+    scheme, is_url, rest = text.partition(":/")
+    if is_url:
         return (
-            f"{scheme}://{text.partition(':/')[2].lstrip('/')}: data are read from local files. Download it first"
-            + (", or load a dataset of the Hugging Face Hub by train_tasks" if "http" in scheme else "")
+            f"{scheme}://{rest.lstrip('/')}: data are read from local files. Download it first, or load a "
+            "dataset of the Hugging Face Hub by train_tasks"
         )
     what = f"{path}: no such file (looked in {path.absolute().parent})"
     if text.count("/") == 1 and not path.suffix and not path.parent.exists():
@@ -538,50 +505,39 @@ def _open_parquet(path: Path, spool_dir: Path | None) -> ArrowRows:
     return ArrowRows(table, str(path), path.parent)
 
 
-def _dataset_folder(folder: Path) -> Path:
-    """The dataset in a folder: the folder itself, or the split `train` of a saved `DatasetDict`."""
-    if (folder / "state.json").is_file():
-        return folder
-    if (folder / "dataset_dict.json").is_file():
-        if (folder / "train" / "state.json").is_file():
-            return folder / "train"
-        try:
-            splits = list(map(str, orjson.loads((folder / "dataset_dict.json").read_bytes())["splits"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{folder}: its dataset_dict.json cannot be read ({error!r})") from error
+def _dataset_files(path: Path) -> tuple[list[Path], list[Path]]:
+    """The data files of a saved dataset (of a `DatasetDict`: its split `train`), and those of a stored order."""
+    folder = path if (path / "state.json").is_file() else path / "train"
+    if not (folder / "state.json").is_file():
+        if (path / "dataset_dict.json").is_file():
+            splits = sorted(one.parent.name for one in path.glob("*/state.json"))
+            raise DataError(
+                f"{path}: holds the splits {', '.join(splits) or '(none)'}, but no train; "
+                f"name the one to use, as in {path / (splits or ['SPLIT'])[0]}"
+            )
         raise DataError(
-            f"{folder}: holds the splits {', '.join(splits) or '(none)'}, but no train; "
-            f"name the one to use, as in {folder / (splits or ['SPLIT'])[0]}"
+            f"{path}: a folder, but no Hugging Face dataset folder (it has no state.json); "
+            f"to use the files in it, list them. Read are: {FORMATS}"
         )
-    raise DataError(
-        f"{folder}: a folder, but no Hugging Face dataset folder (it has no state.json); "
-        f"to use the files in it, list them. Read are: {FORMATS}"
-    )
-
-
-def _dataset_folder_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The data files that the `state.json` of a saved dataset names, and those of a stored order of rows."""
     try:
         state = orjson.loads((folder / "state.json").read_bytes())
         files = [folder / entry["filename"] for entry in state["_data_files"]]
-        order = state.get("_indices_data_files") or state.get("_indices_files") or []
-        index_files = [folder / entry["filename"] for entry in order]
+        order = [folder / entry["filename"] for entry in state.get("_indices_data_files") or ()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{folder}: its state.json cannot be read ({error!r}); save the dataset again"
         ) from error
-    for file in (*files, *index_files):
+    for file in (*files, *order):
         if not file.is_file():
             raise DataError(f"{folder}: state.json names {file.name}, which is not there")
-    return files, index_files
+    return files, order
 
 
-def _open_dataset_folder(folder: Path, label: str) -> ArrowRows:
+def _open_dataset_folder(path: Path) -> ArrowRows:
     """Opens a dataset that `Dataset.save_to_disk` wrote; its files are memory-mapped as they are."""
-    files, index_files = _dataset_folder_files(folder)
-    table = _mapped_table(files)
+    files, index_files = _dataset_files(path)
     indices = _mapped_table(index_files).column(0).to_numpy().astype(np.int64) if index_files else None
-    return ArrowRows(table, label, folder, indices)
+    return ArrowRows(_mapped_table(files), str(path), files[0].parent, indices)
 
 
 def _mapped_table(files: Sequence[Path]) -> pa.Table:
