@@ -10,7 +10,7 @@ import hashlib
 import importlib.metadata
 import os
 import string
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
@@ -158,9 +158,7 @@ class Task:
         label = f"train_tasks ({given.get('name', 'no name')})"
         for key in given:
             if key not in cls.config_keys():
-                near = difflib.get_close_matches(str(key), cls.config_keys(), n=1)
-                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(cls.config_keys())}"
-                raise ConfigError(f"{label}: unknown key {key!r}; {hint}")
+                raise ConfigError(f"{label}: unknown key {key!r}; {_hint(key, cls.config_keys())}")
         problems: list[str] = []
         kinds = get_type_hints(cls.config_type, include_extras=True)
         values = {key: read_value(kinds[key], given[key], key, problems) for key in given}
@@ -176,6 +174,11 @@ class Task:
     def label(self) -> str:
         """What messages call the task."""
         return f"train_tasks ({self.config.name})"
+
+    @property
+    def data_source(self) -> str:
+        """The rows' `data_source`."""
+        return self.config.data_source or self.config.name  # type: ignore[no-any-return]
 
     def check(self) -> None:
         """Checks the configuration, before anything is loaded.
@@ -230,7 +233,7 @@ class Task:
             position: Of the example, from 0.
         """
         return {
-            "data_source": self.config.data_source or self.config.name,
+            "data_source": self.data_source,
             "prompt": self.make_prompt(example),
             "reward_model": {"style": "rule", "ground_truth": self.make_ground_truth(example)},
             "extra_info": {"index": position, **self.make_extra_info(example)},
@@ -265,33 +268,23 @@ class Task:
         Raises:
             DataError: An example cannot be used; names the task and the example.
         """
-        made = 0
-        for position, example in enumerate(self._examples()):
-            try:
-                row = self.make_row(example, position)
-                if row is None:
-                    continue
-                jsonable: Row = to_jsonable(row)
-            except (ConfigError, DataError):
-                raise
-            except BadRow as error:
-                raise DataError(f"{self.label}, example {position}: {error}") from error
-            except (Exception, SystemExit) as error:
-                raise DataError(
-                    f"{self.label}, example {position}: {type(error).__name__}: {error}"
-                ) from error
-            yield jsonable
-            made += 1
-            if made == self.config.max_samples:
-                return
-
-    def _examples(self) -> Iterator[Mapping[str, Any]]:
+        made, where = 0, "loading failed"
         try:
-            yield from self.load()
+            for position, example in enumerate(self.load()):
+                where = f"example {position}"
+                row = self.make_row(example, position)
+                jsonable: Row | None = None if row is None else to_jsonable(row)
+                where = "loading failed"
+                if jsonable is not None:
+                    yield jsonable
+                    made += 1
+                if made == self.config.max_samples:
+                    return
         except (ConfigError, DataError):
             raise
         except (Exception, SystemExit) as error:
-            raise DataError(f"{self.label}: loading failed ({type(error).__name__}: {error})") from error
+            kind = "" if isinstance(error, BadRow) else f"{type(error).__name__}: "
+            raise DataError(f"{self.label}, {where}: {kind}{error}") from error
 
     def _chat_messages(self, example: Mapping[str, Any]) -> list[Message]:
         name = self.config.chat_messages_field
@@ -310,10 +303,13 @@ class Task:
 
 def _column(example: Mapping[str, Any], name: str, setting: str) -> Any:
     if name not in example:
-        near = difflib.get_close_matches(name, list(example), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(map(str, example))}"
-        raise BadRow(f"no column {name!r} ({setting}); {hint}")
+        raise BadRow(f"no column {name!r} ({setting}); {_hint(name, example)}")
     return example[name]
+
+
+def _hint(name: object, there: Collection[str]) -> str:
+    near = difflib.get_close_matches(str(name), map(str, there), n=1)
+    return f"did you mean {near[0]}?" if near else f"there are: {', '.join(map(str, there))}"
 
 
 def _local_files(value: Any) -> dict[str, str]:
@@ -368,6 +364,10 @@ class ReasoningGymTask(Task):
             "custom_cls",
         ]  # fmt: skip
 
+    @property
+    def data_source(self) -> str:
+        return f"reasoning_gym/{self.config.dataset}"
+
     def check(self) -> None:
         super().check()
         if self._template is None:
@@ -387,9 +387,9 @@ class ReasoningGymTask(Task):
             raise ConfigError(f"{self.label}: needs the package reasoning-gym: {MISSING_EXTRA}") from error
         config = self.config
         if config.dataset not in DATASETS:
-            near = difflib.get_close_matches(config.dataset, DATASETS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {len(DATASETS)}: {', '.join(DATASETS)}"
-            raise ConfigError(f"{self.label}: reasoning-gym has no dataset {config.dataset!r}; {hint}")
+            raise ConfigError(
+                f"{self.label}: reasoning-gym has no dataset {config.dataset!r}; {_hint(config.dataset, DATASETS)}"
+            )
         try:
             problems: Any = reasoning_gym.create_dataset(
                 config.dataset, size=config.size, seed=config.seed, **config.config
@@ -398,14 +398,6 @@ class ReasoningGymTask(Task):
             raise ConfigError(f"{self.label}: {config.dataset} refuses its config: {error}") from error
         _check_scores_as_json(problems, self.label)
         return (problems[i] for i in range(config.size))
-
-    def make_row(self, example: Mapping[str, Any], position: int) -> Row | None:
-        return {
-            "data_source": f"reasoning_gym/{self.config.dataset}",
-            "prompt": self.make_prompt(example),
-            "reward_model": {"style": "rule", "ground_truth": self.make_ground_truth(example)},
-            "extra_info": {"index": position, **self.make_extra_info(example)},
-        }
 
     def make_ground_truth(self, example: Mapping[str, Any]) -> Any:
         return example["answer"]

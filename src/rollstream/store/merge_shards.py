@@ -135,15 +135,24 @@ def _check_output(roots: Sequence[Path], output: Path) -> None:
 
 def _check_shards(roots: Sequence[Path]) -> list[_Shard]:
     """The shards by number. Raises when they are not one whole run."""
-    manifests = {root: _manifest(root) for root in roots}
-    by_number = _by_number({root: one.identity.get(SHARD_IDENTITY) for root, one in manifests.items()})
+    manifests = {root: require_manifest(root) for root in roots}
+    names = {root: one.identity.get(SHARD_IDENTITY) for root, one in manifests.items()}
+    by_number = _by_number(names)
     first = by_number[0]
     for root in by_number[1:]:
-        _check_same_run(first, root, manifests[first].identity, manifests[root].identity)
-        if manifests[root].versions != manifests[first].versions:
+        old, new = manifests[first], manifests[root]
+        differences = identity_differences(
+            {**old.identity, SHARD_IDENTITY: None}, {**new.identity, SHARD_IDENTITY: None}
+        )
+        if differences:
+            lines = "\n".join(f"  {key}: {before!r} and {after!r}" for key, before, after in differences)
+            raise IdentityMismatchError(
+                f"{first} and {root} are not shards of one run. What differs:\n{lines}", differences
+            )
+        if new.versions != old.versions:
             logger.warning(
                 "%s and %s were generated with different versions: %s and %s",
-                *(first, root, manifests[first].versions, manifests[root].versions),
+                *(first, root, old.versions, new.versions),
             )
     shards = [_Shard(root, manifests[root], _finished(root)) for root in by_number]
     for shard in shards:
@@ -158,40 +167,26 @@ def _check_shards(roots: Sequence[Path]) -> list[_Shard]:
     return shards
 
 
-def _manifest(root: Path) -> Manifest:
-    manifest = require_manifest(root)
-    if manifest.identity.get(SHARD_IDENTITY) is None:
-        raise ConfigError(f"{root} holds a whole run, not a shard of one (generation.shard=i/k)")
-    return manifest
-
-
 def _by_number(names: Mapping[Path, Any]) -> list[Path]:
     """The directories by the number of their shard; raises unless each of `k` is there once."""
-    counts = sorted({name.partition("/")[2] for name in names.values()})
+    found: dict[str, Path] = {}
+    for root, name in names.items():
+        if name is None:
+            raise ConfigError(f"{root} holds a whole run, not a shard of one (generation.shard=i/k)")
+        if name in found:
+            raise ConfigError(f"{found[name]} and {root} are both shard {name}")
+        found[name] = root
+    counts = {name.partition("/")[2] for name in found}
     if len(counts) != 1:
         raise ConfigError(
             "the directories are shards of runs cut differently: "
             + ", ".join(f"{root} is {name}" for root, name in names.items())
         )
-    found: dict[int, Path] = {}
-    for root, name in names.items():
-        number = int(name.partition("/")[0])
-        if number in found:
-            raise ConfigError(f"{found[number]} and {root} are both shard {name}")
-        found[number] = root
-    missing = [f"{number}/{counts[0]}" for number in range(int(counts[0])) if number not in found]
+    wanted = [f"{number}/{count}" for count in counts for number in range(int(count))]
+    missing = [name for name in wanted if name not in found]
     if missing:
         raise ConfigError(f"shards are missing: {', '.join(missing[:10])}{' …' * (len(missing) > 10)}")
-    return [found[number] for number in range(int(counts[0]))]
-
-
-def _check_same_run(first: Path, root: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    differences = [one for one in identity_differences(old, new) if one[0] != SHARD_IDENTITY]
-    if differences:
-        lines = "\n".join(f"  {key}: {before!r} and {after!r}" for key, before, after in differences)
-        raise IdentityMismatchError(
-            f"{first} and {root} are not shards of one run. What differs:\n{lines}", differences
-        )
+    return [found[name] for name in wanted]
 
 
 def _finished(root: Path) -> RunStatus:

@@ -2,7 +2,6 @@
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from rollstream.store.batch import forget_digests, recorded_digests
@@ -24,46 +23,20 @@ MERGE_FOLDER = "merge.tmp"
 _BATCH_NAME = r"batch_(\d{6,})\.parquet"
 
 
-@dataclass(frozen=True, slots=True)
 class RunPaths:
     """Where things are in a run directory."""
 
-    root: Path
-
-    @property
-    def journals(self) -> Path:
-        """Folder of the journal files."""
-        return self.root / "journal"
-
-    @property
-    def batches(self) -> Path:
-        """Folder of the sealed batches."""
-        return self.root / "batches"
-
-    @property
-    def failures(self) -> Path:
-        """Folder of the failed rollouts' journal files."""
-        return self.root / "failed"
-
-    @property
-    def damaged(self) -> Path:
-        """Folder of damaged files that were moved out of the way."""
-        return self.root / "damaged"
-
-    @property
-    def removed(self) -> Path:
-        """Folder of batches with rollouts of prompt rows that an extended dataset does not have."""
-        return self.root / "removed"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of log files."""
-        return self.root / "logs"
-
-    @property
-    def artifact(self) -> Path:
-        """The merged artifact."""
-        return self.root / "trajectories.parquet"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.artifact = root / "trajectories.parquet"
+        self.journals = root / "journal"
+        self.batches = root / "batches"
+        self.failures = root / "failed"
+        self.logs = root / "logs"
+        self.damaged = root / "damaged"
+        """Damaged files that were moved out of the way."""
+        self.removed = root / "removed"
+        """Batches with rollouts of prompt rows that an extended dataset does not have."""
 
     def has_data(self) -> bool:
         """Whether anything was ever finished here."""
@@ -101,19 +74,19 @@ class RunPaths:
 
 
 def _numbers(folder: Path, pattern: str) -> list[int]:
-    if not folder.is_dir():
-        return []
-    matches = (re.fullmatch(pattern, name) for name in os.listdir(folder))  # noqa: PTH208
-    return sorted(int(match[1]) for match in matches if match)
+    names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208
+    return sorted(int(match[1]) for match in (re.fullmatch(pattern, name) for name in names) if match)
 
 
 def missing_batches(paths: RunPaths) -> list[str]:
     """Names of batches that were sealed but are not there any more."""
-    there = {paths.batch(number).name for number in paths.batch_numbers()}
-    recorded = (name for name in recorded_digests(paths.batch(0)) if re.fullmatch(_BATCH_NAME, name))
     # A crash between noting a checksum and naming the batch leaves the journal: nothing is missing then.
-    journals = {paths.batch(number).name for number in paths.journal_numbers()}
-    return sorted(set(recorded) - there - journals)
+    there = {paths.batch(number).name for number in [*paths.batch_numbers(), *paths.journal_numbers()]}
+    return sorted(
+        name
+        for name in recorded_digests(paths.batch(0))
+        if re.fullmatch(_BATCH_NAME, name) and name not in there
+    )
 
 
 def leftovers(paths: RunPaths) -> list[Path]:

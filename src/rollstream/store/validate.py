@@ -24,7 +24,7 @@ from rollstream.store.lock import is_locked, locked
 from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import is_current, is_merged
 from rollstream.store.paths import RunPaths, missing_batches
-from rollstream.store.records import RecordCodec
+from rollstream.store.records import RecordCodec, RolloutRecord
 from rollstream.store.recovery import RunState, quarantine_batch, recover
 
 NO_CHECKSUM = "has no checksum"
@@ -73,7 +73,7 @@ def validate_run(root: Path) -> Validation:
     result.journals = len(numbers)
     journals = [_validate_journal(paths.journal(number), manifest.run_id_bytes, result) for number in numbers]
     for path in paths.failure_files():
-        _validate_failures(path, manifest.run_id_bytes, result)
+        _validate_journal(path, manifest.run_id_bytes, result)
     keys = _join([sealed, *journals])
     missing = missing_batches(paths)
     if paths.artifact.exists():
@@ -85,8 +85,7 @@ def validate_run(root: Path) -> Validation:
     result.rows = len(keys)
     _validate_keys(keys, manifest.n, result)
     result.notes.extend(f"{name} is of an earlier artifact; export it again" for name in stale_exports(root))
-    for path in paths.damaged_files():
-        result.notes.append(f"damaged/{path.name} was quarantined earlier")
+    result.notes.extend(f"damaged/{path.name} was quarantined earlier" for path in paths.damaged_files())
     return result
 
 
@@ -172,40 +171,25 @@ def repair_run(root: Path) -> list[str]:
 
 
 def _validate_journal(path: Path, run_id: bytes, result: Validation) -> Keys:
-    codec, report = RecordCodec(), ScanReport()
+    """Checks a journal file of rollouts or of failures; returns the keys of the rollouts' trajectories."""
+    codec, report, name = RecordCodec(), ScanReport(), f"{path.parent.name}/{path.name}"
     keys: list[tuple[int, int, int]] = []
     for frame in scan(path, run_id, report):
         try:
-            record = codec.decode_rollout(frame.body)
+            record = codec.decode_rollout(frame.body) if frame.rows else codec.decode_failure(frame.body)
         except ValueError as error:
-            result.problems.append(f"journal/{path.name}: frame at offset {frame.offset}: {error}")
+            result.problems.append(f"{name}: frame at offset {frame.offset}: {error}")
             continue
-        if (record.index, record.repeat, len(record.trajectories)) != (frame.index, frame.repeat, frame.rows):
-            result.problems.append(
-                f"journal/{path.name}: frame at offset {frame.offset} has another key inside"
-            )
+        rows = len(record.trajectories) if isinstance(record, RolloutRecord) else 0
+        if (record.index, record.repeat, rows) != (frame.index, frame.repeat, frame.rows):
+            result.problems.append(f"{name}: frame at offset {frame.offset} has another key inside")
         keys += [(frame.index, frame.repeat, number) for number in range(frame.rows)]
-    _note_scan("journal", path, report, result)
-    return np.array(keys, np.int64).reshape(-1, 3)
-
-
-def _validate_failures(path: Path, run_id: bytes, result: Validation) -> None:
-    codec, report = RecordCodec(), ScanReport()
-    for frame in scan(path, run_id, report):
-        try:
-            codec.decode_failure(frame.body)
-        except ValueError as error:
-            result.problems.append(f"failed/{path.name}: frame at offset {frame.offset}: {error}")
-    _note_scan("failed", path, report, result)
-
-
-def _note_scan(folder: str, path: Path, report: ScanReport, result: Validation) -> None:
-    result.problems.extend(f"{folder}/{damage}" for damage in report.damage)
+    result.problems.extend(f"{path.parent.name}/{damage}" for damage in report.damage)
     if report.torn:
         result.notes.append(
-            f"{folder}/{path.name} ends in an unfinished frame ({report.torn} bytes), as after a crash; "
-            "the next run cuts it"
+            f"{name} ends in an unfinished frame ({report.torn} bytes), as after a crash; the next run cuts it"
         )
+    return np.array(keys, np.int64).reshape(-1, 3)
 
 
 def _validate_keys(keys: Keys, n: int, result: Validation) -> None:
