@@ -109,8 +109,13 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def decode_row(row: dict[str, Any], path: Path) -> dict[str, Any]:
     """A row with its JSON columns decoded. Raises `DamageError` naming `path`."""
+    return row | {key: load_json(row[key], path) for key in JSON_COLUMNS if key in row}
+
+
+def load_json(text: str, path: Path) -> Any:
+    """A cell of a JSON column. Raises `DamageError` naming `path`."""
     try:
-        return {key: orjson.loads(value) if key in JSON_COLUMNS else value for key, value in row.items()}
+        return orjson.loads(text)
     except ValueError as error:
         raise DamagedFileError(path, f"{path.name} is damaged: {error}") from error
 

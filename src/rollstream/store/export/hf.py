@@ -12,8 +12,8 @@ row has text; what has no one type over all rows is JSON text, and the card says
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollstream.errors import ConfigError, StorageError
-from rollstream.store.batch import SCHEMA, DamagedFileError, read_tables
-from rollstream.store.export.files import note_export
+from rollstream.store.batch import SCHEMA, read_tables
+from rollstream.store.export.files import load_json, note_export
 from rollstream.store.manifest import Manifest
 from rollstream.store.merge import until
 
@@ -124,17 +124,10 @@ def _survey(artifact: Path, cancelled: Callable[[], bool]) -> _Survey:
         found.scored += len(final) - final["reward"].null_count
         found.text_truth &= bool(pc.all(pc.starts_with(table["ground_truth"], '"')).as_py())
         for text in table["messages"].to_pylist():
-            for message in _loads(text, artifact):
+            for message in load_json(text, artifact):
                 for key, value in message.items():
                     found.keys[key] = found.keys.get(key, True) and isinstance(value, str | None)
     return found
-
-
-def _loads(text: str, path: Path) -> Any:
-    try:
-        return orjson.loads(text)
-    except ValueError as error:
-        raise DamagedFileError(path, f"{path.name} is damaged: {error}") from error
 
 
 def _write_rows(
@@ -162,12 +155,12 @@ def _write_rows(
 def _converted(table: pa.Table, survey: _Survey, schema: pa.Schema, path: Path) -> pa.Table:
     messages = [
         [{key: _cell(message.get(key), text) for key, text in survey.keys.items()} for message in row]
-        for row in (_loads(text, path) for text in table["messages"].to_pylist())
+        for row in (load_json(text, path) for text in table["messages"].to_pylist())
     ]
     columns = {name: table[name] for name in schema.names}
     columns["messages"] = pa.array(messages, schema.field("messages").type)
     if survey.text_truth:
-        truths = [_loads(text, path) for text in table["ground_truth"].to_pylist()]
+        truths = [load_json(text, path) for text in table["ground_truth"].to_pylist()]
         columns["ground_truth"] = pa.array(truths, pa.string())
     return pa.table(columns, schema=schema)
 
@@ -241,30 +234,36 @@ _TEXTS = {
 }
 
 
-def check_login() -> None:
-    """Raises `ConfigError` when nobody is logged in, `StorageError` when the hub cannot be reached."""
+@contextmanager
+def _hub_errors(failed: str, refused: str, hint: str = "") -> Iterator[None]:
+    """What the hub's client raises, as `ConfigError` where it refuses and as `StorageError` otherwise."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
     try:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-    except ImportError as error:
-        raise ConfigError(
-            "pushing needs huggingface_hub, not installed here: pip install 'rollstream[hub]'"
-        ) from error
-    try:
-        HfApi().whoami()
+        yield
     except LocalTokenNotFoundError as error:
         raise ConfigError(
             "nobody is logged in to the Hugging Face hub: `hf auth login`, or a token in HF_TOKEN"
         ) from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in (401, 403):
-            raise ConfigError(
-                f"the Hugging Face hub refuses this token (status {status}): `hf auth login` anew"
-            ) from error
-        raise StorageError(f"the Hugging Face hub answers with status {status}; try again later") from error
+    except HFValidationError as error:
+        raise ConfigError(f"{refused}: {error}") from error
     except Exception as error:  # what the HTTP library raises depends on the hub client's version
-        raise StorageError(f"cannot reach the Hugging Face hub: {error}") from error
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
+            raise ConfigError(f"{refused}: {error}") from error
+        raise StorageError(f"{failed}: {error}{hint}") from error
+
+
+def check_login() -> None:
+    """Raises `ConfigError` when nobody is logged in, `StorageError` when the hub cannot be reached."""
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise ConfigError(
+            "pushing needs huggingface_hub, not installed here: pip install 'rollstream[hub]'"
+        ) from error
+    refused = "the Hugging Face hub refuses this token (`hf auth login` anew)"
+    with _hub_errors("cannot reach the Hugging Face hub", refused):
+        HfApi().whoami()
 
 
 def push_folder(folder: Path, repo: str, *, public: bool = False) -> str:
@@ -280,24 +279,15 @@ def push_folder(folder: Path, repo: str, *, public: bool = False) -> str:
         StorageError: it could not be uploaded; the folder is there.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    api = HfApi()
-    try:
-        made = api.create_repo(repo, repo_type="dataset", private=not public, exist_ok=True)
-        api.upload_folder(
+    refused = f"--push {repo}: the Hugging Face hub does not let you write to {repo}"
+    with _hub_errors(f"cannot push to {repo}", refused, f". {folder} is there; push it again"):
+        made = HfApi().create_repo(repo, repo_type="dataset", private=not public, exist_ok=True)
+        HfApi().upload_folder(
             repo_id=made.repo_id,
             repo_type="dataset",
             folder_path=folder,
             commit_message="Trajectories from rollstream",
             delete_patterns=["data/train-*.parquet"],
         )
-    except HFValidationError as error:
-        raise ConfigError(f"--push {repo}: {error}") from error
-    except HfHubHTTPError as error:
-        if error.response.status_code in (401, 403, 404):
-            raise ConfigError(f"the Hugging Face hub does not let you write to {repo}: {error}") from error
-        raise StorageError(f"cannot push to {repo}: {error}. {folder} is there; push it again") from error
-    except Exception as error:  # as above
-        raise StorageError(f"cannot push to {repo}: {error}. {folder} is there; push it again") from error
     return f"https://huggingface.co/datasets/{made.repo_id}"
