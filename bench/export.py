@@ -103,7 +103,7 @@ def measure_merge(folder: Path) -> dict[str, float]:
 
     before, started = peak_rss_mb(), time.perf_counter()
     roots = [folder / f"shard{number}" for number in range(SHARDS)]
-    merged = merge_shards(roots, folder / "merged", to_yaml=str)
+    merged = merge_shards(roots, folder / "merged")
     artifact = folder / "merged" / "trajectories.parquet"
     return {
         "rows": merged.rows,

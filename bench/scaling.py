@@ -123,7 +123,7 @@ async def measure_shards(rollouts: int) -> dict[str, dict[str, float]]:
                 await writer.close(seal=True)
                 write_checkpoint(run.paths, run.manifest, run.state, total=len(made))
         cpu, started = cpu_seconds(), time.perf_counter()
-        merged = await asyncio.to_thread(merge_shards, roots, Path(folder) / "merged", to_yaml=str)
+        merged = await asyncio.to_thread(merge_shards, roots, Path(folder) / "merged")
         size = sum(map(_size, merged.output.rglob("*.parquet")))
         return {"merge shards": _figures(rollouts, started, cpu, size)}
 

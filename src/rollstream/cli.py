@@ -366,14 +366,9 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from omegaconf import OmegaConf
-
-    from rollstream.config.load import to_yaml
     from rollstream.store.merge_shards import merge_shards
 
-    merged = merge_shards(
-        options.shards, options.output, to_yaml=lambda tree: to_yaml(OmegaConf.create(tree))
-    )
+    merged = merge_shards(options.shards, options.output)
     if options.json:
         print(orjson.dumps({**asdict(merged), "output": str(merged.output)}).decode())
     else:

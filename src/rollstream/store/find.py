@@ -14,6 +14,7 @@ from rollstream.store.journal import ScanReport, scan
 from rollstream.store.manifest import DATASET_IDENTITY, Manifest, require_manifest
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
+from rollstream.store.summary import read_failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +124,9 @@ def _why_missing(paths: RunPaths, manifest: Manifest, index: int, repeat: int) -
         return "prompt rows are numbered from 0" + (f" to {rows - 1}" if isinstance(rows, int) else "")
     if not 0 <= repeat < manifest.n:
         return f"a prompt row has {manifest.n} rollouts, repeats 0 to {manifest.n - 1}"
-    error = None
-    for path in paths.failure_files():
-        for frame in scan(path, manifest.run_id_bytes, ScanReport()):
-            if (frame.index, frame.repeat) == (index, repeat):
-                error = RecordCodec().decode_failure(frame.body).error
-    if error is not None:
-        return f"it failed: {error}"
+    failures = (one for one in read_failures(paths.root) if (one.index, one.repeat) == (index, repeat))
+    if (failure := next(failures, None)) is not None:
+        return f"it failed: {failure.error}"
     return (
         f"it is not done yet, or its prompt row is not part of the run; see `rollstream status {paths.root}`"
     )

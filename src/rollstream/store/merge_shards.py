@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from omegaconf import OmegaConf
 
 from rollstream.errors import (
     ConfigError,
@@ -75,7 +76,6 @@ def merge_shards(
     roots: Sequence[Path],
     output: Path,
     *,
-    to_yaml: Callable[[dict[str, Any]], str],
     cancelled: Callable[[], bool] = lambda: False,
 ) -> MergedRun:
     """Writes `output`, in bounded memory (some bytes a rollout).
@@ -83,7 +83,6 @@ def merge_shards(
     Args:
         roots: the shards' run directories, in any order.
         output: the run directory to make; must not exist, or be an empty folder.
-        to_yaml: a configuration tree as text for `config.yaml`.
         cancelled: asked between row groups.
 
     Raises:
@@ -109,7 +108,7 @@ def merge_shards(
             for left in folder.iterdir():
                 if left.name != "run.lock":
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
-            merged = _write(shards, folder, output, to_yaml, cancelled)
+            merged = _write(shards, folder, output, cancelled)
             sync_folder(folder)
             folder.rename(output)
             sync_folder(output.absolute().parent)
@@ -221,7 +220,6 @@ def _write(
     shards: Sequence[_Shard],
     folder: Path,
     output: Path,
-    to_yaml: Callable[[dict[str, Any]], str],
     cancelled: Callable[[], bool],
 ) -> MergedRun:
     paths = RunPaths(folder)
@@ -246,7 +244,7 @@ def _write(
             journal.sync()
         finally:
             journal.close()
-    write_file_durably(folder / "config.yaml", to_yaml(manifest.config).encode())
+    write_file_durably(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(manifest.config)).encode())
     write_manifest(folder, manifest)
     _, state = inspect(folder)
     if state.rows:

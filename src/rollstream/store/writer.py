@@ -78,7 +78,7 @@ class StoreWriter:
         self._waiting: list[_Pending] = []
         self._rotate_asked = False
         self._writing: asyncio.Task[None] | None = None
-        self._sealing: set[asyncio.Task[None]] = set()
+        self._sealing: set[asyncio.Task[bool]] = set()
         self._idle: asyncio.TimerHandle | None = None
         self._write_thread = ThreadPoolExecutor(1, "store-write")
         self._seal_thread = ThreadPoolExecutor(1, "store-seal")

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from rollstream.errors import (
     ConfigError,
@@ -22,7 +22,7 @@ from rollstream.store.export.files import read_rows
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import read_manifest
 from rollstream.store.merge import MergeCancelledError, merge_batches
-from rollstream.store.merge_shards import MergedRun, merge_shards
+from rollstream.store.merge_shards import merge_shards
 from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_failures, read_status, write_checkpoint
 from rollstream.store.validate import validate_run
@@ -50,10 +50,6 @@ async def write_shards(folder: Path, work: Work, count: int) -> list[Path]:
     ]
 
 
-def merge(roots: list[Path], output: Path, **options: Any) -> MergedRun:
-    return merge_shards(roots, output, to_yaml=lambda tree: orjson.dumps(tree).decode(), **options)
-
-
 def work_of(rows: int) -> Work:
     return [rollout(i, r, trajectories=1 + (i + r) % 3) for i in range(rows) for r in range(N)]
 
@@ -76,7 +72,7 @@ def test_it_is_the_run_without_shards(
 
     roots = asyncio.run(write())
     seed.shuffle(roots)
-    merged = merge(roots, tmp_path / "out")
+    merged = merge_shards(roots, tmp_path / "out")
     whole, found = read_status(tmp_path / "whole"), read_status(tmp_path / "out")
     for name in ("total", "completed", "failed", "owed", "rows", "mean_reward"):
         assert getattr(found, name) == getattr(whole, name), name
@@ -98,11 +94,11 @@ def test_it_is_the_run_without_shards(
 
 async def test_the_configuration_names_the_whole_run(tmp_path: Path) -> None:
     roots = await write_shards(tmp_path, work_of(4), 2)
-    merge(roots, tmp_path / "out")
+    merge_shards(roots, tmp_path / "out")
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     assert "generation.shard" not in manifest.identity
-    config = orjson.loads((tmp_path / "out" / "config.yaml").read_bytes())
+    config = OmegaConf.load(tmp_path / "out" / "config.yaml")
     assert config["generation"]["shard"] is None
     assert config["trainer"]["default_local_dir"] == str(tmp_path / "out")
     assert config["a"] == 1
@@ -133,11 +129,11 @@ async def test_what_is_not_one_whole_run_is_refused(tmp_path: Path) -> None:
     ]
     for roots, output, error, message in cases:
         with pytest.raises(error, match=message):
-            merge(roots, output)
+            merge_shards(roots, output)
         assert not (tmp_path / "out").exists()
     (tmp_path / "full" / "x").unlink()
     (tmp_path / "full" / "run.lock").unlink()
-    assert merge([three, one, two], tmp_path / "full").completed == 12
+    assert merge_shards([three, one, two], tmp_path / "full").completed == 12
 
 
 async def test_a_shard_without_batches_gives_its_artifact(tmp_path: Path) -> None:
@@ -145,7 +141,7 @@ async def test_a_shard_without_batches_gives_its_artifact(tmp_path: Path) -> Non
     with open_dir(roots[1], **{"generation.shard": "1/2"}) as run:
         merge_batches(run.paths, run.manifest.run_id_bytes)
     shutil.rmtree(roots[1] / "batches")
-    assert merge(roots, tmp_path / "out").completed == 12
+    assert merge_shards(roots, tmp_path / "out").completed == 12
     assert validate_run(tmp_path / "out").sound
 
 
@@ -154,11 +150,11 @@ async def test_an_unfinished_shard_is_named(tmp_path: Path) -> None:
     shutil.rmtree(roots[1])
     await write_run(roots[1], [rollout(1)], total=4, **{"generation.shard": "1/2"})
     with pytest.raises(RunDirectoryError, match=r"shard1: 1 of 4 rollouts done; the shard is unfinished"):
-        merge(roots, tmp_path / "out")
+        merge_shards(roots, tmp_path / "out")
     shutil.rmtree(roots[1])
     await commit_all(roots[1], work_of(1), seal=False, **{"generation.shard": "1/2"})
     with pytest.raises(RunDirectoryError, match=r"2 of \? rollouts done"):
-        merge(roots, tmp_path / "out")
+        merge_shards(roots, tmp_path / "out")
 
 
 async def test_rows_in_two_shards_are_refused(tmp_path: Path) -> None:
@@ -166,7 +162,7 @@ async def test_rows_in_two_shards_are_refused(tmp_path: Path) -> None:
     shutil.rmtree(roots[1])
     await write_run(roots[1], [rollout(1), rollout(2)], **{"generation.shard": "1/2"})
     with pytest.raises(DamageError, match=r"1 prompt rows .*stand in another shard, too: \[2\]"):
-        merge(roots, tmp_path / "out")
+        merge_shards(roots, tmp_path / "out")
 
 
 async def test_a_shard_in_use_is_waited_for_by_a_person(tmp_path: Path) -> None:
@@ -174,7 +170,7 @@ async def test_a_shard_in_use_is_waited_for_by_a_person(tmp_path: Path) -> None:
     lock = RunLock(roots[1] / "run.lock")
     lock.acquire()
     with pytest.raises(RunDirectoryError, match="shard1 is being written by another run"):
-        merge(roots, tmp_path / "out")
+        merge_shards(roots, tmp_path / "out")
     lock.release()
     # Another merge into the same place is let alone.
     aside = tmp_path / ".out.merge.tmp"
@@ -183,10 +179,10 @@ async def test_a_shard_in_use_is_waited_for_by_a_person(tmp_path: Path) -> None:
     lock = RunLock(aside / "run.lock")
     lock.acquire()
     with pytest.raises(RunDirectoryError, match=r"out\.merge\.tmp is being written"):
-        merge(roots, tmp_path / "out")
+        merge_shards(roots, tmp_path / "out")
     assert (aside / "theirs").exists()
     lock.release()
-    assert merge(roots, tmp_path / "out").completed == 8
+    assert merge_shards(roots, tmp_path / "out").completed == 8
 
 
 @pytest.mark.parametrize("at", [0.1, 0.35, 0.6, 0.85])
@@ -197,7 +193,7 @@ async def test_damage_in_a_shard_is_found(tmp_path: Path, at: float) -> None:
     data[int(len(data) * at)] ^= 1
     batch.write_bytes(data)
     with pytest.raises(DamageError, match=r"shard0.*batch_000000"):
-        merge(roots, tmp_path / "out")
+        merge_shards(roots, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shard0", "shard1"]
 
 
@@ -206,7 +202,7 @@ async def test_cancelled_it_leaves_nothing(tmp_path: Path) -> None:
     for patience in range(60):
         asked = iter([False] * patience + [True] * 1000)
         try:
-            merge(roots, tmp_path / "out", cancelled=asked.__next__)
+            merge_shards(roots, tmp_path / "out", cancelled=asked.__next__)
         except MergeCancelledError:
             assert sorted(path.name for path in tmp_path.iterdir()) == ["shard0", "shard1"]
         else:
@@ -228,7 +224,7 @@ def cancelled():
         sys.stdin.read()  # until killed
     return False
 merge_shards.merge_shards(
-    [Path(word) for word in sys.argv[3:]], Path(sys.argv[2]), to_yaml=str, cancelled=cancelled
+    [Path(word) for word in sys.argv[3:]], Path(sys.argv[2]), cancelled=cancelled
 )
 """
 
@@ -243,7 +239,7 @@ def test_killed_it_can_be_run_again(tmp_path: Path, calls: int) -> None:
         process.kill()
     assert not (tmp_path / "out").exists()
     assert (tmp_path / ".out.merge.tmp").exists()
-    assert merge(roots, tmp_path / "out").completed == 12
+    assert merge_shards(roots, tmp_path / "out").completed == 12
     assert validate_run(tmp_path / "out").sound
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "shard0", "shard1"]
 
@@ -258,7 +254,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000))\n"
         "try:\n"
-        "    merge_shards([Path(word) for word in sys.argv[2:]], Path(sys.argv[1]), to_yaml=str)\n"
+        "    merge_shards([Path(word) for word in sys.argv[2:]], Path(sys.argv[1]))\n"
         "except StorageError as error:\n"
         "    print(error)\n"
     )
