@@ -75,7 +75,6 @@ class PromptDataset:
         max_samples: Visit this many rows at most; None: all.
         files: The data files, for `file_digests`; None when the rows do not come from files alone.
         known: What an earlier run found out; used when the files are the same, byte for byte.
-        spool_dir: Folder of temporary files; None takes the system's.
 
     Raises:
         DataError: The first row cannot be used.
@@ -90,13 +89,11 @@ class PromptDataset:
         max_samples: int | None = None,
         files: list[Path] | None = None,
         known: KnownDataset | None = None,
-        spool_dir: Path | None = None,
     ) -> None:
         self._source = source
         self._prompt_column = prompt_column
         self._files = files
         self._known = known
-        self._spool_dir = spool_dir
         self._file_digests: list[FileDigest] | None = None
         self._fingerprint: str | None = None
         self._digests: BinaryIO | None = None  # content digests by index, 16 bytes each; once scanned
@@ -237,7 +234,7 @@ class PromptDataset:
         shown: list[str] = []
         bad = 0
         self._data_sources.clear()
-        with spool_for("prompt keys", self._spool_dir) as digests:
+        with spool_for("prompt keys") as digests:
             for index, row in enumerate(self._source.scan()):
                 try:
                     if isinstance(row, BadRow):
@@ -264,16 +261,12 @@ class PromptDataset:
         return fingerprint.hexdigest()
 
 
-def load_prompts(
-    data: DataSettings, *, spool_dir: Path | None = None, known: KnownDataset | None = None
-) -> PromptDataset:
+def load_prompts(data: DataSettings, *, known: KnownDataset | None = None) -> PromptDataset:
     """Opens the dataset of a run and checks its first row; `fingerprint` checks all of them.
 
     Args:
         data: `data` of the configuration; used are train_files, custom_cls, prompt_key, shuffle, seed and
             train_max_samples. Lengths are for `filter_overlong` and `truncate`.
-        spool_dir: Folder for unpacked data (Parquet and zstd files need their uncompressed size there while
-            the dataset is open); None takes the system's temporary folder (`TMPDIR`).
         known: What an earlier run found out about its dataset; spares reading all rows when the files are
             the same, byte for byte.
 
@@ -293,7 +286,7 @@ def load_prompts(
                 "data.train_files: not set; name the files with prompts, or train_tasks to build some"
             )
         paths = [Path(file).expanduser() for file in data.files]
-        sources = [open_source(path, spool_dir) for path in paths]
+        sources = [open_source(path) for path in paths]
         source = sources[0] if len(sources) == 1 else Concatenated(sources)
         files = [file for path in paths for file in data_files(path)]
     return PromptDataset(
@@ -303,7 +296,6 @@ def load_prompts(
         max_samples=data.train_max_samples if data.train_max_samples > 0 else None,
         files=files,
         known=known,
-        spool_dir=spool_dir,
     )
 
 

@@ -362,12 +362,11 @@ def load_class(path: str | None, name: str | None, setting: str) -> type:
     return loaded
 
 
-def open_source(path: Path, spool_dir: Path | None = None) -> RowSource:
+def open_source(path: Path) -> RowSource:
     """Opens a file or dataset folder as rows.
 
     Args:
         path: What to open. Its name says the format; its first bytes must agree.
-        spool_dir: Folder for unpacked data (Parquet, zstd); None takes the system's temporary folder.
 
     Raises:
         DataError: Missing, empty, without rows, damaged, or of a format that is not read.
@@ -377,9 +376,9 @@ def open_source(path: Path, spool_dir: Path | None = None) -> RowSource:
         if path.is_dir():
             source = _open_dataset_folder(path)
         elif (kind := _format(path)) == _PARQUET:
-            source = _open_parquet(path, spool_dir)
+            source = _open_parquet(path)
         else:
-            file = _decompress(path, spool_dir) if kind == _ZSTD else path.open("rb", buffering=_BUFFER_BYTES)
+            file = _decompress(path) if kind == _ZSTD else path.open("rb", buffering=_BUFFER_BYTES)
             source = JsonLines(file, str(path), path.parent)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
@@ -440,15 +439,15 @@ def _missing(path: Path) -> str:
 
 
 @contextmanager
-def spool_for(what: str, spool_dir: Path | None) -> Iterator[BinaryIO]:
+def spool_for(what: str) -> Iterator[BinaryIO]:
     """Opens a spool file to be filled inside the `with`; it stays open after it, unless filling failed.
 
     Raises:
-        DataError: The folder cannot be written, or is full: names it, and how to choose another.
+        DataError: The temporary folder cannot be written, or is full: names it, and how to choose another.
     """
     spool: Any = None
     try:
-        spool = tempfile.TemporaryFile(dir=spool_dir)  # noqa: SIM115  the caller closes it
+        spool = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
         yield spool
         spool.flush()
         spool.seek(0)
@@ -457,17 +456,17 @@ def spool_for(what: str, spool_dir: Path | None) -> Iterator[BinaryIO]:
             spool.close()
         if isinstance(error, OSError) and error.errno is not None:  # Arrow's own complaints have no errno
             raise DataError(
-                f"{what}: cannot be put into the temporary folder {spool_dir or tempfile.gettempdir()} "
+                f"{what}: cannot be put into the temporary folder {tempfile.gettempdir()} "
                 f"({error}); free space there, or set TMPDIR to a folder on a larger disk"
             ) from error
         raise
 
 
-def _decompress(path: Path, spool_dir: Path | None) -> BinaryIO:
+def _decompress(path: Path) -> BinaryIO:
     """Decompresses a zstd file into a spool file; several frames, as `pzstd` writes them, are one stream."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame = None
-    with spool_for(str(path), spool_dir) as spool, path.open("rb") as source:
+    with spool_for(str(path)) as spool, path.open("rb") as source:
         try:
             while chunk := source.read(64 << 10):  # small: zstd can expand a thousandfold
                 while chunk:
@@ -483,12 +482,12 @@ def _decompress(path: Path, spool_dir: Path | None) -> BinaryIO:
     return spool
 
 
-def _open_parquet(path: Path, spool_dir: Path | None) -> ArrowRows:
+def _open_parquet(path: Path) -> ArrowRows:
     """Opens a Parquet file for random access, which Parquet itself gives by row group only."""
     try:
         with (
             pq.ParquetFile(path) as parquet,
-            spool_for(str(path), spool_dir) as spool,
+            spool_for(str(path)) as spool,
             pa.ipc.new_file(spool, parquet.schema_arrow) as writer,
         ):
             groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]

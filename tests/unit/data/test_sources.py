@@ -2,6 +2,7 @@ import datetime
 import json
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,15 @@ def test_keys_that_the_schema_invented_are_left_out(tmp_path: Path) -> None:
     assert [source.row(0), source.row(1)] == list(source.scan()) == UNEVEN
 
 
-def test_the_spool_file_has_no_name(tmp_path: Path) -> None:
+def test_the_spool_file_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "spool").mkdir()
-    source = open_source(write_parquet(tmp_path / "a.parquet", UNEVEN), tmp_path / "spool")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "spool"))
+    source = open_source(write_parquet(tmp_path / "a.parquet", UNEVEN))
     assert list((tmp_path / "spool").iterdir()) == []
     assert source.row(0) == UNEVEN[0]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(DataError, match=r"temporary folder .*missing.*TMPDIR"):
-        open_source(tmp_path / "a.parquet", tmp_path / "missing")
+        open_source(tmp_path / "a.parquet")
 
 
 def test_arrow_types_become_json(tmp_path: Path) -> None:
