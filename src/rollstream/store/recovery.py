@@ -172,7 +172,7 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
             continue
         state.unsealed.append(number)
         state.journal_rows += rows
-        state.damage.extend(f"{damage}" for damage in report.damage)
+        state.damage.extend(map(str, report.damage))
         state.torn += report.torn
     for path in paths.failure_files():
         _scan_failures(path, manifest, state)
