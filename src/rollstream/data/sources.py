@@ -16,7 +16,7 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -234,6 +234,7 @@ class ArrowRows(RowSource):
         names = [name for name in table.column_names if not name.startswith("__index_level_")]
         super().__init__(label, folder)
         self._table, self._indices = table.select(names), indices
+        self._columns = list(zip(names, self._table.columns, strict=True))
         stored = table.num_rows
         if indices is not None and len(indices) and not 0 <= indices.min() <= indices.max() < stored:
             raise DataError(f"{label}: its indices point outside its {stored} rows; save the dataset again")
@@ -244,7 +245,10 @@ class ArrowRows(RowSource):
 
     def row(self, position: int) -> Row:
         stored = position if self._indices is None else int(self._indices[position])
-        return self._to_row(_to_python(self._table.slice(stored, 1))[0])
+        # A cell at a time takes half as long as a slice of one row.
+        return self._to_row(
+            _to_python(lambda **how: {name: column[stored].as_py(**how) for name, column in self._columns})
+        )
 
     def scan(self) -> Iterator[Row | BadRow]:
         if self._indices is not None:
@@ -253,7 +257,7 @@ class ArrowRows(RowSource):
         begin = 0
         for batch in self._table.to_batches(max_chunksize=_SCAN_ROWS):
             try:
-                rows: list[Any] = _to_python(batch)
+                rows: list[Any] = _to_python(batch.to_pylist)
             except BadRow:  # one of them: find which
                 rows = [None] * batch.num_rows
             for position, raw in enumerate(rows, begin):
@@ -270,12 +274,12 @@ class ArrowRows(RowSource):
         return row
 
 
-def _to_python(rows: Any) -> list[Row]:
+def _to_python(convert: Callable[..., Any]) -> Any:
+    """Arrow's values as Python's."""
     try:
-        made: list[Row] = rows.to_pylist(maps_as_pydicts="strict")
+        return convert(maps_as_pydicts="strict")
     except (pa.ArrowException, ValueError, KeyError, OverflowError) as error:
         raise BadRow(f"a value cannot be read ({type(error).__name__}: {error})") from error
-    return made
 
 
 def _inner_fields(kind: pa.DataType) -> "Iterable[pa.Field[Any]]":
