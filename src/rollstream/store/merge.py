@@ -3,7 +3,7 @@
 A bucket sort on disk. The keys alone are sorted first; they say where in the artifact each row goes. Then
 every batch is read once and its rows are spread over buckets of consecutive ranks (Arrow IPC files in a
 temporary folder), and every bucket is read, sorted and appended to the artifact. A bucket that
-turns out too large is cut again in the same way. Where one bucket is enough, nothing is spread.
+turns out too large is cut again in the same way.
 
 Rows of keys that stand in several batches come from the batch with the lowest number.
 """
@@ -247,23 +247,9 @@ def _sorted_tables(
         bucket_bytes: sorted in memory at once.
         folder: for temporary files.
     """
-    buckets = int(min(-(-total_bytes // bucket_bytes), _MAX_BUCKETS, len(wanted)))
-    if buckets <= 1:
-        picked, held = [], 0
-        for rank, table in _kept_rows(tables(), ranks):
-            if len(table):
-                picked.append((rank, table))
-                held += table.nbytes
-            if held > 4 * bucket_bytes and len(wanted) > 1:
-                # Encoded it was small, decoded it is not (a long text in every row, say).
-                picked.clear()
-                decoded = sum(table.nbytes for _, table in _kept_rows(tables(), ranks))
-                yield from _sorted_tables(tables, ranks, wanted, decoded, bucket_bytes, folder)
-                return
-        if picked:
-            order = np.argsort(np.concatenate([rank for rank, _ in picked]))
-            yield _take(pa.concat_tables([table for _, table in picked]), order)
+    if not wanted:
         return
+    buckets = max(1, min(-(-total_bytes // bucket_bytes), _MAX_BUCKETS, len(wanted)))
     folder.mkdir()
     # Cut by rank: bucket b has the ranks from edges[b] on.
     edges = [wanted.start + number * len(wanted) // buckets for number in range(buckets + 1)]
@@ -278,20 +264,23 @@ def _sorted_tables(
             bucket_of = np.searchsorted(edges, rank, side="right") - 1
             for number in np.unique(bucket_of):
                 chosen = bucket_of == number
-                part = table.filter(pa.array(chosen))
+                part = table if chosen.all() else table.filter(pa.array(chosen))
                 writers[number].write_table(part)
                 ranks_of[number].append(rank[chosen])
                 sizes[number] += part.nbytes
     for number in range(buckets):
         path = folder / f"{number}.arrow"
-        inner = folder / f"{number}"
-        # A bucket of unusually long rows, or one of very many, is cut again.
-        again = sizes[number] if sizes[number] > 2 * bucket_bytes else 0
-        rank = np.concatenate(ranks_of[number] or [np.zeros(0, np.uint32)])
-        ranks_of[number] = []
         here = range(edges[number], edges[number + 1])
-        yield from _sorted_tables(partial(_read_ipc, path), rank, here, again, bucket_bytes, inner)
-        shutil.rmtree(inner, ignore_errors=True)
+        rank = np.concatenate(ranks_of[number])
+        ranks_of[number] = []
+        if sizes[number] > 2 * bucket_bytes and len(here) > 1:
+            # Its rows are unusually long, or were small only as they are encoded: it is cut again.
+            inner = folder / f"{number}"
+            cut_again = partial(_read_ipc, path)
+            yield from _sorted_tables(cut_again, rank, here, sizes[number], bucket_bytes, inner)
+            shutil.rmtree(inner)
+        else:
+            yield _take(pa.concat_tables(_read_ipc(path)), np.argsort(rank))
         path.unlink()
 
 
