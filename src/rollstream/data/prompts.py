@@ -235,11 +235,9 @@ class PromptDataset:
         bad = 0
         self._data_sources.clear()
         with spool_for("prompt keys") as digests:
-            for index, row in enumerate(self._source.scan()):
+            for index in range(len(self)):
                 try:
-                    if isinstance(row, BadRow):
-                        raise row
-                    prompt_row, digest = parse_row(row, index, self._prompt_column)
+                    prompt_row, digest = parse_row(self._source.row(index), index, self._prompt_column)
                 except BadRow as error:
                     bad += 1
                     if len(shown) < _SHOWN_ERRORS:

@@ -16,7 +16,7 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,8 +56,6 @@ _BUFFER_BYTES = 1 << 20
 _SPOOL_BATCH_BYTES = 32 << 20
 """Uncompressed bytes of a spooled record batch, about: what is held in memory while spooling."""
 _SPOOL_BATCH_ROWS = 16_384
-_SCAN_ROWS = 512
-"""Arrow rows turned into Python objects at once by a scan."""
 
 
 class RowSource(ABC):
@@ -84,14 +82,6 @@ class RowSource(ABC):
             BadRow: The row cannot be read.
         """
 
-    def scan(self) -> Iterator[Row | BadRow]:
-        """Reads all rows in order, the fast way; a row that cannot be read comes as its error."""
-        for position in range(len(self)):
-            try:
-                yield self.row(position)
-            except BadRow as error:
-                yield error
-
     def location(self, position: int) -> str:
         """Where a row is, for people: `train.jsonl, row 17 (line 18)`. Rows count from 0, lines from 1."""
         return f"{self._label}, row {position}"
@@ -115,10 +105,6 @@ class Concatenated(RowSource):
     def row(self, position: int) -> Row:
         source, inner = self._find(position)
         return source.row(inner)
-
-    def scan(self) -> Iterator[Row | BadRow]:
-        for source in self._sources:
-            yield from source.scan()
 
     def location(self, position: int) -> str:
         source, inner = self._find(position)
@@ -245,41 +231,14 @@ class ArrowRows(RowSource):
 
     def row(self, position: int) -> Row:
         stored = position if self._indices is None else int(self._indices[position])
-        # A cell at a time takes half as long as a slice of one row.
-        return self._to_row(
-            _to_python(lambda **how: {name: column[stored].as_py(**how) for name, column in self._columns})
-        )
-
-    def scan(self) -> Iterator[Row | BadRow]:
-        if self._indices is not None:
-            yield from super().scan()
-            return
-        begin = 0
-        for batch in self._table.to_batches(max_chunksize=_SCAN_ROWS):
-            try:
-                rows: list[Any] = _to_python(batch.to_pylist)
-            except BadRow:  # one of them: find which
-                rows = [None] * batch.num_rows
-            for position, raw in enumerate(rows, begin):
-                try:
-                    yield self.row(position) if raw is None else self._to_row(raw)
-                except BadRow as error:
-                    yield error
-            begin += batch.num_rows
-
-    def _to_row(self, raw: Row) -> Row:
+        try:  # a cell at a time, which is as quick as rows together
+            raw = {name: column[stored].as_py(maps_as_pydicts="strict") for name, column in self._columns}
+        except (pa.ArrowException, ValueError, KeyError, OverflowError) as error:
+            raise BadRow(f"a value cannot be read ({type(error).__name__}: {error})") from error
         for field in self._json_columns:
             raw[field.name] = _decode_json(raw[field.name], field.type)
         row: Row = to_jsonable(raw, drop_none=True)
         return row
-
-
-def _to_python(convert: Callable[..., Any]) -> Any:
-    """Arrow's values as Python's."""
-    try:
-        return convert(maps_as_pydicts="strict")
-    except (pa.ArrowException, ValueError, KeyError, OverflowError) as error:
-        raise BadRow(f"a value cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _inner_fields(kind: pa.DataType) -> "Iterable[pa.Field[Any]]":

@@ -10,6 +10,8 @@ import pyarrow.parquet as pq
 import zstandard
 
 from rollstream.config.settings import CustomClassSettings, DataSettings
+from rollstream.data.sources import RowSource
+from rollstream.data.values import BadRow, Row
 
 
 def data_settings(*files: Path | str, **changes: Any) -> DataSettings:
@@ -69,3 +71,14 @@ def write_folder(folder: Path, rows: list[dict[str, Any]], shards: int = 1, **st
     state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "x", **state}
     (folder / "state.json").write_bytes(orjson.dumps(state))
     return folder
+
+
+def all_rows(source: RowSource) -> list[Row | BadRow]:
+    """Every row, or why it cannot be read."""
+    found: list[Row | BadRow] = []
+    for position in range(len(source)):
+        try:
+            found.append(source.row(position))
+        except BadRow as error:
+            found.append(error)
+    return found

@@ -31,9 +31,6 @@ class Explodes:
         assert position == 0
         return self._source.row(position)
 
-    def scan(self) -> Any:
-        raise AssertionError("scanned")
-
     def location(self, position: int) -> str:
         return "?"
 

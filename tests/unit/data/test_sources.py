@@ -20,7 +20,7 @@ from rollstream.data.sources import Concatenated, JsonLines, data_files, decode_
 from rollstream.data.values import BadRow, content_digest
 from rollstream.errors import DataError
 
-from .files import verl_row, write_folder, write_jsonl, write_parquet, write_stream
+from .files import all_rows, verl_row, write_folder, write_jsonl, write_parquet, write_stream
 
 ROWS = [verl_row(i) for i in range(1500)]
 UNEVEN: list[dict[str, Any]] = [
@@ -51,11 +51,11 @@ def test_every_format_gives_the_same_rows_in_any_order(tmp_path: Path) -> None:
     order = np.random.default_rng(0).permutation(len(ROWS)).tolist()
     for path in paths:
         source = open_source(path)
-        assert list(source.scan()) == ROWS, path
+        assert all_rows(source) == ROWS, path
         assert [source.row(i) for i in order] == [ROWS[i] for i in order], path
     both = Concatenated([open_source(path) for path in paths])
     assert len(both) == 7500
-    assert list(both.scan()) == ROWS * 5
+    assert all_rows(both) == ROWS * 5
     assert [both.row(i) for i in range(1490, 1510)] == (ROWS * 2)[1490:1510]
     assert both.location(1500) == f"{paths[1]}, row 0 (line 1)"
     assert both.location(4501) == f"{paths[3]}, row 1"
@@ -64,7 +64,7 @@ def test_every_format_gives_the_same_rows_in_any_order(tmp_path: Path) -> None:
 
 def test_keys_that_the_schema_invented_are_left_out(tmp_path: Path) -> None:
     source = open_source(write_parquet(tmp_path / "a.parquet", UNEVEN))
-    assert [source.row(0), source.row(1)] == list(source.scan()) == UNEVEN
+    assert [source.row(0), source.row(1)] == all_rows(source) == UNEVEN
 
 
 def test_the_spool_file_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,12 +107,12 @@ def test_arrow_types_become_json(tmp_path: Path) -> None:
         "nested_json": [{"args": {"x": 1}}],
     }
     assert source.row(0) == expected
-    assert list(source.scan()) == [expected]
+    assert all_rows(source) == [expected]
 
 
 def test_an_infinity_names_its_row_only(tmp_path: Path) -> None:
     source = open_source(write_parquet(tmp_path / "a.parquet", [{"x": 1.0}, {"x": float("inf")}]))
-    first, second = source.scan()
+    first, second = all_rows(source)
     assert first == {"x": 1.0}
     assert "write it as text" in str(second)
 
@@ -121,7 +121,7 @@ def test_dataset_folder_with_stored_indices(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", ROWS[:5], _indices_data_files=[{"filename": "indices.arrow"}])
     write_stream(folder / "indices.arrow", pa.table({"indices": pa.array([4, 0, 4], pa.uint64())}))
     source = open_source(folder)
-    assert list(source.scan()) == [ROWS[4], ROWS[0], ROWS[4]]
+    assert all_rows(source) == [ROWS[4], ROWS[0], ROWS[4]]
     assert source.location(2) == f"{folder}, row 2"
     write_stream(folder / "indices.arrow", pa.table({"indices": pa.array([5], pa.uint64())}))
     with pytest.raises(DataError, match="outside its 5 rows"):
@@ -131,7 +131,7 @@ def test_dataset_folder_with_stored_indices(tmp_path: Path) -> None:
 def test_dataset_folder_written_by_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(ROWS[:6]).shuffle(seed=1).save_to_disk(tmp_path / "hf", num_shards=2)
-    found = list(open_source(tmp_path / "hf").scan())
+    found = all_rows(open_source(tmp_path / "hf"))
     assert sorted(found, key=lambda row: row["extra_info"]["index"]) == ROWS[:6]  # type: ignore[index, call-overload]
 
 
@@ -171,7 +171,7 @@ def test_zstd_in_several_frames_and_large_windows(tmp_path: Path) -> None:
     path.write_bytes(
         zstandard.compress(halves[0]) + zstandard.ZstdCompressor(compression_params=wide).compress(halves[1])
     )
-    assert list(open_source(path).scan()) == ROWS[:7]
+    assert all_rows(open_source(path)) == ROWS[:7]
     whole = write_jsonl(path, ROWS[:7]).read_bytes()
     path.write_bytes(whole[:-5])
     with pytest.raises(DataError, match=r"a\.jsonl\.zst: the zstd data is cut off"):
@@ -257,7 +257,7 @@ def test_lines_that_are_not_blank_are_rows(lines: list[bytes], newline_at_end: b
 def test_a_bad_line_is_found_and_spoils_no_other(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a":1}\n{"a":\n"x"\n{"a":"\xff"}\n{"a":2}\n')
-    rows = list(open_source(path).scan())
+    rows = all_rows(open_source(path))
     assert rows[0] == {"a": 1} and rows[4] == {"a": 2}
     assert [re.sub(r" \(.*?\)(?=,|$)| \(.*;.*", "", str(row)) for row in rows[1:4]] == [
         "not JSON",
@@ -272,7 +272,7 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
     os.truncate(path, 20)
     with pytest.raises(BadRow, match="shorter"):
         source.row(50)
-    assert isinstance(list(source.scan())[99], BadRow)
+    assert isinstance(all_rows(source)[99], BadRow)
     assert source.location(50) == f"{path}, row 50 (line 51)"
 
 
