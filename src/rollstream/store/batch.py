@@ -383,14 +383,6 @@ def read_tables(
             yield table
 
 
-def value_range(file: pq.FileMetaData, group: int, column: int) -> tuple[int, int] | None:
-    """The least and the greatest number in a column of a row group, by the footer; None where it is damaged."""
-    found = file.row_group(group).column(column).statistics
-    if found is None or not isinstance(found.min, int) or not isinstance(found.max, int):
-        return None
-    return found.min, found.max
-
-
 class DamagedFileError(DamageError):
     """A file's bytes are not what was written; `path` says which."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rollstream.errors import DamageError, RunDirectoryError
-from rollstream.store.batch import KEY_COLUMNS, build_table, column_values, open_parquet, reading, value_range
+from rollstream.store.batch import KEY_COLUMNS, build_table, column_values, open_parquet, reading
 from rollstream.store.export.files import decode_row
 from rollstream.store.journal import ScanReport, scan
 from rollstream.store.manifest import DATASET_IDENTITY, Manifest, require_manifest
@@ -83,16 +83,13 @@ def _files(paths: RunPaths) -> Iterator[Path]:
 def _in_parquet(path: Path, index: int | None, repeat: int) -> list[dict[str, Any]]:
     """The rows of a rollout in a batch or artifact; of the first rollout without `index`.
 
-    Only row groups that can hold it are read, by the statistics in the footer.
+    Of other row groups only the keys are read.
     """
     rows: list[dict[str, Any]] = []
     if not path.exists():
         return rows
     with open_parquet(path) as file, reading(path):
         for group in range(file.num_row_groups):
-            around = value_range(file.metadata, group, 0)
-            if index is not None and around is not None and not around[0] <= index <= around[1]:
-                continue
             keys = file.read_row_group(group, columns=KEY_COLUMNS, use_threads=False)
             if index is None:
                 index, repeat = keys["index"][0].as_py(), keys["repeat"][0].as_py()
