@@ -124,14 +124,6 @@ class RunState:
     restored: list[str] = field(default_factory=list)
     """One line for each file that rollouts were taken from because their batches are gone or damaged."""
 
-    @property
-    def next_number(self) -> int:
-        """The next unused journal number."""
-        used = [*self.batches, *self.unsealed]
-        if self.open_journal is not None:
-            used.append(self.open_journal)
-        return max(used, default=-1) + 1
-
     def add_rows(self, keys: BatchKeys) -> None:
         """Counts the rollouts of a file."""
         self.keys.mark_done_many(keys["index"], keys["repeat"])

@@ -68,7 +68,7 @@ class StoreWriter:
         self._pull_timeout = min(pull_timeout, _LONGEST_TIMER_S)
         self._segment_bytes = segment_bytes
         self._codec = RecordCodec()
-        self._next_number = run.state.next_number
+        self._next_number = run.paths.next_number()
         self._journal: JournalFile | None = None
         self._journal_number = -1
         self._journal_bytes = 0
