@@ -397,9 +397,21 @@ def file_rows(path: Path) -> int:
         return int(pq.read_metadata(path).num_rows)
 
 
-def read_keys(path: Path) -> BatchKeys:
-    """Reads the key columns of a batch or artifact. Raises as `open_parquet`."""
+def belongs_to(file: pq.ParquetFile, run_id: str) -> bool:
+    """Whether a batch or artifact is of this run: files get copied."""
+    return bool((file.metadata.metadata or {}).get(b"rollstream.run_id") == run_id.encode())
+
+
+def read_keys(path: Path, run_id: str) -> BatchKeys:
+    """Reads the key columns of a batch or artifact.
+
+    Raises:
+        DamageError: also when it is of another run.
+        RunDirectoryError: as `open_parquet`, like `StorageError`.
+    """
     with open_parquet(path) as file, reading(path):
+        if not belongs_to(file, run_id):
+            raise DamagedFileError(path, f"{path.name} belongs to another run")
         table = file.read([*KEY_COLUMNS, "reward", "is_snapshot"], use_threads=False)
         if table["reward"].null_count:
             extras = file.read(["reward_extra"], use_threads=False)["reward_extra"]

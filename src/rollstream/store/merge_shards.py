@@ -206,7 +206,8 @@ def _check_disjoint(shards: Sequence[_Shard]) -> None:
     seen: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(0, np.int64)
     for shard in shards:
         paths = RunPaths(shard.root)
-        parts = [np.unique(read_keys(paths.batch(number))["index"]) for number in paths.batch_numbers()]
+        batches = map(paths.batch, paths.batch_numbers())
+        parts = [np.unique(read_keys(batch, shard.manifest.run_id)["index"]) for batch in batches]
         here = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
         both = np.intersect1d(seen, here, assume_unique=True)
         if len(both):

@@ -31,10 +31,12 @@ from rollstream.store.batch import (
     KEYS,
     BatchKeys,
     batch_metadata,
+    belongs_to,
     file_digest,
     file_rows,
     forget_digests,
     link_file,
+    open_parquet,
     read_keys,
     read_tables,
     recorded_digests,
@@ -153,14 +155,14 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
     paths = RunPaths(root)
     state = RunState(KeyStates(manifest.n))
     journals = paths.journal_numbers()  # before the batches: one sealed meanwhile is then seen as batch
-    _read_batches(paths, state)
+    _read_batches(paths, manifest, state)
     for number in journals:
         if number in state.batches:
             continue
         try:
             report, rows = _scan_rollouts(paths.journal(number), manifest, state)
         except FileNotFoundError:  # sealed since we listed it
-            state.add_batch(number, read_keys(paths.batch(number)))
+            state.add_batch(number, read_keys(paths.batch(number), manifest.run_id))
             continue
         state.unsealed.append(number)
         state.journal_rows += rows
@@ -194,7 +196,7 @@ def recover(paths: RunPaths, manifest: Manifest) -> RunState:
     missing = missing_batches(paths)
     state.damage.extend(f"batches/{name} is missing" for name in missing)
     forget_digests(paths.batches, set(missing))  # before one of them is written anew
-    for number in _read_batches(paths, state):
+    for number in _read_batches(paths, manifest, state):
         if paths.journal(number).exists():  # a crash came before it was deleted: it holds all of them
             quarantine_file(paths, paths.batch(number))
         else:
@@ -223,8 +225,15 @@ def quarantine_batch(
 def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, state: RunState | None) -> int:
     """Writes a batch of the whole rollouts of a file, but for those done already; returns its rows.
 
-    Row groups that cannot be read are passed over, and rollouts that they cut into (R4).
+    Row groups that cannot be read are passed over, and rollouts that they cut into (R4). A file of another run
+    holds none of this one's rollouts.
     """
+    try:
+        with open_parquet(source) as file:
+            if not belongs_to(file, manifest.run_id):
+                return 0
+    except DamageError:
+        return 0
     tables = read_tables(source, skip_damaged=True)
     keys = np.concatenate([np.zeros(0, KEYS), *map(table_keys, tables)])
     wanted = whole_rollouts(keys)
@@ -250,7 +259,7 @@ def _artifact_alone(paths: RunPaths, manifest: Manifest, state: RunState) -> Bat
     """Keys of the rollouts that stand in the artifact and nowhere else. Raises `DamageError`."""
     if not holds_other_batches(paths, manifest.run_id, state.batches):
         return np.zeros(0, KEYS)
-    keys = read_keys(paths.artifact)
+    keys = read_keys(paths.artifact, manifest.run_id)
     return keys[state.not_done(keys)]
 
 
@@ -278,12 +287,15 @@ def _restore_from_artifact(paths: RunPaths, manifest: Manifest, state: RunState)
     state.restored.append(f"{len(alone)} trajectories were taken from {artifact.name}")
 
 
-def _read_batches(paths: RunPaths, state: RunState) -> list[int]:
-    """Counts the good batches; returns the numbers of the damaged ones, which `state.damage` names."""
+def _read_batches(paths: RunPaths, manifest: Manifest, state: RunState) -> list[int]:
+    """Counts the good batches; returns the numbers of the others, which `state.damage` names.
+
+    A batch that repeats what another one holds was copied by somebody: it counts as damaged.
+    """
 
     def read(number: int) -> BatchKeys | DamageError:
         try:
-            return read_keys(paths.batch(number))
+            return read_keys(paths.batch(number), manifest.run_id)
         except DamageError as error:
             return error
 
@@ -293,6 +305,10 @@ def _read_batches(paths: RunPaths, state: RunState) -> list[int]:
         for number, result in zip(numbers, readers.map(read, numbers), strict=True):
             if isinstance(result, DamageError):
                 state.damage.append(f"batches/{result}")
+                damaged.append(number)
+            elif repeated := len(result) - int(state.not_done(result).sum()):
+                name = paths.batch(number).name
+                state.damage.append(f"batches/{name}: {repeated} of its trajectories stand in another batch")
                 damaged.append(number)
             else:
                 state.add_batch(number, result)

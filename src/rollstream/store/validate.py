@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from rollstream.errors import DamageError, RunDirectoryError
 from rollstream.store.batch import (
     KEY_COLUMNS,
+    belongs_to,
     file_digest,
     note_digest,
     open_parquet,
@@ -107,7 +108,7 @@ def validate_parquet(
         wrong.append("does not match its checksum")
     try:
         with open_parquet(path) as file:
-            if (file.metadata.metadata or {}).get(b"rollstream.run_id") != run_id.encode():
+            if not belongs_to(file, run_id):
                 wrong.append("belongs to another run")
         for table in read_tables(path):
             keys.append(np.stack([table[column].to_numpy().astype(np.int64) for column in KEY_COLUMNS], 1))
@@ -225,7 +226,9 @@ def _compare_artifact(
             "damaged, and the run's next command takes them from it"
         )
     if not is_current(paths, manifest.run_id):
-        result.notes.append("trajectories.parquet lacks what came after it was merged; run again")
+        result.notes.append(
+            "trajectories.parquet is older than the batches; the run's next command merges them again"
+        )
     elif not _rows_in(sealed, merged, n).all():
         result.problems.append("trajectories.parquet does not hold all rows of the batches")
     return _join([keys, alone])

@@ -1,7 +1,7 @@
 """Rollouts are generated again only where no intact copy is left; pruning and stale exports."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -222,3 +222,43 @@ async def test_the_command_asks_before_it_deletes(tmp_path: Path, capsys: pytest
     assert main(["prune", str(tmp_path)]) == 0
     assert "holds nothing twice" in capsys.readouterr().out
     assert main(["status", str(tmp_path)]) == main(["validate", str(tmp_path)]) == 0
+
+
+async def copy_of_another_run(paths: RunPaths, target: Path) -> None:
+    other = paths.root.parent / "other"
+    await merged_run(other, [rollout(index) for index in range(100, 103)], size=6)
+    shutil.copy(RunPaths(other).batch(0), target)
+
+
+async def copy_of_a_batch(paths: RunPaths, target: Path) -> None:
+    shutil.copy(paths.batch(0), target)
+
+
+@pytest.mark.parametrize("copied", [copy_of_another_run, copy_of_a_batch])
+@pytest.mark.parametrize("number", [1, 4], ids=["over a batch", "beside them"])
+@pytest.mark.parametrize("repairs", [False, True], ids=["run again", "repair"])
+async def test_a_file_copied_among_the_batches_adds_nothing(
+    tmp_path: Path, copied: Callable[[RunPaths, Path], Awaitable[None]], number: int, repairs: bool
+) -> None:
+    paths = await merged(tmp_path / "run")
+    await copied(paths, paths.batch(number))
+    assert not validate_run(paths.root).sound
+    assert read_status(paths.root).rows == len(KEYS)
+    if repairs:
+        assert any("another" in line for line in repair_run(paths.root))
+        assert validate_run(paths.root).sound
+    merge(paths.root)
+    assert keys_in(paths.artifact) == KEYS
+    assert validate_run(paths.root).sound
+    assert (read_status(paths.root).completed, paths.damaged_files() != []) == (ROLLOUTS, True)
+
+
+async def test_what_a_copied_file_overwrote_is_owed_again_where_no_artifact_has_it(tmp_path: Path) -> None:
+    paths = await merged(tmp_path / "run")
+    paths.artifact.unlink()
+    await copy_of_another_run(paths, paths.batch(1))
+    with open_dir(paths.root) as run:
+        assert run.state.keys.done == ROLLOUTS - 3
+        merge_batches(run.paths, run.manifest.run_id_bytes)
+    assert len(keys_in(paths.artifact)) == len(KEYS) - 6
+    assert validate_run(paths.root).sound
