@@ -351,7 +351,7 @@ async def test_openvino_takes_an_export_and_keeps_its_own_copy(
     await engine.update_weights(str(steps[3]), 2)
     answer = await engine.generate([5, 6], LONG, request_id="a")
     assert completion_error({2: modules[3]}, [5, 6], answer) < 1e-4
-    copies = Path(engine._start.model_path)
+    copies = Path(engine._load.model_path)
     assert copies.is_dir()
     await engine.close()
     assert not copies.exists()
@@ -404,7 +404,7 @@ async def test_updates_at_bad_moments(
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     update = asyncio.create_task(engine.update_weights(str(steps[1]), 7))
-    await eventually(lambda: bool(engine._worker and engine._worker._updates))  # it was told
+    await eventually(lambda: bool(engine._life.backend and engine._life.backend._loading))  # it was told
     os.kill(pid, signal.SIGKILL)
     results = await asyncio.gather(update, *asked, return_exceptions=True)
     assert [type(result) for result in results] == [EngineUnavailableError] * 3
@@ -432,7 +432,7 @@ async def test_a_worker_that_loads_for_ever_is_killed(
     pid = engine.worker_pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(EngineUnavailableError, match=r"did not load weights within 0\.2 s"):
+    with pytest.raises(EngineUnavailableError, match=r"was not ready within 0\.2 s"):
         await engine.update_weights(str(steps[1]), 1)
     engine._start_timeout = 60.0
     assert await engine.health()

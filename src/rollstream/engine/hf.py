@@ -5,44 +5,52 @@ It serves a model folder, or a model that a trainer in the same process owns and
 
 import asyncio
 import contextlib
-import logging
-import random
+import importlib.util
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from rollstream.aio import finish_despite_cancellation
-from rollstream.daemon_threads import DaemonThreads
+from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Capabilities, EngineLoad
-from rollstream.engine.checks import check_request
-from rollstream.engine.hf_batch import Batch, BatchSettings
-from rollstream.engine.hf_cache import cache_size
+from rollstream.engine.checks import check_request, read_model_limits
+from rollstream.engine.embedded import Restarted, read_settings
+from rollstream.engine.hf_batch import Batch, BatchSettings, cache_size
 from rollstream.engine.hf_model import LiveModel, copy_weights, load_module, read_weights, tokenizer_file
-from rollstream.engine.hf_request import Request
-from rollstream.engine.hf_settings import (
-    DATA_DECIDING_KWARGS,
-    ENGINE_KWARGS,
-    check_model_path,
-    check_packages,
-    read_kwargs,
-)
 from rollstream.engine.kind import EngineKind, EngineOptions
-from rollstream.engine.openvino_worker import StopTexts
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
 
-_LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
+ENGINE_KWARGS: dict[str, Any] = {
+    "device": "auto",  # cuda where there is one, else cpu
+    "dtype": "auto",  # float32 on a CPU, the model's own elsewhere
+    "attn_implementation": "",  # transformers' choice: sdpa
+    "cache_size": 1.0,  # GB of KV cache; taken at start
+    "num_kv_blocks": 0,  # the same in blocks, if not 0
+    "block_size": 32,  # tokens in a block
+    "max_num_seqs": 32,  # requests in one step; with dense masks more are slower
+    "max_num_batched_tokens": 256,  # prompt and response tokens in one step
+    "num_threads": 0,  # CPU threads of the model; 0 leaves torch's number alone
+    "keep_cache": False,  # what is in flight when the weights change goes on over the old keys and values
+}
+"""Keys of `engine_kwargs` with their defaults."""
+
+DATA_DECIDING_KWARGS = ("attn_implementation", "device", "dtype")
+"""Those that change tokens or log-probs beyond the noise of float32."""
+
+_LEAST = {
+    "num_kv_blocks": 0,
+    "block_size": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "num_threads": 0,
+}
+
+_PACKAGES = ("torch", "transformers", "psutil")
+"""Without psutil transformers takes the machine's memory for 0 bytes, and refuses every cache."""
 
 _GB = 1e9
-
-_RESTART_DELAY_S = 0.5
-"""Before the second restart in a row; the first one is immediate. Doubles up to the next constant."""
-
-_RESTART_DELAY_MAX_S = 30.0
-"""A thread that keeps dying is started twice a minute: cheap, and soon enough when the cause has gone."""
 
 
 class HFEngine:
@@ -60,7 +68,7 @@ class HFEngine:
             only inside `changing_weights`. Its `dtype` and `device` are as they are.
         max_model_len: prompt plus response tokens at most; None takes the model's `max_position_embeddings`,
             or what the KV cache holds if that is less.
-        engine_kwargs: see `hf_settings.ENGINE_KWARGS`.
+        engine_kwargs: see `ENGINE_KWARGS`.
 
     Raises:
         ConfigError: a package is not installed, no model, unknown key, a value out of range.
@@ -74,26 +82,23 @@ class HFEngine:
         max_model_len: int | None = None,
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._kwargs = read_kwargs(engine_kwargs or {})
-        check_packages()
+        self._kwargs = _read_kwargs(engine_kwargs or {})
+        if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+            raise ConfigError(
+                f"engine 'hf' needs {' and '.join(missing)}, which is not installed: "
+                "pip install 'rollstream[hf]'"
+            )
         if model is None and model_path is None:
             raise ConfigError("engine 'hf' needs actor_rollout_ref.model.path")
-        self._model_path = None if model_path is None else check_model_path(str(model_path))
+        self._model_path = None if model_path is None else _check_model_path(str(model_path))
         self._lent = model
         self._max_model_len = max_model_len
-        self._keep_cache: bool = self._kwargs["keep_cache"]
-        self._threads = DaemonThreads("hf-engine")
-        self._loaded: _Loaded | None = None
-        self._batch: Batch | None = None
+        self._life = Restarted("hf", self._start_batch)
+        self._loaded: tuple[LiveModel, BatchSettings] | None = None
+        """Outlives the thread."""
         self._end: weakref.finalize[[], HFEngine] | None = None
-        self._starting: asyncio.Task[None] | None = None
         self._capabilities: Capabilities | None = None
-        self._closed = False
         self._weight_changes = 0
-        self._in_flight: dict[str, Request] = {}
-        self._restart_lock = asyncio.Lock()
-        self._restart_delay = 0.0
-        self._restart_at = 0.0
 
     @property
     def capabilities(self) -> Capabilities:
@@ -104,7 +109,7 @@ class HFEngine:
     @property
     def version(self) -> int:
         """Of the weights that the next token will be sampled with."""
-        return 0 if self._loaded is None else self._loaded.model.version
+        return 0 if self._loaded is None else self._loaded[0].version
 
     @property
     def weight_changes(self) -> int:
@@ -118,9 +123,7 @@ class HFEngine:
             EngineError: the model cannot be loaded, there is no room, or transformers is of a release whose
                 continuous batching this engine does not know.
         """
-        async with self._restart_lock:
-            if self._batch is None and not self._closed:
-                await self._start_batch()
+        await self._life.start()
 
     async def generate(
         self,
@@ -131,32 +134,15 @@ class HFEngine:
         images: list[object] | None = None,
     ) -> Completion:
         check_request(prompt_ids, sampling, self.capabilities, images=images)
-        batch, model = self._batch, self._live_model()
-        if batch is None:
+        if self._life.backend is None:
             raise EngineUnavailableError("the engine is closed")
-        request = Request(
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            end_ids=model.end_ids(sampling),
-            future=asyncio.get_running_loop().create_future(),
-            random=random.Random(sampling.seed),
-        )
-        batch.submit(request)
-        self._in_flight[request_id] = request
-        try:
-            completion = await request.future
-        except asyncio.CancelledError:
-            batch.cancel(request)
-            raise
-        finally:
-            if self._in_flight.get(request_id) is request:
-                del self._in_flight[request_id]
-        self._restart_delay = 0.0  # this thread works
+        completion = await self._life.backend.generate(prompt_ids, sampling, request_id)
+        self._life.worked()
         return completion
 
     async def abort(self, request_id: str) -> None:
-        if self._batch is not None and (request := self._in_flight.get(request_id)) is not None:
-            self._batch.abort(request)
+        if self._life.backend is not None:
+            self._life.backend.abort(request_id)
 
     async def update_weights(self, source: str, version: int) -> None:
         """Loads the weights of another model folder (or hub name) of the same architecture, in place.
@@ -168,7 +154,7 @@ class HFEngine:
             EngineError: they cannot be read, or do not fit the model. Nothing has been changed then.
         """
         module = self._live_model().module
-        await self.load_state_dict(await self._in_thread(lambda: read_weights(source, module)), version)
+        await self.load_state_dict(await in_daemon_thread(read_weights, source, module), version)
 
     async def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
         """Copies `state` (names to tensors, as `module.state_dict()` gives it) into the model, in place.
@@ -178,7 +164,7 @@ class HFEngine:
         """
         pairs = self._live_model().match(state)
         async with self.changing_weights(version):
-            await finish_despite_cancellation(self._in_thread(lambda: copy_weights(pairs)))
+            await finish_despite_cancellation(in_daemon_thread(copy_weights, pairs))
 
     @contextlib.asynccontextmanager
     async def changing_weights(self, version: int) -> AsyncIterator[None]:
@@ -197,18 +183,17 @@ class HFEngine:
         """
         model = self._live_model()
         try:
-            await finish_despite_cancellation(
-                self._in_thread(model.lock.acquire)
-            )  # waits for the step that is under way
+            # Waits for the step that is under way.
+            await finish_despite_cancellation(in_daemon_thread(model.lock.acquire))
         except asyncio.CancelledError:
             model.lock.release()
             raise
         try:
-            if self._batch is not None and not self._keep_cache:
-                self._batch.interrupt()
+            if self._life.backend is not None and not self._kwargs["keep_cache"]:
+                self._life.backend.interrupt()
+            await _synchronize(model)
             yield
-            if model.module.device.type == "cuda":
-                await finish_despite_cancellation(self._in_thread(_synchronize))
+            await _synchronize(model)
             model.version = version
             self._weight_changes += 1
         finally:
@@ -216,93 +201,53 @@ class HFEngine:
 
     async def health(self) -> bool:
         """Whether the thread is alive. Starts a new one if not, with back-off."""
-        async with self._restart_lock:
-            if self._closed or self._batch is None:
-                return False
-            if self._batch.error is None:
-                return True
-            now = asyncio.get_running_loop().time()
-            if now < self._restart_at:
-                return False
-            _LOG.warning("starting the hf engine anew: %s", self._batch.error)
-            delay = self._restart_delay
-            self._restart_at = now + delay
-            self._restart_delay = min(_RESTART_DELAY_MAX_S, max(_RESTART_DELAY_S, 2 * delay))
-            try:
-                await self._start_batch()
-            except EngineError as error:
-                _LOG.warning("%s", error)
-                return False
-            return True
+        return await self._life.health()
 
     async def load(self) -> EngineLoad | None:
         """What the batch knows of itself."""
-        return None if self._batch is None or self._batch.error is not None else self._batch.load()
+        batch = self._life.backend
+        return None if batch is None or batch.cause else batch.load()
 
     async def close(self) -> None:
-        self._closed = True
-        # A second cancellation would interrupt the clean-up after the first one.
-        if self._starting is not None and not self._starting.cancelling():
-            self._starting.cancel()
-        async with self._restart_lock:
-            if self._batch is not None:
-                batch, self._batch = self._batch, None
-                batch.close()
-                await finish_despite_cancellation(self._in_thread(batch.stop))
-                if self._end is not None:
-                    self._end.detach()
-            self._loaded = None
-            self._threads.close()
+        await self._life.close()
+        if self._end is not None:
+            self._end.detach()
+        self._loaded = None
 
     def _live_model(self) -> LiveModel:
-        if self._loaded is None or self._closed:
+        if self._loaded is None or self._life.closed:
             raise EngineUnavailableError("the engine is closed, or was not started")
-        return self._loaded.model
+        return self._loaded[0]
 
-    async def _start_batch(self) -> None:
-        self._starting = asyncio.create_task(self._load_and_start())
-        try:
-            await self._starting
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                self._starting.cancel()
-                raise
-            raise EngineUnavailableError("the engine was closed while it was starting") from None
-        finally:
-            self._starting = None
-
-    async def _load_and_start(self) -> None:
-        if self._batch is not None:
-            await finish_despite_cancellation(self._in_thread(self._batch.stop))  # frees its cache
+    async def _start_batch(self) -> Batch:
         if self._loaded is None:
-            self._loaded = await self._in_thread(self._load)
-        model, settings, stop_texts = self._loaded.model, self._loaded.settings, self._loaded.stop_texts
-        batch = Batch(model, settings, stop_texts)
+            self._loaded = await in_daemon_thread(self._load)
+        model, settings = self._loaded
+        batch = Batch(model, settings)
         try:
-            await self._in_thread(batch.start)
+            await finish_despite_cancellation(in_daemon_thread(batch.start))
         except asyncio.CancelledError:
-            batch.close()  # its start, which nobody waits for any more, then starts no thread
+            await batch.close()
             raise
         if self._end is not None:
             self._end.detach()
         # At the latest when the interpreter exits: a thread in the middle of a step would crash it.
         self._end = weakref.finalize(self, batch.stop)
-        self._batch = batch
         lengths = (model.max_model_len, self._max_model_len, settings.cache.longest)
         self._capabilities = Capabilities(
             token_ids=True,
             logprobs="processed",
             seeds=True,
-            stop_strings=stop_texts is not None,
+            stop_strings=settings.tokenizer_file is not None,
             stop_token_ids=True,
             images=False,
             update_weights=True,
             max_model_len=min(length for length in lengths if length is not None),
             vocab_size=model.vocab_size,
         )
+        return batch
 
-    def _load(self) -> "_Loaded":
+    def _load(self) -> tuple[LiveModel, BatchSettings]:
         kwargs = self._kwargs
         if self._lent is not None:
             model = LiveModel(self._lent, lent=True)
@@ -313,43 +258,46 @@ class HFEngine:
         cache = cache_size(
             model.module,
             bytes_at_most=kwargs["cache_size"] * _GB,
+            num_blocks=kwargs["num_kv_blocks"],
             block_size=kwargs["block_size"],
-            max_num_batched_tokens=kwargs["max_num_batched_tokens"],
             max_num_seqs=kwargs["max_num_seqs"],
             longest=min(lengths, default=None),
-            num_blocks=kwargs["num_kv_blocks"],
         )
-        tokenizer = None if self._model_path is None else tokenizer_file(self._model_path)
-        settings = BatchSettings(
-            cache, kwargs["max_num_seqs"], kwargs["max_num_batched_tokens"], kwargs["num_threads"]
+        return model, BatchSettings(
+            cache,
+            kwargs["max_num_seqs"],
+            kwargs["max_num_batched_tokens"],
+            kwargs["num_threads"],
+            None if self._model_path is None else tokenizer_file(self._model_path),
         )
-        return _Loaded(model, settings, None if tokenizer is None else StopTexts(tokenizer.parent))
-
-    async def _in_thread(self, function: Callable[[], _T]) -> _T:
-        """Calls a function off the event loop; one that is cancelled is left behind."""
-        return cast(_T, _result(await self._threads.start(function)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What lasts from one life of the thread to the next."""
+async def _synchronize(model: LiveModel) -> None:
+    """Waits until a GPU has done what it was told."""
+    if model.module.device.type == "cuda":
+        import torch
 
-    model: LiveModel
-    settings: BatchSettings
-    stop_texts: StopTexts | None
-    """None when the model has no `tokenizer.json`."""
+        await finish_despite_cancellation(in_daemon_thread(torch.cuda.synchronize))
 
 
-def _result(outcome: Any) -> Any:
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome.value
+def _read_kwargs(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    kwargs = read_settings("hf", engine_kwargs, ENGINE_KWARGS, _LEAST)
+    if not kwargs["cache_size"] > 0:
+        raise ConfigError(f"engine_kwargs.cache_size is {kwargs['cache_size']}, want more than 0 (GB)")
+    return kwargs
 
 
-def _synchronize() -> None:
-    import torch
-
-    torch.cuda.synchronize()
+def _check_model_path(path: str) -> str:
+    """The folder, absolute, if transformers can load it; a hub name as it is. Raises `ConfigError`."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"actor_rollout_ref.model.path: {folder} has no config.json")
+        read_model_limits(folder)
+        return str(folder.resolve())
+    if path.startswith(("/", ".", "~")) or path.count("/") != 1:
+        raise ConfigError(f"actor_rollout_ref.model.path: there is no folder {folder}")
+    return path
 
 
 def _create(options: EngineOptions) -> HFEngine:

@@ -1,6 +1,7 @@
 """The model of the `hf` engine: loaded from a folder or lent by its owner, with weights that may change."""
 
 import copy
+import functools
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -32,6 +33,17 @@ class LiveModel:
         """Of the weights; changes under `lock`."""
         self.lock = threading.Lock()
         """Held while the model computes a step, and while weights change."""
+        self.computed_version = 0
+        """Of the weights that the last step was computed with."""
+        compute = self.module.forward
+
+        @functools.wraps(compute)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.lock:
+                self.computed_version = self.version
+                return compute(*args, **kwargs)
+
+        self.module.forward = forward
         config = self.module.config
         generation = getattr(self.module, "generation_config", None)
         eos = getattr(generation, "eos_token_id", None)

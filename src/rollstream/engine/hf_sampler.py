@@ -4,17 +4,55 @@ transformers' own per-request processors know neither seeds nor greedy, sort the
 every token of a prompt, and exist only where the base configuration has unusual values.
 """
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from rollstream.engine.hf_request import Request
-from rollstream.trajectory import SamplingParams
+from rollstream.engine.hf_model import LiveModel
+from rollstream.trajectory import Completion, FinishReason, SamplingParams
 
 GREEDY_BELOW = 1e-6
 """Temperatures that are greedy, besides 0: dividing float32 logits by less may overflow."""
 
 DRAW_BITS = 32
 """Of a draw in [0, 1): the product of a draw and a float64 sum of probabilities then stays below that sum."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What is asked for, and what has been sampled so far."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    end_ids: frozenset[int]
+    """Ids that end it: the model's own, unless ignored, and the request's stop ids."""
+    future: "asyncio.Future[Completion]"
+    blocks: int
+    """Of the KV cache, at its longest."""
+    name: str = ""
+    """Its id in the manager; a new one each time it is given to the manager."""
+    draws: random.Random = field(default_factory=random.Random)
+    """One draw for each sampled token, so that a seed repeats its tokens whatever else is in the batch."""
+    sampled: list[tuple[int, float, int]] = field(default_factory=list)
+    """Token, log-prob, and version of the weights. The manager's thread appends, the event loop reads."""
+    seen: int = 0
+    """How many of them the event loop has looked at: those are its answer."""
+
+    def completion(self, reason: FinishReason, version: int) -> Completion:
+        """Its answer; `version` stands where nothing was sampled."""
+        sampled = self.sampled[: self.seen]
+        versions: list[tuple[int, int]] = []
+        for at, (_, _, one) in enumerate(sampled):
+            if not versions or versions[-1][1] != one:
+                versions.append((at, one))
+        return Completion(
+            token_ids=[token for token, _, _ in sampled],
+            logprobs=[logprob for _, logprob, _ in sampled] if self.sampling.logprobs else None,
+            finish_reason=reason,
+            policy_versions=versions or [(0, version)],
+        )
 
 
 def draw_tokens(
@@ -74,17 +112,31 @@ def draw_tokens(
 class Sampler:
     """Takes the place of the manager's logits processors, with the same members (transformers 5.10).
 
-    It makes the logit of the drawn token infinite, so that the manager, which is greedy, takes it; its
-    log-prob is left in the request.
+    It makes the logit of the drawn token infinite, so that the manager, which is greedy, takes it.
+
+    Args:
+        model: its lock keeps tokens away from requests that are interrupted for new weights.
+        running: requests by their names in the manager.
+        num_threads: of torch, in the manager's thread; 0 leaves it alone.
+        sampled: is told, in the manager's thread, which requests have a new token.
     """
 
     do_processing = True
     tensors_required = 0
 
-    def __init__(self, running: Mapping[str, Request]) -> None:
+    def __init__(
+        self,
+        model: LiveModel,
+        running: Mapping[str, Request],
+        num_threads: int,
+        sampled: Callable[[list[Request]], None],
+    ) -> None:
+        self._model = model
         self._running = running
+        self._num_threads = num_threads
+        self._sampled = sampled
         self._rows: list[int] = []
-        self._requests: list[Request] = []
+        self._requests: list[tuple[str, Request]] = []
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
         """Of a new request: there are none, each request's sampling is in `running`."""
@@ -94,24 +146,35 @@ class Sampler:
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: Any) -> Any:
         """Notes who is in the batch, and the row of the logits after each one's last token."""
+        if self._num_threads:
+            import torch
+
+            torch.set_num_threads(self._num_threads)  # OpenMP keeps it per thread
+            self._num_threads = 0
         self._rows.clear()
         self._requests.clear()
         end = 0
         for part in requests_in_batch:
             end += part.query_length
+            name = part.state.request_id
             # A part of a prompt has no next token; a request that was ended is no longer among the running.
-            if part.has_new_token and (request := self._running.get(part.state.request_id)) is not None:
+            if part.has_new_token and (request := self._running.get(name)) is not None:
                 self._rows.append(end - 1)
-                self._requests.append(request)
+                self._requests.append((name, request))
         return arg_storage
 
     def __call__(self, input_ids: Any, scores: Any, args: Any) -> Any:
         """Draws. `scores`: float32, tokens x vocabulary; changed in place."""
-        if self._rows:
-            draws = [request.random.getrandbits(DRAW_BITS) / 2**DRAW_BITS for request in self._requests]
-            how = [request.sampling for request in self._requests]
-            ids, logprobs = draw_tokens(scores[self._rows], how, draws)
-            scores[self._rows, ids] = float("inf")
-            for request, logprob in zip(self._requests, logprobs, strict=True):
-                request.drawn_logprob = logprob
+        if not self._rows:
+            return scores
+        draws = [request.draws.getrandbits(DRAW_BITS) / 2**DRAW_BITS for _, request in self._requests]
+        how = [request.sampling for _, request in self._requests]
+        ids, logprobs = draw_tokens(scores[self._rows], how, draws)
+        scores[self._rows, ids] = float("inf")
+        with self._model.lock:
+            version = self._model.computed_version
+            for (name, request), token, logprob in zip(self._requests, ids, logprobs, strict=True):
+                if self._running.get(name) is request:
+                    request.sampled.append((token, logprob, version))
+        self._sampled([request for _, request in self._requests])
         return scores

@@ -7,7 +7,6 @@ The model runs in another process because its `step()` holds the GIL for up to 9
 import asyncio
 import importlib.util
 import itertools
-import logging
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,16 +16,15 @@ import msgspec
 
 from rollstream.aio import finish_despite_cancellation
 from rollstream.engine.base import Capabilities, EngineLoad
-from rollstream.engine.checks import check_request, read_engine_kwargs, read_model_limits
+from rollstream.engine.checks import check_request, read_model_limits
+from rollstream.engine.embedded import Restarted, read_settings
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.openvino_process import WorkerProcess
-from rollstream.engine.openvino_protocol import Add, Start, Update, pack_ids, unpack_floats, unpack_ids
 from rollstream.engine.openvino_weights import lay_out_weights
+from rollstream.engine.openvino_worker import Add, Load, pack_ids, unpack_floats, unpack_ids
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.scratch import ScratchFolder
 from rollstream.trajectory import Completion, SamplingParams
-
-_LOG = logging.getLogger(__name__)
 
 ENGINE_KWARGS: dict[str, Any] = {
     "cache_size": 1,  # GB of KV cache; memory is taken as it is used
@@ -52,12 +50,6 @@ _LEAST: dict[str, float] = {
     "start_timeout": 1.0,
 }
 """The least value of a key; without it openvino-genai fails with words of its own, or never answers."""
-
-_RESTART_DELAY_S = 0.5
-"""Before the second restart in a row; the first one is immediate. Doubles up to the next constant."""
-
-_RESTART_DELAY_MAX_S = 30.0
-"""A worker that keeps dying is tried twice a minute: cheap, and soon enough when the cause has gone."""
 
 
 class OpenVINOEngine:
@@ -87,8 +79,7 @@ class OpenVINOEngine:
         max_model_len: int | None = None,
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        kwargs = read_engine_kwargs("openvino", engine_kwargs or {}, ENGINE_KWARGS)
-        _check_ranges(kwargs)
+        kwargs = _read_kwargs(engine_kwargs or {})
         self._model_path = _check_model_folder(Path(model_path).expanduser())
         self._limits = read_model_limits(self._model_path)
         if self._limits.vocab_size is None:
@@ -97,17 +88,12 @@ class OpenVINOEngine:
         self._log_path = log_path
         self._max_model_len = max_model_len
         self._start_timeout: float = kwargs["start_timeout"]
-        self._start = _start_message(self._model_path, kwargs)
+        self._load = _load_message(self._model_path, kwargs)
         self._weights: ScratchFolder | None = None
-        self._worker: WorkerProcess | None = None
-        self._starting: asyncio.Task[WorkerProcess] | None = None
+        self._life = Restarted("openvino", self._start_worker)
         self._capabilities: Capabilities | None = None
-        self._closed = False
         self._numbers = itertools.count()
         self._in_flight: dict[str, int] = {}
-        self._restart_lock = asyncio.Lock()
-        self._restart_delay = 0.0
-        self._restart_at = 0.0
 
     @property
     def capabilities(self) -> Capabilities:
@@ -118,12 +104,13 @@ class OpenVINOEngine:
     @property
     def version(self) -> int:
         """Of the weights that the next request is given."""
-        return self._start.version
+        return self._load.version
 
     @property
     def worker_pid(self) -> int | None:
         """The living worker's process id."""
-        return self._worker.pid if self._worker is not None and self._worker.alive else None
+        worker = self._life.backend
+        return worker.pid if worker is not None and not worker.cause else None
 
     async def start(self) -> None:
         """Loads the model.
@@ -131,9 +118,7 @@ class OpenVINOEngine:
         Raises:
             EngineError: the worker cannot; one line with the cause and the name of its log.
         """
-        async with self._restart_lock:
-            if self._worker is None and not self._closed:
-                self._worker = await self._start_worker(self._start)
+        await self._life.start()
 
     async def generate(
         self,
@@ -144,7 +129,7 @@ class OpenVINOEngine:
         images: list[object] | None = None,
     ) -> Completion:
         check_request(prompt_ids, sampling, self.capabilities, images=images)
-        worker = self._worker
+        worker = self._life.backend
         if worker is None:
             raise EngineUnavailableError("the engine is closed")
         number = next(self._numbers)
@@ -158,7 +143,7 @@ class OpenVINOEngine:
             raise EngineError(f"request {request_id!r} was refused: {done.error}")
         if done.reason == "broken":
             raise TransientEngineError(f"request {request_id!r} failed in the model: {done.error}")
-        self._restart_delay = 0.0  # this worker works
+        self._life.worked()
         return Completion(
             token_ids=unpack_ids(done.tokens),
             logprobs=None if done.logprobs is None else unpack_floats(done.logprobs),
@@ -167,8 +152,8 @@ class OpenVINOEngine:
         )
 
     async def abort(self, request_id: str) -> None:
-        if self._worker is not None and (number := self._in_flight.get(request_id)) is not None:
-            self._worker.abort(number)
+        if self._life.backend is not None and (number := self._in_flight.get(request_id)) is not None:
+            self._life.backend.abort(number)
 
     async def update_weights(self, source: str, version: int) -> None:
         """Loads other weights of the same model: an export of it, or safetensors (see `lay_out_weights`).
@@ -184,92 +169,53 @@ class OpenVINOEngine:
             EngineError: they cannot be loaded. The old ones go on, and nothing was interrupted, unless the
                 worker died of it; `health` then starts another one with the old weights.
         """
-        async with self._restart_lock:
-            if self._closed or self._worker is None:
+        async with self._life.lock:
+            worker = self._life.backend
+            if self._life.closed or worker is None:
                 raise EngineUnavailableError("the engine is closed, or was not started")
-            await finish_despite_cancellation(self._update(self._worker, Path(source).expanduser(), version))
+            await finish_despite_cancellation(self._update(worker, Path(source).expanduser(), version))
 
     async def health(self) -> bool:
         """Whether the worker is alive. Starts a new one if not, at most one at a time, with back-off."""
-        if self._worker is not None and self._worker.alive:
-            return not self._closed  # also while it loads weights
-        async with self._restart_lock:
-            if self._closed or self._worker is None:
-                return False
-            if self._worker.alive:
-                return True
-            loop = asyncio.get_running_loop()
-            if loop.time() < self._restart_at:
-                return False
-            _LOG.warning("starting a new openvino worker: %s", self._worker.cause)
-            delay = self._restart_delay
-            self._restart_delay = min(_RESTART_DELAY_MAX_S, max(_RESTART_DELAY_S, 2 * delay))
-            await self._worker.close()
-            try:
-                self._worker = await self._start_worker(self._start)
-            except EngineError as error:
-                _LOG.warning("%s", error)
-                return False
-            finally:
-                self._restart_at = loop.time() + delay  # a model that takes long to load waits all the same
-            return True
+        return await self._life.health()
 
     async def load(self) -> EngineLoad | None:
         """How busy the worker was when the last request ended."""
-        return None if self._worker is None else self._worker.load
+        return None if self._life.backend is None else self._life.backend.load
 
     async def close(self) -> None:
-        self._closed = True
-        # A second cancellation would interrupt the worker's clean-up after the first one.
-        if self._starting is not None and not self._starting.cancelling():
-            self._starting.cancel()
-        if self._restart_lock.locked() and self._worker is not None:
-            self._worker.give_up("the engine was closed")  # in the middle of an update
-        async with self._restart_lock:
-            if self._worker is not None:
-                await self._worker.close()
-                self._worker = None
-            if self._weights is not None:
-                self._weights.cleanup()
-                self._weights = None
+        if self._life.lock.locked() and self._life.backend is not None:
+            self._life.backend.give_up("the engine was closed")  # in the middle of an update
+        await self._life.close()
+        if self._weights is not None:
+            self._weights.cleanup()
+            self._weights = None
 
     async def _update(self, worker: WorkerProcess, source: Path, version: int) -> None:
         weights = await asyncio.to_thread(_copy_weights, self._model_path, source)
-        start = msgspec.structs.replace(self._start, model_path=str(weights.path), version=version)
+        before = self._load
+        load = msgspec.structs.replace(before, model_path=str(weights.path), version=version)
         try:
-            if self._closed:
+            if self._life.closed:
                 raise EngineUnavailableError("the engine was closed")
-            if worker.alive:
-                update = Update(next(self._numbers), str(weights.path), version)
-                try:
-                    await worker.update(update, timeout_s=self._start_timeout)
-                except EngineUnavailableError:
-                    raise
-                except EngineError as error:
-                    raise EngineError(f"engine 'openvino' cannot load {source}: {error}") from error
+            if worker.cause:
+                self._load = load
+                await self._life.replace()
             else:
-                await worker.close()
-                self._worker = await self._start_worker(start)
-        except BaseException:
+                await worker.load_model(load, timeout_s=self._start_timeout)
+                self._load = load
+        except BaseException as error:
+            self._load = before
             weights.cleanup()
+            if type(error) is EngineError and not worker.cause:
+                raise EngineError(f"engine 'openvino' cannot load {source}: {error}") from error
             raise
-        before, self._weights, self._start = self._weights, weights, start
-        if before is not None:
-            await asyncio.to_thread(before.cleanup)
+        old, self._weights = self._weights, weights
+        if old is not None:
+            await asyncio.to_thread(old.cleanup)
 
-    async def _start_worker(self, start: Start) -> WorkerProcess:
-        self._starting = asyncio.create_task(
-            WorkerProcess.start(start, log_path=self._log_path, timeout_s=self._start_timeout)
-        )
-        try:
-            worker = await self._starting
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise EngineUnavailableError("the engine was closed while it was starting") from None
-        finally:
-            self._starting = None
+    async def _start_worker(self) -> WorkerProcess:
+        worker = await WorkerProcess.start(self._load, log_path=self._log_path, timeout_s=self._start_timeout)
         lengths = (self._limits.max_model_len, self._max_model_len, worker.cache_tokens)
         self._capabilities = Capabilities(
             token_ids=True,
@@ -295,20 +241,14 @@ def _copy_weights(model: Path, source: Path) -> ScratchFolder:
     return weights
 
 
-def _check_ranges(kwargs: Mapping[str, Any]) -> None:
-    for key, least in _LEAST.items():
-        if not kwargs[key] >= least:
-            raise ConfigError(f"engine_kwargs.{key} is {kwargs[key]}, want {least:g} or more")
+def _read_kwargs(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    kwargs = read_settings("openvino", engine_kwargs, ENGINE_KWARGS, _LEAST)
     if kwargs["cache_size"] < 1 and not kwargs["num_kv_blocks"]:
         raise ConfigError(
             f"engine_kwargs.cache_size is {kwargs['cache_size']}, want 1 (GB) or more; "
             "for a smaller KV cache set engine_kwargs.num_kv_blocks"
         )
-    if kwargs["max_num_seqs"] > kwargs["max_num_batched_tokens"]:
-        raise ConfigError(
-            f"engine_kwargs.max_num_seqs {kwargs['max_num_seqs']} must not be more than "
-            f"max_num_batched_tokens {kwargs['max_num_batched_tokens']}"
-        )
+    return kwargs
 
 
 def _check_model_folder(path: Path) -> Path:
@@ -335,7 +275,7 @@ def _how_to_export(model: Path) -> str:
     )
 
 
-def _start_message(model_path: Path, kwargs: Mapping[str, Any]) -> Start:
+def _load_message(model_path: Path, kwargs: Mapping[str, Any]) -> Load:
     properties: dict[str, str | int] = {
         "KV_CACHE_PRECISION": kwargs["kv_cache_precision"],
         "INFERENCE_PRECISION_HINT": kwargs["inference_precision"],
@@ -344,9 +284,7 @@ def _start_message(model_path: Path, kwargs: Mapping[str, Any]) -> Start:
         properties["INFERENCE_NUM_THREADS"] = kwargs["num_threads"]
     cache = "num_kv_blocks" if kwargs["num_kv_blocks"] else "cache_size"
     names = (cache, "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
-    return Start(
-        str(model_path), properties, {name: kwargs[name] for name in names}, tokenizer_path=str(model_path)
-    )
+    return Load(str(model_path), properties, {name: kwargs[name] for name in names}, str(model_path))
 
 
 def _order(number: int, prompt_ids: list[int], sampling: SamplingParams) -> Add:

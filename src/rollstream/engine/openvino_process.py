@@ -6,24 +6,21 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
 import rollstream
 from rollstream.engine.base import EngineLoad
-from rollstream.engine.openvino_protocol import (
+from rollstream.engine.openvino_worker import (
     FROM_WORKER,
     LENGTH_BYTES,
     Add,
     Done,
+    Load,
+    Loaded,
     Orders,
-    Ready,
     Results,
-    Start,
-    StartFailed,
-    Update,
-    Updated,
     encode_frame,
 )
 from rollstream.errors import EngineError, EngineUnavailableError
@@ -43,21 +40,21 @@ class WorkerProcess:
         assert process.stdout is not None
         self.cache_tokens = 0
         self.cause = ""
-        """Why it is not alive any more."""
+        """Why it is not alive any more; "" while it is."""
         self._process = process
         self._input = process.stdin
         self._output = process.stdout
         self._log_path = log_path
         self._log_offset = log_offset
         self._pending: dict[int, asyncio.Future[Done]] = {}
-        self._updates: dict[int, asyncio.Future[Updated]] = {}
+        self._loading: asyncio.Future[Loaded] | None = None
         self._orders = Orders([], [], [])
         self._flush_planned = False
         self._last: Results | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._reader = asyncio.create_task(self._read_messages(), name="openvino-worker-messages")
 
     @classmethod
-    async def start(cls, start: Start, *, log_path: Path, timeout_s: float) -> "WorkerProcess":
+    async def start(cls, load: Load, *, log_path: Path, timeout_s: float) -> "WorkerProcess":
         """Starts a worker and waits until it can generate.
 
         Raises:
@@ -68,26 +65,16 @@ class WorkerProcess:
             offset = log.tell()
             worker = cls(await _spawn(log), log_path, offset)
         try:
-            async with asyncio.timeout(timeout_s):
-                worker._input.write(encode_frame(start))
-                message = await worker._receive()
-        except TimeoutError:
-            worker.cause = f"it was not ready within {timeout_s:g} s"
-        except asyncio.IncompleteReadError:
-            worker.cause = f"its worker {await worker._wait_for_exit()}{worker._last_words()}"
+            await worker.load_model(load, timeout_s=timeout_s)
+        except EngineError as error:
+            await worker.close()
+            raise EngineError(
+                f"engine 'openvino' cannot load {load.model_path}: {error} (its log: {log_path})"
+            ) from error
         except BaseException:
             await worker.close()
             raise
-        else:
-            if isinstance(message, Ready):
-                worker.cache_tokens = message.cache_tokens
-                worker._reader = asyncio.create_task(worker._read_results(), name="openvino-worker-results")
-                return worker
-            worker.cause = message.error if isinstance(message, StartFailed) else f"it said {message!r}"
-        await worker.close()
-        raise EngineError(
-            f"engine 'openvino' cannot load {start.model_path}: {worker.cause} (its log: {log_path})"
-        )
+        return worker
 
     @property
     def pid(self) -> int:
@@ -98,7 +85,7 @@ class WorkerProcess:
     def load(self) -> EngineLoad | None:
         """As it was when the last request ended; None before that."""
         last = self._last
-        if last is None or not self.alive:
+        if last is None or self.cause:
             return None
         if not self._pending:
             return EngineLoad(0, 0, 0.0, preemptions=0)
@@ -106,10 +93,29 @@ class WorkerProcess:
         running, usage = min(last.running, len(self._pending)), max(0.0, min(1.0, last.kv_usage))
         return EngineLoad(running, min(last.waiting, len(self._pending)), usage, preemptions=0)
 
-    @property
-    def alive(self) -> bool:
-        """Whether requests are served; otherwise `cause` says why not."""
-        return not self.cause
+    async def load_model(self, load: Load, *, timeout_s: float) -> None:
+        """Has the worker load a model, or other weights. Results that come after this are of those.
+
+        Raises:
+            EngineError: it cannot; what it had before goes on.
+            EngineUnavailableError: the worker is dead, or dies, or takes too long and is killed: nobody would
+                know which weights it has.
+        """
+        if self.cause:
+            raise EngineUnavailableError(self.cause)
+        self._loading = asyncio.get_running_loop().create_future()
+        try:
+            self._input.write(encode_frame(load))
+            async with asyncio.timeout(timeout_s):
+                loaded = await self._loading
+        except TimeoutError:
+            self.give_up(f"the worker process (pid {self.pid}) was not ready within {timeout_s:g} s")
+            raise EngineUnavailableError(self.cause) from None
+        finally:
+            self._loading = None
+        if loaded.error:
+            raise EngineError(loaded.error)
+        self.cache_tokens = loaded.cache_tokens
 
     async def run(self, add: Add) -> Done:
         """Answers one request. Cancelling this cancels it in the worker.
@@ -137,47 +143,18 @@ class WorkerProcess:
             self._orders.abort.append(number)
             self._plan_flush()
 
-    async def update(self, update: Update, *, timeout_s: float) -> None:
-        """Has the worker load other weights. Results that come after this returns are of those.
-
-        Raises:
-            EngineError: it cannot; the old weights go on.
-            EngineUnavailableError: the worker is dead, or dies, or takes too long and is killed: nobody would
-                know which weights it has.
-        """
-        if self.cause:
-            raise EngineUnavailableError(self.cause)
-        future: asyncio.Future[Updated] = asyncio.get_running_loop().create_future()
-        self._updates[update.number] = future
-        try:
-            self._input.write(encode_frame(update))
-            async with asyncio.timeout(timeout_s):
-                updated = await future
-        except TimeoutError:
-            self.give_up(f"the worker process (pid {self.pid}) did not load weights within {timeout_s:g} s")
-            raise EngineUnavailableError(self.cause) from None
-        finally:
-            del self._updates[update.number]
-        if updated.error:
-            raise EngineError(updated.error)
-
     def give_up(self, cause: str) -> None:
-        """Kills the process; requests in flight end with `EngineUnavailableError`. `close` it as well."""
-        if not self.cause:
-            self.cause = cause
-        self._fail_pending()
+        """Kills the process; what is in flight ends with `EngineUnavailableError`. `close` it as well."""
+        self._fail(cause)
         if self._process.returncode is None:
             self._process.kill()
 
     async def close(self) -> None:
-        """Ends the process; requests in flight end with `EngineUnavailableError`."""
-        if not self.cause:
-            self.cause = "the engine was closed"
-        self._fail_pending()
+        """Ends the process; what is in flight ends with `EngineUnavailableError`."""
+        self._fail("the engine was closed")
         self._input.close()  # which ends the worker
         await self._wait_for_exit()
-        if self._reader is not None:
-            await self._reader
+        await self._reader
         # Only the end of the output closes the transport, which otherwise complains when it is collected
         # after its event loop. The worker has no children that could hold the other end open.
         with contextlib.suppress(TimeoutError):
@@ -196,43 +173,34 @@ class WorkerProcess:
         if not self.cause:
             self._input.write(encode_frame(orders))
 
-    async def _receive(self) -> Ready | StartFailed | Results | Updated:
-        header = await self._output.readexactly(LENGTH_BYTES)
-        body = await self._output.readexactly(int.from_bytes(header, "little"))
-        message: Ready | StartFailed | Results | Updated = FROM_WORKER.decode(body)
-        return message
-
-    async def _read_results(self) -> None:
-        """Hands results to those who wait, until the worker is gone."""
+    async def _read_messages(self) -> None:
+        """Hands messages to those who wait, until the worker is gone."""
         try:
             while True:
-                message = await self._receive()
-                if isinstance(message, Updated):
-                    update = self._updates.get(message.number)
-                    if update is not None and not update.done():
-                        update.set_result(message)
+                header = await self._output.readexactly(LENGTH_BYTES)
+                body = await self._output.readexactly(int.from_bytes(header, "little"))
+                message: Loaded | Results = FROM_WORKER.decode(body)
+                if isinstance(message, Loaded):
+                    if self._loading is not None and not self._loading.done():
+                        self._loading.set_result(message)
                     continue
-                assert isinstance(message, Results)
                 self._last = message
                 for done in message.done:
                     future = self._pending.pop(done.id, None)
                     if future is not None and not future.done():
                         future.set_result(done)
         except asyncio.IncompleteReadError:
-            if not self.cause:
-                how = await self._wait_for_exit()
-                self.cause = f"the worker process (pid {self.pid}) {how}{self._last_words()}"
-        except (msgspec.DecodeError, AssertionError) as error:
-            self.cause = f"the worker process (pid {self.pid}) sent what cannot be read: {error!r}"
-            self._process.kill()
-        finally:
-            self._fail_pending()
+            how = await self._wait_for_exit()
+            self._fail(f"the worker process (pid {self.pid}) {how}{self._last_words()}")
+        except msgspec.DecodeError as error:
+            self.give_up(f"the worker process (pid {self.pid}) sent what cannot be read: {error!r}")
 
-    def _fail_pending(self) -> None:
+    def _fail(self, cause: str) -> None:
+        """Ends what is in flight; the first cause counts."""
+        self.cause = self.cause or cause
         pending, self._pending = self._pending, {}
-        waiting: list[asyncio.Future[Any]] = [*pending.values(), *self._updates.values()]
-        for future in waiting:
-            if not future.done():
+        for future in (*pending.values(), self._loading):
+            if future is not None and not future.done():
                 future.set_exception(EngineUnavailableError(self.cause))
 
     async def _wait_for_exit(self) -> str:

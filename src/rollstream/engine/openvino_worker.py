@@ -1,9 +1,13 @@
-"""The process that runs the model of `openvino.py`.
+"""The process that runs the model of `openvino.py`, and what the two say to each other.
 
     python -m rollstream.engine.openvino_worker PARENT_PID
 
-reads orders from stdin and writes results to stdout. It ends when its parent does, whatever it is doing.
+reads messages from stdin and writes messages to stdout. It ends when its parent does, whatever it is doing.
 It ignores SIGINT and SIGTERM, which go to whole process groups: the parent decides when it ends.
+
+Both directions carry frames: 4 bytes of length (little-endian), then msgpack. Token ids travel as int32
+bytes and log-probs as float32 bytes, so that neither side touches single tokens in Python more than once.
+A frame holds everything there was to say at that moment: one write per model step, not one per request.
 """
 
 import ctypes
@@ -12,39 +16,132 @@ import select
 import signal
 import sys
 import traceback
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy
 
-from rollstream.engine.openvino_protocol import (
-    LENGTH_BYTES,
-    TO_WORKER,
-    Add,
-    Done,
-    Orders,
-    Ready,
-    Results,
-    Start,
-    StartFailed,
-    Update,
-    Updated,
-    encode_frame,
-    pack_floats,
-    pack_ids,
-)
+from rollstream.engine.embedded import StopTexts
+
+LENGTH_BYTES = 4
 
 BLOCK_TOKENS = 32
 """Tokens in one block of the CPU plugin's paged KV cache."""
 
 _READ_BYTES = 2**20
-_IDLE_POLL_MS = 1000
-"""How often an idle worker checks that its parent is still there, besides the end of its input."""
 
 _NO_END_TOKEN = 2**31
 """An end token that no vocabulary has: the pipeline puts the model's own in place of a missing one."""
+
+
+class Load(msgspec.Struct, tag=True):
+    """To the worker: a model, or other weights of it. Answered with `Loaded`."""
+
+    model_path: str
+    properties: dict[str, str | int]
+    """OpenVINO properties of the compiled model."""
+    scheduler: dict[str, int | bool]
+    """Attributes of openvino_genai.SchedulerConfig."""
+    tokenizer_path: str
+    """Folder of the tokenizer."""
+    version: int = 0
+    """Of the weights."""
+
+
+class Add(msgspec.Struct):
+    """One request."""
+
+    id: int
+    """Never used twice in the life of a worker."""
+    prompt: bytes
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    logprobs: bool
+    seed: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+
+
+class Orders(msgspec.Struct, tag=True):
+    """To the worker: new requests, requests to end early, requests to forget."""
+
+    add: list[Add]
+    abort: list[int]
+    """Answered with what was sampled."""
+    cancel: list[int]
+    """Not answered."""
+
+
+class Loaded(msgspec.Struct, tag=True):
+    """From the worker: it can generate, has answered once, and results are of these weights from now on."""
+
+    cache_tokens: int
+    """Tokens that the KV cache holds."""
+    error: str = ""
+    """Why not. Then the worker ends, or goes on with what it had, and nothing was interrupted."""
+
+
+class Done(msgspec.Struct):
+    """The end of one request."""
+
+    id: int
+    tokens: bytes
+    logprobs: bytes | None
+    reason: Literal["stop", "length", "abort", "refused", "broken"]
+    """refused: the pipeline does not take this request; broken: it failed while working on it."""
+    error: str = ""
+    version: int = 0
+    """Of the weights that sampled all of its tokens."""
+
+
+class Results(msgspec.Struct, tag=True):
+    """From the worker: what ended in one step, and how busy the step was."""
+
+    done: list[Done]
+    running: int = 0
+    """Requests in that step."""
+    waiting: int = 0
+    """Requests that the KV cache had no room for yet."""
+    kv_usage: float = 0.0
+    """Share of the KV cache that was reserved for those that ran."""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+TO_WORKER = msgspec.msgpack.Decoder(Load | Orders)
+FROM_WORKER = msgspec.msgpack.Decoder(Loaded | Results)
+
+
+def encode_frame(message: msgspec.Struct) -> bytes:
+    """The frame of a message."""
+    body = _ENCODER.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def pack_ids(ids: list[int]) -> bytes:
+    """Ids as int32."""
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """The reverse of `pack_ids`."""
+    return array("i", data).tolist()
+
+
+def pack_floats(values: list[float]) -> bytes:
+    """Log-probs as float32, which they are in the model."""
+    return array("f", values).tobytes()
+
+
+def unpack_floats(data: bytes) -> list[float]:
+    """The reverse of `pack_floats`."""
+    return array("f", data).tolist()
 
 
 class Channel:
@@ -60,7 +157,7 @@ class Channel:
         self._poll.register(self._input, select.POLLIN)
         self._buffer = bytearray()
 
-    def send(self, message: Ready | StartFailed | Results | Updated) -> None:
+    def send(self, message: Loaded | Results) -> None:
         """Writes one frame; waits while the pipe is full. Ends the process if nobody reads."""
         data = memoryview(encode_frame(message))
         try:
@@ -69,7 +166,7 @@ class Channel:
         except BrokenPipeError:
             os._exit(0)
 
-    def receive(self, *, wait: bool) -> list[Start | Orders | Update]:
+    def receive(self, *, wait: bool) -> list[Load | Orders]:
         """The messages that have arrived; with `wait`, at least one. Ends the process with its input."""
         while True:
             while self._poll.poll(0):
@@ -80,10 +177,9 @@ class Channel:
             messages = self._take_frames()
             if messages or not wait:
                 return messages
-            self._poll.poll(_IDLE_POLL_MS)
-            _end_without_parent()
+            self._poll.poll()
 
-    def _take_frames(self) -> list[Start | Orders | Update]:
+    def _take_frames(self) -> list[Load | Orders]:
         messages = []
         buffer, position = self._buffer, 0
         while len(buffer) - position >= LENGTH_BYTES:
@@ -95,22 +191,6 @@ class Channel:
             position = end
         del buffer[:position]
         return messages
-
-
-class StopTexts:
-    """Finds stop strings in what was sampled. The pipeline's own search needs another tokenizer and trims."""
-
-    def __init__(self, model_path: Path) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
-
-    def found(self, ids: list[int], stop: tuple[str, ...]) -> bool:
-        """Whether the text of `ids` has one of `stop`, given that it had none before its last token."""
-        # A character takes at most four tokens (its bytes); a few more give the decoder its context.
-        window = 4 * max(map(len, stop)) + 8
-        text = self._tokenizer.decode(ids[-window:], skip_special_tokens=False)
-        return any(entry in text for entry in stop)
 
 
 @dataclass(slots=True)
@@ -133,8 +213,8 @@ class Worker:
     and log-probs (off by up to 14 nats) for two sequences of the batch, see docs/engines.md.
     """
 
-    def __init__(self, start: Start, channel: Channel) -> None:
-        self._start = start
+    def __init__(self, load: Load, channel: Channel) -> None:
+        self._load = load
         self._channel = channel
         self._waiting: deque[Add] = deque()
         self._running: dict[int, _Running] = {}
@@ -142,9 +222,9 @@ class Worker:
         self._stop_texts: StopTexts | None = None
         self._busy = (0, 0, 0.0)
         """What `Results` say of the last step."""
-        self._load(start.model_path)
+        self._make_pipeline(load)
 
-    def _load(self, model_path: str) -> None:
+    def _make_pipeline(self, load: Load) -> None:
         """Makes a new pipeline; when that fails, everything stays as it was."""
         import openvino
         import openvino_genai
@@ -158,10 +238,10 @@ class Worker:
         self._ignored = py_openvino_genai.GenerationStatus.IGNORED.value
         self._length = py_openvino_genai.GenerationFinishReason.LENGTH
         scheduler = openvino_genai.SchedulerConfig()
-        for key, value in self._start.scheduler.items():
+        for key, value in load.scheduler.items():
             setattr(scheduler, key, value)
         pipeline = openvino_genai.ContinuousBatchingPipeline(
-            model_path, scheduler, "CPU", self._start.properties
+            load.model_path, scheduler, "CPU", load.properties
         )
         blocks = self._warm_up(pipeline)
         self._pipeline = pipeline
@@ -188,13 +268,12 @@ class Worker:
             for message in self._channel.receive(wait=not busy):
                 if isinstance(message, Orders):
                     self._obey(message)
-                elif isinstance(message, Update):
+                else:
                     self._update(message)
             self._admit()
             usage = 1 - self._free_blocks / self.cache_blocks
             self._busy = (len(self._running), len(self._waiting), usage)
             if self._running or self._cancelled_blocks:
-                _end_without_parent()
                 self._step()
             self._flush()
 
@@ -210,7 +289,7 @@ class Worker:
         for request_id in orders.cancel:
             self._end_early(request_id, answer=False)
 
-    def _update(self, update: Update) -> None:
+    def _update(self, load: Load) -> None:
         """Goes on with other weights. What has tokens ends with them, what has none begins with the new ones.
 
         Constants are folded into the compiled model, so it takes another pipeline; while it is made there are
@@ -220,19 +299,19 @@ class Worker:
         for one in running:
             self._read(one)
         try:
-            self._load(update.model_path)
+            self._make_pipeline(load)
         except Exception as error:
             traceback.print_exc()
-            self._channel.send(Updated(update.number, cause_of(error)))
+            self._channel.send(Loaded(0, cause_of(error)))
             return
         for one in running:
             if one.ids:
                 self._answer(one, "abort")
         self._waiting.extendleft(one.add for one in reversed(running) if not one.ids)
         self._running.clear()
-        self._start.model_path, self._start.version = update.model_path, update.version
+        self._load = load
         self._flush()
-        self._channel.send(Updated(update.number))
+        self._channel.send(Loaded(self.cache_blocks * BLOCK_TOKENS))
 
     def _end_early(self, request_id: int, *, answer: bool) -> None:
         if (running := self._running.get(request_id)) is not None:
@@ -246,7 +325,7 @@ class Worker:
                     self._waiting.remove(add)
                     if answer:
                         logprobs = b"" if add.logprobs else None
-                        self._done.append(Done(add.id, b"", logprobs, "abort", version=self._start.version))
+                        self._done.append(Done(add.id, b"", logprobs, "abort", version=self._load.version))
                     break
 
     def _admit(self) -> None:
@@ -326,11 +405,11 @@ class Worker:
             self._answer(running, "broken", f"{type(error).__name__}: {error}")
         self._running.clear()
         self._flush()
-        self._load(self._start.model_path)
+        self._make_pipeline(self._load)
 
     def _stopped_by_text(self, running: _Running) -> bool:
         if self._stop_texts is None:
-            self._stop_texts = StopTexts(Path(self._start.tokenizer_path or self._start.model_path))
+            self._stop_texts = StopTexts(Path(self._load.tokenizer_path) / "tokenizer.json")
         return self._stop_texts.found(running.ids, running.add.stop)
 
     def _read(self, running: _Running) -> None:
@@ -350,7 +429,7 @@ class Worker:
     def _answer(self, running: _Running, reason: Any, error: str = "") -> None:
         logprobs = pack_floats(running.logprobs) if running.add.logprobs else None
         ids = pack_ids(running.ids)
-        self._done.append(Done(running.add.id, ids, logprobs, reason, error, self._start.version))
+        self._done.append(Done(running.add.id, ids, logprobs, reason, error, self._load.version))
 
     def _release(self, running: _Running) -> None:
         """After a request has ended by itself."""
@@ -364,9 +443,6 @@ class Worker:
         self._cancelled_blocks += running.blocks
 
 
-_parent_pid = 0
-
-
 def _follow_parent(parent_pid: int) -> None:
     """Makes the kernel kill this process when its parent ends, also in the middle of a step (Linux).
 
@@ -374,16 +450,10 @@ def _follow_parent(parent_pid: int) -> None:
     hold the other end of the pipe open. To the kernel the parent is the thread that started this process,
     that is the one of the engine's event loop.
     """
-    global _parent_pid
-    _parent_pid = parent_pid
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    _end_without_parent()  # it may have ended before the kernel was told
-
-
-def _end_without_parent() -> None:
-    if os.getppid() != _parent_pid:
+    if os.getppid() != parent_pid:  # it ended before the kernel was told
         os._exit(0)
 
 
@@ -401,17 +471,17 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _follow_parent(int(sys.argv[1]))
     channel = Channel()
-    start = channel.receive(wait=True)[0]
-    assert isinstance(start, Start)
+    load = channel.receive(wait=True)[0]
+    assert isinstance(load, Load)
     try:
-        worker = Worker(start, channel)
+        worker = Worker(load, channel)
     except Exception as error:
         traceback.print_exc()
-        channel.send(StartFailed(cause_of(error)))
+        channel.send(Loaded(0, cause_of(error)))
         # Not through the C++ destructors, which abort after some failures.
         sys.stderr.flush()
         os._exit(1)
-    channel.send(Ready(worker.cache_blocks * BLOCK_TOKENS))
+    channel.send(Loaded(worker.cache_blocks * BLOCK_TOKENS))
     worker.run()
 
 

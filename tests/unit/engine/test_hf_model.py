@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollstream.demo import MODEL_PATH
-from rollstream.engine.hf_cache import CacheSize, cache_size
+from rollstream.engine.hf_batch import CacheSize, cache_size
 from rollstream.engine.hf_model import LiveModel, copy_weights, load_module
 from rollstream.errors import EngineError
 from rollstream.trajectory import SamplingParams
@@ -64,14 +64,13 @@ def test_the_cache_takes_the_memory_it_may(module: Any) -> None:
             module,
             bytes_at_most=gb * 1e9,
             block_size=32,
-            max_num_batched_tokens=256,
             max_num_seqs=4,
             longest=longest,
             num_blocks=blocks,
         )
 
-    # A token: 2 layers x 2 (key, value) x 2 heads x 32 x 4 bytes, 256 x 4 of the mask, 8 of the index.
-    assert size(1.0) == CacheSize(int(1e9 / (32 * (1024 + 1024 + 8))), 32, 1)
+    # A token: 2 layers x 2 (key, value) x 2 heads x 32 x 4 bytes.
+    assert size(1.0) == CacheSize(int(1e9 / (32 * 1024)), 32, 1)
     assert size(1.0, longest=100).blocks == 4 * 4
     assert size(1.0, longest=100, blocks=77).blocks == 77
     with pytest.raises(EngineError, match="does not hold one block"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollstream.demo import MODEL_PATH
-from rollstream.engine import openvino_protocol as protocol
+from rollstream.engine import openvino_worker as protocol
 from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.engine.openvino_worker import Worker, cause_of
 from rollstream.errors import ConfigError
@@ -83,7 +83,7 @@ def test_the_worker_survives_what_the_pipeline_cannot_do(capfd: pytest.CaptureFi
     pytest.importorskip("openvino_genai")
     outbox = Outbox()
     scheduler: dict[str, int | bool] = {"num_kv_blocks": 8, "max_num_seqs": 4}
-    worker = Worker(protocol.Start(str(MODEL_PATH), {}, scheduler), outbox)  # type: ignore[arg-type]
+    worker = Worker(protocol.Load(str(MODEL_PATH), {}, scheduler, str(MODEL_PATH)), outbox)  # type: ignore[arg-type]
     assert worker.cache_blocks == 8
     # The engine refuses these two before they get here.
     turn(worker, order(0, []), order(1, [1] * 300), order(2, [1]))
