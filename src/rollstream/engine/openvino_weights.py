@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import orjson
+import safetensors
 
 from rollstream.engine.checks import read_model_limits
 from rollstream.errors import ConfigError, EngineError
@@ -19,9 +19,6 @@ XML, BIN = "openvino_model.xml", "openvino_model.bin"
 
 _CONFIGS = ("config.json", "generation_config.json")
 """What a pipeline reads beside the model: the second one has the end token."""
-
-_MAX_HEADER = 100_000_000
-"""Bytes; the format's own limit."""
 
 _EXPORT = "export the new weights as well, and name the export's folder"
 
@@ -73,17 +70,16 @@ def lay_out_weights(model: Path, source: Path, target: Path) -> None:
 def read_safetensors(folder: Path) -> Tensors:
     """All tensors of a folder, by name, as float32.
 
-    Source: https://github.com/huggingface/safetensors#format.
-
     Raises:
         EngineError: a file is not of this format, or has tensors of other types than F32, F16 and BF16.
     """
     tensors: dict[str, numpy.ndarray[Any, Any]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            tensors |= _read_file(path)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise EngineError(f"{path} is not a whole safetensors file: {error}") from error
+            for name, entry in safetensors.deserialize(path.read_bytes()):
+                tensors[name] = _as_float32(entry["data"], entry["dtype"]).reshape(entry["shape"])
+        except (safetensors.SafetensorError, ValueError) as error:
+            raise EngineError(f"{path} cannot be read: {error}") from error
     return tensors
 
 
@@ -97,15 +93,11 @@ def find_places(model: Path) -> Places:
         OSError: a file cannot be read.
     """
     files = [model / XML, model / BIN, *sorted(model.glob("*.safetensors"))]
-    stats = [(path.name, path.stat()) for path in files]
-    return _find_places(
-        model.absolute(),
-        tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats),
-    )
+    return _find_places(model.absolute(), tuple((path.name, path.stat().st_mtime_ns) for path in files))
 
 
 @lru_cache(maxsize=_REMEMBERED_MODELS)
-def _find_places(model: Path, _files: tuple[tuple[str | int, ...], ...]) -> Places:
+def _find_places(model: Path, _files: tuple[tuple[str, int], ...]) -> Places:
     content = memoryview((model / BIN).read_bytes())
     offsets: dict[int, set[int]] = defaultdict(set)
     for layer in ElementTree.parse(model / XML).getroot().iter("layer"):
@@ -157,25 +149,6 @@ def _write_tensors(content: bytearray, places: Places, new: Tensors, source: str
         data = new[name].tobytes()
         for at in offsets:
             content[at : at + len(data)] = data
-
-
-def _read_file(path: Path) -> dict[str, numpy.ndarray[Any, Any]]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(size - 8, _MAX_HEADER):
-            raise ValueError(f"a header of {length} bytes in {size}")
-        header = orjson.loads(file.read(length))
-        data = file.read()
-    tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        begin, end = entry["data_offsets"]
-        if not 0 <= begin <= end <= len(data):
-            raise ValueError(f"{name} ends at byte {end} of {len(data)}")
-        tensors[name] = _as_float32(data[begin:end], entry["dtype"]).reshape(entry["shape"])
-    return tensors
 
 
 def _as_float32(data: bytes, dtype: str) -> numpy.ndarray[Any, Any]:
