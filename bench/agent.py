@@ -39,7 +39,7 @@ from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import Capabilities
-from rollstream.engine.sglang_wire import request_body
+from rollstream.engine.sglang import request_body
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker

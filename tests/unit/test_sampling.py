@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rollstream.engine import openai_wire, sglang_wire, vllm_wire
+from rollstream.engine import openai_wire, sglang, vllm
 from rollstream.engine.base import ChatPrompt
 from rollstream.errors import DataError
 from rollstream.sampling import SERVER_SAMPLING, check_extra, sampling_of_row
@@ -43,7 +43,7 @@ def test_what_is_wrong_is_said() -> None:
 
 
 def test_sglang_gets_them_by_its_own_names() -> None:
-    assert sglang_wire.extra_params(SOUND) == {
+    assert sglang.extra_params(SOUND) == {
         "ebnf": SOUND["grammar"],
         "min_new_tokens": 3,
         "json_schema": orjson.dumps(SCHEMA).decode(),
@@ -52,16 +52,16 @@ def test_sglang_gets_them_by_its_own_names() -> None:
     }
 
 
-@pytest.mark.parametrize("route", [vllm_wire.GENERATE, vllm_wire.COMPLETIONS])
-def test_vllm_gets_them_by_its_own_names(route: vllm_wire.Route) -> None:
+@pytest.mark.parametrize("route", [vllm.GENERATE, vllm.COMPLETIONS])
+def test_vllm_gets_them_by_its_own_names(route: vllm.Route) -> None:
     extra = {"json_schema": SCHEMA, "min_tokens": 3, "logit_bias": {15: 1}}
-    body = vllm_wire.request_body(route, [1], SamplingParams(4, extra=extra), "r", "m")
-    params = body["sampling_params"] if route == vllm_wire.GENERATE else body
+    body = vllm.request_body(route, [1], SamplingParams(4, extra=extra), "r", "m")
+    params = body["sampling_params"] if route == vllm.GENERATE else body
     assert params["structured_outputs"] == {"json": orjson.dumps(SCHEMA).decode()}
     assert (params["min_tokens"], params["logit_bias"]) == (3, {"15": 1.0})
     assert "json_schema" not in params
     for name in ("grammar", "regex"):
-        assert vllm_wire.extra_params({name: SOUND[name]}) == {"structured_outputs": {name: SOUND[name]}}
+        assert vllm.extra_params({name: SOUND[name]}) == {"structured_outputs": {name: SOUND[name]}}
 
 
 def test_a_chat_endpoint_gets_a_schema_as_its_response_format() -> None:

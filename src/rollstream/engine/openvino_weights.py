@@ -76,7 +76,7 @@ def read_safetensors(folder: Path) -> Tensors:
     tensors: dict[str, numpy.ndarray[Any, Any]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            for name, entry in safetensors.deserialize(path.read_bytes()):
+            for name, entry in safetensors.deserialize(path.read_bytes()):  # type: ignore[no-untyped-call]
                 tensors[name] = _as_float32(entry["data"], entry["dtype"]).reshape(entry["shape"])
         except (safetensors.SafetensorError, ValueError) as error:
             raise EngineError(f"{path} cannot be read: {error}") from error

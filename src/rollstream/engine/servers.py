@@ -1,15 +1,19 @@
 """What engines share whose replicas are servers that take and give token ids: SGLang's and vLLM's."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
-from rollstream.engine.checks import ModelLimits, no_longer_than, read_model_limits
-from rollstream.engine.http_server import CONNECTION_KWARGS
+from rollstream.aio import SharedCheck
+from rollstream.engine.base import EngineLoad
+from rollstream.engine.checks import ModelLimits, ids_fit, no_longer_than, read_model_limits
+from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
 from rollstream.engine.kind import EngineKind, EngineOptions
+from rollstream.engine.load import ASK_TIMEOUT_S, LoadRoutes
 from rollstream.engine.pool import POOL_KWARGS, PoolEngine
-from rollstream.errors import ConfigError, EngineError
+from rollstream.errors import ConfigError, EngineError, RollstreamError, TransientEngineError
+from rollstream.trajectory import FinishReason, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +28,72 @@ SERVER_KWARGS: dict[str, Any] = {
 ABORT_TIMEOUT_S = 10.0
 """An abort is a courtesy to the server: not worth waiting longer."""
 
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+"""By the servers' names. An abort is one whoever asked for it: another client, a trainer that pauses the
+server, the server itself."""
+
 _HUB_FOLDER = "models--"
 """Begins a model's folder in Hugging Face's cache: `models--Qwen--Qwen2.5/snapshots/HASH`."""
+
+
+class ServerReplica:
+    """One server: how it is reached, what it may serve, how busy it is.
+
+    Args:
+        url: base URL, `http://host:port`.
+        options: the model that the caller means, a server with another one is refused; and `engine_kwargs`.
+        loads: where it may say how busy it is.
+    """
+
+    kind: ClassVar[EngineKind]
+    what: ClassVar[str]
+    """What kind of server it should be, for messages."""
+
+    def __init__(
+        self, url: str, options: EngineOptions, loads: list[tuple[str, Callable[[bytes], EngineLoad | None]]]
+    ) -> None:
+        kwargs = self.kind.read_kwargs(options.engine_kwargs)
+        self._server = HttpServer(url, kwargs)
+        self._health = SharedCheck(self.health)
+        self._model_path = options.model_path
+        self._check_model: bool = kwargs["check_model"]
+        self._update_timeout: float = kwargs["update_timeout"]
+        self._limits = model_limits(options)
+        """What the model's folder says and servers don't."""
+        self._loads = LoadRoutes(loads)
+
+    @property
+    def name(self) -> str:
+        return self._server.url
+
+    async def health(self) -> bool:
+        """See `Replica.health`."""
+        raise NotImplementedError
+
+    async def load(self) -> EngineLoad | None:
+        """How busy the server is, as far as it says."""
+        return await self._loads.ask(lambda path: self._server.get(path, timeout_s=ASK_TIMEOUT_S))
+
+    async def close(self) -> None:
+        await self._health.close()
+        await self._server.close()
+
+    def _check_served(self, *names: object) -> None:
+        """Refuses a server that serves none of what is meant; see `check_served_model`."""
+        check_served_model(self.name, names, self._model_path, strict=self._check_model)
+
+    async def _ask(self, path: str) -> dict[str, Any]:
+        return await self._server.ask(path, kind=self.what)
+
+    async def _tell(self, path: str, body: object = None, *, timeout_s: float | None = None) -> bytes:
+        return await self._server.tell(path, body, timeout_s=timeout_s or self._update_timeout)
+
+    async def _tell_abort(self, path: str, body: object) -> None:
+        try:
+            await self._tell(path, body, timeout_s=ABORT_TIMEOUT_S)
+        except RollstreamError as error:
+            # A server that cannot be reached runs nothing that could be aborted.
+            logger.debug("could not abort %s on %s: %s", body, self.name, error)
 
 
 class ServerEngine(PoolEngine):
@@ -64,7 +132,7 @@ class ServerEngine(PoolEngine):
         assert kind.make_replica is not None
         super().__init__(
             [kind.make_replica(url, options) for url in server_urls],
-            own=no_longer_than(max_model_len, limits.max_model_len if limits else None),
+            own=no_longer_than(max_model_len, limits.max_model_len),
             what=self.title,
             hint=f"check that {where} names {self.title} servers and that they are running",
             kwargs={key: kwargs[key] for key in POOL_KWARGS},
@@ -81,9 +149,9 @@ class ServerEngine(PoolEngine):
         )
 
 
-def model_limits(options: EngineOptions) -> ModelLimits | None:
-    """What the folder of the model says of itself; None without a model."""
-    return read_model_limits(Path(options.model_path)) if options.model_path else None
+def model_limits(options: EngineOptions) -> ModelLimits:
+    """What the folder of the model says of itself."""
+    return read_model_limits(Path(options.model_path)) if options.model_path else ModelLimits(None, None, ())
 
 
 def model_names(path: str) -> set[str]:
@@ -117,3 +185,24 @@ def check_served_model(server: str, served: Iterable[object], wanted: str | None
             "set actor_rollout_ref.rollout.engine_kwargs.check_model=false"
         )
     logger.warning("%s", text)
+
+
+def broken_reply(server: str, what: str) -> TransientEngineError:
+    """The error for an answer that cannot be right: another server, or the same one later, may do better."""
+    return TransientEngineError(f"broken reply from {server}: {what}")
+
+
+def check_sampled(server: str, ids: list[int], sampling: SamplingParams, vocab_size: int | None) -> None:
+    """Raises `TransientEngineError` for ids that nobody asked for, or that the model does not have."""
+    if not ids_fit(ids, vocab_size):
+        raise broken_reply(server, f"it has ids outside the vocabulary of {vocab_size} ids")
+    if len(ids) > sampling.max_tokens:
+        raise broken_reply(server, f"it has {len(ids)} tokens, more than max_tokens {sampling.max_tokens}")
+
+
+def weight_version(said: object) -> int:
+    """A server's weight version is free text, "default" until the first update: that is version 0."""
+    try:
+        return int(str(said))
+    except ValueError:
+        return 0

@@ -1,94 +1,63 @@
 """SGLang servers: native `/generate`, ids in, ids and log-probs out.
 
-Source: https://docs.sglang.io/basic_usage/native_api.html.
+Source: https://docs.sglang.io/basic_usage/native_api.html and sampling_params.html.
 """
 
-import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollstream.aio import SharedCheck
-from rollstream.engine.base import Capabilities, EngineLoad
-from rollstream.engine.checks import ModelLimits
-from rollstream.engine.http_server import AWAY_STATUSES, HttpServer, is_answered
+import msgspec
+import orjson
+
+from rollstream.engine.base import Capabilities
+from rollstream.engine.checks import logprobs_fit
+from rollstream.engine.http_server import AWAY_STATUSES, is_answered, status_error
 from rollstream.engine.kind import EngineKind, EngineOptions
-from rollstream.engine.load import (
-    ASK_TIMEOUT_S,
-    SGLANG_METRICS,
-    LoadRoutes,
-    read_metrics,
-    read_sglang_loads,
-)
+from rollstream.engine.load import SGLANG_METRICS, read_metrics, read_sglang_loads
 from rollstream.engine.replica import ReplicaRequest, WeightsLostError
 from rollstream.engine.servers import (
-    ABORT_TIMEOUT_S,
+    FINISH_REASONS,
     SERVER_KWARGS,
     ServerEngine,
-    check_served_model,
-    model_limits,
+    ServerReplica,
+    broken_reply,
+    check_sampled,
     model_names,
+    weight_version,
 )
-from rollstream.engine.sglang_wire import (
-    check_images,
-    collapse_images,
-    parse_version,
-    read_reply,
-    request_body,
-)
-from rollstream.errors import EngineError, RollstreamError
-from rollstream.sampling import server_sampling
-from rollstream.trajectory import Completion
-
-_LOG = logging.getLogger(__name__)
+from rollstream.errors import EngineError
+from rollstream.sampling import bias_by_id, schema_text, server_sampling
+from rollstream.trajectory import Completion, SamplingParams
 
 ENGINE_KWARGS = SERVER_KWARGS
 """Keys of `engine_kwargs` with their defaults."""
 
+_LOAD_ROUTES = ("/v1/loads", "/get_load")
 
-class SGLangReplica:
+
+class SGLangReplica(ServerReplica):
     """One SGLang server.
 
     Log-probs are those of the distribution after the temperature and before top-p and top-k (SGLang's
     default), hence "processed".
-
-    Args:
-        url: base URL, `http://host:port`.
-        model_path: the model the caller means; a server with another one is refused.
-        limits: what the model's folder says and servers don't.
-        kwargs: see `ENGINE_KWARGS`.
     """
 
-    def __init__(
-        self, url: str, *, model_path: str | None, limits: ModelLimits | None, kwargs: dict[str, Any]
-    ) -> None:
-        self._server = HttpServer(url, kwargs)
-        self._health = SharedCheck(self.health)
-        self._model_path = model_path
-        self._update_timeout: float = kwargs["update_timeout"]
-        self._image_token_id = limits.image_token_id if limits else None
-        self._check_model: bool = kwargs["check_model"]
+    what = "an SGLang"
+
+    def __init__(self, url: str, options: EngineOptions) -> None:
+        metrics = ("/metrics", lambda page: read_metrics(page, SGLANG_METRICS))  # with --enable-metrics
+        super().__init__(url, options, [metrics, *((path, read_sglang_loads) for path in _LOAD_ROUTES)])
         self._loaded = ""
         """Folder of the weights of the last update: a server calls its model by that from then on."""
-        self._model_vocab_size = limits.vocab_size if limits else None
-        self._vocab_size = self._model_vocab_size
+        self._vocab_size = self._limits.vocab_size
         self._is_rollstream = False
-        self._loads = LoadRoutes(
-            [
-                ("/metrics", lambda page: read_metrics(page, SGLANG_METRICS)),
-                ("/v1/loads", read_sglang_loads),
-                ("/get_load", read_sglang_loads),
-            ]
-        )
-
-    @property
-    def name(self) -> str:
-        return self._server.url
 
     async def describe(self) -> Capabilities:
-        model = await self._server.ask("/get_model_info", kind="an SGLang")
-        info = await self._server.ask("/get_server_info", kind="an SGLang")
+        model = await self._ask("/get_model_info")
+        info = await self._ask("/get_server_info")
         max_model_len = info.get("context_length")
         if max_model_len is None:
-            models = (await self._server.ask("/v1/models", kind="an SGLang")).get("data") or [{}]
+            models = (await self._ask("/v1/models")).get("data") or [{}]
             max_model_len = models[0].get("max_model_len")
             if not (model or info or models[0]):
                 hint = " (leave /v1 out of its URL)" if self.name.endswith("/v1") else ""
@@ -96,9 +65,8 @@ class SGLangReplica:
         served = model.get("model_path") or info.get("model_path")
         if not self._loaded or not model_names(self._loaded) & model_names(str(served)):
             # A trainer's weights lie in a folder of theirs; the tokenizer stays where it was.
-            names = (served, info.get("served_model_name"), model.get("tokenizer_path"))
-            check_served_model(self.name, names, self._model_path, strict=self._check_model)
-        sizes = [model.get("vocab_size") or info.get("vocab_size"), self._model_vocab_size]
+            self._check_served(served, info.get("served_model_name"), model.get("tokenizer_path"))
+        sizes = [model.get("vocab_size") or info.get("vocab_size"), self._limits.vocab_size]
         self._vocab_size = min((size for size in sizes if size is not None), default=None)
         said = info.get("capabilities")  # of `rollstream serve`, whose engines differ
         self._is_rollstream = isinstance(said, dict)
@@ -129,7 +97,7 @@ class SGLangReplica:
     async def generate(self, request: ReplicaRequest) -> Completion:
         ids, images = request.prompt_ids, request.images
         if images:
-            sent_ids = collapse_images(ids, self._image_token_id, len(images))
+            sent_ids = collapse_images(ids, self._limits.image_token_id, len(images))
             body = request_body(sent_ids, request.sampling, request.rid, check_images(images))
         else:
             body = request_body(ids, request.sampling, request.rid)
@@ -147,11 +115,7 @@ class SGLangReplica:
         )
 
     async def abort(self, rid: str) -> None:
-        try:
-            await self._server.tell("/abort_request", {"rid": rid}, timeout_s=ABORT_TIMEOUT_S)
-        except RollstreamError as error:
-            # A server that cannot be reached runs nothing that could be aborted.
-            _LOG.debug("could not abort %s on %s: %s", rid, self.name, error)
+        await self._tell_abort("/abort_request", {"rid": rid})
 
     async def health(self) -> bool:
         """SGLang's `/health` generates a token. A router's may only say that the router runs; then its
@@ -165,36 +129,19 @@ class SGLangReplica:
 
     async def update_weights(self, source: str, version: int) -> None:
         body = {"model_path": source, "weight_version": str(version)}
-        payload = await self._server.tell("/update_weights_from_disk", body, timeout_s=self._update_timeout)
+        payload = await self._tell("/update_weights_from_disk", body)
         if b'"success":false' in payload.replace(b" ", b""):
             raise EngineError(
                 f"{self.name} could not load {source}: {payload[:500].decode(errors='replace')}"
             )
         self._loaded = source
-        said = (await self._server.ask("/get_model_info", kind="an SGLang")).get("weight_version")
-        if parse_version(said) != version:
+        said = (await self._ask("/get_model_info")).get("weight_version")
+        if weight_version(said) != version:
             # The version of a token is what the server says with it.
             raise WeightsLostError(
                 f"{self.name} has loaded {source}, but says weight version {said!r} and not {version}: "
                 "this SGLang is too old to tell which weights a token is from"
             )
-
-    async def load(self) -> EngineLoad | None:
-        """How busy the server is. `/metrics`, if it was started with them, say more than its load routes."""
-        return await self._loads.ask(lambda path: self._server.get(path, timeout_s=ASK_TIMEOUT_S))
-
-    async def close(self) -> None:
-        await self._health.close()
-        await self._server.close()
-
-
-def _make_replica(url: str, options: EngineOptions) -> SGLangReplica:
-    return SGLangReplica(
-        url,
-        model_path=options.model_path,
-        limits=model_limits(options),
-        kwargs=KIND.read_kwargs(options.engine_kwargs),
-    )
 
 
 class SGLangEngine(ServerEngine):
@@ -204,10 +151,226 @@ class SGLangEngine(ServerEngine):
     port = 30000
 
 
-KIND = SGLangEngine.kind = EngineKind(
+KIND = SGLangEngine.kind = SGLangReplica.kind = EngineKind(
     "sglang",
     SGLangEngine.create,
     ENGINE_KWARGS,
     launches=("sglang", "rollstream"),
-    make_replica=_make_replica,
+    make_replica=SGLangReplica,
 )
+
+
+# The wire: request bodies out, completions or errors in. No I/O.
+
+
+class _FinishReason(msgspec.Struct):
+    type: str
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _TokenLogprob(msgspec.Struct, array_like=True, gc=False):
+    """`[logprob, id, text or null]`. Hundreds per reply: without gc, and without the text."""
+
+    logprob: float
+    token_id: int
+
+
+class _MetaInfo(msgspec.Struct):
+    id: str | None = None
+    finish_reason: _FinishReason | None = None
+    output_token_logprobs: list[_TokenLogprob] | None = None
+    cached_tokens: int = 0
+    prompt_tokens: int | None = None
+    weight_version: Any = None
+    """Of the weights when the request ended."""
+    weight_versions: list[tuple[int, int]] | None = None
+    """Run-length encoded `(start, version)`: `rollstream serve` says it where there are several."""
+
+
+class _Reply(msgspec.Struct):
+    meta_info: _MetaInfo
+    output_ids: list[int] | None = None
+
+
+_REPLY = msgspec.json.Decoder(_Reply)
+
+
+def check_images(images: list[object]) -> list[str]:
+    """The images of a request as they go over the wire.
+
+    Raises:
+        EngineError: one is no `data:` URL. A server takes other texts for a path or an address of its own.
+    """
+    urls = [image for image in images if isinstance(image, str) and image.startswith("data:image/")]
+    if len(urls) != len(images):
+        raise EngineError(
+            "engine 'sglang' takes images as data: URLs, as chat.images.encode_for_engine makes them"
+        )
+    return urls
+
+
+def request_body(
+    prompt_ids: list[int], sampling: SamplingParams, rid: str, images: Sequence[str] = ()
+) -> bytes:
+    """The body of a `/generate` request that the server knows by `rid`.
+
+    `images` are `data:` URLs, in the order of their placeholders in `prompt_ids`.
+    """
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        **extra_params(sampling.extra),
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    if sampling.stop:
+        params["stop"] = sampling.stop
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = sampling.stop_token_ids
+    if sampling.ignore_eos:
+        params["ignore_eos"] = True
+    body = {
+        "rid": rid,
+        "input_ids": prompt_ids,
+        "sampling_params": params,
+        "return_logprob": sampling.logprobs,
+        "stream": False,
+    }
+    if images:
+        body["image_data"] = images
+    return orjson.dumps(body)
+
+
+def extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Further sampling parameters by SGLang's names."""
+    params = dict(extra)
+    for name, own in (("grammar", "ebnf"), ("min_tokens", "min_new_tokens")):
+        if name in params:
+            params[own] = params.pop(name)
+    if "json_schema" in params:
+        params["json_schema"] = schema_text(params["json_schema"])
+    if "logit_bias" in params:
+        params["logit_bias"] = bias_by_id(params["logit_bias"])
+    return params
+
+
+def collapse_images(prompt_ids: list[int], image_token_id: int | None, images: int) -> list[int]:
+    """Prompt ids with one placeholder for each image, as a server wants them.
+
+    A server runs its own image processor and writes each placeholder as often as the image has tokens. Given
+    one per image it keeps all other ids; given runs of them, many versions turn the ids into text and back
+    (https://github.com/sgl-project/sglang/pull/26555).
+
+    Args:
+        prompt_ids: with a run of placeholders for each image.
+        image_token_id: the placeholder; None where the model's folder does not say.
+        images: how many.
+
+    Returns:
+        `prompt_ids` as they are when their runs are not one for each image: images without anything between
+        them, or whose tokens are interrupted. Then the server has to find its way.
+    """
+    if image_token_id is None:
+        return prompt_ids
+    collapsed = [
+        token_id
+        for token_id, before in zip(prompt_ids, [None, *prompt_ids], strict=False)
+        if token_id != image_token_id or before != image_token_id
+    ]
+    return collapsed if collapsed.count(image_token_id) == images else prompt_ids
+
+
+def read_reply(
+    server: str,
+    payload: bytes,
+    sampling: SamplingParams,
+    *,
+    rid: str,
+    vocab_size: int | None,
+    image_prompt_tokens: int | None = None,
+    ends_are_seen: bool = False,
+) -> Completion:
+    """Checks a `/generate` reply and makes a completion of it.
+
+    Args:
+        server: named in errors.
+        payload: the body of an HTTP 200.
+        sampling: what was asked for.
+        rid: of the request that this must answer.
+        vocab_size: ids must be below it; None where nobody said.
+        image_prompt_tokens: tokens of a prompt with images; None for one without. A server processes images
+            itself, and a prompt of another length is not the one that is stored.
+        ends_are_seen: whether the server looks for an end also in the step in which it aborts. SGLang does
+            not (`Req.check_finished` returns before): the last token may be an end token that nobody has
+            seen, and what is generated after it would be of no use. It is left out then, to be sampled again.
+
+    Raises:
+        TransientEngineError: the reply is broken.
+        EngineError: it says that the request can't be served, or that the prompt was another one.
+    """
+    try:
+        reply = _REPLY.decode(payload)
+    except msgspec.DecodeError as error:
+        raise broken_reply(server, f"it cannot be read: {error} ({len(payload)} bytes)") from error
+    meta = reply.meta_info
+    if meta.id is not None and meta.id != rid:
+        raise broken_reply(server, f"it answers request {meta.id!r} instead of {rid!r}")
+    reason = meta.finish_reason
+    if reason is None or reason.type not in FINISH_REASONS:
+        raise broken_reply(server, f"its finish reason is {reason!r}")
+    if reason.status_code is not None:
+        raise status_error(server, reason.status_code, str(reason.message))
+    if (
+        image_prompt_tokens is not None
+        and reason.type != "abort"
+        and meta.prompt_tokens != image_prompt_tokens
+    ):
+        raise EngineError(
+            f"{server} made {meta.prompt_tokens} tokens of a prompt with images that has "
+            f"{image_prompt_tokens}: its image processor has other settings than that of "
+            "actor_rollout_ref.model.path, or this SGLang tokenizes such prompts again "
+            "(SGLANG_MM_AVOID_RETOKENIZE)"
+        )
+
+    logprobs: list[float] | None = None
+    if reason.type == "abort" and not reply.output_ids and not meta.output_token_logprobs:
+        # Aborted while it was queued: then a server leaves out what was asked for, too.
+        ids, logprobs = [], [] if sampling.logprobs else None
+    elif sampling.logprobs:
+        if meta.output_token_logprobs is None:
+            raise broken_reply(server, "it has no log-probs, which were asked for")
+        ids = [entry.token_id for entry in meta.output_token_logprobs]
+        logprobs = [entry.logprob for entry in meta.output_token_logprobs]
+        if reply.output_ids is not None and reply.output_ids != ids:
+            raise broken_reply(server, f"{len(reply.output_ids)} ids do not match {len(ids)} log-probs")
+        if not logprobs_fit(logprobs):
+            raise broken_reply(server, "it has log-probs above 0")
+    elif reply.output_ids is not None:
+        ids = reply.output_ids
+    else:
+        raise broken_reply(server, "it has no output_ids; this SGLang gives ids only with log-probs")
+    check_sampled(server, ids, sampling, vocab_size)
+    versions = _policy_versions(server, meta, len(ids))
+    if reason.type == "abort" and ids and not ends_are_seen and not sampling.ignore_eos:
+        ids, logprobs = ids[:-1], logprobs and logprobs[:-1]
+        versions = [run for run in versions if run[0] < max(1, len(ids))]
+    return Completion(
+        token_ids=ids,
+        logprobs=logprobs,
+        finish_reason=FINISH_REASONS[reason.type],
+        policy_versions=versions,
+        cached_prompt_tokens=meta.cached_tokens,
+    )
+
+
+def _policy_versions(server: str, meta: _MetaInfo, tokens: int) -> list[tuple[int, int]]:
+    runs = meta.weight_versions
+    if not runs:
+        return [(0, weight_version(meta.weight_version))]
+    starts = [start for start, _ in runs]
+    if starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= max(1, tokens):
+        raise broken_reply(server, f"its weight versions are not those of {tokens} tokens")
+    return runs

@@ -1,42 +1,45 @@
-"""vLLM servers: ids in, ids and log-probs out. See `vllm_wire` for their two routes."""
+"""vLLM servers: ids in, ids and log-probs out.
+
+A server has one of two routes, or both:
+
+- `/inference/v1/generate` (with `--enable-scale-out`): ids in, ids out, with the weights that sampled each;
+- `/v1/completions`: OpenAI's, which takes ids as the prompt and gives them with `return_token_ids`.
+
+Source: `vllm/entrypoints/scale_out/token_in_token_out/protocol.py` and
+`vllm/entrypoints/openai/completion/protocol.py` of vLLM 0.32; https://docs.vllm.ai.
+"""
 
 import asyncio
 import logging
+import math
 import secrets
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 import orjson
 
-from rollstream.aio import SharedCheck, finish_despite_cancellation
-from rollstream.engine.base import Capabilities, EngineLoad
-from rollstream.engine.checks import ModelLimits
-from rollstream.engine.http_server import HttpServer, is_answered
+from rollstream.aio import finish_despite_cancellation
+from rollstream.engine.base import Capabilities
+from rollstream.engine.checks import logprobs_fit
+from rollstream.engine.http_server import is_answered
 from rollstream.engine.kind import EngineKind, EngineOptions
-from rollstream.engine.load import ASK_TIMEOUT_S, VLLM_METRICS, LoadRoutes, read_metrics
+from rollstream.engine.load import VLLM_METRICS, read_metrics
 from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError, WeightsLostError
 from rollstream.engine.servers import (
     ABORT_TIMEOUT_S,
+    FINISH_REASONS,
     SERVER_KWARGS,
     ServerEngine,
-    check_served_model,
-    model_limits,
+    ServerReplica,
+    broken_reply,
+    check_sampled,
     model_names,
+    weight_version,
 )
-from rollstream.engine.vllm_wire import (
-    COMPLETIONS,
-    GENERATE,
-    LogprobKind,
-    Route,
-    probe_body,
-    read_probe,
-    read_reply,
-    request_body,
-    server_request_id,
-)
-from rollstream.errors import EngineError, RollstreamError, TransientEngineError
-from rollstream.sampling import server_sampling
-from rollstream.trajectory import Completion
+from rollstream.errors import EngineError, TransientEngineError
+from rollstream.sampling import bias_by_id, schema_text, server_sampling
+from rollstream.trajectory import Completion, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,29 +58,27 @@ given no request: that one is not asked whether it is there."""
 _NO_SUCH_TEXT = "no such text"
 """A stop text for the probe: it asks whether a server takes any."""
 
-_KIND = "a vLLM"
+Route = Literal["/inference/v1/generate", "/v1/completions"]
+GENERATE: Route = "/inference/v1/generate"
+COMPLETIONS: Route = "/v1/completions"
+
+LogprobKind = Literal["raw", "processed", "none"]
+
+_UNKNOWN_LOGPROB = -9999.0
+"""What a server writes for a log-prob that is minus infinity, not a number, or not there."""
+
+_PROBE_LOGPROBS = 5
+"""Log-probs asked for at start: more than one, and within `--max-logprobs` (20 by default)."""
 
 
-class VLLMReplica:
-    """One vLLM server.
+class VLLMReplica(ServerReplica):
+    """One vLLM server."""
 
-    Args:
-        url: base URL, `http://host:port`.
-        model_path: the model the caller means; a server with another one is refused.
-        limits: what the model's folder says and servers don't.
-        kwargs: see `ENGINE_KWARGS`.
-    """
+    what = "a vLLM"
 
-    def __init__(
-        self, url: str, *, model_path: str | None, limits: ModelLimits | None, kwargs: dict[str, Any]
-    ) -> None:
-        self._server = HttpServer(url, kwargs)
-        self._health = SharedCheck(self.health)
-        self._model_path = model_path
-        self._check_model: bool = kwargs["check_model"]
-        self._probe_timeout: float = kwargs["probe_timeout"]
-        self._update_timeout: float = kwargs["update_timeout"]
-        self._vocab_size = limits.vocab_size if limits else None
+    def __init__(self, url: str, options: EngineOptions) -> None:
+        super().__init__(url, options, [("/metrics", lambda page: read_metrics(page, VLLM_METRICS))])
+        self._probe_timeout: float = self.kind.read_kwargs(options.engine_kwargs)["probe_timeout"]
         self._route: Route = COMPLETIONS
         self._abort_path: str | None = None
         self._is_dev = False
@@ -88,16 +89,11 @@ class VLLMReplica:
         self._paused_by_us = False
         """Since an update that failed. Until one goes well nothing can be sampled there."""
         self._in_flight: dict[str, asyncio.Task[bytes]] = {}
-        self._loads = LoadRoutes([("/metrics", lambda page: read_metrics(page, VLLM_METRICS))])
-
-    @property
-    def name(self) -> str:
-        return self._server.url
 
     async def describe(self) -> Capabilities:
         """See `Replica.describe`; while a pause of our own lasts, what the server said before it."""
         max_model_len, said = await self._choose_model()
-        self._is_dev = bool(await self._server.ask("/weight_info", kind=_KIND))
+        self._is_dev = bool(await self._ask("/weight_info"))
         if not await self._is_paused():
             self._paused_by_us = False  # it was ended by somebody else, or the server was started anew
         elif self._paused_by_us and self._said is not None:
@@ -126,7 +122,7 @@ class VLLMReplica:
             # Only the generate route says which weights sampled a token.
             update_weights=self._is_dev and self._route == GENERATE,
             max_model_len=max_model_len,
-            vocab_size=self._vocab_size,
+            vocab_size=self._limits.vocab_size,
             extra_sampling=server_sampling(has_tokenizer=stop_strings) if said is None else (),
         )
         return self._said
@@ -155,12 +151,11 @@ class VLLMReplica:
                 return _aborted(request)
             return read_reply(
                 self.name,
-                route,
                 task.result(),
                 request.sampling,
                 rid=request.rid if self._names_requests else None,
                 prompt_tokens=len(request.prompt_ids),
-                vocab_size=self._vocab_size,
+                vocab_size=self._limits.vocab_size,
             )
         except TransientEngineError as error:
             # A server whose engine died answers 500.
@@ -178,12 +173,7 @@ class VLLMReplica:
             if (task := self._in_flight.get(rid)) is not None:
                 task.cancel()
             return
-        body = {"request_ids": [server_request_id(self._route, rid)]}
-        try:
-            await self._server.tell(self._abort_path, body, timeout_s=ABORT_TIMEOUT_S)
-        except RollstreamError as error:
-            # A server that cannot be reached runs nothing that could be aborted.
-            _LOG.debug("could not abort %s on %s: %s", rid, self.name, error)
+        await self._tell_abort(self._abort_path, {"request_ids": [server_request_id(self._route, rid)]})
 
     async def health(self) -> bool:
         if await is_answered(self._server.get("/health", timeout_s=self._server.health_timeout)) != 200:
@@ -224,19 +214,11 @@ class VLLMReplica:
         except EngineError as error:
             raise WeightsLostError(f"{error} (it stays paused until an update goes well)") from error
 
-    async def close(self) -> None:
-        await self._health.close()
-        await self._server.close()
-
-    async def load(self) -> EngineLoad | None:
-        """How busy the server is, by its `/metrics`."""
-        return await self._loads.ask(lambda path: self._server.get(path, timeout_s=ASK_TIMEOUT_S))
-
     async def _is_paused(self) -> bool:
         """Whether requests wait for somebody to end a pause. Only development servers have pauses."""
         if not self._is_dev:
             return False
-        return bool((await self._server.ask("/is_paused", kind=_KIND)).get("is_paused"))
+        return bool((await self._ask("/is_paused")).get("is_paused"))
 
     async def _choose_model(self) -> tuple[int | None, dict[str, Any] | None]:
         """Chooses which of the server's models is meant.
@@ -245,13 +227,12 @@ class VLLMReplica:
             its longest sequence, and what a server says that it can do: `rollstream serve` does, a vLLM is
             probed.
         """
-        cards = (await self._server.ask("/v1/models", kind=_KIND)).get("data") or []
+        cards = (await self._ask("/v1/models")).get("data") or []
         if not cards:
-            raise EngineError(f"{self.name}/v1/models names no model: is it {_KIND} server?")
+            raise EngineError(f"{self.name}/v1/models names no model: is it {self.what} server?")
         wanted = model_names(self._model_path or "")
         chosen = next((card for card in cards if wanted & _names(card)), cards[0])
-        served = (chosen.get("root"), chosen.get("id"))
-        check_served_model(self.name, served, self._model_path, strict=self._check_model)
+        self._check_served(chosen.get("root"), chosen.get("id"))
         self._model = str(chosen.get("id"))
         # The card of an adapter has no length: it is its base model's.
         lengths = [card.get("max_model_len") for card in (chosen, *cards)]
@@ -280,8 +261,8 @@ class VLLMReplica:
             payload = await self._tell(self._route, body, timeout_s=self._probe_timeout)
         try:
             kind, self._names_requests = read_probe(payload, rid)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self.name}{self._route} answers with something else: {error}") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise EngineError(f"{self.name}{self._route} answers with something else: {error!r}") from error
         if kind == "none":
             _LOG.warning(
                 "%s gives no log-probs, but something else (--logprobs-mode raw_logits or processed_logits?)",
@@ -299,9 +280,6 @@ class VLLMReplica:
             _LOG.info("%s does not take %s: %s", self.name, path, error)
             return None
 
-    async def _tell(self, path: str, body: object = None, *, timeout_s: float | None = None) -> bytes:
-        return await self._server.tell(path, body, timeout_s=timeout_s or self._update_timeout)
-
 
 def _names(card: dict[str, Any]) -> set[str]:
     """What a model of `/v1/models` is called: by its server, and on its disk."""
@@ -313,15 +291,6 @@ def _aborted(request: ReplicaRequest) -> Completion:
     return Completion([], [] if request.sampling.logprobs else None, "abort")
 
 
-def _make_replica(url: str, options: EngineOptions) -> VLLMReplica:
-    return VLLMReplica(
-        url,
-        model_path=options.model_path,
-        limits=model_limits(options),
-        kwargs=KIND.read_kwargs(options.engine_kwargs),
-    )
-
-
 class VLLMEngine(ServerEngine):
     """A pool of vLLM servers of the same model."""
 
@@ -329,6 +298,249 @@ class VLLMEngine(ServerEngine):
     port = 8000
 
 
-KIND = VLLMEngine.kind = EngineKind(
-    "vllm", VLLMEngine.create, ENGINE_KWARGS, launches=("vllm",), make_replica=_make_replica
+KIND = VLLMEngine.kind = VLLMReplica.kind = EngineKind(
+    "vllm", VLLMEngine.create, ENGINE_KWARGS, launches=("vllm",), make_replica=VLLMReplica
 )
+
+
+# The wire: request bodies out, completions or errors in. No I/O.
+
+
+class _TokenLogprob(msgspec.Struct, gc=False):
+    """Hundreds per reply: without gc."""
+
+    token_id: int
+    logprob: float
+
+
+class _Span(msgspec.Struct, gc=False):
+    """Tokens `[start, end)` were sampled by the weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_TokenLogprob] | None = None
+    """Of the generate route."""
+    token_logprobs: list[float | None] | None = None
+    """Of the completions route."""
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+    """Of the generate route."""
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+    request_id: str = ""
+    """Of the generate route; the other one has an `id`."""
+    id: str = ""
+    usage: _Usage | None = None
+
+
+_REPLY = msgspec.json.Decoder(_Reply)
+
+
+def server_request_id(route: Route, rid: str) -> str:
+    """The name that a server gives to the request `rid`: what its abort route wants."""
+    return f"generate-tokens-{rid}" if route == GENERATE else f"cmpl-{rid}-0"
+
+
+def request_body(
+    route: Route, prompt_ids: list[int], sampling: SamplingParams, rid: str, model: str
+) -> dict[str, Any]:
+    """The body, to be sent as JSON, of a request that the server knows by `server_request_id(route, rid)`.
+
+    Args:
+        route: where it is posted to.
+        prompt_ids: as they are: a server adds nothing to ids.
+        sampling: how to sample.
+        rid: ours.
+        model: as the server calls it.
+    """
+    params: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        **extra_params(sampling.extra),
+    }
+    if sampling.logprobs:
+        params["logprobs"] = 0  # of the sampled token, and no other
+    if sampling.seed is not None:
+        params["seed"] = sampling.seed
+    if sampling.stop:
+        params["stop"] = sampling.stop
+        params["skip_special_tokens"] = False  # stop texts may have them
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = sampling.stop_token_ids
+    if sampling.ignore_eos:
+        params["ignore_eos"] = True
+    if route == GENERATE:
+        params["detokenize"] = bool(sampling.stop)
+        return {"request_id": rid, "model": model, "token_ids": prompt_ids, "sampling_params": params}
+    return {
+        # What is not said here, a server takes from the model's generation_config.json.
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_p": 0.0,
+        **params,
+        "request_id": rid,
+        "model": model,
+        "prompt": prompt_ids,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,  # no text of tokens: what is no UTF-8 has none
+    }
+
+
+def extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Further sampling parameters by vLLM's names."""
+    params = dict(extra)
+    structured = {
+        own: params.pop(name)
+        for name, own in (("grammar", "grammar"), ("json_schema", "json"), ("regex", "regex"))
+        if name in params
+    }
+    if "json" in structured:
+        structured["json"] = schema_text(structured["json"])
+    if structured:
+        params["structured_outputs"] = structured
+    if "logit_bias" in params:
+        params["logit_bias"] = bias_by_id(params["logit_bias"])
+    return params
+
+
+def read_reply(
+    server: str,
+    payload: bytes,
+    sampling: SamplingParams,
+    *,
+    rid: str | None,
+    prompt_tokens: int,
+    vocab_size: int | None,
+) -> Completion:
+    """Checks the reply of either route and makes a completion of it.
+
+    Args:
+        server: named in errors.
+        payload: the body of an HTTP 200.
+        sampling: what was asked for.
+        rid: of the request that this must answer; None where somebody between renames requests.
+        prompt_tokens: of the request.
+        vocab_size: ids must be below it; None where nobody said.
+
+    Raises:
+        TransientEngineError: the reply is broken.
+    """
+    try:
+        reply = _REPLY.decode(payload)
+    except msgspec.DecodeError as error:
+        raise broken_reply(server, f"it cannot be read: {error} ({len(payload)} bytes)") from error
+    answered = reply.request_id or reply.id
+    if rid is not None and not answered.endswith(f"-{rid}"):
+        raise broken_reply(server, f"it answers request {answered!r} instead of {rid!r}")
+    if len(reply.choices) != 1:
+        raise broken_reply(server, f"it has {len(reply.choices)} answers instead of one")
+    choice, usage = reply.choices[0], reply.usage or _Usage()
+    reason = FINISH_REASONS.get(choice.finish_reason or "")
+    if reason is None:
+        raise broken_reply(server, f"its finish reason is {choice.finish_reason!r}")
+    if usage.prompt_tokens is not None and usage.prompt_tokens != prompt_tokens:
+        raise broken_reply(
+            server, f"it is about a prompt of {usage.prompt_tokens} tokens, not {prompt_tokens}"
+        )
+    ids = choice.token_ids
+    if ids is None:
+        raise broken_reply(
+            server, "it has no token_ids: this vLLM is too old, or something between removes them"
+        )
+    check_sampled(server, ids, sampling, vocab_size)
+    logprobs = _read_logprobs(server, choice.logprobs or _Logprobs(), ids) if sampling.logprobs else None
+    details = usage.prompt_tokens_details or _CachedTokens()
+    return Completion(
+        token_ids=ids,
+        logprobs=logprobs,
+        finish_reason=reason,
+        policy_versions=_policy_versions(server, choice.weight_versions, len(ids)),
+        cached_prompt_tokens=details.cached_tokens or 0,
+    )
+
+
+def probe_body(route: Route, rid: str, model: str, *, stop: Sequence[str]) -> dict[str, Any]:
+    """The body of a request for one token, whose reply `read_probe` reads."""
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_k=1, stop=tuple(stop))
+    body = request_body(route, [0], sampling, rid, model)
+    (body["sampling_params"] if route == GENERATE else body)["logprobs"] = _PROBE_LOGPROBS
+    return body
+
+
+def read_probe(payload: bytes, rid: str) -> tuple[LogprobKind, bool]:
+    """What the log-probs in a probe's reply are of, and whether the reply names the request.
+
+    The probe asked for the best token alone (`top_k` 1) and for the log-probs of several. In the distribution
+    that is sampled from, the others have probability 0, and in the model's own they don't. Logits
+    (`--logprobs-mode raw_logits`) are no logarithms of probabilities: they do not sum to 1 or less.
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError: it is no reply to a probe.
+    """
+    reply = orjson.loads(payload)
+    named = str(reply.get("request_id") or reply.get("id")).endswith(f"-{rid}")
+    logprobs = reply["choices"][0]["logprobs"]
+    values: list[float] = []
+    if logprobs.get("content"):
+        values = [float(top["logprob"]) for top in logprobs["content"][0]["top_logprobs"]]
+    elif logprobs.get("top_logprobs"):
+        values = [float(value) for value in logprobs["top_logprobs"][0].values()]
+    known = [value for value in values if value > _UNKNOWN_LOGPROB]
+    if not known or max(known) > 80 or sum(map(math.exp, known)) > 1.0001:  # exp(80) still is a float
+        return "none", named
+    if len(known) == len(values) > 1:
+        return "raw", named
+    return ("processed" if abs(known[0]) < 1e-4 and len(known) == 1 else "none"), named
+
+
+def _read_logprobs(server: str, logprobs: _Logprobs, ids: list[int]) -> list[float]:
+    entries, values = logprobs.content, logprobs.token_logprobs or []
+    if entries is not None:
+        values = [entry.logprob for entry in entries]
+        if [entry.token_id for entry in entries] != ids:
+            raise broken_reply(server, f"{len(ids)} ids do not match {len(entries)} log-probs")
+    if len(values) != len(ids):
+        raise broken_reply(server, f"{len(ids)} ids do not match {len(values)} log-probs")
+    known = [value for value in values if value is not None and value > _UNKNOWN_LOGPROB]
+    if len(known) != len(values):
+        raise broken_reply(server, f"it lacks the log-probs of {len(values) - len(known)} tokens")
+    if not logprobs_fit(known):
+        raise broken_reply(server, "it has log-probs above 0")
+    return known
+
+
+def _policy_versions(server: str, spans: list[_Span] | None, tokens: int) -> list[tuple[int, int]]:
+    if not spans:
+        return [(0, 0)]
+    ends = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != ends[:-1] or ends[-1] != tokens:
+        raise broken_reply(server, f"its weight versions are not those of {tokens} tokens")
+    versions: list[tuple[int, int]] = []
+    for span in spans:
+        version = weight_version(span.version)
+        if not versions or versions[-1][1] != version:
+            versions.append((span.start, version))
+    return versions

@@ -10,9 +10,10 @@ import pytest
 
 from rollstream.engine import pool as pool_module
 from rollstream.engine.continuation import ContinuingEngine
+from rollstream.engine.kind import EngineOptions
 from rollstream.engine.pool import Router, common_capabilities
 from rollstream.engine.readiness import Member
-from rollstream.engine.sglang import ENGINE_KWARGS, SGLangEngine, SGLangReplica
+from rollstream.engine.sglang import SGLangEngine, SGLangReplica
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubServer
@@ -171,16 +172,14 @@ async def test_replicas_join_and_leave_while_requests_go_on(
     pool: SGLangEngine, servers: list[StubServer]
 ) -> None:
     async with StubServer(response_tokens=16) as late, StubServer(context_length=20) as other:
-        replica = SGLangReplica(late.url, model_path=None, limits=None, kwargs=ENGINE_KWARGS)
+        replica = SGLangReplica(late.url, EngineOptions(None))
         await pool.add_replica(replica)
         await pool.add_replica(replica)
         assert pool.replicas == [*(server.url for server in servers), late.url]
         await asyncio.gather(*(ask(pool, i) for i in range(40)))
         assert late.stats.answered == 10
         with pytest.raises(EngineError, match="is not what the run began with"):
-            await pool.add_replica(
-                SGLangReplica(other.url, model_path=None, limits=None, kwargs=ENGINE_KWARGS)
-            )
+            await pool.add_replica(SGLangReplica(other.url, EngineOptions(None)))
         for server in servers:
             server.latency = Latency("fixed", 0.05)
         busy = [ask(pool, i) for i in range(40)]

@@ -10,8 +10,7 @@ import pytest
 
 from rollstream.engine.base import Engine
 from rollstream.engine.continuation import ContinuingEngine
-from rollstream.engine.sglang import SGLangEngine
-from rollstream.engine.sglang_wire import read_reply
+from rollstream.engine.sglang import SGLangEngine, read_reply
 from rollstream.errors import (
     ConfigError,
     EngineError,

@@ -7,8 +7,13 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from rollstream.engine.sglang import SGLangEngine
-from rollstream.engine.sglang_wire import check_images, collapse_images, read_reply, request_body
+from rollstream.engine.sglang import (
+    SGLangEngine,
+    check_images,
+    collapse_images,
+    read_reply,
+    request_body,
+)
 from rollstream.errors import EngineError
 from rollstream.testing.stub_server import StubServer
 from rollstream.trajectory import SamplingParams

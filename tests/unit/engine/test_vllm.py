@@ -16,8 +16,14 @@ from aiohttp.test_utils import TestServer
 
 from rollstream.engine.base import Engine
 from rollstream.engine.registry import create_engine, data_deciding_kwargs
-from rollstream.engine.vllm import VLLMEngine
-from rollstream.engine.vllm_wire import COMPLETIONS, GENERATE, read_probe, request_body, server_request_id
+from rollstream.engine.vllm import (
+    COMPLETIONS,
+    GENERATE,
+    VLLMEngine,
+    read_probe,
+    request_body,
+    server_request_id,
+)
 from rollstream.errors import (
     ConfigError,
     EngineError,
@@ -428,7 +434,10 @@ BROKEN: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (no_logprob, "lacks the log-probs of 1 token"),
     (lambda reply: reply["choices"][0].pop("logprobs"), "5 ids do not match 0 log-probs"),
     (lambda reply: reply["choices"][0].pop("token_ids"), "no token_ids"),
-    (lambda reply: reply["choices"][0].update(token_ids=[1, 2, 3, -4, 5]), "outside the vocabulary"),
+    (
+        lambda reply: reply["choices"][0].update(token_ids=[1, 2, 3, -4, 5]),
+        "outside the vocabulary",
+    ),
     (lambda reply: reply["choices"][0].update(finish_reason="error"), "finish reason is 'error'"),
     (lambda reply: reply["choices"].clear(), "0 answers"),
     (high_logprob, "log-probs above 0"),
@@ -654,6 +663,7 @@ async def test_weights_of_a_server_in_production_stay(server: FakeServer, engine
         (lambda: failure(500, DEAD, "InternalServerError"), EngineUnavailableError, "EngineCore"),
         (lambda: failure(401, "Unauthorized", "AuthenticationError"), EngineError, "401"),
         (lambda: web.Response(text="hello"), EngineError, "answers with something else"),
+        (lambda: web.json_response({"choices": []}), EngineError, "answers with something else"),
     ],
 )
 async def test_a_start_that_fails_says_why(
