@@ -46,9 +46,6 @@ MAY_BE_OMITTED = ("temperature", "top_p", "stream_options", "seed")
 _STOPPED = frozenset(("stop", "tool_calls", "function_call", "eos", "end_turn", "stop_sequence"))
 """The first two are OpenAI's; the others are what endpoints say that pass on another server's word."""
 
-_MAX_EVENT = 16 << 20
-"""Bytes of one line of a stream. A call's arguments come in many; this is no stream of events at all."""
-
 _MAX_CALLS = 128
 """Calls in one answer, as OpenAI bounds tools. An index beyond is no index."""
 
@@ -215,6 +212,13 @@ class Turn:
     """As the endpoint counts them; None while it has not said."""
     cached_tokens: int = 0
 
+    def begin_again(self, *, keep_text: bool) -> None:
+        """Forgets a try that was cut off, but for the text if that can be gone on with."""
+        if self.calls or self.reasoning or not keep_text:
+            self.content, self.pieces = "", 0
+        self.reasoning, self.calls, self.finish_reason = "", {}, None
+        self.prompt_tokens, self.completion_tokens, self.cached_tokens = None, None, 0
+
     @property
     def begun(self) -> bool:
         """Whether anything of an answer is there."""
@@ -318,55 +322,36 @@ def finish_reason(turn: Turn, server: str) -> FinishReason | None:
     raise TransientEngineError(f"{server}: the answer ended for an unknown reason: {reason!r:.100}")
 
 
-class EventReader:
-    """Cuts a stream of server-sent events into their data.
+DONE: dict[str, Any] = {}
+"""What `read_event` gives for the end of a stream."""
+
+
+def read_event(line: bytes, shown: Callable[[str], str] = str) -> dict[str, Any] | None:
+    """The event in a line of a stream; `DONE` for its end, None where there is none.
 
     Source: https://html.spec.whatwg.org/multipage/server-sent-events.html. Comments and other fields are
-    passed over; each `data:` line is an event of its own, as every chat endpoint sends it.
+    passed over; each `data:` line is an event of its own, as every chat endpoint sends it. Half an event, in a
+    last line without an end, counts as none: the answer was cut off there.
 
     Args:
+        line: with its end.
         shown: a text of the endpoint's as it may be shown: some repeat the API key.
+
+    Raises:
+        TransientEngineError: the event is no JSON object.
     """
-
-    def __init__(self, shown: Callable[[str], str] = str) -> None:
-        self._shown = shown
-        self._rest = b""
-        self.done = False
-        """Whether `[DONE]` came: what follows is not read."""
-
-    def feed(self, data: bytes) -> list[Any]:
-        """The JSON values in what has arrived.
-
-        Raises:
-            TransientEngineError: an event is no JSON object, or longer than any.
-        """
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _MAX_EVENT:
-            raise TransientEngineError("an event of the stream has no end")
-        return [value for line in lines if (value := self._read(line)) is not None]
-
-    def finish(self) -> list[Any]:
-        """What a last line without an end has. Half an event counts as none: the answer was cut off there."""
-        line, self._rest = self._rest, b""
-        try:
-            value = self._read(line)
-        except TransientEngineError:
-            return []
-        return [] if value is None else [value]
-
-    def _read(self, line: bytes) -> dict[str, Any] | None:
-        line = line.rstrip(b"\r")
-        if self.done or not line.startswith(b"data:"):
-            return None
-        payload = line[5:].strip()
-        if payload == b"[DONE]":
-            self.done = True
-            return None
-        value = _json(payload)
-        if not isinstance(value, dict):
-            text = self._shown(payload.decode(errors="replace"))  # whole: half a key would not be found
-            raise TransientEngineError(f"an event that is no JSON object: {text[:100]!r}")
+    if not line.startswith(b"data:"):
+        return None
+    payload = line[5:].strip()
+    if payload == b"[DONE]":
+        return DONE
+    value = _json(payload)
+    if isinstance(value, dict):
         return value
+    if not line.endswith(b"\n"):
+        return None
+    text = shown(payload.decode(errors="replace"))  # whole: half a key would not be found
+    raise TransientEngineError(f"an event that is no JSON object: {text[:100]!r}")
 
 
 def error_code(payload: bytes | Mapping[str, Any]) -> str:

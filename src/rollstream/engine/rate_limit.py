@@ -28,18 +28,16 @@ _BACKOFF_S = 1.0
 """After a refusal that does not say how long; doubles with each that follows."""
 _BACKOFF_S_MAX = 60.0
 """The longest useful one: limits are per minute."""
-_LEVELS = 7
-"""Of back-offs: the last one is the longest."""
 _LEAST_HOLD_S = 0.1
 """`Retry-After: 0.001` is no licence for a hot loop."""
 
 _SPACING_S = 0.05
 """Between two sends after a first refusal; doubles with each further one. Everybody who waited would else
 send at the same moment, and endpoints count what they refuse."""
-_SPACING_S_MAX = 10.0
-_SPACING_EASED = 0.9
-"""Of the spacing stays after an answer."""
-_SPACING_OFF_S = 0.01
+_LEVELS = 7.0
+"""Refusals that double these two: the last back-off is the longest."""
+_EASED = 0.2
+"""Of a level goes with each answer: one is no end of a limit of one a minute."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +48,6 @@ class Sent:
     """When, by the caller's clock."""
     tokens: int
     """It counts for so many."""
-    counted: bool = False
-    """Whether it is in the window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +85,8 @@ class RateLimit:
         """Tokens of the window: a window may hold tens of thousands of requests."""
         self._held_until = -math.inf
         self._refused_at = -math.inf
-        self._level = 0
+        self._level = 0.0
         """Refusals of requests that were sent after the one before was known, less answers since."""
-        self._spacing = 0.0
         self._last = -math.inf
 
     def held_for(self, now: float) -> float:
@@ -105,7 +100,8 @@ class RateLimit:
             now: the time.
             tokens: what the request counts for.
         """
-        wait = max(self._held_until, self._last + self._spacing, self._window_allows(now, tokens)) - now
+        spacing = _SPACING_S * 2.0 ** (self._level - 1) if self._level > 0 else 0.0
+        wait = max(self._held_until, self._last + spacing, self._window_allows(now, tokens)) - now
         return min(max(0.0, wait), LONGEST_WAIT_S)
 
     def send(self, now: float, tokens: int) -> Sent:
@@ -115,20 +111,17 @@ class RateLimit:
         if self._requests or self._tokens:
             self._window.append(sent)
             self._used += tokens
-            sent.counted = True
         return sent
 
     def answered(self, now: float, sent: Sent, headers: LimitHeaders, *, tokens: int | None = None) -> None:
         """Learns from an answer. `tokens`: what it really used, where that is known."""
+        self._expire(now)
         if tokens is not None:
-            if sent.counted:
+            if self._window and sent.at >= self._window[0].at:
                 self._used += tokens - sent.tokens
             sent.tokens = tokens
         if sent.at > self._refused_at:
-            self._level = max(0, self._level - 1)  # one answer is no end of a limit of one a minute
-            self._spacing *= _SPACING_EASED
-            if self._spacing < _SPACING_OFF_S:
-                self._spacing = 0.0
+            self._level = max(0.0, self._level - _EASED)
         for remaining, needed, reset in (
             (headers.remaining_requests, 1, headers.reset_requests),
             (headers.remaining_tokens, max(1, sent.tokens), headers.reset_tokens),
@@ -145,7 +138,6 @@ class RateLimit:
         before = self._held_until
         if sent.at > self._refused_at:
             self._level = min(self._level + 1, _LEVELS)
-            self._spacing = min(max(2 * self._spacing, _SPACING_S), _SPACING_S_MAX)
             if not retry_after:
                 backoff = min(_BACKOFF_S * 2.0 ** (self._level - 1), _BACKOFF_S_MAX)
                 retry_after = backoff * self._rng.uniform(0.5, 1.0)
@@ -157,13 +149,14 @@ class RateLimit:
     def _hold(self, now: float, seconds: float) -> None:
         self._held_until = max(self._held_until, now + min(seconds, _HOLD_S_MAX))
 
+    def _expire(self, now: float) -> None:
+        while self._window and self._window[0].at + WINDOW_S <= now:
+            self._used -= self._window.popleft().tokens
+
     def _window_allows(self, now: float, tokens: int) -> float:
         """When the user's own limits let a request through."""
+        self._expire(now)
         window = self._window
-        while window and window[0].at + WINDOW_S <= now:
-            gone = window.popleft()
-            gone.counted = False
-            self._used -= gone.tokens
         at = now
         if self._requests and len(window) >= self._requests:
             at = window[len(window) - self._requests].at + WINDOW_S
@@ -207,16 +200,13 @@ def read_limit_headers(headers: Mapping[str, str], wall_time: float) -> LimitHea
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
-_DURATION = re.compile(rf"(?:{_PART.pattern})+")
 
 
 def _duration(text: str | None) -> float | None:
     """Seconds of `6m0s`, `120ms`, `1.5s` or `12`."""
-    if text is None:
-        return None
-    text = text.strip()
-    if _DURATION.fullmatch(text):
-        return sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))
+    parts = _PART.findall(text or "")
+    if parts and _PART.sub("", text or "").strip() == "":
+        return sum(float(number) * _UNITS[unit] for number, unit in parts)
     return _seconds(text)
 
 

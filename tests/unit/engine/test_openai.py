@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.engine import openai_replica
+from rollstream.engine import openai as openai_module
 from rollstream.engine.base import ChatEngine, ChatPrompt
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
 from rollstream.engine.openai import OpenAIEngine
@@ -30,7 +30,7 @@ def ask(text: str = "2 + 3 =", **more: Any) -> ChatPrompt:
 @pytest.fixture(autouse=True)
 def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setattr(openai_replica, "_CUT_PAUSE_S", 0.01)
+    monkeypatch.setattr(openai_module, "_CUT_PAUSE_S", 0.01)
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ async def test_no_quota_and_a_refused_key_stop_the_run_and_no_rollout(
     assert len(stub.requests) == 1  # the next ones fared no better, unasked
     assert not await engine.health()
     assert len(stub.requests) == 1  # nor is it tried out at once
-    monkeypatch.setattr(openai_replica, "_TRIAL_PAUSE_S", 0.0)
+    monkeypatch.setattr(openai_module, "_TRIAL_PAUSE_S", 0.0)
     assert not await engine.health()  # still refused
     async with asyncio.timeout(20):
         while not await engine.health():  # somebody has paid
