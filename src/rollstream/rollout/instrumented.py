@@ -61,7 +61,10 @@ class InstrumentedEngine:
     async def chat(self, prompt: ChatPrompt, sampling: SamplingParams, *, request_id: str) -> Completion:
         if not isinstance(self.engine, ChatEngine):
             raise EngineError("this engine speaks token ids, not messages")
-        return await self.counted(self.engine.chat(prompt, sampling, request_id=request_id))
+        completion = await self.counted(self.engine.chat(prompt, sampling, request_id=request_id))
+        if not completion.token_ids and completion.usage is not None:
+            self._counts.tokens += completion.usage[1]
+        return completion
 
     async def counted(self, request: Awaitable[_Answered]) -> _Answered:
         """Awaits a request that goes to the engine by another way, and counts it."""

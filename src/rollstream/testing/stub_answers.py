@@ -1,8 +1,9 @@
 """What a stub server says to a request, from the answer book or from a rule, in SGLang's JSON."""
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -10,83 +11,49 @@ from rollstream.testing.answers import AnswerBook
 from rollstream.testing.stub_faults import Fault
 from rollstream.trajectory import Completion, SamplingParams
 
+_TOKEN_PIXELS = 28
+"""Width and height of an image token, as of Qwen2-VL."""
+
+_PNG_SIZE = slice(16, 24)
+"""Where a PNG file has its width and height, 4 bytes each."""
+
 _EXTRA = ("frequency_penalty", "min_new_tokens", "min_p", "presence_penalty", "repetition_penalty")
 """Further sampling parameters that are kept, by SGLang's names."""
 
 
-class StubAnswer(Protocol):
+@dataclass(frozen=True, slots=True)
+class StubAnswer:
     """One answer."""
 
-    @property
-    def length(self) -> int:
-        """Tokens in it."""
-        ...
-
-    @property
-    def finish_reason(self) -> dict[str, Any]:
-        """As `meta_info.finish_reason` has it."""
-        ...
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that are said to come from a cache."""
-        ...
-
-    def to_json(self, length: int) -> tuple[bytes, bytes | None]:
-        """Its first `length` tokens: `output_ids`, and `output_token_logprobs`, if it has them."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class BookAnswer:
-    """An answer of the answer book."""
-
-    book: AnswerBook
-    digest: bytes
-    """Of prompt and seed."""
     length: int
-    max_tokens: int
+    """Tokens in it."""
+    finish_reason: dict[str, Any]
+    """As `meta_info.finish_reason` has it."""
+    to_json: Callable[[int], tuple[bytes, bytes | None]]
+    """Its first so many tokens: `output_ids`, and `output_token_logprobs`, if it has them."""
     cached_tokens: int = 0
-    start: int = 0
-    """Tokens of it that are there already."""
-
-    @property
-    def finish_reason(self) -> dict[str, Any]:
-        return _length(self.length) if self.length == self.max_tokens else _stop(0)
-
-    def to_json(self, length: int) -> tuple[bytes, bytes | None]:
-        return self.book.answer_json(self.digest, length, start=self.start)
+    """Tokens of the prompt that are said to come from a cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class RuleAnswer:
+def book_answer(book: AnswerBook, digest: bytes, length: int, max_tokens: int, *, start: int) -> StubAnswer:
+    """An answer of the answer book to what `digest` stands for, from its token `start` on."""
+    reason = _length(length) if length == max_tokens else _stop(0)
+    return StubAnswer(length, reason, lambda count: book.answer_json(digest, count, start=start))
+
+
+def rule_answer(completion: Completion) -> StubAnswer:
     """What a rule answered."""
+    ids, logprobs = completion.token_ids, completion.logprobs
 
-    completion: Completion
-
-    @property
-    def length(self) -> int:
-        return len(self.completion.token_ids)
-
-    @property
-    def cached_tokens(self) -> int:
-        return self.completion.cached_prompt_tokens
-
-    @property
-    def finish_reason(self) -> dict[str, Any]:
-        match self.completion.finish_reason:
-            case "length":
-                return _length(self.length)
-            case "abort":
-                return _ABORTED
-        return _stop(self.completion.token_ids[-1] if self.completion.token_ids else 0)
-
-    def to_json(self, length: int) -> tuple[bytes, bytes | None]:
-        ids, logprobs = self.completion.token_ids[:length], self.completion.logprobs
+    def to_json(length: int) -> tuple[bytes, bytes | None]:
         if logprobs is None:
-            return orjson.dumps(ids), None
-        entries = [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=False)]
-        return orjson.dumps(ids), orjson.dumps(entries)
+            return orjson.dumps(ids[:length]), None
+        entries = [[logprob, token, None] for logprob, token in zip(logprobs, ids[:length], strict=False)]
+        return orjson.dumps(ids[:length]), orjson.dumps(entries)
+
+    reasons = {"length": _length(len(ids)), "abort": _ABORTED}
+    reason = reasons.get(completion.finish_reason, _stop(ids[-1] if ids else 0))
+    return StubAnswer(len(ids), reason, to_json, completion.cached_prompt_tokens)
 
 
 def read_sampling(query: Mapping[str, Any]) -> SamplingParams:
@@ -167,3 +134,33 @@ def _length(length: int) -> dict[str, Any]:
 
 def _stop(matched: int) -> dict[str, Any]:
     return {"type": "stop", "matched": matched}
+
+
+def image_files(image_data: str | list[str] | None) -> list[bytes]:
+    """The image files of a request: base64, as it is or as a `data:` URL.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    images = [image_data] if isinstance(image_data, str) else image_data or []
+    if not all(isinstance(image, str) for image in images):
+        raise TypeError("image_data is no text, nor a list of texts")
+    return [base64.b64decode(image.rpartition(",")[2], validate=True) for image in images]
+
+
+def expanded_length(prompt_ids: list[int], files: list[bytes], image_token_id: int | None) -> int:
+    """Tokens of a prompt when each lone placeholder is written as often as its image has tokens.
+
+    The images are PNG files that a Qwen2-VL processor would not shrink: a token for each 28 x 28 pixels. A
+    prompt whose placeholders are not one for each image has the length it has.
+    """
+    if image_token_id is None or prompt_ids.count(image_token_id) != len(files):
+        return len(prompt_ids)
+    return len(prompt_ids) + sum(_tokens(file) - 1 for file in files)
+
+
+def _tokens(file: bytes) -> int:
+    size = file[_PNG_SIZE]
+    sides = (int.from_bytes(size[:4], "big"), int.from_bytes(size[4:], "big"))
+    width, height = (max(1, round(side / _TOKEN_PIXELS)) for side in sides)
+    return width * height

@@ -24,9 +24,16 @@ from aiohttp import web
 
 from rollstream.testing.answers import AnswerBook
 from rollstream.testing.scripted import AnswerRule, ScriptedRequest, ask_rule
-from rollstream.testing.stub_answers import BookAnswer, RuleAnswer, StubAnswer, read_sampling, write_reply
+from rollstream.testing.stub_answers import (
+    StubAnswer,
+    book_answer,
+    expanded_length,
+    image_files,
+    read_sampling,
+    rule_answer,
+    write_reply,
+)
 from rollstream.testing.stub_faults import Fault, Faults, Latency
-from rollstream.testing.stub_images import expanded_length, image_digest, image_files
 from rollstream.testing.stub_work import Stats, StubWork
 
 _MAX_BODY = 2**28
@@ -194,7 +201,7 @@ class StubServer:
         digest = self.book.digest(own_ids, params.get("sampling_seed"))
         prompt_tokens = len(prompt_ids)
         if images:
-            digests = [image_digest(file) for file in images]
+            digests = [hashlib.sha256(file).hexdigest() for file in images]
             prompt_tokens = expanded_length(prompt_ids, images, self.image_token_id)
             digest = hashlib.blake2b(digest + "".join(digests).encode(), digest_size=64).digest()
             stats.saw_images(digests)
@@ -254,12 +261,12 @@ class StubServer:
     def _answer(self, digest: bytes, done: int, max_tokens: int) -> StubAnswer:
         length = int(self.lengths.draw(digest)) if self.lengths else self.response_tokens
         left = max_tokens if length is None else min(max_tokens, max(1, length - done))
-        return BookAnswer(self.book, digest, left, max_tokens, start=done)
+        return book_answer(self.book, digest, left, max_tokens, start=done)
 
     async def _ask_rule(self, query: dict[str, Any], rid: str, images: list[bytes]) -> StubAnswer:
         assert self.rule is not None
         request = ScriptedRequest(rid, query["input_ids"], read_sampling(query), tuple(images))
-        return RuleAnswer(await ask_rule(self.rule, request, self.book))
+        return rule_answer(await ask_rule(self.rule, request, self.book))
 
     async def _abort(self, request: web.BaseRequest) -> web.StreamResponse:
         query = orjson.loads(await request.read())

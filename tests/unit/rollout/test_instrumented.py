@@ -13,15 +13,16 @@ from rollstream.trajectory import Completion, SamplingParams
 
 class SpeakingEngine(ScriptedEngine):
     async def chat(self, prompt: ChatPrompt, sampling: SamplingParams, *, request_id: str) -> Completion:
-        return Completion([1, 2], None, "stop")
+        return Completion([], None, "stop", usage=None if request_id == "silent" else (5, 2))
 
 
 async def test_engines_that_speak_messages_are_counted_too() -> None:
     prompt = ChatPrompt([{"role": "user", "content": "1 + 1 ="}], [1])
     engine = InstrumentedEngine(SpeakingEngine())
     assert isinstance(engine, ChatEngine)
-    await engine.chat(prompt, SamplingParams(8), request_id="a")
-    assert (engine.calls, engine.counts.finished, engine.counts.tokens) == (0, 1, 2)
+    for name in ("a", "silent"):  # ids are the caller's; an endpoint may say how many tokens it sampled
+        await engine.chat(prompt, SamplingParams(8), request_id=name)
+    assert (engine.calls, engine.counts.finished, engine.counts.tokens) == (0, 2, 2)
     engine = InstrumentedEngine(ScriptedEngine())
     with pytest.raises(EngineError, match="token ids"):
         await engine.chat(prompt, SamplingParams(8), request_id="a")
