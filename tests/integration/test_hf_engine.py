@@ -4,31 +4,31 @@ import asyncio
 import copy
 import gc
 import itertools
-import random
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rollstream.demo import MODEL_PATH
-from rollstream.engine.base import Engine, EngineLoad
+from rollstream.engine.base import EngineLoad
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.hf import HFEngine
 from rollstream.engine.hf_model import load_module
 from rollstream.engine.load import ask_load
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
+from tests.support.forward import Asked, answer, error_of, logits_of, requests, worst_error
+from tests.support.until import until
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
 LONG = SamplingParams(3000, ignore_eos=True, seed=1)
 EOS = 2
-Asked = list[tuple[list[int], SamplingParams]]
 
 
 async def started(model: Any = None, **kwargs: Any) -> HFEngine:
@@ -63,63 +63,9 @@ def other(module: Any) -> Any:
     return other
 
 
-async def eventually(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not check():
-            await asyncio.sleep(0.01)
-
-
-def requests(count: int, *, longest: int = 60) -> Asked:
-    rng = random.Random(7)
-    return [
-        (
-            [rng.randrange(3, 500) for _ in range(rng.randrange(1, 60))],
-            SamplingParams(rng.randrange(2, longest), seed=i, ignore_eos=i % 3 == 0),
-        )
-        for i in range(count)
-    ]
-
-
-async def answer(engine: Engine, asked: Asked) -> list[Completion]:
-    return await asyncio.gather(
-        *(engine.generate(prompt, how, request_id=str(i)) for i, (prompt, how) in enumerate(asked))
-    )
-
-
 def sampled(engine: HFEngine) -> list[int]:
     assert engine._life.backend is not None
     return [len(request.sampled) for request in engine._life.backend.in_flight.values()]
-
-
-def logits_of(module: Any, prompt: list[int], ids: list[int]) -> Any:
-    """What a forward pass says before each of `ids`."""
-    with torch.no_grad():
-        return module(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-
-
-def processed(logits: Any, how: SamplingParams) -> Any:
-    """Log-probs after transformers' own processors; of greedy, the model's own."""
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    if how.temperature not in (0, 1):
-        logits = TemperatureLogitsWarper(how.temperature)(None, logits)
-    if how.top_k != -1:
-        logits = TopKLogitsWarper(how.top_k)(None, logits)
-    if how.top_p != 1:
-        logits = TopPLogitsWarper(how.top_p)(None, logits)
-    return logits.log_softmax(-1)
-
-
-def error_of(logits: Any, how: SamplingParams, ids: list[int], logprobs: list[float] | None) -> float:
-    expected = processed(logits, how).gather(1, torch.tensor(ids)[:, None])[:, 0]
-    return float((expected - torch.tensor(logprobs)).abs().max())
-
-
-def worst_error(module: Any, asked: Asked, answers: list[Completion]) -> float:
-    return max(
-        error_of(logits_of(module, prompt, c.token_ids), how, c.token_ids, c.logprobs)
-        for (prompt, how), c in zip(asked, answers, strict=True)
-    )
 
 
 async def nothing_is_left(engine: HFEngine) -> None:
@@ -129,28 +75,7 @@ async def nothing_is_left(engine: HFEngine) -> None:
     assert not batch._running and not batch._waiting and not batch.in_flight
     assert batch._free_blocks == batch._settings.cache.blocks
     cache = batch._manager.batch_processor.cache
-    await eventually(lambda: cache.get_num_free_blocks() == cache.num_blocks)
-
-
-async def test_logprobs_are_those_of_what_was_drawn_from(engine: HFEngine, module: Any) -> None:
-    assert isinstance(engine, Engine)
-    assert engine.capabilities.logprobs == "processed"
-    asked = requests(60)
-    for i, (prompt, _) in enumerate(requests(60)):
-        hot = SamplingParams(20, seed=i, temperature=0.4 + i / 30)
-        how = [hot, replace(hot, top_k=1 + i % 9), replace(hot, top_p=0.3 + i / 100)]
-        how.append(replace(hot, top_k=20, top_p=0.8))
-        asked.append((prompt, how[i % 4]))
-    asked += [(prompt, SamplingParams(20, temperature=0.0)) for prompt, _ in requests(20)]
-    answers = await answer(engine, asked)
-    assert worst_error(module, asked, answers) < 1e-4
-    for (prompt, how), completion in zip(asked, answers, strict=True):
-        assert 1 <= len(completion.token_ids) <= how.max_tokens
-        assert completion.policy_versions == [(0, 0)]
-        if how.temperature == 0:
-            logits = logits_of(module, prompt, completion.token_ids)
-            assert logits.argmax(-1).tolist() == completion.token_ids
-    await nothing_is_left(engine)
+    await until(lambda: cache.get_num_free_blocks() == cache.num_blocks)
 
 
 SMALL: dict[str, Any] = {
@@ -204,122 +129,6 @@ async def test_other_architectures_are_exact_as_far_as_they_may_go(
     await engine.close()
 
 
-async def test_top_k_off_is_not_greedy(engine: HFEngine) -> None:
-    how = SamplingParams(20, ignore_eos=True, top_k=-1, top_p=1.0, temperature=2.0)
-    answers = await answer(engine, [([5, 6], how)] * 8)
-    assert len({tuple(c.token_ids) for c in answers}) == 8
-
-
-async def test_seeds_repeat_whatever_else_is_in_the_batch(engine: HFEngine) -> None:
-    asked = requests(64)
-    together = await answer(engine, asked)
-    alone = [await engine.generate(p, s, request_id="x") for p, s in asked[:16]]
-    assert [c.token_ids for c in alone] == [c.token_ids for c in together[:16]]
-    # Another order, other batch sizes (prompts are split), a cache so small that requests have to queue.
-    other = await started(max_num_seqs=5, max_num_batched_tokens=23, num_kv_blocks=20)
-    backwards = (await answer(other, asked[::-1]))[::-1]
-    await other.close()
-    assert [c.token_ids for c in backwards] == [c.token_ids for c in together]
-    differences = [
-        abs(a - b)
-        for one, two in zip(backwards, together, strict=True)
-        for a, b in zip(one.logprobs or [], two.logprobs or [], strict=True)
-    ]
-    assert max(differences) < 1e-4
-
-
-async def test_how_a_generation_ends(engine: HFEngine) -> None:
-    hot = SamplingParams(60, temperature=2.0)
-    prompt = [5, 6, 7]
-    answers = await answer(engine, [(prompt, replace(hot, seed=i)) for i in range(300)])
-    seed, free = next(
-        (i, c) for i, c in enumerate(answers) if c.finish_reason == "stop" and len(c.token_ids) > 12
-    )
-    how = replace(hot, seed=seed)
-    length = len(free.token_ids)
-    assert free.token_ids[-1] == EOS  # part of what was sampled
-    cut = await engine.generate(prompt, replace(how, max_tokens=10), request_id="a")
-    assert (cut.token_ids, cut.finish_reason) == (free.token_ids[:10], "length")
-    exact = await engine.generate(prompt, replace(how, max_tokens=length), request_id="a")
-    assert (exact.token_ids, exact.finish_reason) == (free.token_ids, "stop")
-    on = await engine.generate(prompt, replace(how, max_tokens=200, ignore_eos=True), request_id="a")
-    assert (len(on.token_ids), on.finish_reason) == (200, "length")
-    assert on.token_ids[:length] == free.token_ids
-    wanted = next(i for i in on.token_ids[length:] if i not in free.token_ids)
-    stop = replace(how, max_tokens=200, ignore_eos=True, stop_token_ids=(wanted,))
-    stopped = await engine.generate(prompt, stop, request_id="a")
-    assert stopped.finish_reason == "stop"
-    assert stopped.token_ids == on.token_ids[: on.token_ids.index(wanted) + 1]
-    without = await engine.generate(prompt, replace(how, logprobs=False), request_id="a")
-    assert (without.logprobs, without.token_ids) == (None, free.token_ids)
-
-
-async def test_stop_strings_keep_every_sampled_token(engine: HFEngine) -> None:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
-    free = await engine.generate([1, 5, 6, 7], SamplingParams(60, seed=1, ignore_eos=True), request_id="a")
-    pairs = [tokenizer.decode(free.token_ids[i : i + 2], skip_special_tokens=False) for i in range(20, 40)]
-    stop = next(text for text in pairs if text and text.isascii())
-    sampling = SamplingParams(60, seed=1, ignore_eos=True, stop=("no such text", stop))
-    for completion in await answer(engine, [([1, 5, 6, 7], sampling)] * 4):
-        text = tokenizer.decode(completion.token_ids, skip_special_tokens=False)
-        before = tokenizer.decode(completion.token_ids[:-1], skip_special_tokens=False)
-        assert completion.finish_reason == "stop"
-        assert completion.token_ids == free.token_ids[: len(completion.token_ids)]
-        assert stop in text
-        assert stop not in before
-        expected = (free.logprobs or [])[: len(completion.token_ids)]
-        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
-    never = SamplingParams(30, seed=1, ignore_eos=True, stop=("no such text",))
-    ended = await engine.generate([1, 5, 6, 7], never, request_id="a")
-    assert (ended.token_ids, ended.finish_reason) == (free.token_ids[:30], "length")
-    await nothing_is_left(engine)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "sampling", "message"),
-    [
-        ([], SamplingParams(5), "empty"),
-        ([512], SamplingParams(5), "vocabulary"),
-        ([-1], SamplingParams(5), "vocabulary"),
-        ([1], SamplingParams(0), "max_tokens"),
-        ([1], SamplingParams(5, top_p=0.0), "top_p"),
-        ([1], SamplingParams(5, top_k=0), "top_k"),
-        ([1] * 4095, SamplingParams(2), "max_model_len 4096"),
-    ],
-)
-async def test_bad_requests_hurt_only_themselves(
-    engine: HFEngine, prompt: list[int], sampling: SamplingParams, message: str
-) -> None:
-    neighbour = asyncio.create_task(engine.generate([1, 2], SamplingParams(30, seed=1), request_id="n"))
-    with pytest.raises(EngineError, match=message) as caught:
-        await engine.generate(prompt, sampling, request_id="bad")
-    assert type(caught.value) is EngineError
-    assert (await neighbour).token_ids
-    assert await engine.health()
-
-
-async def test_more_work_than_the_cache_holds_queues_and_stays_exact(module: Any) -> None:
-    engine = await started(num_kv_blocks=12, max_num_seqs=64)
-    assert engine.capabilities.max_model_len == 12 * 32 - 1
-    assert engine._life.backend is not None
-    processor = engine._life.backend._manager.batch_processor
-    processor.offloading_manager.offload_one_request = None  # to evict a request now ends the thread
-    asked = requests(60, longest=90)
-    answers = await answer(engine, asked)
-    assert worst_error(module, asked, answers) < 1e-4
-    with pytest.raises(EngineError, match="max_model_len 383"):
-        await engine.generate([1] * 300, SamplingParams(84), request_id="a")
-    # Each of these fills the cache alone.
-    answers = await asyncio.wait_for(
-        answer(engine, [([1] * 300, SamplingParams(83, ignore_eos=True))] * 3), 60
-    )
-    assert [len(c.token_ids) for c in answers] == [83] * 3
-    await nothing_is_left(engine)
-    await engine.close()
-
-
 async def test_the_engine_says_how_busy_it_is() -> None:
     engine = await started(max_num_seqs=2)
     assert await ask_load(engine) == EngineLoad(0, 0, 0.0, 0)
@@ -335,46 +144,6 @@ async def test_the_engine_says_how_busy_it_is() -> None:
     assert await ask_load(engine) == EngineLoad(0, 0, 0.0, 0)
     await engine.close()
     assert await ask_load(engine) is None
-
-
-async def test_cancelling_frees_the_place_and_leaves_the_others_alone() -> None:
-    engine = await started(max_num_seqs=4, num_kv_blocks=1024)
-    asked = requests(24)
-    alone = await answer(engine, asked)
-    hogs = [asyncio.create_task(engine.generate([1], LONG, request_id=f"hog{i}")) for i in range(4)]
-    tasks = [asyncio.create_task(engine.generate(p, s, request_id=str(i))) for i, (p, s) in enumerate(asked)]
-    await eventually(lambda: sum(sampled(engine)) > 40)
-    assert not any(task.done() for task in tasks)
-    for hog in hogs:
-        hog.cancel()
-    answers = await asyncio.wait_for(asyncio.gather(*tasks), 60)
-    assert [c.token_ids for c in answers] == [c.token_ids for c in alone]
-    assert all(hog.cancelled() for hog in hogs)
-    await nothing_is_left(engine)
-    await engine.close()
-
-
-async def test_abort_returns_what_was_sampled() -> None:
-    engine = await started(max_num_seqs=2)
-    tasks = [asyncio.create_task(engine.generate([1], LONG, request_id=str(i))) for i in range(4)]
-    await eventually(lambda: min(sampled(engine)[:2], default=0) > 5)
-    await engine.abort("0")
-    await engine.abort("3")
-    first, queued = await asyncio.wait_for(asyncio.gather(tasks[0], tasks[3]), 60)
-    await eventually(lambda: min(sampled(engine), default=0) > 2)
-    await engine.abort("1")
-    await engine.abort("2")
-    second, third = await asyncio.wait_for(asyncio.gather(tasks[1], tasks[2]), 60)
-    await engine.abort("unknown")
-    for part in (first, second, third):
-        assert part.finish_reason == "abort"
-        assert 0 < len(part.token_ids) == len(part.logprobs or []) < 3000
-    assert (queued.finish_reason, queued.token_ids) == ("abort", [])
-    parts = sorted((first, second, third), key=lambda c: len(c.token_ids))
-    whole = await engine.generate([1], replace(LONG, max_tokens=len(parts[-1].token_ids)), request_id="a")
-    assert all(whole.token_ids[: len(part.token_ids)] == part.token_ids for part in parts)
-    await nothing_is_left(engine)
-    await engine.close()
 
 
 class Trouble:
@@ -399,7 +168,7 @@ async def test_a_dead_thread_is_replaced(module: Any) -> None:
     before = await answer(engine, asked)
     for error in (MemoryError("no room for a step"), RuntimeError("lost")):
         tasks = [asyncio.create_task(engine.generate([1], LONG, request_id=str(i))) for i in range(40)]
-        await eventually(lambda: max(sampled(engine), default=0) > 3)
+        await until(lambda: max(sampled(engine), default=0) > 3)
         trouble.error = error
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
         assert all(isinstance(r, EngineUnavailableError) for r in results)
@@ -449,7 +218,7 @@ async def test_close_ends_the_thread_and_what_is_in_flight() -> None:
     threads = threading.active_count()
     engine = await started(max_num_seqs=4)
     tasks = [asyncio.create_task(engine.generate([1], LONG, request_id=str(i))) for i in range(8)]
-    await eventually(lambda: max(sampled(engine), default=0) > 3)
+    await until(lambda: max(sampled(engine), default=0) > 3)
     await engine.close()
     await engine.close()
     results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -457,7 +226,7 @@ async def test_close_ends_the_thread_and_what_is_in_flight() -> None:
     assert not await engine.health()
     with pytest.raises(EngineUnavailableError):
         await engine.generate([1], LONG, request_id="b")
-    await eventually(lambda: threading.active_count() <= threads)
+    await until(lambda: threading.active_count() <= threads)
 
 
 async def test_a_cancelled_start_leaves_nothing_behind() -> None:
@@ -471,7 +240,7 @@ async def test_a_cancelled_start_leaves_nothing_behind() -> None:
         await asyncio.gather(task, return_exceptions=True)
         await engine.close()
         assert not await engine.health()
-    await eventually(lambda: threading.active_count() <= threads)
+    await until(lambda: threading.active_count() <= threads)
 
 
 async def test_an_engine_that_nobody_closed_ends_with_its_last_reference() -> None:
@@ -482,7 +251,7 @@ async def test_an_engine_that_nobody_closed_ends_with_its_last_reference() -> No
     assert thread.is_alive()
     del engine
     gc.collect()
-    await eventually(lambda: not thread.is_alive())
+    await until(lambda: not thread.is_alive())
 
 
 NOT_CLOSED = """
@@ -579,7 +348,7 @@ async def swapped(other: Any, **kwargs: Any) -> tuple[HFEngine, list[Completion]
         asyncio.create_task(engine.generate(prompt, how, request_id=str(i)))
         for i, (prompt, how) in enumerate(in_flight_at_the_swap())
     ]
-    await eventually(lambda: min(sampled(engine), default=0) >= 5)
+    await until(lambda: min(sampled(engine), default=0) >= 5)
     at_least = sampled(engine)
     assert not any(task.done() for task in tasks)
     await engine.load_state_dict(other.state_dict(), 7)
@@ -688,7 +457,7 @@ async def test_a_trainer_steps_its_own_model_between_the_engines_steps(module: A
     batch = torch.tensor([[5, 6, 7, 8, 9, 10]])
     for version in (1, 2, 3):
         target = 20 * version
-        await eventually(
+        await until(
             lambda least=target: min(so_far(continuing, engine), default=0) >= least  # type: ignore[misc]
         )
         module.train()
@@ -730,21 +499,3 @@ async def test_a_change_that_fails_or_is_cancelled_lets_the_engine_go_on(engine:
     async with engine.changing_weights(1):
         pass  # other weights of one version
     assert (engine.version, engine.weight_changes) == (1, 2)
-
-
-async def test_greedy_is_the_same_as_on_openvino(engine: HFEngine, tmp_path: Any) -> None:
-    pytest.importorskip("openvino_genai")
-    from rollstream.engine.openvino import OpenVINOEngine
-
-    openvino = OpenVINOEngine(MODEL_PATH, log_path=tmp_path / "log", engine_kwargs={"num_threads": 1})
-    await openvino.start()
-    asked = [(prompt, SamplingParams(40, temperature=0.0)) for prompt, _ in requests(50)]
-    ours, theirs = await answer(engine, asked), await answer(openvino, asked)
-    await openvino.close()
-    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
-    pairs = [
-        (a, b)
-        for one, two in zip(ours, theirs, strict=True)
-        for a, b in zip(one.logprobs or [], two.logprobs or [], strict=True)
-    ]
-    assert max(abs(a - b) for a, b in pairs) < 1e-3

@@ -82,9 +82,7 @@ class HttpServer:
             wanted: asked before the request is sent a second time.
 
         Raises:
-            ReplicaUnavailableError: see above, like the others.
-            TransientEngineError: see there.
-            EngineError: see there.
+            ReplicaUnavailableError, TransientEngineError, EngineError: see the top of this file.
         """
         sent_twice = False
         while True:
@@ -112,14 +110,7 @@ class HttpServer:
             ReplicaUnavailableError: the server does not answer.
             EngineError: another status.
         """
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self._open_session().post(
-                self._url(path), data=orjson.dumps(body), timeout=timeout
-            ) as response:
-                status, payload = response.status, await response.read()
-        except CONNECTION_ERRORS as error:
-            raise self._away(error) from error
+        status, payload = await self._request("POST", path, orjson.dumps(body), timeout_s)
         if status != 200:
             raise self.refusal(status, payload)
         return payload
@@ -149,12 +140,7 @@ class HttpServer:
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         """Status and body. Raises `ReplicaUnavailableError`."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self._open_session().get(self._url(path), timeout=timeout) as response:
-                return response.status, await response.read()
-        except CONNECTION_ERRORS as error:
-            raise self._away(error) from error
+        return await self._request("GET", path, None, timeout_s)
 
     async def ask(self, path: str, *, kind: str) -> dict[str, Any]:
         """A server's answer to a question; empty where it does not know the route.
@@ -185,6 +171,18 @@ class HttpServer:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+
+    async def _request(
+        self, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._open_session().request(
+                method, self._url(path), data=body, timeout=timeout
+            ) as response:
+                return response.status, await response.read()
+        except CONNECTION_ERRORS as error:
+            raise self._away(error) from error
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:

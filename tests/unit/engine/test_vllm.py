@@ -32,6 +32,7 @@ from rollstream.errors import (
     TransientEngineError,
 )
 from rollstream.trajectory import SamplingParams
+from tests.support.until import until
 
 SAMPLING = SamplingParams(5, seed=1)
 
@@ -249,12 +250,6 @@ async def engine(server: FakeServer) -> AsyncIterator[VLLMEngine]:
     await engine.start()
     yield engine
     await engine.close()
-
-
-async def eventually(check: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not check():
-            await asyncio.sleep(0.005)
 
 
 async def test_ids_and_logprobs_are_those_of_the_server(server: FakeServer, engine: VLLMEngine) -> None:
@@ -528,7 +523,7 @@ async def test_abort_returns_what_the_server_gives(server: FakeServer) -> None:
     await engine.start()
     server.hang = True
     task = asyncio.create_task(engine.generate([1, 5, 6, 7], SAMPLING, request_id="a"))
-    await eventually(lambda: len(server.waiting) == 1)
+    await until(lambda: len(server.waiting) == 1)
     await engine.abort("a")
     completion = await asyncio.wait_for(task, 5)
     assert (completion.finish_reason, completion.token_ids) == ("abort", IDS)
@@ -544,7 +539,7 @@ async def test_abort_without_a_route_closes_the_connection() -> None:
         await engine.start()
         server.hang = True
         task = asyncio.create_task(engine.generate([1, 5, 6, 7], SAMPLING, request_id="a"))
-        await eventually(lambda: len(server.waiting) == 1)
+        await until(lambda: len(server.waiting) == 1)
         await engine.abort("a")
         completion = await asyncio.wait_for(task, 5)
         assert (completion.finish_reason, completion.token_ids, completion.logprobs) == ("abort", [], [])
@@ -556,13 +551,13 @@ async def test_abort_without_a_route_closes_the_connection() -> None:
 async def test_cancelling_aborts_in_the_server(server: FakeServer, engine: VLLMEngine) -> None:
     server.hang = True
     task = asyncio.create_task(engine.generate([1, 5, 6, 7], SAMPLING, request_id="a"))
-    await eventually(lambda: len(server.waiting) == 1)
+    await until(lambda: len(server.waiting) == 1)
     (name,) = server.waiting
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     if server.scale_out:
-        await eventually(lambda: server.told == [("/inference/v1/abort_requests", name)])
+        await until(lambda: server.told == [("/inference/v1/abort_requests", name)])
 
 
 async def test_other_weights_are_loaded_in_order() -> None:
@@ -605,7 +600,7 @@ async def test_a_server_that_our_update_paused_comes_back_by_loading() -> None:
         assert not other.paused
         server.failing_path = ""
         edit_version(server, other, version="8")
-        await eventually(lambda: len(engine.ready) == 2)
+        await until(lambda: len(engine.ready) == 2)
         for number in range(8):
             await engine.generate([1, 5, 6, 7], SAMPLING, request_id=str(number))
         assert server.asked
@@ -632,7 +627,7 @@ async def test_a_cancelled_load_comes_to_its_end_and_leaves_no_pause() -> None:
         replica = engine._readiness.members[server.url].replica
         server.gate = asyncio.Event()
         load = asyncio.create_task(replica.update_weights("/weights/8", 8))
-        await eventually(lambda: len(server.told) == 2)
+        await until(lambda: len(server.told) == 2)
         load.cancel()
         await asyncio.sleep(0.02)
         assert server.paused and not load.done()
@@ -694,29 +689,6 @@ async def test_a_server_that_comes_later_is_asked_what_it_is(server: FakeServer)
         await engine.close()
 
 
-async def test_a_server_that_comes_back_may_be_another(server: FakeServer, engine: VLLMEngine) -> None:
-    server.answer, server.healthy = (lambda: failure(500, DEAD, "InternalServerError")), False
-    with pytest.raises(EngineUnavailableError, match="EngineCore"):
-        await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
-    server.answer, server.healthy = None, True
-    server.scale_out = not server.scale_out
-    assert (await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")).token_ids == IDS
-    assert ("sampling_params" in server.asked[-1]) is server.scale_out
-    server.answer, server.healthy = (lambda: failure(500, DEAD, "InternalServerError")), False
-    with pytest.raises(EngineUnavailableError, match="EngineCore"):
-        await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
-    server.answer, server.healthy = None, True
-    server.tops = PROCESSED_TOPS  # two kinds in one dataset would be worse than none
-    server.takes_stops = False
-    server.cards[0]["max_model_len"] = 63
-    with pytest.raises(
-        EngineUnavailableError,
-        match=r"logprobs processed \(not raw\), stop_strings False \(not True\), max_model_len 63 \(not",
-    ):
-        await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
-    assert server.asked[-1]["request_id"].startswith("a.")
-
-
 async def test_a_server_that_is_something_else() -> None:
     async with FakeServer() as server:
         server.cards = []
@@ -728,7 +700,7 @@ async def test_a_server_that_is_something_else() -> None:
 async def test_a_killed_server_is_away(server: FakeServer, engine: VLLMEngine) -> None:
     server.hang = True
     task = asyncio.create_task(engine.generate([1, 5, 6, 7], SAMPLING, request_id="a"))
-    await eventually(lambda: len(server.waiting) == 1)
+    await until(lambda: len(server.waiting) == 1)
     server.answer = lambda: web.Response()
     await engine.close()
     with pytest.raises(EngineUnavailableError):
