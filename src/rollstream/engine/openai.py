@@ -42,6 +42,7 @@ from rollstream.engine.openai_wire import (
 from rollstream.engine.pool import POOL_KWARGS, PoolEngine
 from rollstream.engine.rate_limit import LimitHeaders, RateLimit, Sent, read_limit_headers
 from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError
+from rollstream.engine.servers import card_names
 from rollstream.errors import ConfigError, EngineError, TransientEngineError
 from rollstream.trajectory import Completion, SamplingParams
 
@@ -269,7 +270,7 @@ class OpenAIReplica:
             return None
         chosen = next((card for card in cards if card["id"] == self._model), None)
         if chosen is None and is_folder:
-            chosen = next((card for card in cards if name in _names(card)), None)
+            chosen = next((card for card in cards if name in card_names(card)), None)
         if chosen is None:
             if self._kwargs["check_model"]:
                 served = ", ".join(str(card["id"]) for card in cards[:_MODELS_SHOWN])
@@ -284,18 +285,23 @@ class OpenAIReplica:
         length = chosen.get("max_model_len")
         return length if isinstance(length, int) else None
 
-    async def _try_out(self) -> None:
+    async def _try_out(self) -> bool:
         """Asks for one token: where no list says so, whether this is a chat endpoint shows in no other way.
 
+        Returns:
+            whether it was answered; if not, that may pass.
+
         Raises:
-            EngineError: it is not, or it refuses this model.
+            EngineError: it is none, or it refuses this model.
         """
         prompt = ChatPrompt([{"role": "user", "content": "1"}], [])
         try:
             async with asyncio.timeout(self._kwargs["info_timeout"]):
                 await self._send(SamplingParams(1, logprobs=False), prompt, Turn())
+            return True
         except (_RateLimitedError, _CutError, TimeoutError) as error:
             _LOG.info("%s did not answer a first question: %s", self.name, error)
+            return False
         except ReplicaUnavailableError:
             raise
         except EngineError as error:
@@ -426,7 +432,8 @@ class OpenAIReplica:
             return False
         self._tried_at = now
         try:
-            await self._try_out()
+            if not await self._try_out():
+                return False
         except EngineError as error:
             _LOG.info("%s still serves nobody: %s", self.name, error)
             return False
@@ -487,11 +494,6 @@ def _model_cards(payload: bytes) -> list[dict[str, Any]]:
         if isinstance(cards, list)
         else []
     )
-
-
-def _names(card: dict[str, Any]) -> set[str]:
-    """What a model is called: by its server, and on its disk."""
-    return {Path(str(card[key])).name for key in ("id", "root") if card.get(key)}
 
 
 def read_settings(engine_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -7,7 +7,6 @@ The model runs in another process because its `step()` holds the GIL for up to 9
 import asyncio
 import importlib.util
 import itertools
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from rollstream.engine.embedded import Restarted, read_settings
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.openvino_process import WorkerProcess
 from rollstream.engine.openvino_weights import lay_out_weights
-from rollstream.engine.openvino_worker import Add, Load, pack_ids, unpack_floats, unpack_ids
+from rollstream.engine.openvino_worker import Add, Load
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.scratch import ScratchFolder
 from rollstream.trajectory import Completion, SamplingParams
@@ -135,7 +134,7 @@ class OpenVINOEngine:
         number = next(self._numbers)
         self._in_flight[request_id] = number
         try:
-            done = await worker.run(_order(number, prompt_ids, sampling))
+            done = await worker.run(Add(number, prompt_ids, sampling))
         finally:
             if self._in_flight.get(request_id) == number:
                 del self._in_flight[request_id]
@@ -145,8 +144,8 @@ class OpenVINOEngine:
             raise TransientEngineError(f"request {request_id!r} failed in the model: {done.error}")
         self._life.worked()
         return Completion(
-            token_ids=unpack_ids(done.tokens),
-            logprobs=None if done.logprobs is None else unpack_floats(done.logprobs),
+            token_ids=done.tokens,
+            logprobs=done.logprobs,
             finish_reason=done.reason,
             policy_versions=[(0, done.version)],
         )
@@ -285,23 +284,6 @@ def _load_message(model_path: Path, kwargs: Mapping[str, Any]) -> Load:
     cache = "num_kv_blocks" if kwargs["num_kv_blocks"] else "cache_size"
     names = (cache, "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
     return Load(str(model_path), properties, {name: kwargs[name] for name in names}, str(model_path))
-
-
-def _order(number: int, prompt_ids: list[int], sampling: SamplingParams) -> Add:
-    return Add(
-        id=number,
-        prompt=pack_ids(prompt_ids),
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        logprobs=sampling.logprobs,
-        # The pipeline's own default is the same seed for every request.
-        seed=random.getrandbits(31) if sampling.seed is None else sampling.seed,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-    )
 
 
 def _create(options: EngineOptions) -> OpenVINOEngine:

@@ -5,18 +5,17 @@
 reads messages from stdin and writes messages to stdout. It ends when its parent does, whatever it is doing.
 It ignores SIGINT and SIGTERM, which go to whole process groups: the parent decides when it ends.
 
-Both directions carry frames: 4 bytes of length (little-endian), then msgpack. Token ids travel as int32
-bytes and log-probs as float32 bytes, so that neither side touches single tokens in Python more than once.
-A frame holds everything there was to say at that moment: one write per model step, not one per request.
+Both directions carry frames: 4 bytes of length (little-endian), then msgpack. A frame holds everything there
+was to say at that moment: one write per model step, not one per request.
 """
 
 import ctypes
 import os
+import random
 import select
 import signal
 import sys
 import traceback
-from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ import msgspec
 import numpy
 
 from rollstream.engine.embedded import StopTexts
+from rollstream.trajectory import SamplingParams
 
 LENGTH_BYTES = 4
 
@@ -57,16 +57,8 @@ class Add(msgspec.Struct):
 
     id: int
     """Never used twice in the life of a worker."""
-    prompt: bytes
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    logprobs: bool
-    seed: int
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
+    prompt: list[int]
+    sampling: SamplingParams
 
 
 class Orders(msgspec.Struct, tag=True):
@@ -92,8 +84,8 @@ class Done(msgspec.Struct):
     """The end of one request."""
 
     id: int
-    tokens: bytes
-    logprobs: bytes | None
+    tokens: list[int]
+    logprobs: list[float] | None
     reason: Literal["stop", "length", "abort", "refused", "broken"]
     """refused: the pipeline does not take this request; broken: it failed while working on it."""
     error: str = ""
@@ -122,26 +114,6 @@ def encode_frame(message: msgspec.Struct) -> bytes:
     """The frame of a message."""
     body = _ENCODER.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
-
-
-def pack_ids(ids: list[int]) -> bytes:
-    """Ids as int32."""
-    return array("i", ids).tobytes()
-
-
-def unpack_ids(data: bytes) -> list[int]:
-    """The reverse of `pack_ids`."""
-    return array("i", data).tolist()
-
-
-def pack_floats(values: list[float]) -> bytes:
-    """Log-probs as float32, which they are in the model."""
-    return array("f", values).tobytes()
-
-
-def unpack_floats(data: bytes) -> list[float]:
-    """The reverse of `pack_floats`."""
-    return array("f", data).tolist()
 
 
 class Channel:
@@ -251,7 +223,7 @@ class Worker:
 
     def _warm_up(self, pipeline: Any) -> int:
         """Answers one request, because much is only checked then. Returns the size of the cache in blocks."""
-        add = Add(-1, pack_ids([0]), 2, 1.0, 1.0, -1, False, 0, (), (), True)
+        add = Add(-1, [0], SamplingParams(2, logprobs=False, ignore_eos=True))
         handle = self._open(add, pipeline)
         pipeline.step()
         # In percent, while this request holds one block: the pipeline does not say it otherwise.
@@ -324,14 +296,14 @@ class Worker:
                 if add.id == request_id:
                     self._waiting.remove(add)
                     if answer:
-                        logprobs = b"" if add.logprobs else None
-                        self._done.append(Done(add.id, b"", logprobs, "abort", version=self._load.version))
+                        logprobs: list[float] | None = [] if add.sampling.logprobs else None
+                        self._done.append(Done(add.id, [], logprobs, "abort", version=self._load.version))
                     break
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_running:
             add = self._waiting[0]
-            tokens = len(add.prompt) // 4 + add.max_tokens
+            tokens = len(add.prompt) + add.sampling.max_tokens
             blocks = -(-tokens // BLOCK_TOKENS)
             if blocks > self.cache_blocks:
                 self._refuse(f"{tokens} tokens do not fit the KV cache of {self.cache_blocks * BLOCK_TOKENS}")
@@ -348,26 +320,27 @@ class Worker:
                 self._running[add.id] = _Running(add, handle, blocks)
 
     def _refuse(self, error: str) -> None:
-        self._done.append(Done(self._waiting.popleft().id, b"", None, "refused", error))
+        self._done.append(Done(self._waiting.popleft().id, [], None, "refused", error))
 
     def _open(self, add: Add, pipeline: Any) -> Any:
-        config = self._config_type()
-        config.max_new_tokens = add.max_tokens
-        config.logprobs = 1 if add.logprobs else 0
-        config.do_sample = add.temperature > 0
+        how, config = add.sampling, self._config_type()
+        config.max_new_tokens = how.max_tokens
+        config.logprobs = 1 if how.logprobs else 0
+        config.do_sample = how.temperature > 0
         if config.do_sample:
-            config.temperature = add.temperature
-            config.top_p = add.top_p
-            config.rng_seed = add.seed
-            if add.top_k > 0:
-                config.top_k = add.top_k
-        if add.stop_token_ids:
-            config.stop_token_ids = set(add.stop_token_ids)
-        if add.ignore_eos:
+            config.temperature = how.temperature
+            config.top_p = how.top_p
+            # The pipeline's own default is the same seed for every request.
+            config.rng_seed = random.getrandbits(31) if how.seed is None else how.seed
+            if how.top_k > 0:
+                config.top_k = how.top_k
+        if how.stop_token_ids:
+            config.stop_token_ids = set(how.stop_token_ids)
+        if how.ignore_eos:
             # The pipeline's own ignore_eos would drop stop_token_ids as well.
             config.set_eos_token_id(_NO_END_TOKEN)
-        ids = numpy.frombuffer(add.prompt, dtype=numpy.int32).astype(numpy.int64)
-        return pipeline.add_request(add.id + 1, self._tensor(ids[None]), config)
+        ids = numpy.array([add.prompt], dtype=numpy.int64)
+        return pipeline.add_request(add.id + 1, self._tensor(ids), config)
 
     def _step(self) -> None:
         try:
@@ -380,7 +353,7 @@ class Worker:
         still_running = self._still_running
         for running in list(self._running.values()):
             status = running.handle.get_status().value
-            if running.add.stop:
+            if running.add.sampling.stop:
                 self._read(running)
                 if self._stopped_by_text(running):
                     self._answer(running, "stop")
@@ -410,7 +383,7 @@ class Worker:
     def _stopped_by_text(self, running: _Running) -> bool:
         if self._stop_texts is None:
             self._stop_texts = StopTexts(Path(self._load.tokenizer_path) / "tokenizer.json")
-        return self._stop_texts.found(running.ids, running.add.stop)
+        return self._stop_texts.found(running.ids, running.add.sampling.stop)
 
     def _read(self, running: _Running) -> None:
         """Takes what was sampled since the last time."""
@@ -427,9 +400,8 @@ class Worker:
             running.reason = output.finish_reason
 
     def _answer(self, running: _Running, reason: Any, error: str = "") -> None:
-        logprobs = pack_floats(running.logprobs) if running.add.logprobs else None
-        ids = pack_ids(running.ids)
-        self._done.append(Done(running.add.id, ids, logprobs, reason, error, self._load.version))
+        logprobs = running.logprobs if running.add.sampling.logprobs else None
+        self._done.append(Done(running.add.id, running.ids, logprobs, reason, error, self._load.version))
 
     def _release(self, running: _Running) -> None:
         """After a request has ended by itself."""

@@ -161,6 +161,11 @@ def model_names(path: str) -> set[str]:
     return {*parts[-1:], *hub}
 
 
+def card_names(card: Mapping[str, Any]) -> set[str]:
+    """What a model of `/v1/models` is called: by its server, and on its disk."""
+    return set().union(*(model_names(str(card[key])) for key in ("id", "root") if card.get(key)))
+
+
 def check_served_model(server: str, served: Iterable[object], wanted: str | None, *, strict: bool) -> None:
     """Refuses a server of another model.
 

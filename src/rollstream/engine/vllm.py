@@ -33,6 +33,7 @@ from rollstream.engine.servers import (
     ServerEngine,
     ServerReplica,
     broken_reply,
+    card_names,
     check_sampled,
     model_names,
     weight_version,
@@ -231,7 +232,7 @@ class VLLMReplica(ServerReplica):
         if not cards:
             raise EngineError(f"{self.name}/v1/models names no model: is it {self.what} server?")
         wanted = model_names(self._model_path or "")
-        chosen = next((card for card in cards if wanted & _names(card)), cards[0])
+        chosen = next((card for card in cards if wanted & card_names(card)), cards[0])
         self._check_served(chosen.get("root"), chosen.get("id"))
         self._model = str(chosen.get("id"))
         # The card of an adapter has no length: it is its base model's.
@@ -279,11 +280,6 @@ class VLLMReplica(ServerReplica):
         except EngineError as error:
             _LOG.info("%s does not take %s: %s", self.name, path, error)
             return None
-
-
-def _names(card: dict[str, Any]) -> set[str]:
-    """What a model of `/v1/models` is called: by its server, and on its disk."""
-    return set().union(*(model_names(str(card[key])) for key in ("id", "root") if card.get(key)))
 
 
 def _aborted(request: ReplicaRequest) -> Completion:

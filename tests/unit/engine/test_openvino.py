@@ -11,6 +11,7 @@ from rollstream.engine import openvino_worker as protocol
 from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.engine.openvino_worker import Worker, cause_of
 from rollstream.errors import ConfigError
+from rollstream.trajectory import SamplingParams
 
 
 def make(folder: Path, **kwargs: Any) -> OpenVINOEngine:
@@ -67,7 +68,7 @@ class FailingPipeline:
 
 
 def order(number: int, prompt: list[int]) -> protocol.Add:
-    return protocol.Add(number, protocol.pack_ids(prompt), 4, 1.0, 1.0, -1, True, 1, (), (), True)
+    return protocol.Add(number, prompt, SamplingParams(4, seed=1, ignore_eos=True))
 
 
 def turn(worker: Worker, *orders: protocol.Add) -> None:
@@ -105,14 +106,3 @@ def test_causes_are_one_line_without_the_source_of_openvino() -> None:
     assert cause_of(RuntimeError("Exception from src/a.cpp:84:")) == "Exception from src/a.cpp:84:"
     assert cause_of(KeyError("a")) == "KeyError: 'a'"
     assert cause_of(RuntimeError()) == "RuntimeError: "
-
-
-def test_ids_and_floats_survive_the_wire() -> None:
-    ids = [0, 1, 2**31 - 1]
-    assert protocol.unpack_ids(protocol.pack_ids(ids)) == ids
-    values = [-0.5, -12.0625]
-    assert protocol.unpack_floats(protocol.pack_floats(values)) == values
-    results = protocol.Results([protocol.Done(1, b"", None, "abort")])
-    frame = protocol.encode_frame(results)
-    assert int.from_bytes(frame[:4], "little") == len(frame) - 4
-    assert protocol.FROM_WORKER.decode(frame[4:]) == results
