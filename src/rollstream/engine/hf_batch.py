@@ -113,7 +113,7 @@ class Batch:
     So nothing is ever evicted: the manager resumes what it evicts on another path than it was begun on.
 
     Tokens are drawn in the manager's thread, by `Sampler`. All else is decided on the event loop, which is
-    told of each step.
+    told when a request may have ended.
     """
 
     def __init__(self, model: LiveModel, settings: BatchSettings) -> None:
@@ -149,12 +149,11 @@ class Batch:
         """
         assert threading.current_thread().daemon
         manager = _make_manager(self._model.module, self._settings)
-        told = self._tell_loop
         manager.logit_processor = Sampler(
             self._model,
             self._running,
             self._settings.num_threads,
-            lambda requests: told(self._look, requests),
+            lambda requests: self._tell_loop(self._look, requests),
         )
         manager.output_router = self
         try:

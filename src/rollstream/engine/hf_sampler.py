@@ -40,6 +40,15 @@ class Request:
     seen: int = 0
     """How many of them the event loop has looked at: those are its answer."""
 
+    @property
+    def may_have_ended(self) -> bool:
+        """Whether its newest token may be its last one."""
+        if not self.sampled:
+            return False
+        token, logprob, _ = self.sampled[-1]
+        is_full = len(self.sampled) >= self.sampling.max_tokens
+        return is_full or token in self.end_ids or bool(self.sampling.stop) or logprob != logprob
+
     def completion(self, reason: FinishReason, version: int) -> Completion:
         """Its answer; `version` stands where nothing was sampled."""
         sampled = self.sampled[: self.seen]
@@ -118,7 +127,7 @@ class Sampler:
         model: its lock keeps tokens away from requests that are interrupted for new weights.
         running: requests by their names in the manager.
         num_threads: of torch, in the manager's thread; 0 leaves it alone.
-        sampled: is told, in the manager's thread, which requests have a new token.
+        ended: is told, in the manager's thread, which requests may have ended with their new token.
     """
 
     do_processing = True
@@ -129,12 +138,12 @@ class Sampler:
         model: LiveModel,
         running: Mapping[str, Request],
         num_threads: int,
-        sampled: Callable[[list[Request]], None],
+        ended: Callable[[list[Request]], None],
     ) -> None:
         self._model = model
         self._running = running
         self._num_threads = num_threads
-        self._sampled = sampled
+        self._ended = ended
         self._rows: list[int] = []
         self._requests: list[tuple[str, Request]] = []
 
@@ -176,5 +185,6 @@ class Sampler:
             for (name, request), token, logprob in zip(self._requests, ids, logprobs, strict=True):
                 if self._running.get(name) is request:
                     request.sampled.append((token, logprob, version))
-        self._sampled([request for _, request in self._requests])
+        if ended := [request for _, request in self._requests if request.may_have_ended]:
+            self._ended(ended)
         return scores
