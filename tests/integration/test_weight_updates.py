@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from rollstream.trajectory import Completion, SamplingParams
 from tests.integration.test_agents import FUNCTION
 from tests.integration.test_generation import config, write_sums
 from tests.integration.test_serve import serve
+from tests.support.until import until
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("openvino_genai")
@@ -112,12 +112,6 @@ def completion_error(modules: dict[int, Any], prompt: list[int], answer: Complet
     return worst_error(modules, prompt, answer.token_ids, answer.logprobs or [], versions)
 
 
-async def eventually(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not check():
-            await asyncio.sleep(0.01)
-
-
 Cut = tuple[str, list[int], list[int], int]
 """Of a request that an update interrupted: its id, its prompt, what it had, and the version that came."""
 
@@ -168,7 +162,7 @@ async def test_a_run_goes_on_over_new_weights(
     cuts: list[Cut] = []
 
     run = asyncio.create_task(generate(compose(layers=[tree])))
-    await eventually(lambda: bool(made) or run.done())
+    await until(lambda: bool(made) or run.done())
     engine = made[0]
     inner = engine.engine
     load = inner.update_weights
@@ -185,7 +179,7 @@ async def test_a_run_goes_on_over_new_weights(
     # requests are only shows when they are cut.
     pause = 0.05
     for version in range(1, 20):
-        await eventually(lambda: len(engine._inside) >= ROLLOUTS // 4 or run.done())
+        await until(lambda: len(engine._inside) >= ROLLOUTS // 4 or run.done())
         await asyncio.wait([run], timeout=pause)
         if run.done() or len({request_id for request_id, _, ids, _ in cuts if ids}) >= ROLLOUTS // 4:
             break
@@ -257,7 +251,7 @@ async def test_a_run_may_begin_anew_or_end(
     }
     tree = config(tmp_path / "run", sums, actor_rollout_ref__rollout=rollout, generation__seed=None)
     run = asyncio.create_task(generate(compose(layers=[tree])))
-    await eventually(lambda: run.done() or (bool(made) and len(made[0]._inside) == 8))
+    await until(lambda: run.done() or (bool(made) and len(made[0]._inside) == 8))
     inner = made[0].engine
     assert isinstance(inner, OpenVINOEngine)
     await some_are_sampled(inner)
@@ -337,7 +331,7 @@ async def test_openvino_takes_an_export_and_keeps_its_own_copy(
     pid = engine.worker_pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    await eventually(lambda: engine.worker_pid is None)
+    await until(lambda: engine.worker_pid is None)
     assert await engine.health()
     assert engine.worker_pid != pid
     answer = await engine.generate([5, 6], LONG, request_id="a")
@@ -347,7 +341,7 @@ async def test_openvino_takes_an_export_and_keeps_its_own_copy(
     pid = engine.worker_pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    await eventually(lambda: engine.worker_pid is None)
+    await until(lambda: engine.worker_pid is None)
     await engine.update_weights(str(steps[3]), 2)
     answer = await engine.generate([5, 6], LONG, request_id="a")
     assert completion_error({2: modules[3]}, [5, 6], answer) < 1e-4
@@ -404,7 +398,7 @@ async def test_updates_at_bad_moments(
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     update = asyncio.create_task(engine.update_weights(str(steps[1]), 7))
-    await eventually(lambda: bool(engine._life.backend and engine._life.backend._loading))  # it was told
+    await until(lambda: bool(engine._life.backend and engine._life.backend._loading))  # it was told
     os.kill(pid, signal.SIGKILL)
     results = await asyncio.gather(update, *asked, return_exceptions=True)
     assert [type(result) for result in results] == [EngineUnavailableError] * 3
@@ -455,7 +449,7 @@ async def test_a_pool_of_servers_gets_new_weights(
             engine = ContinuingEngine(SGLangEngine([one.url, two.url], model_path=str(MODEL_PATH)))
             await engine.start()
             asked = ask(engine, ROLLOUTS, LONG)
-            await eventually(lambda: len(engine._inside) == ROLLOUTS)
+            await until(lambda: len(engine._inside) == ROLLOUTS)
             await asyncio.sleep(1.0)
             await engine.update_weights(str(steps[1]), 1)
             answers = await asyncio.gather(*asked)

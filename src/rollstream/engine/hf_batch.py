@@ -132,7 +132,7 @@ class Batch:
 
     @property
     def cause(self) -> str:
-        """Why it serves nobody any more; "" while it serves."""
+        """Why it serves nobody any more; "" while it serves. Notices a thread that has ended."""
         manager = self._manager
         if manager is not None and (manager.fatal_error is not None or not manager.is_running()):
             self._fail(manager.fatal_error)
@@ -295,7 +295,8 @@ class Batch:
     def _fail(self, error: Exception | None, cause: str = "") -> None:
         if self._error is not None:
             return
-        cause = cause or f"the engine's thread ended: {type(error).__name__}: {error}"
+        why = "" if error is None else f": {type(error).__name__}: {error}"
+        cause = cause or f"the engine's thread ended{why}"
         left = [*self._running.values(), *self._waiting]
         self._running.clear()
         self._waiting.clear()
