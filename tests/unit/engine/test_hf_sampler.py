@@ -2,7 +2,6 @@
 
 import math
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,24 +9,11 @@ from hypothesis import strategies as st
 
 from rollstream.engine.hf_sampler import DRAW_BITS, draw_tokens
 from rollstream.trajectory import SamplingParams
+from tests.support.forward import processed
 
 torch = pytest.importorskip("torch")
 
 LAST_DRAW = (2**DRAW_BITS - 1) / 2**DRAW_BITS
-
-
-def processed(logits: Any, how: SamplingParams) -> Any:
-    """Log-probs after transformers' processors, in their order."""
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    scores = logits[None]
-    if how.temperature != 1:
-        scores = TemperatureLogitsWarper(how.temperature)(None, scores)
-    if how.top_k != -1:
-        scores = TopKLogitsWarper(how.top_k)(None, scores)
-    if how.top_p != 1:
-        scores = TopPLogitsWarper(how.top_p)(None, scores)
-    return scores.log_softmax(-1)[0]
 
 
 @settings(deadline=None, max_examples=60)
@@ -51,7 +37,7 @@ def test_rows_are_drawn_from_what_transformers_makes_of_them(how: list[SamplingP
     draws = [rng.choice([0.0, LAST_DRAW, rng.random()]) for _ in how]
     ids, logprobs = draw_tokens(logits, how, draws)
     for row, params, token, logprob, draw in zip(logits, how, ids, logprobs, draws, strict=True):
-        expected = processed(row, params)
+        expected = processed(row[None], params)[0]
         assert logprob == pytest.approx(float(expected[token]), abs=1e-5)
         # The draw says which: it lies in the token's share of the running sum.
         reached = expected.double().exp().cumsum(-1)
@@ -64,7 +50,7 @@ def test_many_draws_follow_the_distribution() -> None:
     rng = random.Random(3)
     how = [SamplingParams(1, top_k=3)] * len(logits)
     ids, _ = draw_tokens(logits, how, [rng.random() for _ in how])
-    expected = processed(logits[0], how[0]).exp().tolist()
+    expected = processed(logits[:1], how[0])[0].exp().tolist()
     for token, chance in enumerate(expected):
         deviation = math.sqrt(len(how) * chance * (1 - chance))
         assert abs(ids.count(token) - len(how) * chance) <= 5 * deviation
