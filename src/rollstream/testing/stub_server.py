@@ -93,8 +93,6 @@ class StubServer:
     max_running: int | None = None
     """Requests worked on at once, the others wait their turn; None is no limit."""
     faults: Faults = Faults()  # noqa: RUF009 (frozen)
-    fault_seed: int = 0
-    """Of the order in which requests go wrong."""
     metrics: bool = True
     """Whether there is `/metrics`; `/get_load` is always there, as in SGLang."""
 
@@ -106,7 +104,7 @@ class StubServer:
         """Known once `start` has returned."""
         self.on_death: Callable[[], None] = self._die_in_process
         """What `Faults.die_after` does: here the sockets close at once, as when a process is killed."""
-        self._rng = random.Random(self.fault_seed)
+        self._rng = random.Random(0)
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self._routes: dict[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]] = {
@@ -338,33 +336,32 @@ def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
 
 
-def _parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m rollstream.testing.stub_server", description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--response-tokens", type=int, default=None)
-    parser.add_argument("--vocab-size", type=int, default=512)
-    parser.add_argument("--context-length", type=int, default=None)
-    parser.add_argument("--model-path", default=None)
+def _parse_server(argv: list[str] | None = None) -> StubServer:
+    parser = argparse.ArgumentParser(
+        prog="python -m rollstream.testing.stub_server",
+        description=__doc__,
+        argument_default=argparse.SUPPRESS,
+    )
+    numbers = ("port", "response_tokens", "vocab_size", "context_length", "max_running", "image_token_id")
+    whole = (*numbers, "error_status", "info_status", "die_after")
+    parser.add_argument("--host")
+    parser.add_argument("--model-path")
     parser.add_argument(
         "--latency", default="fixed:0", help="fixed:T, lognormal:MEDIAN,SIGMA, pareto:MIN,ALPHA"
     )
     parser.add_argument("--latency-max", type=float, default=float("inf"))
-    parser.add_argument("--max-running", type=int, default=None)
     parser.add_argument("--images", action="store_true")
-    parser.add_argument("--image-token-id", type=int, default=None)
-    parser.add_argument("--fault-seed", type=int, default=0)
-    for field in fields(Faults):
-        name = "--" + field.name.replace("_", "-")
-        if isinstance(field.default, bool):
-            parser.add_argument(name, action="store_true")
+    faults = {field.name: field.default for field in fields(Faults)}
+    for name in (*numbers, *faults):
+        option = "--" + name.replace("_", "-")
+        if isinstance(faults.get(name), bool):
+            parser.add_argument(option, action="store_true")
         else:
-            parser.add_argument(
-                name,
-                type=int if field.name in ("error_status", "info_status", "die_after") else float,
-                default=field.default,
-            )
-    return parser.parse_args(argv)
+            parser.add_argument(option, type=int if name in whole else float)
+    given = vars(parser.parse_args(argv))
+    latency = Latency.parse(given.pop("latency"), maximum=given.pop("latency_max"))
+    wrong = Faults(**{name: given.pop(name) for name in faults if name in given})
+    return StubServer(latency=latency, faults=wrong, **given)
 
 
 def _die() -> NoReturn:
@@ -372,21 +369,7 @@ def _die() -> NoReturn:
     raise AssertionError("unreachable")
 
 
-async def _serve(arguments: argparse.Namespace) -> None:
-    server = StubServer(
-        host=arguments.host,
-        port=arguments.port,
-        response_tokens=arguments.response_tokens,
-        vocab_size=arguments.vocab_size,
-        latency=Latency.parse(arguments.latency, maximum=arguments.latency_max),
-        max_running=arguments.max_running,
-        faults=Faults(**{field.name: getattr(arguments, field.name) for field in fields(Faults)}),
-        context_length=arguments.context_length,
-        model_path=arguments.model_path,
-        images=arguments.images,
-        image_token_id=arguments.image_token_id,
-        fault_seed=arguments.fault_seed,
-    )
+async def _serve(server: StubServer) -> None:
     server.on_death = _die
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -399,4 +382,4 @@ async def _serve(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(_parse_arguments()))
+    asyncio.run(_serve(_parse_server()))
