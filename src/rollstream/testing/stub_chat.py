@@ -12,6 +12,7 @@ from typing import Any, Literal
 import orjson
 from aiohttp import web
 
+from rollstream.testing.http_stub import HttpStub
 from rollstream.trajectory import Message
 
 ChatRule = Callable[[dict[str, Any]], str | Message]
@@ -59,7 +60,7 @@ class ChatFault:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class ChatStub:
+class ChatStub(HttpStub):
     """The endpoint, in this process. Bound to 127.0.0.1.
 
     Example:
@@ -77,6 +78,8 @@ class ChatStub:
         retry_after: whether such a 429 says when to come back.
         pause: seconds between two pieces of an answer.
     """
+
+    handler_cancellation = True
 
     def __init__(
         self,
@@ -107,38 +110,8 @@ class ChatStub:
         """For the rate limit."""
         self.closed_by_client = 0
         """Answers whose reader went away."""
-        self.url = ""
-        """Known once `start` has returned; without `/v1`."""
         self._admitted: deque[float] = deque()
         self._ids = itertools.count(1)
-        self._server: web.Server | None = None
-        self._listener: asyncio.Server | None = None
-        self._port = 0
-
-    async def start(self) -> str:
-        """Begins to serve; returns the URL. After a `stop` it is the same one."""
-        self._server = web.Server(self._handle, access_log=None, handler_cancellation=True)
-        loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(self._server, "127.0.0.1", self._port, backlog=4096)
-        self._port = self._listener.sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}"
-        return self.url
-
-    async def stop(self) -> None:
-        """Ends all connections and the server."""
-        listener, self._listener = self._listener, None
-        server, self._server = self._server, None
-        if listener is not None:
-            listener.close()
-        if server is not None:
-            await server.shutdown(timeout=0.1)
-
-    async def __aenter__(self) -> "ChatStub":
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.stop()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":

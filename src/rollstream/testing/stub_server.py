@@ -23,6 +23,7 @@ import orjson
 from aiohttp import web
 
 from rollstream.testing.answers import AnswerBook
+from rollstream.testing.http_stub import HttpStub
 from rollstream.testing.scripted import AnswerRule, ScriptedRequest, ask_rule
 from rollstream.testing.stub_answers import (
     StubAnswer,
@@ -41,7 +42,7 @@ _MAX_BODY = 2**28
 
 
 @dataclass(eq=False)
-class StubServer:
+class StubServer(HttpStub):
     """The server, in this process. What it says, and how fast and how wrong, may be changed at any time.
 
     Example:
@@ -100,13 +101,9 @@ class StubServer:
         self.stats = Stats()
         self.book = AnswerBook(self.vocab_size)
         self.work = StubWork(self.max_running)
-        self.url = ""
-        """Known once `start` has returned."""
         self.on_death: Callable[[], None] = self._die_in_process
         """What `Faults.die_after` does: here the sockets close at once, as when a process is killed."""
         self._rng = random.Random(0)
-        self._server: web.Server | None = None
-        self._listener: asyncio.Server | None = None
         self._routes: dict[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]] = {
             "/generate": self._generate,
             "/abort_request": self._abort,
@@ -122,40 +119,9 @@ class StubServer:
             "/stub/faults": self._set_faults,
         }
 
-    async def start(self) -> str:
-        """Begins to serve; returns the URL."""
-        self._server = web.Server(self._handle, access_log=None)
-        loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(self._server, self.host, self.port, backlog=4096)
-        self.port = self._listener.sockets[0].getsockname()[1]
-        self.url = f"http://{self.host}:{self.port}"
-        return self.url
-
     async def stop(self) -> None:
-        """Ends all connections and the server. A later `start` takes the same port."""
         self.work.end_all()
-        listener, self._listener = self._listener, None
-        server, self._server = self._server, None
-        if listener is not None:
-            listener.close()
-        if server is not None:
-            await server.shutdown(timeout=0.1)
-
-    async def __aenter__(self) -> "StubServer":
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.stop()
-
-    def kill(self) -> None:
-        """Closes every socket at once, in the middle of whatever it was doing."""
-        if self._listener is not None:
-            self._listener.close()
-        for handler in self._server.connections if self._server is not None else []:
-            transport = getattr(handler, "transport", None)
-            if transport is not None:
-                transport.abort()
+        await super().stop()
 
     def _die_in_process(self) -> None:
         self.kill()
