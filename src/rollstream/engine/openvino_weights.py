@@ -76,7 +76,8 @@ def read_safetensors(folder: Path) -> Tensors:
     tensors: dict[str, numpy.ndarray[Any, Any]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            for name, entry in safetensors.deserialize(path.read_bytes()):  # type: ignore[no-untyped-call]
+            entries = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+            for name, entry in sorted(entries, key=lambda one: one[0]):  # they come in any order
                 tensors[name] = _as_float32(entry["data"], entry["dtype"]).reshape(entry["shape"])
         except (safetensors.SafetensorError, ValueError) as error:
             raise EngineError(f"{path} cannot be read: {error}") from error
@@ -93,11 +94,14 @@ def find_places(model: Path) -> Places:
         OSError: a file cannot be read.
     """
     files = [model / XML, model / BIN, *sorted(model.glob("*.safetensors"))]
-    return _find_places(model.absolute(), tuple((path.name, path.stat().st_mtime_ns) for path in files))
+    stats = [(path.name, path.stat()) for path in files]
+    return _find_places(
+        model.absolute(), tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    )
 
 
 @lru_cache(maxsize=_REMEMBERED_MODELS)
-def _find_places(model: Path, _files: tuple[tuple[str, int], ...]) -> Places:
+def _find_places(model: Path, _files: tuple[tuple[str | int, ...], ...]) -> Places:
     content = memoryview((model / BIN).read_bytes())
     offsets: dict[int, set[int]] = defaultdict(set)
     for layer in ElementTree.parse(model / XML).getroot().iter("layer"):
