@@ -213,6 +213,10 @@ class OpenAIReplica:
             extra_sampling=EXTRA_SAMPLING,
         )
 
+    @property
+    def resumes_aborted(self) -> bool:
+        return False
+
     async def generate(self, request: ReplicaRequest) -> Completion:
         if request.chat is None:
             raise _needs_messages()

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.engine import pool as pool_module
-from rollstream.engine.sglang import ENGINE_KWARGS, SGLangEngine, SGLangReplica
+from rollstream.engine.kind import EngineOptions
+from rollstream.engine.sglang import SGLangEngine, SGLangReplica
 from rollstream.engine.stragglers import FASTER, should_move
 from rollstream.testing.stub_faults import Latency
 from rollstream.testing.stub_server import StubServer
@@ -89,9 +90,7 @@ async def straggler(
         slow.lengths = LONG
         task = ask(pool, 1, **changes)
         await until(lambda: slow.stats.in_flight == 1)
-        await pool.add_replica(
-            SGLangReplica(fast.url, model_path=None, limits=None, kwargs=ENGINE_KWARGS | kwargs)
-        )
+        await pool.add_replica(SGLangReplica(fast.url, EngineOptions(None, engine_kwargs=kwargs)))
         await ask(pool, 100)  # goes to the idle one
         assert fast.stats.requests == 1
         fast.lengths = LONG
