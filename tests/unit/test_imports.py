@@ -83,26 +83,52 @@ def test_imports_point_down(path: Path) -> None:
         assert floor_of(other) < floor_of(room), f"{room} must not know {other}"
 
 
-def imported_modules(path: Path) -> set[Path]:
-    """Files of the package that a file imports, wherever in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rollstream"):
-            base = ROOT.joinpath(*str(node.module).split(".")[1:])
-            found |= {
-                base.with_suffix(".py"),
-                *((base / alias.name).with_suffix(".py") for alias in node.names),
-            }
-    return {one for one in found if one.is_file()} - {path}
+def imported_files(path: Path) -> set[Path]:
+    """Files of the package that a file imports, wherever in it; not those that only the type checker reads."""
+    tree = ast.parse(path.read_text())
+    unread = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    names = set()
+    for node in set(ast.walk(tree)) - unread:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    bases = [ROOT.joinpath(*name.split(".")[1:]) for name in names if name.startswith("rollstream.")]
+    files = {file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py")}
+    return {file for file in files if file.is_file()} - {path}
 
 
-@pytest.mark.parametrize("room", ["engine"])
-def test_no_files_of_a_room_import_each_other_in_a_circle(room: str) -> None:
-    left = {path: imported_modules(path) for path in (ROOT / room).rglob("*.py")}
-    while ends := [path for path, imports in left.items() if not imports & left.keys()]:
-        for path in ends:
-            del left[path]
-    assert not [str(path.relative_to(ROOT)) for path in left]
+KNOWN_CIRCLES = {
+    frozenset({"chat/parsers/*"}),
+    frozenset({"integrations/verl/worker_recipe.py", "integrations/verl/workers.py"}),
+}
+"""They work because one side imports within a function: `chat/parsers/base.py` looks parsers up that are made
+from it, and a worker's recipe the class of the worker that is made by it."""
+
+
+def name_of(path: Path) -> str:
+    """A file below the package; all parsers are one."""
+    name = str(path.relative_to(ROOT))
+    return "chat/parsers/*" if name.startswith("chat/parsers/") else name
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    imports: dict[str, set[str]] = {}
+    for path in MODULES:
+        imports.setdefault(name_of(path), set()).update(map(name_of, imported_files(path)))
+    for circle in KNOWN_CIRCLES:
+        for name in circle:
+            imports[name] -= circle
+    while ends := [name for name, others in imports.items() if not others & imports.keys()]:
+        for name in ends:
+            del imports[name]
+    assert not imports
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
