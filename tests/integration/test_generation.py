@@ -114,6 +114,27 @@ def test_a_run_stores_what_the_model_sampled(tmp_path: Path, sums: Path, reward_
     assert worst < 1e-4
 
 
+def test_status_counts_failed_unscored_and_scored(
+    tmp_path: Path, sums: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One row fails, those of a source without a rule are not scored, and one has a rule that cannot judge it."""
+    add_long_prompt(sums)
+    rows = [orjson.loads(line) for line in sums.read_bytes().splitlines()]
+    rows[0] |= {"data_source": "exact_match", "reward_model": {"ground_truth": "29"}}
+    rows[1] |= {"data_source": "reasoning_gym/none", "reward_model": {"ground_truth": "29"}}
+    sums.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    run_dir = tmp_path / "run"
+    result = run_generation(config(run_dir, sums))
+    status = read_status(run_dir)
+    counts = (result.completed, result.failed, result.unscored, result.reward_failed)
+    assert counts == (24, 2, 22, 2)
+    assert (status.completed, status.failed, status.unscored, status.reward_failed) == counts
+    assert cli(["status", str(run_dir)]) == 0
+    assert "unscored        22, 2 of them as their reward failed" in capsys.readouterr().out
+    checkpoint = orjson.loads((run_dir / "checkpoint.json").read_bytes())
+    assert (checkpoint["unscored"], checkpoint["reward_failed"]) == (22, 2)
+
+
 def test_the_same_seed_gives_the_same_tokens_and_again_does_nothing(tmp_path: Path, sums: Path) -> None:
     runs = [run_generation(config(tmp_path / name, sums)) for name in ("one", "two")]
     tables = [pq.read_table(result.artifact, columns=["response_ids"]) for result in runs]
@@ -256,6 +277,25 @@ def test_a_loop_that_always_raises_stops_the_run_and_is_mended_in_place(tmp_path
     assert validate_run(run_dir).sound
     with pytest.raises(IdentityMismatchError, match=r"agent loop mine \(.*loop_run_.*\.py\)"):
         run_generation(with_loop(run_dir, sums, MENDED + "  # otherwise"))
+
+
+def test_a_loop_that_made_nothing_is_mended_in_place(tmp_path: Path, sums: Path) -> None:
+    rows = [orjson.loads(line) for line in sums.read_bytes().splitlines()]
+    for row in rows[:5]:
+        row["agent_name"] = "single_turn_agent"
+    sums.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    run_dir = tmp_path / "run"
+    broken = run_generation(with_loop(run_dir, sums, "raise KeyError('x')"))
+    assert (broken.completed, broken.failed) == (10, 14)
+    assert "generation.retry_failed=true" in summarise(broken)
+    before = pq.read_table(run_dir / "trajectories.parquet")
+    mended = run_generation(with_loop(run_dir, sums, MENDED, generation__retry_failed=True))
+    assert (mended.completed, mended.generated, mended.failed) == (24, 14, 0)
+    assert pq.read_table(run_dir / "trajectories.parquet").slice(0, 10).equals(before)
+    # Now it has made rollouts: no other code may add to them, and the advice is what works.
+    with pytest.raises(IdentityMismatchError, match="With that back in place, the same command goes on"):
+        run_generation(with_loop(run_dir, sums, MENDED + "  # again"))
+    assert run_generation(with_loop(run_dir, sums, MENDED)).generated == 0
 
 
 def test_what_differs_is_named_by_file_and_setting(tmp_path: Path, sums: Path, reward_file: Path) -> None:

@@ -1,7 +1,7 @@
 """What decides the data of a run: a flat mapping of dotted keys to JSON values (R6)."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,7 @@ def adopted_manifest(
     *,
     extend: bool,
     nothing_done: bool,
+    unused: Set[str] = frozenset(),
     files: Mapping[str, str],
 ) -> Manifest | None:
     """The manifest that a run directory gets where settings differ that change nothing in it; None for its own.
@@ -169,6 +170,7 @@ def adopted_manifest(
         wanted: the one asked for.
         extend: other prompt rows are allowed.
         nothing_done: the run has no finished rollout.
+        unused: identity keys that no finished rollout depends on.
         files: by identity key, what to name for it: see `Prepared.identity_files`.
 
     Raises:
@@ -178,7 +180,7 @@ def adopted_manifest(
     kept = {"run_id": old.run_id, "created": old.created}
     if nothing_done:
         return msgspec.structs.replace(wanted, **kept) if differences else None
-    harmless = _harmless(old.identity, wanted.identity)
+    harmless = _harmless(old.identity, wanted.identity) | unused
     refused = [
         one
         for one in differences
@@ -210,6 +212,12 @@ def _harmless(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
     harmless |= {key for key in old if key.startswith(("launch.args.", "launch.env.")) and key not in free}
     return harmless
 
+
+LOOP_IDENTITY = "agent.loops."
+"""Before the name of an agent loop: the identity key of its code and options."""
+
+_CODE = ("reward", "tools", "multi_turn.interactions")
+"""Identity keys of the user's code, besides agent loops."""
 
 _CONFIG_KEYS = {
     "engine": "actor_rollout_ref.rollout.name",
@@ -256,6 +264,12 @@ def _explained(
         hint = (
             "If the dataset grew or was reordered, generation.resume=extend keeps what was done for rows "
             "that are still there."
+        )
+    elif any(key in _CODE or key.startswith(LOOP_IDENTITY) for key, _, _ in refused):
+        hint = (
+            "Finished rollouts were made or scored by the code as it was. With that back in place, the same "
+            "command goes on, and generation.retry_failed=true tries what failed again. For the code as it is "
+            "now, use another trainer.default_local_dir."
         )
     else:
         hint = "Use another trainer.default_local_dir for the new run, or the old settings to continue."

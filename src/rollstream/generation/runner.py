@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
 
@@ -17,7 +18,7 @@ from rollstream.config.load import compose
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
 from rollstream.generation.exports import export_artifact
-from rollstream.generation.identity import adopted_manifest
+from rollstream.generation.identity import LOOP_IDENTITY, adopted_manifest
 from rollstream.generation.logs import log_to_file
 from rollstream.generation.progress import Snapshot, Waits, progress_console, show_progress
 from rollstream.generation.result import GenerationResult
@@ -30,7 +31,14 @@ from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.batch import DamagedFileError
 from rollstream.store.extend import extend_run, finish_extend
 from rollstream.store.journal import write_file_durably
-from rollstream.store.manifest import Manifest, read_manifest, write_manifest
+from rollstream.store.keys import KeyStates
+from rollstream.store.manifest import (
+    DATASET_IDENTITY,
+    Manifest,
+    identity_differences,
+    read_manifest,
+    write_manifest,
+)
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import EncodedRollout
@@ -247,18 +255,35 @@ def check_run_directory(prepared: Prepared, manifest: Manifest | None) -> tuple[
         )
     if manifest.identity == prepared.manifest.identity:
         return None, False
-    paths = RunPaths(root)
-    held = paths.batch_numbers() or paths.artifact.exists() or paths.damaged.is_dir()
-    nothing_done = not held and (state := inspect(root)[1]).keys.done == 0 and not state.damage
+    state = inspect(root)[1]
+    nothing_done = not (state.keys.done or state.damage or RunPaths(root).damaged.is_dir())
     adopted = adopted_manifest(
         root,
         manifest,
         prepared.manifest,
         extend=mode == "extend",
         nothing_done=nothing_done,
+        unused=_unused_loops(prepared, manifest, state.keys),
         files=prepared.identity_files(),
     )
     return adopted, nothing_done
+
+
+def _unused_loops(prepared: Prepared, manifest: Manifest, keys: KeyStates) -> set[str]:
+    """Identity keys of changed agent loops that made no rollout which is done."""
+    changed = {
+        key for key, _, _ in identity_differences(manifest.identity, prepared.manifest.identity)
+    }
+    if any(key.startswith(DATASET_IDENTITY) for key in changed):
+        return set()  # a row may have had another index, so nothing says which loop was its own
+    loops = {name: f"{LOOP_IDENTITY}{name}" for name in prepared.loop_names}
+    unused = changed.intersection(loops.values())
+    for index in range(len(prepared.dataset)):
+        if not unused:
+            break
+        if keys.count(np.array([index]))[0]:
+            unused.discard(loops[prepared.loop_name(prepared.dataset.row(index))])
+    return unused
 
 
 class FailureStreak:

@@ -34,7 +34,7 @@ from rollstream.engine.ray_package import import_ray
 from rollstream.engine.registry import data_deciding_kwargs, is_launched
 from rollstream.errors import ConfigError, DataError
 from rollstream.generation.exports import check_exports
-from rollstream.generation.identity import build_identity
+from rollstream.generation.identity import LOOP_IDENTITY, build_identity
 from rollstream.generation.tracking import check_trackers
 from rollstream.reward.rules import RuleReward, find_rule
 from rollstream.rollout.setup import (
@@ -157,7 +157,7 @@ class Prepared(RolloutSetup):
             loop = self.agents.loops.entry(name).loop
             own = loop.__module__.startswith("rollstream.")
             file = None if own else sys.modules[loop.__module__].__dict__.get("__file__")
-            files[f"agent.loops.{name}"] = (
+            files[f"{LOOP_IDENTITY}{name}"] = (
                 f"agent loop {name}{f' ({file})' if file else ''}: it, or its options,"
             )
         return files

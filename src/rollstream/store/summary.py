@@ -42,6 +42,9 @@ class RunStatus:
     failed: int
     owed: int | None
     unscored: int
+    """Completed without a reward."""
+    reward_failed: int
+    """Of the unscored ones: the reward function failed on them."""
     mean_reward: float | None
     rows: int
     """Trajectories, in batches and journals."""
@@ -75,7 +78,8 @@ def read_status(root: Path) -> RunStatus:
         completed=state.keys.done,
         failed=state.keys.failed,
         owed=None if total is None else max(0, total - state.keys.done - state.keys.failed),
-        unscored=state.rewards.unscored,
+        unscored=state.keys.done - state.rewards.scored,
+        reward_failed=state.rewards.unscored,
         mean_reward=state.rewards.mean,
         rows=state.rows,
         saved_batches=len(state.batches),
@@ -147,7 +151,8 @@ def write_checkpoint(paths: RunPaths, manifest: Manifest, state: RunState, *, to
         "completed_rows": ranges[:_MOST_RANGES],
         "completed_rows_cut": len(ranges) > _MOST_RANGES,
         "failed": state.keys.failed,
-        "unscored": state.rewards.unscored,
+        "unscored": state.keys.done - state.rewards.scored,
+        "reward_failed": state.rewards.unscored,
         "mean_reward": state.rewards.mean,
         "rows": state.rows,
         "saved_batches": [paths.batch(number).name for number in sorted(state.batches)],
