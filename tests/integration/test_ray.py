@@ -166,6 +166,32 @@ class Command:
 
 
 @pytest.mark.slow
+def test_what_ray_says_is_in_the_log_file_and_not_on_the_terminal(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 80)
+    run_dir = tmp_path / "run"
+    with stub_server("--response-tokens", "16", "--latency", "fixed:0.2") as url:
+        arguments = overrides(
+            run_dir,
+            prompts,
+            url,
+            generation__executor="ray",
+            generation__max_in_flight=8,
+            actor_rollout_ref__rollout__agent__num_workers=1,
+            ray_kwargs__ray_init__num_cpus=1,
+        )
+        with Command(arguments, tmp_path) as command:
+            command.wait_for(run_dir, 8)
+            pids = [one.pid for one in command.family() if one.cmdline()[:1][0].startswith("ray::WorkerHost")]
+            os.kill(pids[0], signal.SIGKILL)
+            output, _ = command.process.communicate(timeout=100)
+    assert orjson.loads(output)["completed"] == 80  # and nothing else
+    (log,) = (run_dir / "logs").glob("attempt-*.log")
+    for said in ("raylet: A worker died", "Started a local Ray instance"):
+        assert said in log.read_text()
+        assert said not in command.log.read_text()
+
+
+@pytest.mark.slow
 def test_stopped_killed_and_resumed(tmp_path: Path) -> None:
     """Ctrl-C reaches the whole process group, as from a terminal; then kill -9 of the driver alone."""
     prompts = write_prompts(tmp_path / "prompts.jsonl", 80)

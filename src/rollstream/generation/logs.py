@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def log_to_file(folder: Path, level: str) -> Iterator[Path]:
-    """Writes what `rollstream` logs into a new file of `folder` while the context lasts."""
+    """Writes what `rollstream` and Ray log into a new file of `folder` while the context lasts."""
     path = folder / f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     handler = _PatientFileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -24,10 +24,12 @@ def log_to_file(folder: Path, level: str) -> Iterator[Path]:
     before = logger.level
     logger.setLevel(level.upper())
     logger.addHandler(handler)
+    logging.getLogger("ray").addHandler(handler)
     try:
         yield path
     finally:
         logger.removeHandler(handler)
+        logging.getLogger("ray").removeHandler(handler)
         logger.setLevel(before)
         handler.close()
 

@@ -27,7 +27,8 @@ _LOCAL_DEFAULTS: dict[str, Any] = {
 
 _DEFAULTS: dict[str, Any] = {
     "log_to_driver": False,  # workers' log lines come with their reports; standard output is the result's
-    "logging_level": logging.ERROR,
+    "logging_level": logging.INFO,  # for the log file of a run: see `_keep_off_terminal`
+    "logging_format": "%(asctime)s %(levelname)s %(name)s: %(message)s",  # Ray changes it for all handlers
     "ignore_reinit_error": True,
 }
 
@@ -101,6 +102,8 @@ class RayCluster:
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
             joins = joins_cluster(self._ray_init, os.environ)
             logger.info("joining the Ray cluster" if joins else "starting Ray on this machine")
+            if not arguments["log_to_driver"]:
+                _keep_off_terminal()
             ray.init(**arguments)
             _CONNECTION.is_ours = True
         self._users += 1
@@ -178,6 +181,25 @@ def joins_cluster(ray_init: Mapping[str, Any], environ: Mapping[str, str]) -> bo
     if "address" in ray_init:
         return ray_init["address"] not in (None, "local")
     return bool(environ.get("RAY_ADDRESS"))
+
+
+def _keep_off_terminal() -> None:
+    """Makes Ray's notices and warnings records of the logger `ray`, which a run's log file takes.
+
+    Its errors stay on standard error. A raylet's messages (of a worker that died, say) have no setting: Ray
+    prints them to standard output, which is the result's.
+    """
+    from ray._private import worker
+
+    said = logging.getLogger("ray")
+    for handler in said.handlers:
+        if type(handler).__module__.startswith("ray."):
+            handler.setLevel(logging.ERROR)
+
+    def log(data: Mapping[str, Any], **_: Any) -> None:
+        said.warning("%s: %s", data.get("pid"), "\n".join(data.get("lines", ())))
+
+    worker.print_to_stdstream = log
 
 
 def _take_signals_back() -> None:
