@@ -249,7 +249,9 @@ def _status(options: argparse.Namespace) -> int:
         if (more := len(status.failure_causes) - _CAUSES_SHOWN) > 0:
             print(f"                and by {more} other causes: --failed")
         if status.unscored:
-            failed = f", {status.reward_failed} of them as their reward failed" if status.reward_failed else ""
+            failed = (
+                f", {status.reward_failed} of them as their reward failed" if status.reward_failed else ""
+            )
             print(f"unscored        {status.unscored}{failed}")
         where = f"{status.saved_batches} batches, {status.pending_rows} rows in the journal"
         print(f"trajectories    {status.rows} ({where})")

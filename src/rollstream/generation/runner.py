@@ -271,9 +271,7 @@ def check_run_directory(prepared: Prepared, manifest: Manifest | None) -> tuple[
 
 def _unused_loops(prepared: Prepared, manifest: Manifest, keys: KeyStates) -> set[str]:
     """Identity keys of changed agent loops that made no rollout which is done."""
-    changed = {
-        key for key, _, _ in identity_differences(manifest.identity, prepared.manifest.identity)
-    }
+    changed = {key for key, _, _ in identity_differences(manifest.identity, prepared.manifest.identity)}
     if any(key.startswith(DATASET_IDENTITY) for key in changed):
         return set()  # a row may have had another index, so nothing says which loop was its own
     loops = {name: f"{LOOP_IDENTITY}{name}" for name in prepared.loop_names}

@@ -6,7 +6,7 @@ import importlib.metadata
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from functools import partial
@@ -18,6 +18,7 @@ import orjson
 from omegaconf import DictConfig, OmegaConf
 
 import rollstream
+from rollstream.chat.parsers.base import get_parser
 from rollstream.config.load import to_settings, to_stored_yaml
 from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
@@ -282,6 +283,8 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
         show_tools=rollout.multi_turn.show_tools,
         images=dataset.has_images(),
     )
+    if rollout_workers(settings):
+        _check_known_to_workers(settings, agents, sorted(loop_names), setup, dataset.data_sources())
     say("reading the model's files")
     identity = build_identity(
         settings,
@@ -430,6 +433,48 @@ def _check_processes(settings: Settings) -> None:
             "and takes all cores; for several processes start it as a server (rollstream serve) and give its "
             "URL by actor_rollout_ref.rollout.server_urls, or leave processes at 1"
         )
+
+
+def rollout_workers(settings: Settings) -> bool:
+    """Whether rollouts run in worker processes, here or on Ray."""
+    return settings.generation.executor == "ray" or settings.generation.processes > 1
+
+
+def _check_known_to_workers(
+    settings: Settings, agents: Agents, loop_names: Sequence[str], setup: RolloutSetup, sources: Iterable[str]
+) -> None:
+    """Refuses what a decorator has registered in this process: workers are processes of their own.
+
+    Raises:
+        ConfigError: naming the setting by which workers know it, too.
+    """
+    multi_turn = settings.actor_rollout_ref.rollout.multi_turn
+    found = [
+        (
+            f"agent loop {name!r} (@register)",
+            "name it in actor_rollout_ref.rollout.agent.agent_loop_config_path",
+        )
+        for name in loop_names
+        if not agents.loops.is_listed(name)
+    ]
+    if isinstance(setup.reward, RuleReward):
+        found += [
+            (f"the reward of data source {source!r} (@register_reward)", "set custom_reward_function.path")
+            for source in sources
+            if (rule := find_rule(source)) is not None and not _is_ours(rule.function)
+        ]
+    if multi_turn.format and not _is_ours(type(get_parser(multi_turn.format))):
+        found.append((f"tool parser {multi_turn.format!r} (@register_parser)", "leave processes at 1"))
+    if found:
+        what, instead = found[0]
+        raise ConfigError(
+            f"{what} is known in this process only, and generation.executor=ray and generation.processes run "
+            f"rollouts in others: {instead}"
+        )
+
+
+def _is_ours(code: Any) -> bool:
+    return str(code.__module__).startswith("rollstream.")
 
 
 def launches_on_ray(settings: Settings) -> bool:
