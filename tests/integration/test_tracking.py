@@ -202,7 +202,7 @@ async def test_metrics_are_there_while_the_run_goes_on(
     ]
     assert values == sorted(values)
     assert len(set(values)) > 2
-    assert "rollstream_rollouts_in_flight_cap 20.0" in pages[0]
+    assert "rollstream_queue_cap 20.0" in pages[0]
 
 
 class Uploads(Recorder):

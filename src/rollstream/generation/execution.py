@@ -85,7 +85,7 @@ class Execution:
     """Whether work waits for an engine that is away."""
     retries: Callable[[], int]
     """Attempts that failed and were followed by another."""
-    unscored: Callable[[], int]
+    reward_failed: Callable[[], int]
     """Rollouts that completed but could not be scored."""
     engine: object = None
     """Asked how busy it is, see `ask_load`."""
@@ -150,7 +150,7 @@ async def start_execution(
         executor,
         waits=lambda: not built.is_available,
         retries=lambda: built.counts.retries,
-        unscored=lambda: built.counts.reward_errors,
+        reward_failed=lambda: built.counts.reward_errors,
         engine=engine,
         replicas=engine.replica_counts if isinstance(engine, HasReplicas) else lambda: None,
     )
@@ -298,7 +298,7 @@ def execution_of_workers(executor: WorkersExecutor, launched: LaunchedEngine | N
         executor,
         waits=lambda: not stats.is_available,
         retries=lambda: stats.counts.retries,
-        unscored=lambda: stats.counts.reward_errors,
+        reward_failed=lambda: stats.counts.reward_errors,
         engine=stats.engine,
         replicas=launched.replica_counts if launched is not None else lambda: None,
     )

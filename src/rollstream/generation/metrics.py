@@ -8,7 +8,7 @@ out.
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -27,6 +27,16 @@ MOST_NAMES = 16
 column of ids taken for a data source must not fill the memory. Those that come later are `OTHER`."""
 
 OTHER = "other"
+
+_COUNTERS = frozenset(
+    (
+        *("rollouts/completed", "rollouts/scored", "responses/at_limit", "engine/preemptions"),
+        *("progress/reward_failed", "progress/retries", "tokens/sampled", "tools/calls", "tools/errors"),
+    )
+)
+"""What only ever rises within a process."""
+
+_HELP = "see docs/tracking.md"
 
 _TOKEN_BOUNDS = tuple(float(2**power) for power in range(5, 18))
 """Response lengths, 32 to 131072 tokens: each twice the last, as budgets for answers are chosen."""
@@ -162,26 +172,11 @@ class RunMetrics:
         """
         window, self._window = self._window, _Window()
         told: dict[str, float] = {
-            "progress/total": snapshot.total,
-            "progress/done": snapshot.done,
-            "progress/failed": snapshot.failed,
-            "progress/unscored": snapshot.unscored,
-            "progress/retries": snapshot.retries,
+            **self._values(snapshot, load),
             "rate/rollouts_per_second": rates[0],
             "rate/tokens_per_second": rates[1],
-            "tokens/sampled": self.tokens,
-            "tools/calls": self.tool_calls,
-            "tools/errors": self.tool_errors,
-            "queue/in_flight": snapshot.in_flight,
-            "queue/pending_rows": snapshot.unsealed_rows,
-            "queue/saved_batches": snapshot.saved_batches,
-            "engine/waiting": int(snapshot.waiting),
             **{f"failures/{kind}": count for kind, count in self.failures.items()},
         }
-        if snapshot.limit is not None:
-            told["queue/cap"] = snapshot.limit if snapshot.cap is None else snapshot.cap
-        if snapshot.mean_reward is not None:
-            told["reward/mean_of_run"] = snapshot.mean_reward
         if window.rewards.count:
             told["reward/mean"], told["reward/std"] = window.rewards.mean, window.rewards.std
             told["reward/scored"] = window.rewards.count
@@ -193,67 +188,59 @@ class RunMetrics:
         if window.seconds.count:
             told["rollout/seconds_mean"] = window.seconds.mean
             told["rollout/seconds_max"] = window.seconds.largest
-        if snapshot.replicas is not None:
-            told["engine/replicas_up"], told["engine/replicas"] = snapshot.replicas
-        if self.versions is not None:
-            told["engine/policy_version_min"], told["engine/policy_version_max"] = self.versions
-        if load is not None:
-            said = {
-                "engine/running": load.running,
-                "engine/queued": load.queued,
-                "engine/kv_usage": load.kv_usage,
-                "engine/preemptions": load.preemptions,
-            }
-            told |= {name: value for name, value in said.items() if value is not None}
         return told
 
     def page(self, snapshot: Snapshot | None, load: EngineLoad | None) -> bytes:
-        """The page for Prometheus; `snapshot` is None before the first rollout."""
-        known: list[tuple[str, str, float | None]] = [
-            ("rollouts_completed_total", "Rollouts of this process that are durable", self.completed),
-            ("rollouts_scored_total", "Rollouts of this process that have a reward", self._scored),
-            ("rewards_sum", "Sum of the rewards of this process", self._reward_sum),
-            ("sampled_tokens_total", "Tokens sampled", self.tokens),
-            ("tool_calls_total", "Calls of tools", self.tool_calls),
-            ("tool_errors_total", "Calls of tools that failed", self.tool_errors),
-            ("responses_at_limit_total", "Responses cut off by the length limit", self._at_limit),
-        ]
-        if snapshot is not None:
-            cap = snapshot.limit if snapshot.cap is None else snapshot.cap
-            up, replicas = snapshot.replicas or (None, None)
-            known += [
-                ("rollouts", "Rollouts of the whole run", snapshot.total),
-                ("rollouts_done", "Durable rollouts, earlier processes included", snapshot.done),
-                ("rollouts_failed", "Failed rollouts, earlier processes included", snapshot.failed),
-                ("rollouts_in_flight", "Rollouts being executed", snapshot.in_flight),
-                ("rollouts_in_flight_cap", "Rollouts in flight at most, now", cap),
-                ("pending_rows", "Durable trajectories that are in no batch yet", snapshot.unsealed_rows),
-                ("saved_batches", "Sealed batches", snapshot.saved_batches),
-                ("engine_waiting", "1 while work waits for an engine that is away", int(snapshot.waiting)),
-                ("retries_total", "Attempts that failed and were followed by another", snapshot.retries),
-                ("unscored_total", "Rollouts that could not be scored", snapshot.unscored),
-                ("engine_replicas_up", "Replicas that take requests", up),
-                ("engine_replicas", "Replicas", replicas),
-            ]
-        if self.versions is not None:
-            known += [
-                ("policy_version_min", "Lowest policy version of any token", self.versions[0]),
-                ("policy_version_max", "Highest policy version of any token", self.versions[1]),
-            ]
-        if load is not None:
-            known += [
-                ("engine_requests_running", "Requests that the engine works on", load.running),
-                ("engine_requests_queued", "Requests that wait in the engine", load.queued),
-                ("engine_kv_usage_ratio", "Share of the KV cache that is taken", load.kv_usage),
-                ("engine_preemptions_total", "Requests preempted", load.preemptions),
-            ]
-        families = [family(f"rollstream_{name}", text, n) for name, text, n in known if n is not None]
+        """The page for Prometheus; `snapshot` is None before the first rollout.
+
+        What trackers are told has the same names there, with `_` for `/`.
+        """
+        values = {
+            **self._values(snapshot, load),
+            "rollouts/completed": self.completed,
+            "rollouts/scored": self._scored,
+            "rewards/sum": self._reward_sum,
+            "responses/at_limit": self._at_limit,
+        }
         failed: Mapping[tuple[str, ...], float] = {(kind,): n for kind, n in self.failures.items()}
-        families.append(
-            family("rollstream_rollout_failures_total", "Failed rollouts by error", failed, ["error"])
-        )
+        families = [
+            family(f"rollstream_{name.replace('/', '_')}{'_total' * (name in _COUNTERS)}", _HELP, value)
+            for name, value in values.items()
+        ]
+        families.append(family("rollstream_failures_total", _HELP, failed, ["error"]))
         histograms: list[Any] = [*self._lengths.collect(), *self._seconds.collect()]
         return metrics_page([*families, *histograms])
+
+    def _values(self, snapshot: Snapshot | None, load: EngineLoad | None) -> dict[str, float]:
+        """What is known now, and what was counted from the start."""
+        low, high = self.versions or (None, None)
+        known: dict[str, float | None] = {
+            "tokens/sampled": self.tokens,
+            "tools/calls": self.tool_calls,
+            "tools/errors": self.tool_errors,
+            "engine/policy_version_min": low,
+            "engine/policy_version_max": high,
+        }
+        if snapshot is not None:
+            up, replicas = snapshot.replicas or (None, None)
+            known |= {
+                "progress/total": snapshot.total,
+                "progress/done": snapshot.done,
+                "progress/failed": snapshot.failed,
+                "progress/reward_failed": snapshot.reward_failed,
+                "progress/retries": snapshot.retries,
+                "queue/in_flight": snapshot.in_flight,
+                "queue/cap": snapshot.limit if snapshot.cap is None else snapshot.cap,
+                "queue/pending_rows": snapshot.unsealed_rows,
+                "queue/saved_batches": snapshot.saved_batches,
+                "reward/mean_of_run": snapshot.mean_reward,
+                "engine/waiting": int(snapshot.waiting),
+                "engine/replicas_up": up,
+                "engine/replicas": replicas,
+            }
+        if load is not None:
+            known |= {f"engine/{name}": value for name, value in asdict(load).items()}
+        return {name: value for name, value in known.items() if value is not None}
 
 
 def _one_of_few(name: str, known: Any) -> str:

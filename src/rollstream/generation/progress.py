@@ -48,8 +48,8 @@ class Snapshot:
     waiting: bool = False
     """Work waits for an engine."""
     retries: int = 0
-    unscored: int = 0
-    """Completed rollouts whose reward function failed."""
+    reward_failed: int = 0
+    """Completed rollouts that could not be scored."""
     cap: int | None = None
     """Rollouts in flight at most, where that is below `generation.max_in_flight` now."""
     limit: int | None = None
@@ -134,8 +134,10 @@ def format_line(
     ]
     if snapshot.retries:
         parts.append(_Part(f"retries {snapshot.retries}", f"retry {snapshot.retries}", 3))
-    if snapshot.unscored:
-        parts.append(_Part(f"unscored {snapshot.unscored}", f"unscored {snapshot.unscored}", 8))
+    if snapshot.reward_failed:
+        parts.append(
+            _Part(f"reward failed {snapshot.reward_failed}", f"unscored {snapshot.reward_failed}", 8)
+        )
     if snapshot.replicas is not None and snapshot.replicas[1] > 1:
         up, replicas = snapshot.replicas
         # One that is away is worth more than where the files are.

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from rollstream.generation.logs import log_to_file
 from rollstream.generation.progress import Snapshot, Waits, progress_console, show_progress
 from rollstream.generation.result import GenerationResult
 from rollstream.generation.setup import Prepared, peek_manifest, prepare
-from rollstream.generation.tracking import Reporter, load_trackers, tracked_run
+from rollstream.generation.tracking import Reporter, TrackedRun, load_trackers, tracked_run
 from rollstream.generation.upload import artifact_name, upload_trajectories
 from rollstream.rollout.local import WindowCounters
 from rollstream.rollout.setup import in_flight_limit
@@ -133,8 +134,14 @@ async def _generate(
         stack.callback(run.close)
         stack.enter_context(log_to_file(run.paths.logs, settings.log_level))
         succeeded = False
+
         # Before the lock is given back: trackers write into the run directory, too.
-        stack.push_async_callback(lambda: reporter.close(succeeded=succeeded, stop=stop.requested))
+        async def end_reports() -> None:
+            waits.begin("waiting for trackers to take the last reports (Ctrl-C shortens that)")
+            await reporter.close(succeeded=succeeded, stop=stop.requested)
+            waits.begin(None)
+
+        stack.push_async_callback(end_reports)
         for line in run.state.damage:
             logger.warning("damaged: %s", line)
         for line in run.state.restored:
@@ -422,15 +429,13 @@ class _Run:
                     mean_reward=self._directory.state.rewards.mean,
                     waiting=execution.waits(),
                     retries=execution.retries(),
-                    unscored=execution.unscored(),
+                    reward_failed=execution.reward_failed(),
                     limit=limit,
                     replicas=execution.replicas(),
                 )
 
             run = self._directory
-            self._reporter.begin(
-                tracked_run(prepared.settings, run.manifest, run.paths.root), run.manifest.created
-            )
+            self._reporter.begin(self._tracked(), run.manifest.created)
             if self._on_ready is not None:
                 self._on_ready()
             work = asyncio.ensure_future(executor.run(keys.owed(order, retry_failed=settings.retry_failed)))
@@ -482,7 +487,7 @@ class _Run:
     async def upload(self) -> str | None:
         """Sees to it that the trajectories are uploaded; returns where, or None when that failed."""
         settings = self._prepared.settings
-        run = tracked_run(settings, self._directory.manifest, self._directory.paths.root)
+        run = self._tracked()
         given = settings.generation.upload_artifact
         name = given if isinstance(given, str) else artifact_name(run)
         return await upload_trajectories(
@@ -492,6 +497,10 @@ class _Run:
             merged=settings.generation.final_merge,
             stop=self._stop,
         )
+
+    def _tracked(self) -> TrackedRun:
+        run = self._directory
+        return tracked_run(run.paths.root, run.manifest, asdict(self._prepared.settings))
 
     async def _interruptible(self, work: Callable[[Callable[[], bool]], int]) -> int:
         """Runs `work` in a thread; told to stop, it has ended when this raises, so the lock may go."""

@@ -14,10 +14,11 @@ import orjson
 from rollstream.config.load import check_artifact_name
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import RollstreamError, StorageError
-from rollstream.generation.tracking import Staged, TrackedRun, check_trackers, load_uploader, tracked_run_of
+from rollstream.generation.tracking import Staged, TrackedRun, check_trackers, load_uploader, tracked_run
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.export.files import FILE_NAMES, export_zip, zip_batches
 from rollstream.store.journal import write_file_durably
+from rollstream.store.manifest import require_manifest
 from rollstream.store.merge import source_digest
 from rollstream.store.paths import RunPaths
 
@@ -142,7 +143,7 @@ def upload_file(run_dir: Path, file: Path, name: str | bool) -> str:
         RunDirectoryError: no run directory.
         StorageError: it could not be uploaded; the file is there.
     """
-    run = tracked_run_of(run_dir)
+    run = tracked_run(run_dir, require_manifest(run_dir))
     try:
         return load_uploader().upload(run, file, name if isinstance(name, str) else artifact_name(run))
     except Exception as error:  # a library's, over a network: it may be anything

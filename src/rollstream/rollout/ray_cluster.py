@@ -196,7 +196,7 @@ def _keep_off_terminal() -> None:
         if type(handler).__module__.startswith("ray."):
             handler.setLevel(logging.ERROR)
 
-    def log(data: Mapping[str, Any], **_: Any) -> None:
+    def log(data: Any, ignore_prefix: bool) -> None:
         said.warning("%s: %s", data.get("pid"), "\n".join(data.get("lines", ())))
 
     worker.print_to_stdstream = log

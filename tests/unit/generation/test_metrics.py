@@ -159,13 +159,13 @@ def test_what_is_known_is_told() -> None:
     metrics.add(rollout([8], 0.0, source="other", finish_reason="length", versions=[(0, 1)], seconds=1.0))
     metrics.add_failure(failure("TimeoutError: 1 s"))
     told = metrics.report(
-        snapshot(limit=32, cap=9, replicas=(3, 4), waiting=True, retries=5, unscored=6),
+        snapshot(limit=32, cap=9, replicas=(3, 4), waiting=True, retries=5, reward_failed=6),
         (1.5, 20.0),
         EngineLoad(7, 2, 0.25, 1),
     )
     expected = {
         "progress/retries": 5,
-        "progress/unscored": 6,
+        "progress/reward_failed": 6,
         "rate/rollouts_per_second": 1.5,
         "rate/tokens_per_second": 20.0,
         "tokens/sampled": 12,
@@ -216,8 +216,8 @@ def test_the_page_has_each_metric_once_with_its_type() -> None:
             name = re.match(r"[a-z_]+", line)[0]  # type: ignore[index]
             assert name.startswith("rollstream_")
             assert re.sub(r"_(bucket|sum|count|created)$", "", name) in types or name in types
-    assert "rollstream_rollouts_in_flight_cap 32.0" in lines
-    assert 'rollstream_rollout_failures_total{error="TimeoutError"} 1.0' in lines
+    assert "rollstream_queue_cap 32.0" in lines
+    assert 'rollstream_failures_total{error="TimeoutError"} 1.0' in lines
     assert 'rollstream_response_tokens_bucket{le="32.0"} 1.0' in lines
     assert 'rollstream_rollout_seconds_bucket{le="2.5"} 0.0' in lines
     assert 'rollstream_rollout_seconds_bucket{le="5.0"} 1.0' in lines

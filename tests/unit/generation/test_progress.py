@@ -49,7 +49,7 @@ def test_line_says_everything() -> None:
     assert "| in flight 8 (cap 9) |" in line(cap=9)
     assert "replicas 3/4 | mean" in line(replicas=(3, 4))
     assert "rep" not in line(replicas=(1, 1))
-    assert "retries 2 | unscored 1" in line(retries=2, unscored=1)
+    assert "retries 2 | reward failed 1" in line(retries=2, reward_failed=1)
 
 
 def test_share_is_of_what_is_done() -> None:
@@ -64,7 +64,7 @@ def test_line_fits_the_console() -> None:
         "done": 123456,
         "in_flight": 256,
         "retries": 7,
-        "unscored": 3,
+        "reward_failed": 3,
         "replicas": (1, 8),
     }
     for width in range(1, 240):

@@ -173,13 +173,13 @@ os.environ["WANDB_BASE_URL"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
 async def main():
     tracker = WandbTracker()
     tracker.check()
-    tracking = module.Tracking({"wandb": tracker})
-    tracking.start(run_in(Path(sys.argv[1])))
+    reporter = module.Reporter({"wandb": tracker}, None)
+    reporter.begin(run_in(Path(sys.argv[1])), "2026-01-02T03:04:05Z")
     for step in range(100):
-        tracking.report({"x": step}, step=step)
+        reporter.threads["wandb"].report({"x": step}, step=step)
     await asyncio.to_thread(silent.accept)  # it tries
-    module.FLUSH_S = module.OPENING_S = 1.0
-    await tracking.close(succeeded=True, stop=asyncio.Event())
+    module.FLUSH_S = 1.0
+    await reporter.close(succeeded=True, stop=asyncio.Event())
 
 asyncio.run(main())
 print("ENDED")
