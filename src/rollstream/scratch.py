@@ -15,7 +15,6 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 logger = logging.getLogger(__name__)
@@ -40,12 +39,14 @@ class ScratchFolder:
         _sweep(where, prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
         """The folder."""
-        try:
-            lock = _take(self.path)
-        except OSError:
-            shutil.rmtree(self.path, ignore_errors=True)
-            raise
+        # The lock's file gets its name when it is locked: before, nobody may judge by it.
+        unnamed = self.path / f"{_OWNER}.new"
+        lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._remove = weakref.finalize(self, _remove, self.path, lock)
+        # A file system without locks: nobody else gets one either, and the folder stays after a kill.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(self.path / _OWNER)
 
     def cleanup(self) -> None:
         """Removes the folder with all that is in it. Idempotent, raises nothing.
@@ -57,25 +58,8 @@ class ScratchFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cleanup()
-
-
-def _take(folder: Path) -> int:
-    """Locks the folder. The lock's file gets its name when it is locked: before, nobody may judge by it."""
-    unnamed = folder / f"{_OWNER}.new"
-    lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        # A file system without locks: nobody else gets one either, and the folder stays after a kill.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unnamed.rename(folder / _OWNER)
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
 
 
 def _remove(folder: Path, lock: int) -> None:
@@ -85,21 +69,14 @@ def _remove(folder: Path, lock: int) -> None:
 
 def _sweep(where: Path, prefix: str) -> None:
     """Removes this user's folders whose process has died. Those of others, and errors, are passed over."""
-    with contextlib.suppress(OSError):
-        for entry in list(os.scandir(where)):
-            if not entry.name.startswith(prefix) or not entry.is_dir(follow_symlinks=False):
+    for folder in where.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            with contextlib.suppress(OSError):
-                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
-                    _remove_if_dead(Path(entry.path))
-
-
-def _remove_if_dead(folder: Path) -> None:
-    """Raises `OSError` when its process lives, or nothing says whose it is."""
-    lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-        logger.info("removed %s, of a process that has died", folder)
-    finally:
-        os.close(lock)
+            lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its process lives
+                shutil.rmtree(folder, ignore_errors=True)
+                logger.info("removed %s, of a process that has died", folder)
+            finally:
+                os.close(lock)
