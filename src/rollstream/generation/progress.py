@@ -85,87 +85,40 @@ class RateMeter:
         return ((finished_now - finished) / span, (tokens_now - tokens) / span) if span > 0 else (0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A piece of the progress line."""
-
-    text: str
-    short: str
-    worth: int
-    """What is worth least goes first where the line is too long; 0 stays."""
-
-
-def format_line(
-    snapshot: Snapshot,
-    rate: float,
-    tokens_rate: float,
-    elapsed: float,
-    width: int | None = None,
-    fill: str = "█",
-) -> str:
-    """The progress line, in at most `width` columns: with shorter words first, then with fewer parts.
+def format_line(snapshot: Snapshot, rate: float, tokens_rate: float, elapsed: float, fill: str = "█") -> str:
+    """The progress line.
 
     Args:
         snapshot: how the run goes.
         rate: rollouts per second.
         tokens_rate: sampled tokens per second.
         elapsed: seconds since rollouts began in this process.
-        width: columns; None for as many as it takes.
         fill: what the bar is made of.
     """
     # Rounded down: 100% is said when all of it is done.
     share = snapshot.done / snapshot.total if snapshot.total else 0.0
-    full = int(share * _BAR)
+    bar = (fill * int(share * _BAR)).ljust(_BAR)
     left = max(0, snapshot.total - snapshot.done - snapshot.failed)
-    reward = "-" if snapshot.mean_reward is None else f"{snapshot.mean_reward:.3f}"
-    head = f"{int(100 * share)}% {snapshot.done}/{snapshot.total}"
     eta = format_duration(left / rate) if rate > 0 else "-" if left else "0s"
-    fly = f"{snapshot.in_flight}" if snapshot.cap is None else f"{snapshot.in_flight} (cap {snapshot.cap})"
     parts = [
-        _Part(
-            f"{int(100 * share):3d}%|{fill * full}{' ' * (_BAR - full)}| {head.partition(' ')[2]}", head, 0
-        ),
-        _Part(f"[{format_duration(elapsed)}<{eta}, {rate:.1f}/s]", f"[{format_duration(elapsed)}<{eta}]", 8),
-        _Part(f"{tokens_rate:,.0f} tok/s", f"{_thousands(tokens_rate)} tok/s", 5),
-        _Part(f"saved batches {snapshot.saved_batches}", f"saved {snapshot.saved_batches}", 2),
-        _Part(f"pending {snapshot.pending}", f"pend {snapshot.pending}", 1),
-        _Part(f"in flight {fly}", f"fly {snapshot.in_flight}", 4),
-        _Part(f"failed {snapshot.failed}", f"fail {snapshot.failed}", 9 if snapshot.failed else 3),
+        f"{int(100 * share):3d}%|{bar}",
+        f"{snapshot.done}/{snapshot.total} [{format_duration(elapsed)}<{eta}, {rate:.1f}/s]",
+        f"{tokens_rate:,.0f} tok/s",
+        f"saved batches {snapshot.saved_batches}",
+        f"pending {snapshot.pending}",
+        f"in flight {snapshot.in_flight}" + ("" if snapshot.cap is None else f" (cap {snapshot.cap})"),
+        f"failed {snapshot.failed}",
     ]
     if snapshot.retries:
-        parts.append(_Part(f"retries {snapshot.retries}", f"retry {snapshot.retries}", 3))
+        parts.append(f"retries {snapshot.retries}")
     if snapshot.reward_failed:
-        parts.append(
-            _Part(f"reward failed {snapshot.reward_failed}", f"unscored {snapshot.reward_failed}", 8)
-        )
+        parts.append(f"reward failed {snapshot.reward_failed}")
     if snapshot.replicas is not None and snapshot.replicas[1] > 1:
-        up, replicas = snapshot.replicas
-        # One that is away is worth more than where the files are.
-        parts.append(_Part(f"replicas {up}/{replicas}", f"rep {up}/{replicas}", 2 if up == replicas else 7))
-    parts.append(_Part(f"mean reward {reward}", f"reward {reward}", 6))
+        parts.append("replicas {}/{}".format(*snapshot.replicas))
+    parts.append("mean reward " + ("-" if snapshot.mean_reward is None else f"{snapshot.mean_reward:.3f}"))
     if snapshot.waiting:
-        parts.append(_Part("WAITING FOR THE ENGINE", "NO ENGINE", 0))
-    line = _joined([part.text for part in parts])
-    if width is None or len(line) <= width:
-        return line
-    while True:
-        line = _joined([part.short for part in parts])
-        least = min((part for part in parts if part.worth), key=lambda part: part.worth, default=None)
-        if len(line) <= width or least is None:
-            return line[: max(width, 1)]
-        parts.remove(least)
-
-
-def _joined(texts: list[str]) -> str:
-    """The share and the times belong together."""
-    between = " " if len(texts) > 1 and texts[1].startswith("[") else " | "
-    return between.join([texts[0], " | ".join(texts[1:])]) if len(texts) > 1 else texts[0]
-
-
-def _thousands(number: float) -> str:
-    if number < 1000:
-        return f"{number:.0f}"
-    return f"{number / 1e3:.1f}k" if number < 1e6 else f"{number / 1e6:.1f}M"
+        parts.append("WAITING FOR THE ENGINE")
+    return f"{parts[0]}| " + " | ".join(parts[1:])
 
 
 def format_duration(seconds: float) -> str:
@@ -190,37 +143,32 @@ async def show_progress(observe: Callable[[], Snapshot], console: Console) -> No
     base = started.done + started.failed
     fill = "█" if console.encoding.lower().startswith("utf") else "#"
 
-    def line(width: int | None = None) -> str:
+    def line() -> Text:
         snapshot, now = observe(), time.monotonic()
         meter.observe(now, snapshot.done + snapshot.failed - base, snapshot.tokens)
-        return format_line(snapshot, *meter.rates(), now - began, width, fill)
+        return Text(format_line(snapshot, *meter.rates(), now - began, fill))
 
-    def fitted() -> Text:
-        return Text(line(console.width - 1), no_wrap=True)
+    def show() -> None:
+        with suppress(OSError):
+            console.print(line(), soft_wrap=True)
 
     meter.observe(began, 0, started.tokens)
     if console.is_terminal:
-        with Live(fitted(), console=console, refresh_per_second=1 / _TERMINAL_EVERY_S) as live:
+        with Live(line(), console=console, refresh_per_second=1 / _TERMINAL_EVERY_S) as live:
             if isinstance(console, ProgressConsole):
                 console.live = live
             try:
                 while True:
                     await asyncio.sleep(_TERMINAL_EVERY_S)
-                    live.update(fitted())
+                    live.update(line())
             finally:
-                live.update(fitted())
-    else:
-
-        def show() -> None:
-            with suppress(OSError):
-                console.print(line(), highlight=False, markup=False, soft_wrap=True)
-
-        try:
-            while True:
-                await asyncio.sleep(_PLAIN_EVERY_S)
-                show()
-        finally:
+                live.update(line())
+    try:
+        while True:
+            await asyncio.sleep(_PLAIN_EVERY_S)
             show()
+    finally:
+        show()
 
 
 class Waits:
