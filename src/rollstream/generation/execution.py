@@ -21,7 +21,13 @@ from rollstream.engine.ray_package import import_ray
 from rollstream.engine.ray_plan import replica_resources
 from rollstream.engine.registry import replica_maker
 from rollstream.errors import ConfigError, EngineError
-from rollstream.generation.setup import EMBEDDED_ENGINES, Prepared, executor_elsewhere, launches_on_ray
+from rollstream.generation.setup import (
+    EMBEDDED_ENGINES,
+    Prepared,
+    executor_elsewhere,
+    launches_on_ray,
+    runs_in_workers,
+)
 from rollstream.rollout.concurrency import ConcurrencyController
 from rollstream.rollout.local import LocalExecutor, WindowCounters
 from rollstream.rollout.processes import ProcessBackend
@@ -96,55 +102,71 @@ class Execution:
 OnDurable = Callable[[Rollout | EncodedRollout | Failure], None]
 
 
-async def start_execution(
-    prepared: Prepared,
-    writer: StoreWriter,
-    *,
-    log_dir: Path,
-    stop: StopSignals,
-    stack: AsyncExitStack,
-    on_durable: OnDurable,
-) -> Execution:
-    """Starts the engine, and the workers where they are not here.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What an execution is started with."""
 
-    Args:
-        prepared: the run.
-        writer: makes rollouts durable.
-        log_dir: for the logs of engines.
-        stop: ends the start early.
-        stack: gets what releases everything, also after an error here.
-        on_durable: called for each rollout or failure once it is durable.
+    prepared: Prepared
+    writer: StoreWriter
+    log_dir: Path
+    """For the logs of engines."""
+    stop: StopSignals
+    """Ends the start early."""
+    stack: AsyncExitStack
+    """Gets what releases everything, also after an error."""
+    on_durable: OnDurable
+    """Called for each rollout or failure once it is durable."""
 
-    Raises:
-        RollstreamError: it cannot be.
-    """
-    if (elsewhere := executor_elsewhere(prepared.settings)) is not None:
-        return await elsewhere.start(
-            prepared, writer, log_dir=log_dir, stop=stop, stack=stack, on_durable=on_durable
+    @property
+    def settings(self) -> Settings:
+        """Of the run."""
+        return self.prepared.settings
+
+    async def start_engine(self, engine: Engine) -> None:
+        """Starts it beside the reward, and checks that it can do what is asked for; `stack` closes it."""
+        self.stack.push_async_callback(engine.close)
+        await self.stop.unless_stopped(asyncio.gather(engine.start(), self.prepared.prepare_reward()))
+        self.prepared.check_engine(engine)
+
+    async def start_workers(self, executor: WorkersExecutor, engine: Engine | None) -> Execution:
+        """Starts workers; `engine`: the one that this process has for them, which `stack` closes after them."""
+        self.stack.push_async_callback(executor.close)
+        await self.stop.unless_stopped(executor.start())
+        stats = executor.stats
+        # Of servers by URL the workers know whether they are there, not this process.
+        return Execution(
+            executor,
+            waits=lambda: not stats.is_available,
+            retries=lambda: stats.counts.retries,
+            reward_failed=lambda: stats.counts.reward_errors,
+            engine=stats.engine,
+            replicas=engine.replica_counts if isinstance(engine, LaunchedEngine) else lambda: None,
         )
-    stack.push_async_callback(prepared.close)
-    if prepared.settings.generation.executor == "ray" or prepared.settings.generation.processes > 1:
-        return await _start_workers(
-            prepared, writer, log_dir=log_dir, stop=stop, stack=stack, on_durable=on_durable
-        )
-    settings = prepared.settings.generation
-    if launches_on_ray(prepared.settings):
-        await join_cluster(prepared.settings, stop=stop, stack=stack)
-    engine = prepared.create_engine(log_dir)
-    stack.push_async_callback(engine.close)
-    await stop.unless_stopped(asyncio.gather(engine.start(), prepared.prepare_reward()))
-    prepared.check_engine(engine)
+
+
+async def start_execution(start: Start) -> Execution:
+    """Starts the engine, and the workers where they are not here. Raises `RollstreamError` when it cannot be."""
+    if (elsewhere := executor_elsewhere(start.settings)) is not None:
+        return await elsewhere.start(start)
+    prepared = start.prepared
+    start.stack.push_async_callback(prepared.close)
+    if runs_in_workers(start.settings):
+        return await _start_workers(start)
+    if launches_on_ray(start.settings):
+        await join_cluster(start)
+    engine = prepared.create_engine(start.log_dir)
+    await start.start_engine(engine)
     prepared.check_rows()
     built = prepared.make_worker(engine, prepared.loop_names)
+    limit = in_flight_limit(start.settings)
+    adaptive = start.settings.generation.adaptive_in_flight
     executor = LocalExecutor(
         built.worker,
-        writer,
+        start.writer,
         load_row=prepared.dataset.row,
-        max_in_flight=in_flight_limit(prepared.settings),
-        on_durable=on_durable,
-        controller=ConcurrencyController(in_flight_limit(prepared.settings), built)
-        if settings.adaptive_in_flight
-        else None,
+        max_in_flight=limit,
+        on_durable=start.on_durable,
+        controller=ConcurrencyController(limit, built) if adaptive else None,
     )
     return Execution(
         executor,
@@ -156,22 +178,17 @@ async def start_execution(
     )
 
 
-async def join_cluster(settings: Settings, *, stop: StopSignals, stack: AsyncExitStack) -> RayCluster:
-    """Joins or starts the cluster that `ray_kwargs` names.
-
-    Args:
-        settings: of the run.
-        stop: ends the start early.
-        stack: gets what leaves it again, also after an error here.
+async def join_cluster(start: Start) -> RayCluster:
+    """Joins or starts the cluster that `ray_kwargs` names; `start.stack` leaves it again.
 
     Raises:
         ConfigError: Ray does not take these arguments.
         EngineUnavailableError: no cluster is there.
     """
-    ray_kwargs = settings.ray_kwargs
+    ray_kwargs = start.settings.ray_kwargs
     cluster = RayCluster(ray_kwargs.ray_init, ray_kwargs.timeline_json_file)
-    stack.push_async_callback(cluster.close)
-    await stop.unless_stopped(cluster.start())
+    start.stack.push_async_callback(cluster.close)
+    await start.stop.unless_stopped(cluster.start())
     return cluster
 
 
@@ -222,86 +239,60 @@ class SetupRecipe:
         return Path(tempfile.mkdtemp(prefix="rollstream-worker-"))
 
 
-async def _start_workers(
-    prepared: Prepared,
-    writer: StoreWriter,
-    *,
-    log_dir: Path,
-    stop: StopSignals,
-    stack: AsyncExitStack,
-    on_durable: OnDurable,
-) -> Execution:
-    """Starts the workers; see `start_execution`."""
-    settings, rollout = prepared.settings.generation, prepared.settings.actor_rollout_ref.rollout
+async def _start_workers(start: Start) -> Execution:
+    prepared, settings = start.prepared, start.settings
+    generation, rollout = settings.generation, settings.actor_rollout_ref.rollout
     prepared.check_rows()
-    on_ray = launches_on_ray(prepared.settings)
-    # Left last, so that what runs on it can end first.
-    cluster = await join_cluster(prepared.settings, stop=stop, stack=stack) if on_ray else None
+    on_ray = launches_on_ray(settings)
+    if on_ray:  # left last, so that what runs on it can end first
+        await join_cluster(start)
     engine: Engine | None = None
     urls: Callable[[], Sequence[str]] | None = None
     if rollout.name not in EMBEDDED_ENGINES:
         # Started here, too: what servers cannot give shows before a worker starts, and they are asked how
         # busy they are once, not by each worker. What is launched is launched here.
-        engine = prepared.create_plain_engine(log_dir)
-        stack.push_async_callback(engine.close)
-        await stop.unless_stopped(asyncio.gather(engine.start(), prepared.prepare_reward()))
-        prepared.check_engine(engine)
+        engine = prepared.create_plain_engine(start.log_dir)
+        await start.start_engine(engine)
         if isinstance(engine, LaunchedEngine):
             launched = engine
             urls = lambda: launched.replicas  # noqa: E731
     backend: WorkerBackend
-    if settings.executor == "ray":
-        if cluster is None:  # after the engine: what is wrong with that shows sooner
-            await join_cluster(prepared.settings, stop=stop, stack=stack)
+    if generation.executor == "ray":
+        if not on_ray:  # after the engine: what is wrong with that shows sooner
+            await join_cluster(start)
         claimed = _claimed_cpus(prepared, engine) if on_ray else 0.0
         workers = rollout.agent.num_workers or default_workers(claimed)
-        options = dict(prepared.settings.ray_kwargs.worker)
+        options = dict(settings.ray_kwargs.worker)
         if urls is not None and not on_ray:
             options = {"scheduling_strategy": here(), **options}  # launched servers listen on this machine
         backend = RayBackend(options)
     else:
-        workers, backend = settings.processes, ProcessBackend()
+        workers, backend = generation.processes, ProcessBackend()
     recipe = SetupRecipe(
         config_yaml=_worker_config(prepared, workers, urls),
         loop_names=tuple(prepared.loop_names),
         shows_images=prepared.shows_images,
-        first_data_source=prepared.dataset.row(int(prepared.dataset.order[0])).data_source,
-        log_dir=str(log_dir.absolute()),
+        first_data_source=prepared.first_data_source,
+        log_dir=str(start.log_dir.absolute()),
         follows=urls is not None,
     )
     executor = WorkersExecutor(
         # Servers may be others by the time that a worker is replaced.
         lambda: replace(recipe, config_yaml=_worker_config(prepared, workers, urls)) if urls else recipe,
-        writer,
+        start.writer,
         backend,
         load_row=prepared.dataset.row,
-        max_in_flight=in_flight_limit(prepared.settings),
+        max_in_flight=in_flight_limit(settings),
         workers=workers,
-        attempt_timeout=settings.attempt_timeout,
-        max_attempts=settings.max_attempts,
-        engine_timeout=settings.engine_timeout,
-        adaptive=settings.adaptive_in_flight,
+        attempt_timeout=generation.attempt_timeout,
+        max_attempts=generation.max_attempts,
+        engine_timeout=generation.engine_timeout,
+        adaptive=generation.adaptive_in_flight,
         engine=engine,
         urls=urls,
-        on_durable=on_durable,
+        on_durable=start.on_durable,
     )
-    stack.push_async_callback(executor.close)
-    await stop.unless_stopped(executor.start())
-    # Of servers by URL the workers know whether they are there, not this process.
-    return execution_of_workers(executor, engine if isinstance(engine, LaunchedEngine) else None)
-
-
-def execution_of_workers(executor: WorkersExecutor, launched: LaunchedEngine | None) -> Execution:
-    """What is shown of workers that have started; `launched`: the servers that this process keeps for them."""
-    stats = executor.stats
-    return Execution(
-        executor,
-        waits=lambda: not stats.is_available,
-        retries=lambda: stats.counts.retries,
-        reward_failed=lambda: stats.counts.reward_errors,
-        engine=stats.engine,
-        replicas=launched.replica_counts if launched is not None else lambda: None,
-    )
+    return await start.start_workers(executor, engine)
 
 
 def _claimed_cpus(prepared: Prepared, engine: Engine | None) -> float:

@@ -389,18 +389,16 @@ class _Run:
             self._reporter.sealed(unsealed_rows=writer.pending_rows, saved_batches=writer.saved_batches)
 
     async def _generate(self, writer: StoreWriter) -> None:
-        from rollstream.generation.execution import start_execution  # not for a run with nothing left to do
+        from rollstream.generation.execution import (
+            Start,
+            start_execution,
+        )  # not for a run with nothing left to do
 
         prepared, settings = self._prepared, self._settings
         async with AsyncExitStack() as stack:
             self._waits.begin("starting the engine")
             execution = await start_execution(
-                prepared,
-                writer,
-                log_dir=self._directory.paths.logs,
-                stop=self._stop,
-                stack=stack,
-                on_durable=self._count,
+                Start(prepared, writer, self._directory.paths.logs, self._stop, stack, self._count)
             )
             self._waits.begin(None)
             executor = execution.executor

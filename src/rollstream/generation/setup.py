@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -46,14 +45,11 @@ from rollstream.rollout.setup import (
     launched_where,
     load_agents,
 )
-from rollstream.stop_signals import StopSignals
 from rollstream.store.manifest import Manifest, new_manifest, read_manifest
-from rollstream.store.records import EncodedRollout
-from rollstream.store.writer import StoreWriter
-from rollstream.trajectory import Failure, PromptRow, Rollout
+from rollstream.trajectory import PromptRow
 
 if TYPE_CHECKING:
-    from rollstream.generation.execution import Execution
+    from rollstream.generation.execution import Execution, Start
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +98,11 @@ class Prepared(RolloutSetup):
         """The agent loops that rows use."""
         default = self.settings.actor_rollout_ref.rollout.agent.default_agent_loop
         return sorted({default, *self.dataset.agent_names()})
+
+    @property
+    def first_data_source(self) -> str:
+        """Of the first row that is visited."""
+        return self.dataset.row(int(self.dataset.order[0])).data_source
 
     @property
     def total(self) -> int:
@@ -283,7 +284,7 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
         show_tools=rollout.multi_turn.show_tools,
         images=dataset.has_images(),
     )
-    if rollout_workers(settings):
+    if runs_in_workers(settings):
         _check_known_to_workers(settings, agents, sorted(loop_names), setup, dataset.data_sources())
     say("reading the model's files")
     identity = build_identity(
@@ -380,16 +381,7 @@ class ExecutorElsewhere(Protocol):
         """As `prepare`."""
         ...
 
-    async def start(
-        self,
-        prepared: "Prepared",
-        writer: StoreWriter,
-        *,
-        log_dir: Path,
-        stop: StopSignals,
-        stack: AsyncExitStack,
-        on_durable: Callable[[Rollout | EncodedRollout | Failure], None],
-    ) -> "Execution":
+    async def start(self, start: "Start") -> "Execution":
         """As `execution.start_execution`."""
         ...
 
@@ -435,7 +427,7 @@ def _check_processes(settings: Settings) -> None:
         )
 
 
-def rollout_workers(settings: Settings) -> bool:
+def runs_in_workers(settings: Settings) -> bool:
     """Whether rollouts run in worker processes, here or on Ray."""
     return settings.generation.executor == "ray" or settings.generation.processes > 1
 

@@ -168,7 +168,7 @@ class TrackerThread:
         self.name = name
         self.tracker = tracker
         self.dropped = 0
-        self.ended = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the thread has, or is left behind."""
         self._closed = False
         self._last: int | None = None
@@ -194,11 +194,7 @@ class TrackerThread:
                 with contextlib.suppress(BaseException):
                     self.tracker.close(succeeded=False)
         with contextlib.suppress(RuntimeError):  # the loop is closed: it was left behind
-            self._loop.call_soon_threadsafe(self._end)
-
-    def _end(self) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
+            self._loop.call_soon_threadsafe(_settle, self.ended, None)
 
     def _off(self, why: str) -> None:
         if not self.ended.done():
@@ -239,7 +235,7 @@ class TrackerThread:
                 result = work()
             except BaseException as error:
                 result = error
-            self._loop.call_soon_threadsafe(lambda: done.done() or done.set_result(result))
+            self._loop.call_soon_threadsafe(_settle, done, result)
 
         self._insist(call)
         await asyncio.wait({done, self.ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -253,7 +249,7 @@ class TrackerThread:
     def leave(self, why: str) -> None:
         """Leaves it behind: it hangs."""
         self._off(why)
-        self._end()
+        _settle(self.ended, None)
         with contextlib.suppress(Exception):  # somebody else's, and of no use any more
             self.tracker.abandon()
 
@@ -270,6 +266,11 @@ class TrackerThread:
         self.dropped += 1
         if self.dropped == 1:
             logger.warning("tracker %s is slow: some reports are left out", self.name)
+
+
+def _settle(future: "asyncio.Future[Any]", result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
 
 
 class Reporter:
@@ -365,11 +366,11 @@ class Reporter:
             stop: somebody waits for the process to end: the time is short then, also if that comes meanwhile.
         """
         began = time.monotonic()
-        stopping = asyncio.ensure_future(stop.wait())
+        stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         try:
             for thread in self.threads.values():
                 thread.close(succeeded=succeeded)
-            ended = asyncio.gather(*(thread.ended for thread in self.threads.values()))
+            ended: asyncio.Future[Any] = asyncio.gather(*(thread.ended for thread in self.threads.values()))
             await asyncio.wait({ended, stopping}, timeout=FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
                 await asyncio.wait({ended}, timeout=FLUSH_STOPPED_S)

@@ -15,7 +15,6 @@ import contextlib
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from rollstream.engine.base import Engine
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.registry import data_deciding_kwargs
 from rollstream.errors import ConfigError, DataError
-from rollstream.generation.execution import Execution, OnDurable, execution_of_workers, join_cluster
+from rollstream.generation.execution import Execution, Start, join_cluster
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.setup import Prepared, manifest_for, take_shard
@@ -47,8 +46,6 @@ from rollstream.integrations.verl.worker_recipe import (
 )
 from rollstream.rollout.ray import default_workers, here
 from rollstream.rollout.setup import Agents, RolloutSetup, in_flight_limit
-from rollstream.stop_signals import StopSignals
-from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import PromptRow
 
 logger = logging.getLogger(__name__)
@@ -76,19 +73,10 @@ class VerlExecutor:
         """See `setup.prepare`."""
         return await in_daemon_thread(_prepare, config)
 
-    async def start(
-        self,
-        prepared: Prepared,
-        writer: StoreWriter,
-        *,
-        log_dir: Path,
-        stop: StopSignals,
-        stack: AsyncExitStack,
-        on_durable: OnDurable,
-    ) -> Execution:
+    async def start(self, start: Start) -> Execution:
         """See `execution.start_execution`."""
-        assert isinstance(prepared, VerlPrepared)
-        return await _start(prepared, writer, log_dir=log_dir, stop=stop, stack=stack, on_durable=on_durable)
+        assert isinstance(start.prepared, VerlPrepared)
+        return await _start(start, start.prepared)
 
 
 @dataclass(slots=True)
@@ -232,34 +220,24 @@ def check_verl_servers(settings: Settings, name: str) -> None:
         )
 
 
-async def _start(
-    prepared: VerlPrepared,
-    writer: StoreWriter,
-    *,
-    log_dir: Path,
-    stop: StopSignals,
-    stack: AsyncExitStack,
-    on_durable: OnDurable,
-) -> Execution:
-    settings = prepared.settings
+async def _start(start: Start, prepared: VerlPrepared) -> Execution:
+    settings, stack = prepared.settings, start.stack
     stack.callback(prepared.reward.close)
     engine: Engine | None = None
     urls: Callable[[], Sequence[str]] | None = None
     if not own_servers(settings):
         # Here, too: what the servers cannot give shows before a worker starts, and they are asked once how
         # busy they are. What is launched is launched here.
-        engine = prepared.create_plain_engine(log_dir)
-        stack.push_async_callback(engine.close)
-        await stop.unless_stopped(asyncio.gather(engine.start(), prepared.prepare_reward()))
-        prepared.check_engine(engine)
+        engine = prepared.create_plain_engine(start.log_dir)
+        await start.start_engine(engine)
         launched = engine
         urls = (lambda: launched.replicas) if isinstance(launched, LaunchedEngine) else None
-    await join_cluster(settings, stop=stop, stack=stack)
+    await join_cluster(start)
     given = list(urls()) if urls is not None else settings.actor_rollout_ref.rollout.server_urls
     verl_config = _for_verl(prepared, given)
     starting = asyncio.create_task(start_verl(verl_config))
     stack.push_async_callback(_ended, starting)  # a stop waits for it to clean up, before the cluster is left
-    servers, manager = await stop.unless_stopped(starting)
+    servers, manager = await start.stop.unless_stopped(starting)
     stack.callback(end_verl, servers)
     if urls is not None:
         telling = asyncio.create_task(tell_urls(servers.server_handles, urls))
@@ -273,7 +251,7 @@ async def _start(
         client=manager.llm_client,
         handles=tuple(servers.server_handles),
         loop_names=tuple(prepared.loop_names),
-        first_data_source=prepared.dataset.row(int(prepared.dataset.order[0])).data_source,
+        first_data_source=prepared.first_data_source,
         capabilities=(
             verl_servers(str(verl_config.actor_rollout_ref.rollout.name))
             if engine is None
@@ -283,7 +261,7 @@ async def _start(
     generation = settings.generation
     executor = manager.make_executor(
         recipe,
-        writer,
+        start.writer,
         load_row=prepared.dataset.row,
         max_in_flight=in_flight_limit(prepared.settings),
         attempt_timeout=generation.attempt_timeout,
@@ -291,11 +269,9 @@ async def _start(
         options=options,
         adaptive=generation.adaptive_in_flight,
         engine=engine,
-        on_durable=on_durable,
+        on_durable=start.on_durable,
     )
-    stack.push_async_callback(executor.close)
-    await stop.unless_stopped(executor.start())
-    return execution_of_workers(executor, engine if isinstance(engine, LaunchedEngine) else None)
+    return await start.start_workers(executor, engine)
 
 
 def _for_verl(prepared: VerlPrepared, urls: Sequence[str]) -> DictConfig:
