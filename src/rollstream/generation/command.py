@@ -195,11 +195,11 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
         "first_prompt_text": prepared.tokenizer.render_text(
             row.messages, tools=prepared.prompt_tools(row) or prepared.prompts.tools
         ),
-        "engine": capabilities,
+        "engine": {"name": prepared.settings.actor_rollout_ref.rollout.name, **capabilities},
         "launch": launched,
         "identity": prepared.manifest.identity,
     }
-    out.write(_json(report) if as_json else _dry_run_text(report, prepared))
+    out.write(_json(report) if as_json else _dry_run_text(report))
     out.flush()
     await _refuse_like_a_run(prepared, manifest)
     if not as_json:
@@ -248,41 +248,33 @@ async def _engine_capabilities(prepared: Prepared) -> dict[str, Any]:
             await engine.close()
 
 
-def _launch_lines(launched: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not launched:
-        return []
-    if launched[0]["where"] == "ray":
-        lines = ["  would launch replicas on Ray's nodes, as many as the cluster has devices for, each:"]
-    else:
-        lines = [f"  would launch {len(launched)} replicas, which are not started in a dry run"]
-    for index, replica in enumerate(launched):
-        devices = f", devices {','.join(replica['devices'])}" if replica["devices"] else ""
-        env = "".join(f"{name}={shlex.quote(value)} " for name, value in replica["env"].items())
-        lines.append(f"  replica {index}{devices}: {env}{shlex.join(replica['command'])}")
-    return lines
-
-
-def _dry_run_text(report: Mapping[str, Any], prepared: Prepared) -> str:
-    rollout = prepared.settings.actor_rollout_ref.rollout
-    prompt, tokens = report["first_prompt_text"], report["first_prompt_tokens"]
+def _dry_run_text(report: Mapping[str, Any]) -> str:
+    """The report for a person: without digests and messages, and of a long prompt its two ends."""
+    shown = {key: value for key, value in report.items() if key not in ("identity", "first_prompt")}
+    prompt = shown.pop("first_prompt_text")
     if len(prompt) > _PROMPT_SHOWN:
         prompt = f"{prompt[: _PROMPT_SHOWN // 2]}\n… (--json shows all) …\n{prompt[-_PROMPT_SHOWN // 2 :]}"
-    rows = f"{report['prompt_rows']} prompt rows x {rollout.n}"
-    if report["prompt_rows"] != report["rows_in_files"]:
-        rows += f", of {report['rows_in_files']} rows in the files"
-    lines = [
-        f"run directory: {report['run_dir']} (holds {report['holds']})",
-        f"rollouts:      {report['rollouts']} ({rows})",
-        f"engine:        {rollout.name}",
-        *(f"  {name}: {value}" for name, value in report["engine"].items()),
-        *_launch_lines(report["launch"]),
-        f"agent loops:   {', '.join(report['agent_loops'])}",
-        f"tools:         {', '.join(report['tools']) or 'none'}",
-        f"first prompt:  {'no tokenizer, as text' if tokens is None else f'{tokens} tokens'}",
-        *(f"  {line}" for line in prompt.splitlines()),
+    shown["would_differ"] = [" ".join(map(str, one)) for one in shown["would_differ"]]
+    shown["launch"] = [
+        " ".join(
+            [
+                f"where={one['where']} devices={','.join(one['devices']) or 'none'}:",
+                *(f"{name}={shlex.quote(value)}" for name, value in one["env"].items()),
+                shlex.join(one["command"]),
+            ]
+        )
+        for one in shown["launch"]
     ]
-    if report["overlong_left_out"] is not None:
-        lines.insert(2, f"left out:      {report['overlong_left_out']} prompts that are too long")
+    shown["first_prompt"] = prompt.splitlines()
+    lines = []
+    for key, value in shown.items():
+        if isinstance(value, Mapping):
+            value = [f"{name}: {one}" for name, one in value.items()]
+        label = key.replace("_", " ")
+        if isinstance(value, list):
+            lines += [f"{label}:", *(f"  {one}" for one in value)] if value else []
+        elif value is not None:
+            lines.append(f"{label}: {value}")
     return "\n".join(lines) + "\n"
 
 
