@@ -15,6 +15,7 @@ import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
 
+from rollstream.aio import finish_despite_cancellation
 from rollstream.config.load import compose
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
@@ -108,106 +109,33 @@ async def generate(
     Raises:
         RollstreamError: see `rollstream.errors`.
     """
-    stop = stop or StopSignals()
-    started = time.monotonic()
+    stop, started = stop or StopSignals(), time.monotonic()
     with Waits() as waits:
-        return await _generate(config, stop, console or progress_console(), on_ready, waits, started)
-
-
-async def _generate(
-    config: DictConfig,
-    stop: StopSignals,
-    console: Console,
-    on_ready: Callable[[], object] | None,
-    waits: Waits,
-    started: float,
-) -> GenerationResult:
-    prepared = await stop.unless_stopped(prepare(config, peek_manifest(config), waits.begin))
-    settings = prepared.settings.generation
-    async with AsyncExitStack() as stack:
-        reporter = Reporter(load_trackers(prepared.settings.trainer.logger), settings.metrics_port)
-        await reporter.listen()
-        stack.push_async_callback(reporter.end_server)
-        waits.begin("opening the run directory")
-        run = await _opened(prepared)
-        waits.begin(None)
-        stack.callback(run.close)
-        stack.enter_context(log_to_file(run.paths.logs, settings.log_level))
-        succeeded = False
-
-        # Before the lock is given back: trackers write into the run directory, too.
-        async def end_reports() -> None:
-            waits.begin("waiting for trackers to take the last reports (Ctrl-C shortens that)")
-            await reporter.close(succeeded=succeeded, stop=stop.requested)
+        prepared = await stop.unless_stopped(prepare(config, peek_manifest(config), waits.begin))
+        settings = prepared.settings.generation
+        async with AsyncExitStack() as stack:
+            reporter = Reporter(load_trackers(prepared.settings.trainer.logger), settings.metrics_port)
+            await reporter.listen()
+            stack.push_async_callback(reporter.end_server)
+            waits.begin("opening the run directory")
+            run = await _opened(prepared, stack)
             waits.begin(None)
-
-        stack.push_async_callback(end_reports)
-        for line in run.state.damage:
-            logger.warning("damaged: %s", line)
-        for line in run.state.restored:
-            logger.warning("restored: %s", line)
-        if run.state.torn:
-            logger.info("cut an unfinished frame of %d bytes, as a crash leaves it", run.state.torn)
-        one = _Run(prepared, run, stop, console, on_ready, reporter, waits)
-        await one.execute()
-        artifact_rows, not_exported = 0, None
-        complete = stop.signal is None and one.gave_up is None
-        if complete and settings.final_merge and run.state.rows:
-            try:
-                waits.begin("merging")
-                artifact_rows = await one.merge()
-                waits.begin("exporting")
-                not_exported = await one.export()
-            except StoppedEarly:
-                logger.info("stopped while merging; the same command merges again")
-        state = run.state
-        uploaded = None
-        if settings.upload_artifact and complete and stop.signal is None and state.rows:
-            waits.begin("uploading the trajectories (Ctrl-C leaves them here)")
-            uploaded = await one.upload()
-        waits.begin(None)
-        if not_exported is not None:  # only now: what hinders an export is no reason not to upload
-            raise not_exported
-        done, failed = state.keys.count(prepared.dataset.order)
-        logger.info("ended: %d of %d done, %d failed", done, prepared.total, failed)
-        succeeded = True
-        metrics = reporter.metrics
-        return GenerationResult(
-            run_dir=run.paths.root,
-            total=prepared.total,
-            completed=done,
-            failed=failed,
-            unscored=max(done - state.rewards.scored, 0),
-            reward_failed=state.rewards.unscored,
-            generated=one.window.completed,
-            failed_now=one.window.failed,
-            mean_reward=state.rewards.mean,
-            artifact=run.paths.artifact if artifact_rows else None,
-            artifact_rows=artifact_rows,
-            elapsed_s=time.monotonic() - started,
-            damage=state.damage,
-            signal=stop.signal,
-            max_failed_share=settings.max_failed_share,
-            tool_calls=metrics.tool_calls,
-            tool_errors=metrics.tool_errors,
-            policy_versions=metrics.versions,
-            unscored_sources=prepared.unscored_sources,
-            uploaded=uploaded,
-            failure_causes=[FailureCause(*one) for one in metrics.causes.values()],
-            gave_up=one.gave_up,
-        )
+            stack.enter_context(log_to_file(run.paths.logs, settings.log_level))
+            one = _Run(prepared, run, stop, console or progress_console(), on_ready, reporter, waits)
+            # Before the lock is given back: trackers write into the run directory, too.
+            stack.push_async_callback(one.end_reports)
+            return await one.whole(started)
 
 
-async def _opened(prepared: Prepared) -> RunDirectory:
-    """Opens the run in a thread; when cancelled meanwhile, gives the lock back."""
-    opening = asyncio.ensure_future(in_daemon_thread(_open, prepared))
-    try:
-        return await asyncio.shield(opening)
-    except asyncio.CancelledError:
-        await asyncio.wait({opening})
-        if opening.exception() is None:
-            opening.result().close()
-        raise
+async def _opened(prepared: Prepared, stack: AsyncExitStack) -> RunDirectory:
+    """Opens the run in a thread; `stack` closes it, also when this was cancelled meanwhile."""
+
+    async def opened() -> RunDirectory:
+        run = await in_daemon_thread(_open, prepared)
+        stack.callback(run.close)
+        return run
+
+    return await finish_despite_cancellation(opened())
 
 
 def _open(prepared: Prepared) -> RunDirectory:
@@ -350,12 +278,73 @@ class _Run:
         """The progress line, until everything is sealed."""
         self._failing = FailureStreak(self._settings.stop_after_failures, len(prepared.dataset.order))
         self._hopeless = asyncio.Event()
-        self.window = WindowCounters()
+        self._window = WindowCounters()
         """What went through so far."""
-        self.gave_up: str | None = None
+        self._gave_up: str | None = None
         """Why the run was stopped before its end, other than by a signal."""
+        self._succeeded = False
 
-    async def execute(self) -> None:
+    async def whole(self, started: float) -> GenerationResult:
+        """Generates, seals, merges, exports and uploads. `started`: by the monotonic clock."""
+        prepared, run, state = self._prepared, self._directory, self._directory.state
+        for line in state.damage:
+            logger.warning("damaged: %s", line)
+        for line in state.restored:
+            logger.warning("restored: %s", line)
+        if state.torn:
+            logger.info("cut an unfinished frame of %d bytes, as a crash leaves it", state.torn)
+        await self._execute()
+        artifact_rows, not_exported, uploaded = 0, None, None
+        complete = self._stop.signal is None and self._gave_up is None
+        if complete and self._settings.final_merge and state.rows:
+            try:
+                self._waits.begin("merging")
+                artifact_rows = await self._merge()
+                self._waits.begin("exporting")
+                not_exported = await self._export()
+            except StoppedEarly:
+                logger.info("stopped while merging; the same command merges again")
+        if self._settings.upload_artifact and complete and self._stop.signal is None and state.rows:
+            self._waits.begin("uploading the trajectories (Ctrl-C leaves them here)")
+            uploaded = await self._upload()
+        self._waits.begin(None)
+        if not_exported is not None:  # only now: what hinders an export is no reason not to upload
+            raise not_exported
+        done, failed = state.keys.count(prepared.dataset.order)
+        logger.info("ended: %d of %d done, %d failed", done, prepared.total, failed)
+        self._succeeded = True
+        return GenerationResult(
+            run_dir=run.paths.root,
+            total=prepared.total,
+            completed=done,
+            failed=failed,
+            unscored=max(done - state.rewards.scored, 0),
+            reward_failed=state.rewards.unscored,
+            generated=self._window.completed,
+            failed_now=self._window.failed,
+            mean_reward=state.rewards.mean,
+            artifact=run.paths.artifact if artifact_rows else None,
+            artifact_rows=artifact_rows,
+            elapsed_s=time.monotonic() - started,
+            damage=state.damage,
+            signal=self._stop.signal,
+            max_failed_share=self._settings.max_failed_share,
+            tool_calls=self._metrics.tool_calls,
+            tool_errors=self._metrics.tool_errors,
+            policy_versions=self._metrics.versions,
+            unscored_sources=prepared.unscored_sources,
+            uploaded=uploaded,
+            failure_causes=[FailureCause(*one) for one in self._metrics.causes.values()],
+            gave_up=self._gave_up,
+        )
+
+    async def end_reports(self) -> None:
+        """Lets trackers write what is left."""
+        self._waits.begin("waiting for trackers to take the last reports (Ctrl-C shortens that)")
+        await self._reporter.close(succeeded=self._succeeded, stop=self._stop.requested)
+        self._waits.begin(None)
+
+    async def _execute(self) -> None:
         """Generates what is owed and seals it."""
         prepared, run = self._prepared, self._directory
         keys = run.state.keys
@@ -373,15 +362,15 @@ class _Run:
             pull_timeout=self._settings.pull_timeout,
         )
         writer.start()
-        dropped = True
+        generated = False
         try:
             self._write_checkpoint()
             if owed:
                 await self._generate(writer)
-            dropped = False
+            generated = True
         finally:
             # After an error or a cancellation nothing waits for a seal: what is durable is in the journal.
-            await writer.close(seal=not dropped)
+            await writer.close(seal=generated)
             if self._shown is not None:
                 self._shown.cancel()
                 await asyncio.gather(self._shown, return_exceptions=True)
@@ -402,24 +391,20 @@ class _Run:
             )
             self._waits.begin(None)
             executor = execution.executor
-            self.window = executor.counters
+            self._window = executor.counters
             keys = self._directory.state.keys
             order = prepared.dataset.order
 
             # Counted once and then on: rows outside `order` are not of this run's total.
             (done_before, failed_before), all_failed_before = keys.count(order), keys.failed
-
             limit = in_flight_limit(prepared.settings)
 
             def observe() -> Snapshot:
-                window = executor.counters
-                done = done_before + window.completed
-                failed = failed_before + keys.failed - all_failed_before
                 return Snapshot(
                     total=prepared.total,
-                    done=done,
-                    failed=failed,
-                    in_flight=executor.counters.in_flight,
+                    done=done_before + self._window.completed,
+                    failed=failed_before + keys.failed - all_failed_before,
+                    in_flight=self._window.in_flight,
                     cap=executor.cap if executor.cap < limit else None,
                     unsealed_rows=writer.pending_rows,
                     saved_batches=writer.saved_batches,
@@ -456,7 +441,7 @@ class _Run:
             if executor.counters.dropped:
                 logger.info("dropped %d rollouts in flight; they are owed again", executor.counters.dropped)
 
-    async def merge(self) -> int:
+    async def _merge(self) -> int:
         """Returns the artifact's rows. Raises `DamageError`, `StorageError`, `StoppedEarly`."""
         run = self._directory
         try:
@@ -473,7 +458,7 @@ class _Run:
             )
         return rows
 
-    async def export(self) -> ConfigError | StorageError | None:
+    async def _export(self) -> ConfigError | StorageError | None:
         """Writes the artifact in further formats; see `export_artifact`. Raises `StoppedEarly`."""
         return await export_artifact(
             self._directory.paths,
@@ -482,7 +467,7 @@ class _Run:
             work=self._interruptible,
         )
 
-    async def upload(self) -> str | None:
+    async def _upload(self) -> str | None:
         """Sees to it that the trajectories are uploaded; returns where, or None when that failed."""
         settings = self._prepared.settings
         run = self._tracked()
@@ -519,23 +504,23 @@ class _Run:
             return
         self._metrics.add_failure(result)
         if self._failing.failed(result) and not self._hopeless.is_set():
-            self.gave_up = (
+            self._gave_up = (
                 f"the first {self._failing.count} rollouts all failed with one cause, {result.error} "
                 "(generation.stop_after_failures)"
             )
             self._hopeless.set()
-        level = logging.WARNING if self.window.failed <= _FAILURES_SAID else logging.DEBUG
+        level = logging.WARNING if self._window.failed <= _FAILURES_SAID else logging.DEBUG
         logger.log(
             level,
             "rollout (%d, %d) failed after %d attempts: %s",
             *(result.index, result.repeat, result.attempts, result.error),
         )
-        if self.window.failed == _FAILURES_SAID:
+        if self._window.failed == _FAILURES_SAID:
             logger.warning("further failures are recorded and counted: rollstream status --failed")
 
     async def _give_up(self, executor: "Executor") -> None:
         await self._hopeless.wait()
-        logger.error("stopping: %s", self.gave_up)
+        logger.error("stopping: %s", self._gave_up)
         executor.stop()
         executor.drop()
 
@@ -552,12 +537,7 @@ class _Run:
     async def _write_checkpoints(self) -> None:
         while True:
             await asyncio.sleep(_CHECKPOINT_EVERY_S)
-            writing = asyncio.ensure_future(asyncio.to_thread(self._write_checkpoint))
-            try:
-                await asyncio.shield(writing)
-            except asyncio.CancelledError:
-                await asyncio.wait({writing})
-                raise
+            await finish_despite_cancellation(asyncio.to_thread(self._write_checkpoint))
 
     def _write_checkpoint(self) -> None:
         run = self._directory
