@@ -6,8 +6,8 @@ import importlib.metadata
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -74,9 +74,9 @@ class Prepared(RolloutSetup):
     config: DictConfig
     """The resolved configuration tree."""
     dataset: PromptDataset
-    overlong: OverlongCount | None
+    overlong: OverlongCount | None = None
     """What the length filter left out; None when it was not asked for."""
-    manifest: Manifest
+    manifest: Manifest = field(init=False)
     """As for a new run; its identity is compared with the run directory's."""
 
     @property
@@ -231,8 +231,7 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
     rollout, data = settings.actor_rollout_ref.rollout, settings.data
 
     known = None
-    if known_manifest is not None and known_manifest.dataset.get("files"):
-        facts = known_manifest.dataset
+    if known_manifest is not None and (facts := known_manifest.dataset).get("files"):
         known = KnownDataset(
             facts["files"],
             facts["fingerprint"],
@@ -247,50 +246,42 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
     if has_ids:
         say("loading the tokenizer")
     setup = build_setup(settings, agents, shows_images=dataset.has_images())
-    tokenizer, prompts, images = setup.tokenizer, setup.prompts, setup.images
-
-    def tools_of(row: PromptRow) -> list[dict[str, Any]] | None:
-        name = row.agent_name or rollout.agent.default_agent_loop
-        return agents.prompt_tools(name, show_tools=rollout.multi_turn.show_tools)
-
-    overlong = None
+    prepared = Prepared(
+        **{one.name: getattr(setup, one.name) for one in fields(setup)}, config=resolved, dataset=dataset
+    )
+    loop_names, tokenizer, images = prepared.loop_names, setup.tokenizer, setup.images
+    for name in sorted(dataset.agent_names()):
+        try:
+            agents.loops.entry(name)
+        except ConfigError as error:
+            raise ConfigError(f"{dataset.first_row_of(name)}: {error}") from error
+    if runs_in_workers(settings):
+        _check_known_to_workers(prepared)
     if data.filter_overlong_prompts:
-        names = sorted({rollout.agent.default_agent_loop, *dataset.agent_names()})
-        shown = [agents.prompt_tools(name, show_tools=rollout.multi_turn.show_tools) for name in names]
-        decides = [tokenizer.digest(), data.apply_chat_template_kwargs, setup.shown_tools, names, shown]
+        shown = [agents.prompt_tools(name, show_tools=rollout.multi_turn.show_tools) for name in loop_names]
+        decides = [tokenizer.digest(), data.apply_chat_template_kwargs, setup.shown_tools, loop_names, shown]
         say(f"looking for prompts of more than {rollout.prompt_length} tokens")
-        overlong = filter_overlong(
+        prepared.overlong = filter_overlong(
             dataset,
-            lambda rows: prompts.lengths(rows, tools_of),
+            lambda rows: setup.prompts.lengths(rows, prepared.prompt_tools),
             rollout.prompt_length,
             # The size of an image counts, too, and may be in a file that no digest covers.
             cache_key=None if dataset.has_images() else _digest(decides),
         )
         logger.info(
             "left out %d of %d prompts longer than %d tokens",
-            *(overlong.removed, overlong.checked, rollout.prompt_length),
+            *(prepared.overlong.removed, prepared.overlong.checked, rollout.prompt_length),
         )
     if (shard := settings.generation.shard_of) is not None:
         take_shard(dataset, *shard)
-    loop_names = {rollout.agent.default_agent_loop, *dataset.agent_names()}
-    for name in sorted(dataset.agent_names()):
-        try:
-            agents.loops.entry(name)
-        except ConfigError as error:
-            raise ConfigError(f"{dataset.first_row_of(name)}: {error}") from error
     agents.check(
-        loop_names,
-        tokenizer,
-        show_tools=rollout.multi_turn.show_tools,
-        images=dataset.has_images(),
+        set(loop_names), tokenizer, show_tools=rollout.multi_turn.show_tools, images=dataset.has_images()
     )
-    if runs_in_workers(settings):
-        _check_known_to_workers(settings, agents, sorted(loop_names), setup, dataset.data_sources())
     say("reading the model's files")
     identity = build_identity(
         settings,
         tokenizer_digest=tokenizer.digest() if has_ids else None,
-        agents=agents.identity(loop_names, rollout.multi_turn.format),
+        agents=agents.identity(set(loop_names), rollout.multi_turn.format),
         images_digest=images.processor.digest() if images and dataset.has_images() else None,
         tools_digest=agents.tools.digest if agents.tools.schemas else None,
         shown_tools_digest=_digest(setup.shown_tools) if setup.shown_tools else None,
@@ -299,13 +290,8 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
         dataset_rows=len(dataset),
         engine_settings=data_deciding_kwargs(rollout.name, rollout.engine_kwargs),
     )
-    return Prepared(
-        **{one.name: getattr(setup, one.name) for one in fields(setup)},
-        config=resolved,
-        dataset=dataset,
-        overlong=overlong,
-        manifest=manifest_for(resolved, dataset, identity, n=rollout.n),
-    )
+    prepared.manifest = manifest_for(resolved, dataset, identity, n=rollout.n)
+    return prepared
 
 
 def manifest_for(
@@ -432,33 +418,30 @@ def runs_in_workers(settings: Settings) -> bool:
     return settings.generation.executor == "ray" or settings.generation.processes > 1
 
 
-def _check_known_to_workers(
-    settings: Settings, agents: Agents, loop_names: Sequence[str], setup: RolloutSetup, sources: Iterable[str]
-) -> None:
+def _check_known_to_workers(prepared: Prepared) -> None:
     """Refuses what a decorator has registered in this process: workers are processes of their own.
 
     Raises:
         ConfigError: naming the setting by which workers know it, too.
     """
-    multi_turn = settings.actor_rollout_ref.rollout.multi_turn
+    parser = prepared.settings.actor_rollout_ref.rollout.multi_turn.format
     found = [
         (
             f"agent loop {name!r} (@register)",
             "name it in actor_rollout_ref.rollout.agent.agent_loop_config_path",
         )
-        for name in loop_names
-        if not agents.loops.is_listed(name)
+        for name in prepared.loop_names
+        if not prepared.agents.loops.is_listed(name)
     ]
-    if isinstance(setup.reward, RuleReward):
+    if isinstance(prepared.reward, RuleReward):
         found += [
             (f"the reward of data source {source!r} (@register_reward)", "set custom_reward_function.path")
-            for source in sources
+            for source in prepared.dataset.data_sources()
             if (rule := find_rule(source)) is not None and not _is_ours(rule.function)
         ]
-    if multi_turn.format and not _is_ours(type(get_parser(multi_turn.format))):
-        found.append((f"tool parser {multi_turn.format!r} (@register_parser)", "leave processes at 1"))
-    if found:
-        what, instead = found[0]
+    if parser and not _is_ours(type(get_parser(parser))):
+        found.append((f"tool parser {parser!r} (@register_parser)", "run in one process"))
+    for what, instead in found:
         raise ConfigError(
             f"{what} is known in this process only, and generation.executor=ray and generation.processes run "
             f"rollouts in others: {instead}"

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import EngineLoad
@@ -35,6 +35,8 @@ from rollstream.redaction import redact
 from rollstream.store.manifest import Manifest
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ELSEWHERE = {
     "wandb": "rollstream.integrations.tracking.wandb:WandbTracker",
@@ -221,16 +223,16 @@ class TrackerThread:
         """Ends the thread after what is queued; `ended` says when."""
         self._insist(partial(self._close, succeeded))
 
-    async def call(self, work: Callable[[], str]) -> str:
+    async def call(self, work: Callable[[], T]) -> T:
         """Does `work` in the thread, after what was reported before; raises what it raises.
 
         Raises:
             TrackerOffError: the tracker failed, or the run ended, before its turn came.
         """
-        done: asyncio.Future[str | BaseException] = self._loop.create_future()
+        done: asyncio.Future[Any] = self._loop.create_future()
 
         def call() -> None:
-            result: str | BaseException
+            result: T | BaseException
             try:
                 result = work()
             except BaseException as error:
@@ -238,10 +240,11 @@ class TrackerThread:
             self._loop.call_soon_threadsafe(_settle, done, result)
 
         self._insist(call)
-        await asyncio.wait({done, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {done, self.ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
             raise TrackerOffError(f"tracker {self.name} is switched off")
-        result = done.result()
+        result: T | BaseException = done.result()
         if isinstance(result, BaseException):
             raise result
         return result
@@ -349,8 +352,8 @@ class Reporter:
         """
         thread = self.threads.get(_UPLOADER)
         if thread is not None and not thread.ended.done():
-            live: Any = thread.tracker
-            return await thread.call(lambda: str(live.upload(run, file, name)))
+            live = cast(Uploader, thread.tracker)
+            return await thread.call(lambda: live.upload(run, file, name))
         uploader = load_uploader()
         try:
             return await in_daemon_thread(uploader.upload, run, file, name)

@@ -1,19 +1,16 @@
 """What an executor needs is looked for before anything is made on disk."""
 
-import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rollstream.agent.registry import register
-from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
 from rollstream.generation.runner import run_generation
 from rollstream.generation.setup import check_executor
-from rollstream.reward.rules import register_reward
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ON_RAY = (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.launch.server=rollstream", f"{ROLLOUT}.launch.where=ray")
@@ -39,39 +36,45 @@ def test_without_ray_no_run_directory_is_made(tmp_path: Path, words: tuple[str, 
     assert not (tmp_path / "run").exists()
 
 
+PROGRAM = """
+import sys
+from rollstream.agent.registry import register
+from rollstream.agent.single_turn import SingleTurnAgent
+from rollstream.errors import ConfigError
+from rollstream.generation.runner import run_generation
+from rollstream.reward.rules import register_reward
+
+@register("in_this_process")
+class Mine(SingleTurnAgent): ...
+
+@register_reward("of_this")
+def score(*given): return 1.0
+
+for file in ("loop.jsonl", "reward.jsonl"):
+    try:
+        run_generation([*sys.argv[1:], f"data.train_files={file}"])
+    except ConfigError as error:
+        print(error)
+"""
+
+
 @pytest.mark.parametrize("workers", ["generation.processes=2", "generation.executor=ray"])
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            '{"prompt": "1 + 1 =", "agent_name": "in_this_process"}',
-            "agent loop 'in_this_process' (@register)",
-        ),
-        (
-            '{"prompt": "1 + 1 =", "data_source": "of_this/process"}',
-            "the reward of data source 'of_this/process'",
-        ),
-    ],
-)
-def test_what_only_this_process_knows_is_refused_for_workers(
-    tmp_path: Path, row: str, message: str, workers: str
-) -> None:
-    register("in_this_process")(type("Mine", (SingleTurnAgent,), {"__module__": "mine"}))
-    register_reward("of_this")(lambda *given, **named: 1.0)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(f"{row}\n")
+def test_what_only_this_process_knows_is_refused_for_workers(tmp_path: Path, workers: str) -> None:
+    if "ray" in workers:
+        pytest.importorskip("ray")
+    (tmp_path / "loop.jsonl").write_text('{"prompt": "1 + 1 =", "agent_name": "in_this_process"}\n')
+    (tmp_path / "reward.jsonl").write_text('{"prompt": "1 + 1 =", "data_source": "of_this/process"}\n')
     given = [
         f"actor_rollout_ref.model.path={MODEL_PATH}",
-        f"data.train_files={prompts}",
-        f"trainer.default_local_dir={tmp_path / 'run'}",
+        "trainer.default_local_dir=run",
         f"{ROLLOUT}.name=sglang",
         f"{ROLLOUT}.server_urls=[http://127.0.0.1:9]",
         workers,
     ]
-    if "ray" in workers:
-        pytest.importorskip("ray")
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        run_generation(given)
+    words = [sys.executable, "-c", PROGRAM, *given]
+    said = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said[0].startswith("agent loop 'in_this_process' (@register) is known in this process only")
+    assert said[1].startswith("the reward of data source 'of_this/process' (@register_reward) is known")
     assert not (tmp_path / "run").exists()
 
 

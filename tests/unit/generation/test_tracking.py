@@ -12,7 +12,14 @@ import pytest
 from rollstream.engine.base import EngineLoad
 from rollstream.generation import tracking as module
 from rollstream.generation.progress import Snapshot
-from rollstream.generation.tracking import QUEUE_REPORTS, Reporter, TrackedRun, Tracker, TrackerOffError
+from rollstream.generation.tracking import (
+    QUEUE_REPORTS,
+    Reporter,
+    Staged,
+    TrackedRun,
+    Tracker,
+    TrackerOffError,
+)
 from tests.unit.generation.test_progress import snapshot
 
 CREATED = "2026-01-02T03:04:05Z"
@@ -209,8 +216,9 @@ async def test_work_is_done_between_reports_in_its_thread() -> None:
     report(reporter, 1)
     seen = await thread.call(lambda: f"{tracker.steps} {threading.current_thread().name}")
     assert seen == "[1] rollstream-tracker-one"
+    assert isinstance(await thread.call(lambda: Staged("there")), Staged)  # as what it is
     with pytest.raises(ZeroDivisionError):
-        await thread.call(lambda: str(1 // 0))
+        await thread.call(lambda: 1 // 0)
     report(reporter, 2)
     await closed(reporter)
     assert tracker.steps == [1, 2]

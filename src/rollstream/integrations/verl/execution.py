@@ -15,7 +15,7 @@ import contextlib
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class VerlExecutor:
 class VerlPrepared(Prepared):
     """A run whose rows and loops are verl's."""
 
-    serving: RolloutSetup
+    serving: RolloutSetup = field(kw_only=True)
     """Its configuration is that of the engine behind verl's loops."""
 
     def create_plain_engine(self, log_dir: Path) -> Engine:
@@ -141,15 +141,10 @@ def _prepare(config: DictConfig) -> VerlPrepared:
     known = {one.name: getattr(setup, one.name) for one in fields(RolloutSetup)}
     known |= {"config": resolved, "settings": settings}
     known["agents"] = Agents(VerlLoops(), setup.agents.tools, setup.agents.interactions)
-    return VerlPrepared(
-        **known,
-        dataset=dataset,
-        overlong=None,
-        manifest=manifest_for(
-            resolved, dataset, identity, n=rollout.n, packages=("verl", "ray", "tensordict")
-        ),
-        serving=setup,
-    )
+    prepared = VerlPrepared(**known, dataset=dataset, serving=setup)
+    packages = ("verl", "ray", "tensordict")
+    prepared.manifest = manifest_for(resolved, dataset, identity, n=rollout.n, packages=packages)
+    return prepared
 
 
 def serving_config(config: DictConfig) -> DictConfig:
