@@ -55,7 +55,12 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(
-        name: str, command: Callable[[argparse.Namespace], int], text: str, **kwargs: object
+        name: str,
+        command: Callable[[argparse.Namespace], int],
+        text: str,
+        *,
+        of_run: bool = False,
+        **kwargs: object,
     ) -> argparse.ArgumentParser:
         added = commands.add_parser(
             name,
@@ -65,6 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
             **kwargs,  # type: ignore[arg-type]
         )
         added.set_defaults(command=command, parser=added)
+        if of_run:
+            added.add_argument("run_dir", type=Path)
+            added.add_argument("--json", action="store_true")
         return added
 
     generate = add(
@@ -116,19 +124,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     verifiers.add_arguments(environment)
 
-    status = add("status", _status, "show what a run directory holds, also while it is written")
-    status.add_argument("run_dir", type=Path)
+    text = "show what a run directory holds, also while it is written"
+    status = add("status", _status, text, of_run=True)
     status.add_argument("--failed", action="store_true", help="the failed rollouts as JSON Lines")
-    status.add_argument("--json", action="store_true")
 
-    validate = add("validate", _validate, "read every byte of a run directory and say whether it is sound")
-    validate.add_argument("run_dir", type=Path)
+    text = "read every byte of a run directory and say whether it is sound"
+    validate = add("validate", _validate, text, of_run=True)
     validate.add_argument(
         "--repair",
         action="store_true",
         help="move damaged files to damaged/ and take their rollouts from whatever intact copy there is",
     )
-    validate.add_argument("--json", action="store_true")
 
     prune = add(
         "prune",
@@ -137,10 +143,9 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Without --yes it only says what would be deleted. The artifact is read to its last byte first, "
         "and\nbecomes the run's batch (a second name of the same file), so that the run still resumes, extends\n"
         "and exports. Damaged files, exports and removed/ stay.\n",
+        of_run=True,
     )
-    prune.add_argument("run_dir", type=Path)
     prune.add_argument("--yes", action="store_true", help="delete")
-    prune.add_argument("--json", action="store_true")
 
     export = add("export", _export, "write a run's trajectories in another format")
     export.add_argument("run_dir", type=Path)
@@ -198,13 +203,11 @@ def build_parser() -> argparse.ArgumentParser:
     merge.add_argument("--output", type=Path, required=True, metavar="DIR", help="the run directory to make")
     merge.add_argument("--json", action="store_true")
 
-    show = add("show", _show, "show one trajectory: messages, reward, masks")
-    show.add_argument("run_dir", type=Path)
+    show = add("show", _show, "show one trajectory: messages, reward, masks", of_run=True)
     show.add_argument("index", type=int, nargs="?", help="prompt row (default: the first one that is there)")
     show.add_argument("repeat", type=int, nargs="?", default=0)
     show.add_argument("--trajectory", type=int, help="one of several trajectories (default: the final one)")
     show.add_argument("--tokens", action="store_true", help="every token with its mask and log-prob")
-    show.add_argument("--json", action="store_true")
     return parser
 
 

@@ -98,7 +98,7 @@ def test_a_dry_run_against_another_run_says_what_differs(
     with stub_server("--response-tokens", "8") as url:
         words = overrides(tmp_path / "run", prompts, url)
         assert cli(["generate", *words, "--dry-run"]) == 0
-        assert "holds nothing yet" in capsys.readouterr().out
+        assert "holds: nothing yet" in capsys.readouterr().out
         assert not (tmp_path / "run").exists()
         assert cli(["generate", *words, "generation.show_progress=false"]) == 0
         assert cli(["generate", *words, "--dry-run"]) == 0

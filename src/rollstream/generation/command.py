@@ -254,7 +254,7 @@ def _dry_run_text(report: Mapping[str, Any]) -> str:
     prompt = shown.pop("first_prompt_text")
     if len(prompt) > _PROMPT_SHOWN:
         prompt = f"{prompt[: _PROMPT_SHOWN // 2]}\n… (--json shows all) …\n{prompt[-_PROMPT_SHOWN // 2 :]}"
-    shown["would_differ"] = [" ".join(map(str, one)) for one in shown["would_differ"]]
+    shown["would_differ"] = [f"{key}: {old!r} -> {new!r}" for key, old, new in shown["would_differ"]]
     shown["launch"] = [
         " ".join(
             [

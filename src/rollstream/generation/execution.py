@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,7 +29,7 @@ from rollstream.generation.setup import (
     runs_in_workers,
 )
 from rollstream.rollout.concurrency import ConcurrencyController
-from rollstream.rollout.local import LocalExecutor, WindowCounters
+from rollstream.rollout.local import LocalExecutor
 from rollstream.rollout.processes import ProcessBackend
 from rollstream.rollout.ray import RayBackend, default_workers, here
 from rollstream.rollout.ray_cluster import RayCluster
@@ -40,7 +40,7 @@ from rollstream.rollout.workers import WorkersExecutor
 from rollstream.stop_signals import StopSignals
 from rollstream.store.records import EncodedRollout
 from rollstream.store.writer import StoreWriter
-from rollstream.trajectory import Failure, Rollout, RolloutKey
+from rollstream.trajectory import Failure, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -59,27 +59,8 @@ _PER_MINUTE = ("requests_per_minute", "tokens_per_minute")
 """Limits of an endpoint, which all workers share."""
 
 
-class Executor(Protocol):
-    """Runs owed rollouts; see `LocalExecutor` and `WorkersExecutor`."""
-
-    counters: WindowCounters
-
-    @property
-    def cap(self) -> int:
-        """Rollouts in flight at most, now."""
-        ...
-
-    async def run(self, keys: Iterator[RolloutKey]) -> None:
-        """Works off `keys`; returns when all are durable, or after a stop when nothing is in flight."""
-        ...
-
-    def stop(self) -> None:
-        """Takes no further keys; what is in flight goes on."""
-        ...
-
-    def drop(self) -> None:
-        """Cuts off what is in flight."""
-        ...
+Executor = LocalExecutor | WorkersExecutor
+"""Runs owed rollouts: in this process, or in workers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.config.settings import GenerationSettings
-from rollstream.errors import ConfigError, RunDirectoryError, StorageError
+from rollstream.errors import ConfigError, StorageError
 from rollstream.store.batch import file_rows
 from rollstream.store.export.dataproto import (
     NO_IMAGES,
@@ -16,7 +16,7 @@ from rollstream.store.export.dataproto import (
     export_dataproto,
 )
 from rollstream.store.export.files import FILE_NAMES, export_jsonl
-from rollstream.store.manifest import read_manifest
+from rollstream.store.manifest import require_manifest
 from rollstream.store.paths import RunPaths
 
 logger = logging.getLogger(__name__)
@@ -103,9 +103,7 @@ def run_pad_id(run_dir: Path) -> int:
         RunDirectoryError: no run directory.
         ConfigError: the tokenizer cannot be loaded.
     """
-    manifest = read_manifest(run_dir)
-    if manifest is None:
-        raise RunDirectoryError(f"{run_dir} is not a run directory: it has no run.json")
+    manifest = require_manifest(run_dir)
     if manifest.identity.get("model.tokenizer", "") is None:
         return 0
     model = manifest.config.get("actor_rollout_ref", {}).get("model", {})

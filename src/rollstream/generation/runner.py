@@ -231,9 +231,9 @@ class FailureStreak:
         """`limit`: failures after which it is hopeless, 0 for never; `rows`: prompt rows of the run."""
         self.count = 0
         self._limit = limit
-        self._cause: str | None = None
-        self._indices: set[int] = set()
         self._enough = min(self._ROWS, rows)
+        self._causes: set[str] = set()
+        self._indices: set[int] = set()
 
     def completed(self) -> None:
         """A rollout was completed: it is not hopeless, and never will be."""
@@ -241,15 +241,14 @@ class FailureStreak:
 
     def failed(self, failure: Failure) -> bool:
         """Counts a failure; whether it is hopeless now."""
-        cause = failure_cause(failure.error)
-        if not self._limit or self._cause not in (None, cause):
-            self._limit = 0
+        if not self._limit:
             return False
-        self._cause = cause
         self.count += 1
-        if len(self._indices) < self._enough:
-            self._indices.add(failure.index)
-        return self.count >= self._limit and len(self._indices) >= self._enough
+        self._causes.add(failure_cause(failure.error))
+        self._indices.add(failure.index)
+        if len(self._causes) > 1:
+            self._limit = 0
+        return self.count >= self._limit > 0 and len(self._indices) >= self._enough
 
 
 class _Run:
