@@ -1,13 +1,12 @@
 """The exports of a run: what they need besides the run directory."""
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.config.settings import GenerationSettings
-from rollstream.errors import ConfigError, StorageError
+from rollstream.errors import ConfigError
 from rollstream.store.batch import file_rows
 from rollstream.store.export.dataproto import (
     NO_IMAGES,
@@ -20,9 +19,6 @@ from rollstream.store.manifest import require_manifest
 from rollstream.store.paths import RunPaths
 
 logger = logging.getLogger(__name__)
-
-Exporter = Callable[[Path, Path, Callable[[], bool]], int]
-"""Of the artifact, to a file, asking whether it was cancelled; returns rows."""
 
 
 def check_exports(names: Iterable[str], *, shows_images: bool = False, has_ids: bool = True) -> None:
@@ -44,56 +40,32 @@ def check_exports(names: Iterable[str], *, shows_images: bool = False, has_ids: 
             )
 
 
-async def export_artifact(
-    paths: RunPaths,
-    settings: GenerationSettings,
-    *,
-    pad_id: int | None,
-    work: Callable[[Callable[[Callable[[], bool]], int]], Awaitable[int]],
-) -> ConfigError | StorageError | None:
-    """Writes the formats of `generation.export`; one that cannot be written is in no other's way.
-
-    Args:
-        paths: of the run, which is merged.
-        settings: of the run.
-        pad_id: the tokenizer's.
-        work: runs one export, which asks whether it was cancelled; may raise to end them all.
-
-    Returns:
-        the first error; further ones are logged.
+def exporter(
+    name: str, paths: RunPaths, settings: GenerationSettings, pad_id: int | None
+) -> Callable[[Callable[[], bool]], int]:
+    """Writes one format of `generation.export` from the artifact; asks whether it was cancelled, returns rows.
 
     Raises:
+        ConfigError: the rows cannot be written so; says what else there is.
+        StorageError: there is no room.
         DamageError: the artifact is damaged.
     """
-    first: ConfigError | StorageError | None = None
-    for name in settings.export:
-        export = partial(_exporter(name, settings, pad_id), paths.artifact, paths.root / FILE_NAMES[name])
+    target = paths.root / FILE_NAMES[name]
+    dataproto = DataProtoOptions(pad_token_id=pad_id or 0, unscored=settings.export_unscored)
+
+    def export(cancelled: Callable[[], bool]) -> int:
         try:
-            await work(export)
-        except (ConfigError, StorageError) as error:
-            said = error if isinstance(error, StorageError) else _explained(paths.artifact, name, error)
-            if first is None:
-                first = said
-            else:
-                logger.error("%s", said)
-    return first
+            if name == "dataproto":
+                return export_dataproto(paths.artifact, target, cancelled, options=dataproto)
+            return export_jsonl(paths.artifact, target, cancelled)
+        except ConfigError as error:
+            key = "generation.export_unscored, " if name == "dataproto" else ""
+            raise ConfigError(
+                f"{paths.artifact} is there with {file_rows(paths.artifact)} rows, but generation.export={name} "
+                f"of it failed: {error}. Options: {key}rollstream export --format {name} (docs/export.md)"
+            ) from error
 
-
-def _explained(artifact: Path, name: str, error: ConfigError) -> ConfigError:
-    key = "generation.export_unscored, " if name == "dataproto" else ""
-    explained = ConfigError(
-        f"{artifact} is there with {file_rows(artifact)} rows, but generation.export={name} of it "
-        f"failed: {error}. Options: {key}rollstream export --format {name} (docs/export.md)"
-    )
-    explained.__cause__ = error
-    return explained
-
-
-def _exporter(name: str, settings: GenerationSettings, pad_id: int | None) -> Exporter:
-    if name == "dataproto":
-        options = DataProtoOptions(pad_token_id=pad_id or 0, unscored=settings.export_unscored)
-        return partial(export_dataproto, options=options)
-    return export_jsonl
+    return export
 
 
 def run_pad_id(run_dir: Path) -> int:

@@ -19,14 +19,14 @@ from rollstream.aio import finish_despite_cancellation
 from rollstream.config.load import compose
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
-from rollstream.generation.exports import export_artifact
+from rollstream.generation.exports import exporter
 from rollstream.generation.identity import LOOP_IDENTITY, adopted_manifest
 from rollstream.generation.logs import log_to_file
 from rollstream.generation.progress import Snapshot, Waits, progress_console, show_progress
 from rollstream.generation.result import GenerationResult
 from rollstream.generation.setup import Prepared, peek_manifest, prepare
 from rollstream.generation.tracking import Reporter, TrackedRun, load_trackers, tracked_run
-from rollstream.generation.upload import artifact_name, upload_trajectories
+from rollstream.generation.upload import upload_trajectories
 from rollstream.rollout.local import WindowCounters
 from rollstream.rollout.setup import in_flight_limit
 from rollstream.stop_signals import StoppedEarly, StopSignals
@@ -458,25 +458,29 @@ class _Run:
         return rows
 
     async def _export(self) -> ConfigError | StorageError | None:
-        """Writes the artifact in further formats; see `export_artifact`. Raises `StoppedEarly`."""
-        return await export_artifact(
-            self._directory.paths,
-            self._settings,
-            pad_id=self._prepared.tokenizer.pad_id,
-            work=self._interruptible,
-        )
+        """Writes the artifact in further formats; one that cannot be written is in no other's way.
+
+        Returns the first error; further ones are logged. Raises `DamageError`, `StoppedEarly`.
+        """
+        first: ConfigError | StorageError | None = None
+        paths, pad_id = self._directory.paths, self._prepared.tokenizer.pad_id
+        for name in self._settings.export:
+            try:
+                await self._interruptible(exporter(name, paths, self._settings, pad_id))
+            except (ConfigError, StorageError) as error:
+                if first is not None:
+                    logger.error("%s", error)
+                first = first or error
+        return first
 
     async def _upload(self) -> str | None:
         """Sees to it that the trajectories are uploaded; returns where, or None when that failed."""
-        settings = self._prepared.settings
         run = self._tracked()
-        given = settings.generation.upload_artifact
-        name = given if isinstance(given, str) else artifact_name(run)
         return await upload_trajectories(
             run,
-            name,
-            lambda file: self._reporter.upload(run, file, name),
-            merged=settings.generation.final_merge,
+            self._settings.upload_artifact,
+            lambda file, name: self._reporter.upload(run, file, name),
+            merged=self._settings.final_merge,
             stop=self._stop,
         )
 

@@ -28,25 +28,22 @@ _LIMIT_S = 2 * 3600.0
 """For an upload: tens of gigabytes over a slow line. It can be stopped like the rest of a run."""
 
 
-def artifact_name(run: TrackedRun) -> str:
-    """The artifact's name where the user gives none: each upload is a new version of it.
+def artifact_name(run: TrackedRun, given: str | bool) -> str:
+    """The artifact's name; where the user gives none, one of which each upload is a new version.
 
     Shards of a run have the name of the experiment in common, and each an artifact of its own.
     """
+    if isinstance(given, str):
+        return given
     shard = run.config.get("generation", {}).get("shard")
     suffix = "" if shard is None else "-" + str(shard).replace("/", "-of-")
     return f"trajectories-{re.sub(r'[^A-Za-z0-9_.-]+', '-', run.name)[: 100 - len(suffix)]}{suffix}"
 
 
-def upload_command(run: TrackedRun) -> str:
-    """What a person types to upload later."""
-    return f"rollstream export {shlex.quote(str(run.run_dir))} --format zip --upload"
-
-
 async def upload_trajectories(
     run: TrackedRun,
-    name: str,
-    send: Callable[[Path], Awaitable[str]],
+    given: str | bool,
+    send: Callable[[Path, str], Awaitable[str]],
     *,
     merged: bool,
     stop: StopSignals,
@@ -55,14 +52,15 @@ async def upload_trajectories(
 
     Args:
         run: whose; its lock is held, and everything is sealed.
-        name: of the artifact.
-        send: uploads a file, and returns where it is. Left behind when it takes too long.
+        given: name of the artifact; True for that of the run.
+        send: uploads a file by a name, and returns where it is. Left behind when it takes too long.
         merged: whether the merged artifact is there and goes up; else the batches do.
         stop: ends it early.
 
     Returns:
         where it is; None when that failed or was stopped, which is said with the command that does it later.
     """
+    name = artifact_name(run, given)
     paths = RunPaths(run.run_dir)
     # By the batches and not by the zip: that has the time of `checkpoint.json` in it, new at each command.
     what = {
@@ -86,9 +84,10 @@ async def upload_trajectories(
     async def work() -> str:
         await in_daemon_thread(make)
         logger.info("uploading %s (%d bytes)", target, target.stat().st_size)
-        return await send(target)
+        return await send(target, name)
 
-    later = f"the trajectories are in {run.run_dir}; to upload them: {upload_command(run)}"
+    command = f"rollstream export {shlex.quote(str(run.run_dir))} --format zip --upload"
+    later = f"the trajectories are in {run.run_dir}; to upload them: {command}"
     try:
         async with asyncio.timeout(_LIMIT_S):
             place = await stop.unless_stopped(work())
@@ -145,6 +144,6 @@ def upload_file(run_dir: Path, file: Path, name: str | bool) -> str:
     """
     run = tracked_run(run_dir, require_manifest(run_dir))
     try:
-        return load_uploader().upload(run, file, name if isinstance(name, str) else artifact_name(run))
+        return load_uploader().upload(run, file, artifact_name(run, name))
     except Exception as error:  # a library's, over a network: it may be anything
         raise StorageError(f"could not upload {file}: {type(error).__name__}: {error}") from error
