@@ -134,8 +134,8 @@ def summarise(result: GenerationResult) -> str:
     if result.failed:
         lines.append(
             f"all failures: rollstream status --failed {shlex.quote(str(result.run_dir))}; "
-            "the same command with generation.retry_failed=true tries them again, by the code as it is now or by "
-            "a mended agent loop that no finished rollout used (else: another trainer.default_local_dir)"
+            "the same command with generation.retry_failed=true tries them again. A mended agent loop is taken "
+            "here while no finished rollout used it; else it needs another trainer.default_local_dir"
         )
     if result.gave_up is not None:
         lines.append(f"it stopped by itself: {shortened(result.gave_up)}")

@@ -269,7 +269,7 @@ def _explained(
         hint = (
             "Finished rollouts were made or scored by the code as it was. With that back in place, the same "
             "command goes on, and generation.retry_failed=true tries what failed again. For the code as it is "
-            "now, use another trainer.default_local_dir."
+            "now, use another trainer.default_local_dir; or score the lines of `rollstream export --format jsonl`."
         )
     else:
         hint = "Use another trainer.default_local_dir for the new run, or the old settings to continue."
