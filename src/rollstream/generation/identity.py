@@ -21,6 +21,15 @@ _DECIDING_ARGS = (
 and the servers' environment, may change on resume: they are layout and speed, and of servers that are given by
 URL nobody knows them at all."""
 
+_ROLLOUT_SETTINGS = (
+    *("n", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos", "calculate_log_probs"),
+    *("prompt_length", "response_length", "max_model_len"),
+)
+_TURN_SETTINGS = (
+    *("max_assistant_turns", "max_user_turns", "format", "show_tools"),
+    *("max_tool_response_length", "tool_response_truncate_side"),
+)
+
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
 _MODEL_PATTERNS = (*_WEIGHT_PATTERNS, "config.json", "generation_config.json", "openvino_model.xml")
 
@@ -72,29 +81,8 @@ def build_identity(
     if (shard := settings.generation.shard_of) is not None:
         identity[SHARD_IDENTITY] = f"{shard[0]}/{shard[1]}"
     if "multi_turn.parser" in agents:  # a loop that takes turns
-        for name in [
-            "max_assistant_turns",
-            "max_user_turns",
-            "format",
-            "show_tools",
-            "max_tool_response_length",
-            "tool_response_truncate_side",
-        ]:
-            identity[f"multi_turn.{name}"] = getattr(rollout.multi_turn, name)
-    for name in [
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "calculate_log_probs",
-        "prompt_length",
-        "response_length",
-        "max_model_len",
-    ]:
-        identity[f"rollout.{name}"] = getattr(rollout, name)
+        identity |= {f"multi_turn.{name}": getattr(rollout.multi_turn, name) for name in _TURN_SETTINGS}
+    identity |= {f"rollout.{name}": getattr(rollout, name) for name in _ROLLOUT_SETTINGS}
     if rollout.extra_sampling:  # a run directory of before they were known has none
         identity["rollout.extra_sampling"] = rollout.extra_sampling
     normalised: dict[str, Any] = orjson.loads(orjson.dumps(identity, option=orjson.OPT_SERIALIZE_NUMPY))
