@@ -19,6 +19,9 @@ _NOT_SECRET = frozenset(("prompt_key", "image_key", "video_key", "audio_key"))
 _ASSIGNMENT = re.compile(r"((?:\+\+?|--?)?[\w./@:-]+=).+", re.DOTALL)
 """A word of a command line: `+engine_kwargs.api_key=x`, `--api-key=x`."""
 
+_NAMED = re.compile(r"""([\w.-]+)(["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s"'?;&,{}\[\]]+)""")
+"""A key and its value within a text: in such a word's mapping, in the parameters of a URL."""
+
 _USER_INFO = re.compile(r"(?<=://)[^/\s?#]+@")
 """What stands before the host of a URL: a user, and a password or a token."""
 
@@ -26,8 +29,8 @@ _USER_INFO = re.compile(r"(?<=://)[^/\s?#]+@")
 def redact(tree: Any, *, name: str = "") -> Any:
     """A copy of a configuration tree with `***` for what must not leave the run directory.
 
-    Hidden are the values of keys that are named like secrets, also in words `key=value`, and in URLs what
-    stands before the host.
+    Hidden are the values of keys that are named like secrets, also within texts (`key=value`, `key: value`), and
+    in URLs what stands before the host.
 
     Args:
         tree: mappings, lists and plain values.
@@ -45,7 +48,7 @@ def redact(tree: Any, *, name: str = "") -> Any:
         word = _ASSIGNMENT.fullmatch(tree)
         if word is not None and any(map(names_secret, word[1].rstrip("=").split("."))):
             return f"{word[1]}{HIDDEN}"
-        return _USER_INFO.sub(f"{HIDDEN}@", tree)
+        return _NAMED.sub(_without_secret, _USER_INFO.sub(f"{HIDDEN}@", tree))
     return tree
 
 
@@ -64,6 +67,11 @@ def find_secret(tree: Any, path: str) -> str | None:
         return next((path for value in tree if find_secret(value, path) is not None), None)
     hidden = redact(tree, name=name)
     return path if tree and hidden is not tree and hidden != tree else None
+
+
+def _without_secret(found: re.Match[str]) -> str:
+    secret = any(map(names_secret, found[1].split(".")))
+    return f"{found[1]}{found[2]}{HIDDEN}" if secret else found[0]
 
 
 def names_secret(name: str) -> bool:

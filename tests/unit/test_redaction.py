@@ -32,6 +32,9 @@ from rollstream.redaction import HIDDEN, find_secret, redact
         {"verl_overrides": ["x.credentials.user=TELLNOBODY"]},
         {"verl_overrides": ["x=https://me:TELLNOBODY@host/v1"]},
         {"args": ["--api-key=TELLNOBODY"]},
+        {"url": "https://h/v1?x=1&api_key=TELLNOBODY&y=2"},
+        {"verl_overrides": ["x={a: 1, api_key: TELLNOBODY, b: 2}"]},
+        {"verl_overrides": ['x={env: {"HF_TOKEN": "TELLNOBODY, TELLNOBODY"}}']},
     ],
 )
 def test_secrets_are_hidden_wherever_they_stand(tree: dict[str, Any]) -> None:
