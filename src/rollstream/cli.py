@@ -318,9 +318,11 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    from rollstream.stderr_log import log_to_stderr
     from rollstream.store.export.dataproto import DataProtoOptions
     from rollstream.store.export.run import export_run
 
+    log_to_stderr(times=False)
     dataproto = DataProtoOptions()
     foreign = {
         "dataproto": ("max_rows_per_file", "prompt_width", "response_width", "pad_token_id"),

@@ -45,6 +45,12 @@ def test_unknown_words_are_refused(line: str, capsys: pytest.CaptureFixture[str]
     assert "unrecognized arguments: " in printed
 
 
+def test_options_of_hydra_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--config-name=run", "a=b"])
+    assert "--config FILE" in capsys.readouterr().err
+
+
 def test_the_command_line_as_a_person_types_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "bin" / "rollstream"
     program.parent.mkdir()

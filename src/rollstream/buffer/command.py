@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from rollstream.errors import ConfigError
+from rollstream.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
     from rollstream.buffer.app import BufferServer
@@ -187,7 +188,7 @@ def serve(options: argparse.Namespace) -> int:
         allowed_hosts=frozenset(options.allow_host),
         insecure=options.insecure,
     )
-    _log_to_stderr()
+    log_to_stderr()
     _run(_serve(BufferServer(buffer, access), options))
     return 0
 
@@ -262,17 +263,6 @@ def _read_token(path: Path | None) -> str | None:
     if not token or not token.isascii():
         raise ConfigError(f"--token-file {path}: its first line has to be the token, in ASCII")
     return token
-
-
-def _log_to_stderr() -> None:
-    import logging
-
-    logger = logging.getLogger("rollstream")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s", "%H:%M:%S"))
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
 
 
 # -- status and show

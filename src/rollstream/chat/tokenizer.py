@@ -388,7 +388,7 @@ def _load_by_transformers(path: str, trust_remote_code: bool) -> Any:
             iter(str(error).strip().splitlines()), type(error).__name__
         )
         raise ConfigError(
-            f"no tokenizer found at {path!r}: {reason}. actor_rollout_ref.model.path (or tokenizer_path) "
+            f"no tokenizer found at {path!r}: {reason.rstrip('.')}. actor_rollout_ref.model.path (or tokenizer_path) "
             "must be a folder with tokenizer files, or a hub name that can be reached."
         ) from error
 

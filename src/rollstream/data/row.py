@@ -48,6 +48,11 @@ def parse_row(row: Row, index: int, prompt_column: str) -> tuple[PromptRow, byte
         if column in row:
             row[column] = _mapping(row[column], column)
     digest = content_digest(row)
+    if prompt_column not in row:
+        there = ", ".join(row) or "(none)"
+        raise BadRow(
+            f"no column {prompt_column!r}; the row has: {there}. data.prompt_key names the prompt's column"
+        )
     columns = dict(row)
     extra_info: dict[str, Any] = columns.pop("extra_info", {})
     tools_kwargs = columns.pop("tools_kwargs", None) or _mapping(
@@ -110,7 +115,7 @@ def _take_ground_truth(columns: Row) -> Any:
 
 
 def _take_messages(columns: Row, prompt_column: str) -> tuple[list[Message], list[str | bytes]]:
-    messages = _messages(_take_prompt(columns, prompt_column), prompt_column)
+    messages = _messages(columns.pop(prompt_column), prompt_column)
     image_column = columns.pop("images", None)
     for column, marker in _OTHER_MEDIA.items():
         if columns.get(column) and any(marker in str(message.get("content")) for message in messages):
@@ -118,16 +123,6 @@ def _take_messages(columns: Row, prompt_column: str) -> tuple[list[Message], lis
     if not has_images(messages, image_column):
         return messages, []
     return take_images(messages, image_column)
-
-
-def _take_prompt(columns: Row, prompt_column: str) -> Any:
-    try:
-        return columns.pop(prompt_column)
-    except KeyError:
-        there = ", ".join(column for column in columns) or "(none)"
-        raise BadRow(
-            f"no column {prompt_column!r}; the row has: {there}. data.prompt_key names the prompt's column"
-        ) from None
 
 
 def _messages(prompt: Any, column: str) -> list[Message]:

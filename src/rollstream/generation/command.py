@@ -27,7 +27,7 @@ from rollstream.generation.logs import log_to_console
 from rollstream.generation.metrics import MetricsServer
 from rollstream.generation.progress import ProgressConsole, format_duration, progress_console
 from rollstream.generation.runner import GenerationResult, check_run_directory, generate
-from rollstream.generation.setup import Prepared, describe_sources, peek_manifest, prepare
+from rollstream.generation.setup import Prepared, peek_manifest, prepare
 from rollstream.rollout.setup import launch_request
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.lock import is_locked, lock_holder
@@ -142,7 +142,7 @@ def summarise(result: GenerationResult) -> str:
     if result.tool_calls:
         lines.append(f"tools: {result.tool_calls} calls, {result.tool_errors} of them failed")
     if without_rule := result.unscored - result.reward_failed:
-        why = describe_sources(result.unscored_sources) or "what their rows say"
+        why = ", ".join(map(repr, list(result.unscored_sources)[:5])) or "what their rows say"
         lines.append(f"{without_rule} of {result.completed} rollouts are not scored: no reward for {why}")
     if result.reward_failed:
         lines.append(

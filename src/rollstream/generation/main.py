@@ -53,6 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
 
 
+_HYDRAS = frozenset(
+    {
+        *("--cfg", "-c", "--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"),
+        *("--info", "-i", "--multirun", "-m", "--package", "-p", "--resolve", "--run", "-r"),
+    }
+)
+"""Options of programs made with Hydra."""
+
+
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses a command line whose `key=value` words may stand between options.
 
@@ -63,7 +72,12 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     if rest:
         unknown = [word for word in rest if word.startswith("-")]
         if unknown or not hasattr(options, "overrides"):
-            getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+            hint = ""
+            if _HYDRAS.intersection(word.partition("=")[0] for word in unknown):
+                hint = " (Hydra's; here: --config FILE, which may have defaults:, --show-config, and one run a command)"
+            getattr(options, "parser", parser).error(
+                f"unrecognized arguments: {' '.join(unknown or rest)}{hint}"
+            )
         options.overrides = [*options.overrides, *rest]
     return options
 

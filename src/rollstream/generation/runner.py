@@ -66,8 +66,7 @@ def run_generation(config: Mapping[str, Any] | Sequence[str] | DictConfig) -> Ge
     """Runs a generation from Python, from start to artifact.
 
     Args:
-        config: overrides of `generation.yaml` as a nested mapping, or as `key=value` words; or a whole
-            configuration tree.
+        config: overrides of `generation.yaml` as a nested mapping (also OmegaConf's), or as `key=value` words.
 
     Raises:
         RollstreamError: see `rollstream.errors`; what was durable stays so.
@@ -75,18 +74,20 @@ def run_generation(config: Mapping[str, Any] | Sequence[str] | DictConfig) -> Ge
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(generate(as_config(config)))
-    raise RuntimeError(
-        "run_generation starts an event loop and one is running here (as in a notebook): "
-        "use `await rollstream.generation.runner.generate(as_config(...))`"
-    )
+        pass
+    else:
+        raise RuntimeError(
+            "run_generation starts an event loop and one is running here (as in a notebook): "
+            "use `await rollstream.generation.runner.generate(as_config(...))`"
+        )
+    return asyncio.run(generate(as_config(config)))
 
 
 def as_config(config: Mapping[str, Any] | Sequence[str] | DictConfig) -> DictConfig:
     """The configuration tree for any form of configuration. Raises `ConfigError`."""
-    if isinstance(config, DictConfig):
-        return config
-    if isinstance(config, Mapping):
+    if isinstance(config, str):
+        raise ConfigError(f"a mapping, or a list of key=value words, not the text {config!r}")
+    if isinstance(config, Mapping | DictConfig):
         return compose(layers=[config])
     return compose(config)
 

@@ -135,6 +135,12 @@ def load_agents(
     model, rollout = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout
     if model.path is None:
         raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder")
+    for key, path in (("path", model.path), ("tokenizer_path", model.tokenizer_path)):
+        if path is not None and "://" in path:
+            raise ConfigError(
+                f"actor_rollout_ref.model.{key}={path}: nothing is downloaded from addresses; download it, and name "
+                "its folder"
+            )
     check_engine_config(
         rollout.name,
         model_path=model.path,

@@ -26,6 +26,7 @@ from rollstream.errors import ConfigError
 from rollstream.serving.model import ServedModel
 from rollstream.serving.parent import parent_ended
 from rollstream.serving.server import Server
+from rollstream.stderr_log import log_to_stderr
 from rollstream.stop_signals import stop_signals
 
 _LOG = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace, parent_pid: int) -> int:
         ConfigError: what was asked for cannot work.
         EngineError: the engine cannot start.
     """
-    _log_to_stderr()
+    log_to_stderr()
     with _log_folder(options.log_dir) as log_dir:
         engine, model = _load(options, log_dir)
         asyncio.run(_serve(engine, model, options, parent_pid))
@@ -197,12 +198,3 @@ def _log_folder(chosen: Path | None) -> Iterator[Path]:
             folder.rmdir()
         raise
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _log_to_stderr() -> None:
-    logger = logging.getLogger("rollstream")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s", "%H:%M:%S"))
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False

@@ -163,6 +163,13 @@ def write_checkpoint(paths: RunPaths, manifest: Manifest, state: RunState, *, to
     )
 
 
+def refresh_checkpoint(root: Path) -> None:
+    """Writes `checkpoint.json` anew after a repair; the lock must be held. Without one there is no total yet."""
+    if (total := _total(root)) is not None:
+        manifest, state = inspect(root)
+        write_checkpoint(RunPaths(root), manifest, state, total=total)
+
+
 def status_json(status: RunStatus) -> bytes:
     """The status as JSON."""
     return orjson.dumps(asdict(status), option=orjson.OPT_INDENT_2)

@@ -27,6 +27,7 @@ from rollstream.store.merge import is_current, is_merged
 from rollstream.store.paths import RunPaths, missing_batches
 from rollstream.store.records import RecordCodec, RolloutRecord
 from rollstream.store.recovery import RunState, quarantine_batch, recover
+from rollstream.store.summary import refresh_checkpoint
 
 NO_CHECKSUM = "has no checksum"
 
@@ -168,6 +169,7 @@ def repair_run(root: Path) -> list[str]:
         state = recover(paths, manifest)
         if paths.artifact.exists():
             repair(paths.artifact, state)
+        refresh_checkpoint(root)
     return done + state.damage + state.restored
 
 

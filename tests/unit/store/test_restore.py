@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import orjson
 import pyarrow.parquet as pq
 import pytest
 
@@ -247,6 +248,7 @@ async def test_a_file_copied_among_the_batches_adds_nothing(
     if repairs:
         assert any("another" in line for line in repair_run(paths.root))
         assert validate_run(paths.root).sound
+        assert orjson.loads((paths.root / "checkpoint.json").read_bytes())["completed"] == ROLLOUTS
     merge(paths.root)
     assert keys_in(paths.artifact) == KEYS
     assert validate_run(paths.root).sound
