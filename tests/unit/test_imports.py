@@ -16,6 +16,7 @@ FLOORS: list[set[str]] = [
         "web",
         "user_code",
         "daemon_threads",
+        "stderr_log",
         "stop_signals",
         "metrics_text",
         "redaction",

@@ -385,7 +385,10 @@ class _Run:
 
         prepared, settings = self._prepared, self._settings
         async with AsyncExitStack() as stack:
-            self._waits.begin("starting the engine")
+            has_workers = settings.executor != "local" or settings.processes > 1
+            self._waits.begin(
+                "starting the workers and their engine" if has_workers else "starting the engine"
+            )
             execution = await start_execution(
                 Start(prepared, writer, self._directory.paths.logs, self._stop, stack, self._count)
             )

@@ -214,6 +214,8 @@ async def prepare(
     upload = bool(settings.generation.upload_artifact)
     say("looking whether trackers can work")
     await in_daemon_thread(partial(check_trackers, settings.trainer.logger, upload=upload))
+    if settings.generation.executor != "local":
+        say(f"loading the executor {settings.generation.executor}")
     if (elsewhere := executor_elsewhere(settings)) is not None:
         return await elsewhere.prepare(config)
     say("loading tools and agent loops")
@@ -225,6 +227,8 @@ async def prepare(
 def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents, say: Say) -> Prepared:
     resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     assert isinstance(resolved, DictConfig)
+    if resolved.train_tasks:
+        say("making the tasks' rows")
     resolve_tasks_into_config(resolved)
     settings = to_settings(resolved)
     check_exports(settings.generation.export)
