@@ -110,7 +110,7 @@ def bench() -> None:
                 print(run_generation(at_once, tokens, requests, Path(folder)))
         return
     options = parse_options(__doc__.split("\n")[0])
-    rounds, sampled = (1, 100_000) if options.quick else (3, 600_000)
+    rounds, sampled = (1, 100_000) if options.quick else (3, 200_000)
     rows: list[dict[str, Any]] = []
     for tokens in (128, 8):
         for at_once in (32, 128):
