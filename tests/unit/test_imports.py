@@ -105,27 +105,11 @@ def imported_files(path: Path) -> set[Path]:
     return {file for file in files if file.is_file()} - {path}
 
 
-KNOWN_CIRCLES = {
-    frozenset({"chat/parsers/*"}),
-    frozenset({"integrations/verl/worker_recipe.py", "integrations/verl/workers.py"}),
-}
-"""They work because one side imports within a function: `chat/parsers/base.py` looks parsers up that are made
-from it, and a worker's recipe the class of the worker that is made by it."""
-
-
-def name_of(path: Path) -> str:
-    """A file below the package; all parsers are one."""
-    name = str(path.relative_to(ROOT))
-    return "chat/parsers/*" if name.startswith("chat/parsers/") else name
-
-
 def test_no_files_import_each_other_in_a_circle() -> None:
     imports: dict[str, set[str]] = {}
     for path in MODULES:
-        imports.setdefault(name_of(path), set()).update(map(name_of, imported_files(path)))
-    for circle in KNOWN_CIRCLES:
-        for name in circle:
-            imports[name] -= circle
+        others = imported_files(path) - {ROOT / "__init__.py"}
+        imports[str(path.relative_to(ROOT))] = {str(other.relative_to(ROOT)) for other in others}
     while ends := [name for name, others in imports.items() if not others & imports.keys()]:
         for name in ends:
             del imports[name]

@@ -13,7 +13,8 @@ from rollstream.agent.images import ImageReader
 from rollstream.agent.interactions import Interactions
 from rollstream.agent.prompt import PromptRenderer
 from rollstream.agent.tools.toolbox import ToolBox
-from rollstream.chat.parsers.base import ToolCallParser, get_parser
+from rollstream.chat.parsers.base import ToolCallParser
+from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer
 from rollstream.engine.base import ChatEngine, ChatPrompt, Engine

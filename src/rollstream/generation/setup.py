@@ -17,7 +17,7 @@ import orjson
 from omegaconf import DictConfig, OmegaConf
 
 import rollstream
-from rollstream.chat.parsers.base import get_parser
+from rollstream.chat.parsers.registry import get_parser
 from rollstream.config.load import to_settings, to_stored_yaml
 from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread

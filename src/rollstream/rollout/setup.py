@@ -20,7 +20,7 @@ from rollstream.agent.registry import AgentLoops, load_agent_loops
 from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.agent.tools.result import ToolLimits
 from rollstream.agent.tools.toolbox import ToolBox, load_toolbox
-from rollstream.chat.parsers.base import get_parser
+from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.processor import load_processor
 from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer, NoTokenizer, load_tokenizer

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from rollstream.chat.parsers.base import get_parser
+from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.engine.base import Engine
 from rollstream.engine.continuation import ContinuingEngine

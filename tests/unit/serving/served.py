@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from rollstream.chat.parsers.base import get_parser
+from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.demo import MODEL_PATH
 from rollstream.serving.model import ServedModel

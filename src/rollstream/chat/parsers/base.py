@@ -1,10 +1,8 @@
-"""What a parser gives, what one is, and parsers by name."""
+"""What a parser gives, and what one is."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
-
-from rollstream.errors import unknown_name
 
 SegmentKind = Literal["content", "thinking", "call", "markup"]
 """`markup` is structure that belongs to none of the others: wrappers, channel headers, end tokens."""
@@ -76,40 +74,15 @@ class ToolCallParser(Protocol):
 
 
 _ParserT = TypeVar("_ParserT", bound=Callable[[], ToolCallParser])
-_parsers: dict[str, Callable[[], ToolCallParser]] = {}
+PARSERS: dict[str, Callable[[], ToolCallParser]] = {}
+"""The registered ones, by name. Ask `registry`, which knows the built-in ones, too."""
 
 
 def register_parser(name: str) -> Callable[[_ParserT], _ParserT]:
     """Class decorator: makes a parser known under a name. Its class is called without arguments."""
 
     def decorate(parser: _ParserT) -> _ParserT:
-        _parsers[name] = parser
+        PARSERS[name] = parser
         return parser
 
     return decorate
-
-
-def get_parser(name: str) -> ToolCallParser:
-    """The parser registered under a name.
-
-    Raises:
-        ConfigError: there is none; it names the nearest one and lists all.
-    """
-    _register_built_in()
-    if name not in _parsers:
-        raise unknown_name("tool parser", name, _parsers)
-    return _parsers[name]()
-
-
-def parser_names() -> list[str]:
-    """Names of all parsers, other spellings of them included."""
-    _register_built_in()
-    return sorted(_parsers)
-
-
-def _register_built_in() -> None:
-    import rollstream.chat.parsers.gpt_oss
-    import rollstream.chat.parsers.llama3_json
-    import rollstream.chat.parsers.mistral
-    import rollstream.chat.parsers.sections
-    import rollstream.chat.parsers.tool_call_tags  # noqa: F401

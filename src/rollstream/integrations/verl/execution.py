@@ -243,6 +243,7 @@ async def _start(start: Start, prepared: VerlPrepared) -> Execution:
     recipe = VerlRecipe(
         config_yaml=OmegaConf.to_yaml(_worker_config(serving_config(prepared.config))),
         verl_config=verl_config,
+        worker=manager.worker_class,
         client=manager.llm_client,
         handles=tuple(servers.server_handles),
         loop_names=tuple(prepared.loop_names),

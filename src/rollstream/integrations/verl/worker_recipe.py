@@ -4,6 +4,7 @@ The actor, its reports and its window are rollstream's; inside it verl's own wor
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,8 @@ class VerlRecipe:
     config_yaml: str
     """rollstream's configuration, without loops and tools: see `plain_config`."""
     verl_config: DictConfig
+    worker: Callable[[DictConfig, Any], Any]
+    """Makes verl's own worker of `verl_config` and the client: a class, for it travels by its name."""
     client: Any
     """A `StreamingLLMServerClient`."""
     handles: tuple[Any, ...]
@@ -77,9 +80,7 @@ class VerlRecipe:
             )
 
     def _verl_worker(self) -> Any:
-        from rollstream.integrations.verl.workers import StreamingAgentLoopWorker
-
-        worker = StreamingAgentLoopWorker(self.verl_config, self.client)
+        worker = self.worker(self.verl_config, self.client)
         self.client.max_positions = _max_positions(worker.model_config.hf_config)
         return worker
 
@@ -151,6 +152,7 @@ def bare_recipe(manager: Any, *, max_attempts: int) -> VerlRecipe:
     return VerlRecipe(
         config_yaml=OmegaConf.to_yaml(compose(layers=[given])),
         verl_config=verl_config,
+        worker=manager.worker_class,
         client=manager.llm_client,
         handles=tuple(manager.server_handles),
         loop_names=(rollout.agent.default_agent_loop,),

@@ -16,6 +16,7 @@ from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServer
 from rollstream.agent.base import turn_seed
 from rollstream.engine.ray_package import one_line
 from rollstream.errors import DataError, EngineUnavailableError, RollstreamError
+from rollstream.integrations.verl import worker_recipe
 from rollstream.integrations.verl.composed import OWN_SERVERS
 from rollstream.integrations.verl.inbox import Inbox
 from rollstream.integrations.verl.rows import sample_row
@@ -243,8 +244,10 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
     again. `generate_sequences` is verl's own, over verl's workers, which are started when it is first called.
     """
 
+    worker_class = StreamingAgentLoopWorker
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.agent_loop_workers_class = ray.remote(StreamingAgentLoopWorker)
+        self.agent_loop_workers_class = ray.remote(self.worker_class)
         self.agent_loop_workers: list[Any] = []
         self.server_handles: list[Any] = []
         """Of the servers, asked whether they are well; without, requests that fail say it."""
@@ -273,8 +276,6 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
             DataError: an `index` that is missing, no number, negative, or there twice. (A sample without
                 messages is a failed one.)
         """
-        from rollstream.integrations.verl.worker_recipe import bare_recipe
-
         rows: dict[int, Mapping[str, Any]] = {}
         seen: set[int] = set()
 
@@ -292,7 +293,7 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
 
         inbox = Inbox()
         executor = self.make_executor(
-            bare_recipe(self, max_attempts=max_attempts),
+            worker_recipe.bare_recipe(self, max_attempts=max_attempts),
             inbox,
             load_row=lambda index: sample_row(index, rows[index]),
             max_in_flight=max_in_flight,

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from rollstream.chat.parsers.base import ParsedOutput, get_parser
+from rollstream.chat.parsers.base import ParsedOutput
+from rollstream.chat.parsers.registry import get_parser
 from tests.unit.chat.parsers.formats import FORMATS, TOOLS, Calls, Format
 
 ONE: Calls = [("search", {"query": "weather in Paris", "limit": 3})]

@@ -5,7 +5,8 @@ import random
 import orjson
 import pytest
 
-from rollstream.chat.parsers.base import ParsedOutput, get_parser, parser_names
+from rollstream.chat.parsers.base import ParsedOutput
+from rollstream.chat.parsers.registry import get_parser, parser_names
 from tests.unit.chat.parsers.formats import FORMATS, TOOLS, Calls, Format
 
 ROUNDS = 10_000

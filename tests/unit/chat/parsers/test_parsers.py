@@ -5,14 +5,8 @@ from typing import Any
 
 import pytest
 
-from rollstream.chat.parsers.base import (
-    ParsedOutput,
-    Segment,
-    ToolCall,
-    get_parser,
-    parser_names,
-    register_parser,
-)
+from rollstream.chat.parsers.base import ParsedOutput, Segment, ToolCall, register_parser
+from rollstream.chat.parsers.registry import get_parser, parser_names
 from rollstream.chat.parsers.tool_call_tags import HermesParser
 from rollstream.errors import ConfigError
 from tests.unit.chat.parsers.formats import TOOLS
@@ -468,7 +462,8 @@ def test_names_and_stop_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     ]:
         with pytest.raises(ConfigError, match="unknown tool parser .*" + re.escape(message)):
             get_parser(wrong)
-    monkeypatch.setattr("rollstream.chat.parsers.base._parsers", {})
+    monkeypatch.setattr("rollstream.chat.parsers.base.PARSERS", own := {})
+    monkeypatch.setattr("rollstream.chat.parsers.registry.PARSERS", own)
 
     @register_parser("own")
     class Own(HermesParser):
