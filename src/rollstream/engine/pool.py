@@ -8,7 +8,8 @@
     some are there, and all failed at it    --> TransientEngineError: charged as an attempt
     the request is at fault                 --> EngineError, at once
 
-Which replicas are ready, and their weights: `readiness`.
+Which replicas are ready, and their weights: `readiness`. Which requests are ended where they are slow, to go on
+elsewhere with the tokens they have: `stragglers`.
 """
 
 import asyncio
@@ -341,13 +342,16 @@ class PoolEngine:
         self._closed = True
         for task in self._watching:
             task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+        results = await asyncio.gather(*self._watching, return_exceptions=True)
         try:
             await self._readiness.close()
         finally:
             if self._aborts:
                 await asyncio.wait(self._aborts, timeout=_ABORT_TIMEOUT_S)
             await asyncio.gather(*(one.replica.close() for one in self._readiness.members.values()))
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
 
     async def _attempt(self, request: _Request, member: Member) -> Completion | None:
         """A replica's answer; None, with the cause in `request.failures`, when others may do better.

@@ -148,3 +148,16 @@ async def test_cancelling_a_request_that_moves_leaves_nothing(monkeypatch: pytes
         at.task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await at.task
+
+
+async def test_a_fault_of_the_look_for_stragglers_surfaces_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(**_: Any) -> bool:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pool_module, "should_move", broken)
+    async with straggler(monkeypatch, 0.5) as at:
+        await asyncio.wait_for(at.task, 20)
+        with pytest.raises(ZeroDivisionError):
+            await at.pool.close()
