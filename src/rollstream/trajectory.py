@@ -1,7 +1,8 @@
 """The nouns every room shares. Ragged: nothing is padded anywhere but in an exporter that needs it."""
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -159,6 +160,18 @@ class Trajectory:
         if self.prompt_ids:
             return len(self.response_ids)
         return int(self.extra.get("usage", {}).get("response_tokens", 0))
+
+    def generations(self) -> Iterator[tuple[list[int], list[int]]]:
+        """For each run of sampled tokens: the ids that the model saw, and the ids that it answered.
+
+        Answers with no token between them, such as one that was continued after a weight update, are one run.
+        """
+        start = 0
+        for sampled, run in itertools.groupby(self.response_mask):
+            end = start + len(list(run))
+            if sampled:
+                yield self.prompt_ids + self.response_ids[:start], self.response_ids[start:end]
+            start = end
 
 
 @dataclass(slots=True)
