@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rollstream.aio import Backoff
+from rollstream.aio import Backoff, any_true
 from rollstream.engine.base import (
     Capabilities,
     ChatEngine,
@@ -197,6 +197,8 @@ class ContinuingEngine:
         self._empty = asyncio.Event()
         self._empty.set()
         self._is_open = True
+        self._resumed = asyncio.Event()
+        self._resumed.set()
         self._updating = asyncio.Lock()
         self._closed = False
         self._progress_at = float("-inf")
@@ -209,6 +211,15 @@ class ContinuingEngine:
     @property
     def capabilities(self) -> Capabilities:
         return self._engine.capabilities
+
+    @property
+    def inside(self) -> int:
+        """Requests that the engine has, whether it works on them or queues them."""
+        return len(self._inside)
+
+    @property
+    def paused(self) -> bool:
+        return not self._resumed.is_set()
 
     async def start(self) -> None:
         await self._engine.start()
@@ -231,7 +242,7 @@ class ContinuingEngine:
         self._requests[request_id] = request
         try:
             while True:
-                await self._wait(request, until=lambda: self._is_open)
+                await self._wait(request, until=lambda: self._is_open and self._resumed.is_set())
                 if self._closed:
                     raise EngineUnavailableError("the engine is closed")
                 if request.aborted:
@@ -264,6 +275,20 @@ class ContinuingEngine:
             request.wake.set()
         if request is None or request in self._inside:
             await self._engine.abort(request_id)
+
+    async def pause(self) -> None:
+        """Aborts what is in the engine, as its caller would, and holds back what comes until `resume`.
+
+        Returns when the engine is empty, or the pause has ended. Weights can be updated meanwhile.
+        """
+        self._resumed.clear()
+        await asyncio.gather(*(self.abort(request.request_id) for request in self._inside))
+        await any_true((self._empty.wait(), self._resumed.wait()))
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._resumed.set()
+        self._wake_all()
 
     async def update_weights(self, source: str, version: int) -> None:
         """Loads other weights; one update at a time, in the order of the calls.

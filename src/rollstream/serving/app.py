@@ -1,21 +1,17 @@
-"""The routes of the server."""
+"""The HTTP server around an engine: its routes, who may use them, its end in good order."""
 
-from dataclasses import asdict, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 
-from aiohttp import web
-
-from rollstream.serving import native
-from rollstream.serving.chat import chat
-from rollstream.serving.completions import complete
+from rollstream.chat.wires.requests import refusal_of, render_error
+from rollstream.engine.base import Engine
 from rollstream.serving.control import ControlRoutes
-from rollstream.serving.metrics import RequestCounts
 from rollstream.serving.model import ServedModel
-from rollstream.serving.openai_wire import check_model, event_stream
-from rollstream.serving.parameters import request_object
-from rollstream.serving.refusals import refusal_of, render_error
+from rollstream.serving.native import NativeRoutes
+from rollstream.serving.openai import OpenAIRoutes
 from rollstream.serving.service import EngineService
-from rollstream.web import Access, Limits, Request, Route, WebServer, json_response
+from rollstream.web import Access, Limits, Route, WebServer
 
 MAX_BODY = 64 * 2**20
 """Bytes. A batch of 64 prompts of 100,000 ids is 40 MB of JSON; more is a mistake."""
@@ -23,96 +19,85 @@ MAX_BODY = 64 * 2**20
 _SPARE_CONNECTIONS = 256
 """Beside those that wait for a sample: for idle ones, monitoring, and requests that are refused."""
 
+_LAST_ANSWERS_S = 5.0
+"""For handlers to write their last answers, which they have already, when the server ends."""
 
-def create_server(
-    model: ServedModel, service: EngineService, counts: RequestCounts, *, access: Access | None = None
-) -> WebServer:
-    """The HTTP server, not started.
+
+class Server:
+    """Serves a started engine; closes it at the end.
+
+    Example:
+        >>> async with Server(engine, model, port=0) as server:
+        ...     print(server.url)
 
     Args:
-        model: what is served.
-        service: its engine.
-        counts: of the requests that it answers.
-        access: who may send requests.
+        engine: started.
+        model: what it serves.
+        host: address to listen on.
+        port: 0 takes a free one.
+        max_queue: samples in flight at most.
+        api_key: what clients have to show; None asks for none.
+        allowed_hosts: further names of this server, as clients write them.
+        insecure: listens beyond loopback also without a key.
     """
 
-    def count(route: Route | None, status: int, seconds: float) -> None:
-        # Paths that nobody knows share a label: clients could make any number of them.
-        counts.answered[route.path if route else "unknown", status] += 1
-
-    routes = [*ControlRoutes(model, service, counts).routes(), *_GenerationRoutes(model, service).routes()]
-    return WebServer(
-        # A client that goes away aborts its request.
-        (replace(route, cancel_when_gone=True) for route in routes),
-        access=access,
-        limits=Limits(max_body=MAX_BODY, max_connections=service.max_queue + _SPARE_CONNECTIONS),
-        translate=refusal_of,
-        render_error=render_error,
-        on_answer=count,
-    )
-
-
-class _GenerationRoutes:
-    """What samples, and the list of models."""
-
-    def __init__(self, model: ServedModel, service: EngineService) -> None:
-        self._model = model
-        self._service = service
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("POST", "/generate", self.generate),
-            Route("PUT", "/generate", self.generate),
-            Route("POST", "/v1/completions", self.completions),
-            Route("POST", "/v1/chat/completions", self.chat),
-            Route("GET", "/v1/models", self.models),
-            Route("GET", "/v1/models/{name...}", self.one_model),
+    def __init__(
+        self,
+        engine: Engine,
+        model: ServedModel,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 30000,
+        max_queue: int = 8192,
+        api_key: str | None = None,
+        allowed_hosts: Iterable[str] = (),
+        insecure: bool = False,
+    ) -> None:
+        self._service = EngineService(engine, max_queue=max_queue, model_path=model.path)
+        self._answered: Counter[tuple[str, int]] = Counter()
+        routes = [
+            *NativeRoutes(model, self._service).routes(),
+            *OpenAIRoutes(model, self._service).routes(),
+            *ControlRoutes(model, self._service, self._answered).routes(),
         ]
+        self._web = WebServer(
+            # A client that goes away aborts its request.
+            (replace(route, cancel_when_gone=True) for route in routes),
+            access=Access(api_key, allowed_hosts=frozenset(allowed_hosts), insecure=insecure),
+            limits=Limits(max_body=MAX_BODY, max_connections=max_queue + _SPARE_CONNECTIONS),
+            translate=refusal_of,
+            render_error=render_error,
+            on_answer=self._count,
+        )
+        self._host = host
+        self._port = port
 
-    async def generate(self, request: Request) -> web.Response:
-        given = await request_object(request)
-        reply, stream = await native.generate(given, self._model, self._service)
-        if not stream:
-            return json_response(reply)
-        if not isinstance(reply, list):
-            return _stream([reply])
-        return _stream([{**one, "index": index} for index, one in enumerate(reply)])
+    def _count(self, route: Route | None, status: int, seconds: float) -> None:
+        # Paths that nobody knows share a label: clients could make any number of them.
+        self._answered[route.path if route else "unknown", status] += 1
 
-    async def completions(self, request: Request) -> web.Response:
-        given = await request_object(request)
-        return _one_or_stream(await complete(given, self._model, self._service))
+    @property
+    def url(self) -> str:
+        """Known once `start` has returned."""
+        return self._web.url
 
-    async def chat(self, request: Request) -> web.Response:
-        given = await request_object(request)
-        return _one_or_stream(await chat(given, self._model, self._service))
+    async def start(self) -> str:
+        """Begins to listen; returns the URL.
 
-    async def models(self, request: Request) -> web.Response:
-        return json_response({"object": "list", "data": [self._describe()]})
+        Raises:
+            ConfigError: the address cannot be used.
+        """
+        return await self._web.start(self._host, self._port)
 
-    async def one_model(self, request: Request) -> web.Response:
-        check_model(request.params["name"], self._model)
-        return json_response(self._describe())
+    async def stop(self) -> None:
+        """Ends: no more connections, 503 to who is still waiting, then the engine and the sockets."""
+        self._web.stop_listening()
+        await self._service.close()
+        await self._web.stop(_LAST_ANSWERS_S)
 
-    def _describe(self) -> dict[str, Any]:
-        return {
-            "id": self._model.name,
-            "object": "model",
-            "created": self._model.created,
-            "owned_by": "rollstream",
-            "root": self._model.path,
-            "parent": None,
-            "max_model_len": self._service.capabilities.max_model_len,
-            # No field of OpenAI's or vLLM's: spares our own client the questions that it asks a vLLM.
-            "capabilities": asdict(self._service.capabilities),
-        }
+    async def __aenter__(self) -> "Server":
+        await self.start()
+        return self
 
-
-def _one_or_stream(answer: dict[str, Any] | list[dict[str, Any]]) -> web.Response:
-    return _stream(answer) if isinstance(answer, list) else json_response(answer)
-
-
-def _stream(chunks: list[dict[str, Any]]) -> web.Response:
-    # The engine has given the whole: all events go at once, and what goes wrong before has its status.
-    return web.Response(
-        body=event_stream(chunks), content_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-    )
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()

@@ -3,12 +3,11 @@
 import argparse
 import asyncio
 import contextlib
-import logging
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,15 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.engine.base import Engine
-from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.registry import create_engine, data_deciding_kwargs
 from rollstream.errors import ConfigError
+from rollstream.serving.app import Server
 from rollstream.serving.model import ServedModel
-from rollstream.serving.parent import parent_ended
-from rollstream.serving.server import Server
 from rollstream.stderr_log import log_to_stderr
-from rollstream.stop_signals import stop_signals
+from rollstream.stop_signals import StoppedEarly, StopSignals
 
-_LOG = logging.getLogger(__name__)
-
-_REPORT_S = 10.0
-"""Between two lines about requests: a person reads along, and a thousand requests are one line."""
+_PARENT_POLL_S = 1.0
+"""Where the kernel does not tell: twice a second would be no better for anybody."""
 
 
 def run(options: argparse.Namespace, parent_pid: int) -> int:
@@ -76,17 +71,12 @@ def _load(options: argparse.Namespace, log_dir: Path) -> tuple[Engine, ServedMod
     except ConfigError as error:
         # The same engines are set up by `rollstream generate`, whose word for it this is.
         raise ConfigError(str(error).replace("actor_rollout_ref.model.path", "--model")) from error
-    # Who is in flight when weights are updated goes on with the new ones.
-    return ContinuingEngine(engine), ServedModel(
-        name, path, options.engine, tokenizer, parser, keeps_prefixes
-    )
+    return engine, ServedModel(name, path, options.engine, tokenizer, parser, keeps_prefixes)
 
 
 async def _serve(engine: Engine, model: ServedModel, options: argparse.Namespace, parent_pid: int) -> None:
-    stop = stop_signals()
-    owned: list[asyncio.Task[None]] = []
-    if options.exit_with_parent:
-        owned.append(asyncio.create_task(_stop_with_parent(parent_pid, stop)))
+    signals = StopSignals(on_second=lambda number: os._exit(128 + number))
+    signals.install()
     server = Server(
         engine,
         model,
@@ -97,70 +87,34 @@ async def _serve(engine: Engine, model: ServedModel, options: argparse.Namespace
         allowed_hosts=options.allow_host,
         insecure=options.insecure,
     )
+    watch = asyncio.create_task(_stop_with_parent(parent_pid, signals)) if options.exit_with_parent else None
     try:
-        if not await _unless(stop, engine.start()):
-            return
+        await signals.unless_stopped(engine.start())
         await server.start()
-        owned.append(asyncio.create_task(_report(server)))
-        _announce(server, model, as_json=options.json)
-        await stop.wait()
-        _LOG.info("stopping")
+        _announce(server.url, engine, model, as_json=options.json)
+        await signals.requested.wait()
+    except StoppedEarly:
+        pass
     finally:
-        for task in owned:
-            task.cancel()
-        await asyncio.gather(*owned, return_exceptions=True)
+        if watch is not None:
+            watch.cancel()
         await server.stop()
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Awaits `work`; False when `stop` came first, and `work` was cancelled."""
-    task, waiter = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-            return True
-        return False
-    finally:
-        waiter.cancel()
-        task.cancel()
-        await asyncio.wait({task, waiter})
-
-
-async def _stop_with_parent(parent_pid: int, stop: asyncio.Event) -> None:
+async def _stop_with_parent(parent_pid: int, signals: StopSignals) -> None:
     await parent_ended(parent_pid)
-    stop.set()
+    signals.requested.set()
 
 
-def _announce(server: Server, model: ServedModel, *, as_json: bool) -> None:
+def _announce(url: str, engine: Engine, model: ServedModel, *, as_json: bool) -> None:
     """Tells a program, or a person, that requests are answered now."""
     if as_json:
-        line = orjson.dumps({"url": server.url, "pid": os.getpid(), "model": model.name}).decode()
+        line = orjson.dumps({"url": url, "pid": os.getpid(), "model": model.name}).decode()
     else:
-        capabilities = server.service.capabilities
-        line = (
-            f"{model.name} ({model.engine}, {capabilities.max_model_len} tokens) at {server.url}, "
-            f"for OpenAI's clients {server.url}/v1"
-        )
+        length = engine.capabilities.max_model_len
+        line = f"{model.name} ({model.engine}, {length} tokens) at {url}, for OpenAI's clients {url}/v1"
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-async def _report(server: Server) -> None:
-    """Logs what was answered, now and then, and nothing while nothing happens."""
-    service = server.service
-    requests, tokens = 0, 0
-    while True:
-        await asyncio.sleep(_REPORT_S)
-        if (server.counts.total, service.generated_tokens) != (requests, tokens):
-            _LOG.info(
-                "%d requests answered, %d tokens sampled in %g s; %d samples in flight",
-                server.counts.total - requests,
-                service.generated_tokens - tokens,
-                _REPORT_S,
-                service.running + service.waiting,
-            )
-            requests, tokens = server.counts.total, service.generated_tokens
 
 
 def _read_engine_kwargs(words: Sequence[str]) -> dict[str, Any]:
@@ -198,3 +152,31 @@ def _log_folder(chosen: Path | None) -> Iterator[Path]:
             folder.rmdir()
         raise
     shutil.rmtree(folder, ignore_errors=True)
+
+
+async def parent_ended(parent_pid: int) -> None:
+    """Returns when the parent is gone.
+
+    On Linux the kernel says so, by a file descriptor of the process. (Its signal for children,
+    `PR_SET_PDEATHSIG`, comes also when only the *thread* ends that started them.)
+
+    Args:
+        parent_pid: `os.getppid()` as early as possible: a parent that ended before is noticed, too.
+    """
+    if sys.platform == "linux" and os.getppid() == parent_pid:
+        with contextlib.suppress(OSError):  # an old kernel, or it has just ended
+            await _readable(os.pidfd_open(parent_pid))
+            return
+    while os.getppid() == parent_pid:  # noqa: ASYNC110  nothing here tells when it changes
+        await asyncio.sleep(_PARENT_POLL_S)
+
+
+async def _readable(descriptor: int) -> None:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)

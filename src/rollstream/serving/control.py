@@ -1,8 +1,9 @@
-"""SGLang's routes beside `/generate`: health, who you are, aborts, pauses, weights.
+"""SGLang's routes beside `/generate`: health, who you are, load, aborts, pauses, weights.
 
 Source: https://docs.sglang.io/basic_usage/native_api.html and advanced_features/sglang_for_rl.html.
 """
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,12 @@ import msgspec
 from aiohttp import web
 
 import rollstream
+from rollstream.chat.wires.requests import RequestError, read_object, read_parameters, request_object
 from rollstream.errors import EngineError, RollstreamError
-from rollstream.serving.metrics import RequestCounts, metrics_text
+from rollstream.metrics_text import family, metrics_page
 from rollstream.serving.model import ServedModel
-from rollstream.serving.parameters import read_object, read_parameters, request_object
-from rollstream.serving.refusals import RequestError
 from rollstream.serving.service import EngineService
-from rollstream.web import Handler, Request, Route, json_response
+from rollstream.web import Request, Route, json_response
 
 
 class _Abort(msgspec.Struct):
@@ -42,30 +42,43 @@ _UPDATE_WORDS = frozenset(("load_format", "is_async", "torch_empty_cache", "toke
 
 _UPDATE_NEUTRAL = {"keep_pause": False, "recapture_cuda_graph": False, "flush_cache": True}
 
+_AS_OTHERS_SAY = {
+    "running": ("sglang:num_running_reqs", "vllm:num_requests_running"),
+    "queued": ("sglang:num_queue_reqs", "vllm:num_requests_waiting"),
+    "kv_usage": ("sglang:token_usage", "vllm:kv_cache_usage_perc"),
+    "preemptions": ("sglang:num_retracted_requests_total", "vllm:num_preemptions_total"),
+}
+"""What clients of those servers read, see `engine.load`."""
+
 
 class ControlRoutes:
-    """The handlers."""
+    """The handlers.
 
-    def __init__(self, model: ServedModel, service: EngineService, counts: RequestCounts) -> None:
+    Args:
+        model: what is served.
+        service: its engine.
+        answered: HTTP requests by route and status.
+    """
+
+    def __init__(
+        self, model: ServedModel, service: EngineService, answered: Counter[tuple[str, int]]
+    ) -> None:
         self._model = model
         self._service = service
-        self._counts = counts
+        self._answered = answered
 
     def routes(self) -> list[Route]:
         """What goes where. Load balancers and monitoring have no key; as in SGLang."""
-
-        def both(path: str, handler: Handler, *, open: bool = False) -> list[Route]:
-            return [Route(method, path, handler, open=open) for method in ("GET", "POST")]
-
         return [
-            *both("/health", self.health, open=True),
-            *both("/health_generate", self.health_generate, open=True),
-            *both("/flush_cache", self.flush_cache),
-            *both("/get_load", self.load),
+            Route("GET", "/health", self.health, open=True),
+            Route("GET", "/health_generate", self.health_generate, open=True),
+            Route("GET", "/metrics", self.metrics, open=True),
+            Route("GET", "/flush_cache", self.flush_cache),
+            Route("POST", "/flush_cache", self.flush_cache),
+            Route("GET", "/get_load", self.load),
             Route("GET", "/get_model_info", self.model_info),
             Route("GET", "/get_server_info", self.server_info),
             Route("GET", "/get_weight_version", self.weight_version),
-            Route("GET", "/metrics", self.metrics, open=True),
             Route("POST", "/abort_request", self.abort),
             Route("POST", "/pause_generation", self.pause),
             Route("POST", "/continue_generation", self.resume),
@@ -78,25 +91,22 @@ class ControlRoutes:
 
     async def health_generate(self, request: Request) -> web.Response:
         """The same, by sampling a token."""
-        if not await self._service.health():
-            return web.Response(status=503)
         try:
-            await self._service.try_out()
+            if await self._service.health():
+                await self._service.try_out()
+                return web.Response()
         except EngineError:
-            return web.Response(status=503)
-        return web.Response()
+            pass
+        return web.Response(status=503)
 
     async def model_info(self, request: Request) -> web.Response:
-        """Of the weights."""
+        """What clients ask about the weights."""
         return json_response(
             {
-                "model_path": self._service.model_path,
-                "tokenizer_path": self._model.path,
+                **self._describe(),
                 "is_generation": True,
                 "preferred_sampling_params": None,
-                "weight_version": str(self._service.weight_version),
                 "has_image_understanding": False,
-                "vocab_size": self._service.capabilities.vocab_size,
             }
         )
 
@@ -105,15 +115,12 @@ class ControlRoutes:
         capabilities = self._service.capabilities
         return json_response(
             {
-                "model_path": self._service.model_path,
-                "tokenizer_path": self._model.path,
+                **self._describe(),
                 "served_model_name": self._model.name,
                 "context_length": capabilities.max_model_len,
-                "vocab_size": capabilities.vocab_size,
                 # SGLang's words: seeds are honoured, and stop strings are not found.
                 "enable_deterministic_inference": capabilities.seeds,
                 "skip_tokenizer_init": not capabilities.stop_strings,
-                "weight_version": str(self._service.weight_version),
                 "version": f"rollstream {rollstream.__version__}",
                 "status": "paused" if self._service.paused else "ready",
                 "engine": self._model.engine,
@@ -122,8 +129,16 @@ class ControlRoutes:
             }
         )
 
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "model_path": self._service.model_path,
+            "tokenizer_path": self._model.path,
+            "weight_version": str(self._service.weight_version),
+            "vocab_size": self._service.capabilities.vocab_size,
+        }
+
     async def weight_version(self, request: Request) -> web.Response:
-        """Of answers that begin now."""
+        """The version of answers that begin now."""
         return json_response({"weight_version": str(self._service.weight_version)})
 
     async def load(self, request: Request) -> web.Response:
@@ -131,20 +146,17 @@ class ControlRoutes:
         load = await self._service.load()
         return json_response([self._load(queued=load.queued if load is not None else 0)])
 
-    async def metrics(self, request: Request) -> web.Response:
-        """For Prometheus."""
-        return web.Response(
-            body=metrics_text(self._service, self._counts, await self._service.load()),
-            content_type="text/plain",
-        )
+    def _load(self, queued: int = 0) -> dict[str, Any]:
+        """`queued`: by the engine."""
+        running, waiting = self._service.running, self._service.waiting
+        queued = min(queued, running)
+        return {"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting + queued}
 
     async def abort(self, request: Request) -> web.Response:
         """Ends one request or all; one that is not in flight may just have ended."""
         asked = read_parameters(await request_object(request), _Abort, harmless=_ABORT_WORDS)
-        if asked.abort_all:
-            await self._service.abort()
-        elif asked.rid:
-            await self._service.abort(asked.rid)
+        if asked.abort_all or asked.rid:
+            await self._service.abort(None if asked.abort_all else asked.rid)
         return web.Response()
 
     async def flush_cache(self, request: Request) -> web.Response:
@@ -155,7 +167,8 @@ class ControlRoutes:
 
     async def pause(self, request: Request) -> web.Response:
         """Aborts what is in flight and holds back what comes."""
-        asked = read_parameters(await _optional_object(request), _Pause)
+        body = await request.body()
+        asked = read_parameters(read_object(body) if body.strip() else {}, _Pause)
         if asked.mode != "abort":
             raise RequestError(f"mode {asked.mode!r} is not supported, but 'abort'", param="mode")
         await self._service.pause()
@@ -181,9 +194,10 @@ class ControlRoutes:
             if not Path(asked.model_path).is_dir():
                 # Some engines would take another text for a name on a hub, and fetch it.
                 raise RequestError(f"there is no folder {asked.model_path} here", param="model_path")
+            version = _version(asked.weight_version)
             if asked.abort_all_requests:
                 await self._service.abort()
-            version = await self._service.update_weights(asked.model_path, _version(asked.weight_version))
+            version = await self._service.update_weights(asked.model_path, version)
         except RollstreamError as error:
             # SGLang's shape, with OpenAI's beside it.
             body = {"success": False, "message": str(error), "error": {"message": str(error)}}
@@ -191,11 +205,33 @@ class ControlRoutes:
         body = {"success": True, "message": f"weights loaded, version {version}", "num_paused_requests": 0}
         return json_response(body)
 
-    def _load(self, queued: int = 0) -> dict[str, Any]:
-        """`queued`: by the engine."""
-        running, waiting = self._service.running, self._service.waiting
-        in_engine = min(queued, running)
-        return {"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting + in_engine}
+    async def metrics(self, request: Request) -> web.Response:
+        """For Prometheus. What the engine does not say of its load, or a part of it, is not there."""
+        service, load = self._service, await self._service.load()
+        finished: dict[tuple[str, ...], float] = {
+            (reason,): number for reason, number in service.finished.items()
+        }
+        answered: dict[tuple[str, ...], float] = {
+            (route, str(status)): number for (route, status), number in self._answered.items()
+        }
+        families = [
+            family("rollstream_samples_running", "Samples that the engine has", service.running),
+            family(
+                "rollstream_samples_waiting", "Samples held back by a pause or an outage", service.waiting
+            ),
+            family("rollstream_paused", "1 during a pause", int(service.paused)),
+            family("rollstream_weight_version", "Version of the weights", service.weight_version),
+            family("rollstream_samples_total", "Samples by finish reason", finished, ["finish_reason"]),
+            family("rollstream_prompt_tokens_total", "Tokens of finished prompts", service.prompt_tokens),
+            family("rollstream_generated_tokens_total", "Tokens sampled", service.generated_tokens),
+            family("rollstream_http_requests_total", "Requests answered", answered, ["route", "status"]),
+        ]
+        for part, names in _AS_OTHERS_SAY.items():
+            value = getattr(load, part, None)
+            if value is not None:
+                value += service.waiting if part == "queued" else 0
+                families += [family(name, part, value) for name in names]
+        return web.Response(body=metrics_page(families), content_type="text/plain")
 
 
 def _version(asked: str | int | None) -> int | None:
@@ -207,8 +243,3 @@ def _version(asked: str | int | None) -> int | None:
         raise RequestError(
             f"weight_version {asked!r} must be a number: it is stored with each token", param="weight_version"
         ) from None
-
-
-async def _optional_object(request: Request) -> dict[str, Any]:
-    body = await request.body()
-    return read_object(body) if body.strip() else {}

@@ -1,30 +1,36 @@
-"""Everybody's requests to one engine: counted, bounded, found again for an abort, held back by a pause."""
+"""Everybody's requests to one engine: counted, bounded, found again for an abort, sampled again when it dies."""
 
 import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from rollstream.aio import SharedCheck
+from rollstream.chat.wires.requests import RequestError, Sampling
 from rollstream.engine.base import Capabilities, Engine, EngineLoad
-from rollstream.engine.checks import check_request
-from rollstream.engine.load import ask_load
+from rollstream.engine.checks import check_request, ids_fit
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.errors import EngineUnavailableError
-from rollstream.serving.refusals import RequestError
 from rollstream.trajectory import Completion, SamplingParams
 
 _LOG = logging.getLogger(__name__)
-
-_LIVES = 2
-"""How often a request is given to an engine that dies under it. More than once, since it was probably not
-this request's fault; not often, since it may have been."""
 
 _RECOVERY_S = 30.0
 """How long requests wait for an engine that died. A large model loads longer; clients may ask again."""
 
 _RECOVERY_POLL_S = 0.25
 """Between two attempts to bring it back; engines have a back-off of their own."""
+
+_SEEDS = 2**31
+"""Engines take seeds below it. A larger or negative one is folded: still one seed, one answer."""
+
+_MAX_STOPS = 64
+"""Each stop is searched for after each token; OpenAI takes four."""
+
+_MAX_SAMPLES = 4096
+"""Of one prompt; a mistyped `n` must not fill the memory before the queue's bound is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +43,13 @@ class EngineRequest:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlight:
     group: str
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a reason to wait may have gone."""
-    sent: bool = False
-    """Whether the engine has it."""
     aborted: bool = False
 
 
 class EngineService:
-    """A started engine, shared by all who ask.
-
-        waiting ----------------> in the engine ---> answered
-           ^  a pause, or the          |
-           +-- engine died ------------+
+    """A started engine, shared by all who ask. What pauses and new weights do is `ContinuingEngine`'s affair.
 
     Args:
         engine: started.
@@ -60,7 +58,7 @@ class EngineService:
     """
 
     def __init__(self, engine: Engine, *, max_queue: int, model_path: str) -> None:
-        self._engine = engine
+        self._engine = ContinuingEngine(engine)
         self.max_queue = max_queue
         self.model_path = model_path
         """Where the weights came from; changed by an update."""
@@ -71,16 +69,11 @@ class EngineService:
         self.prompt_tokens = 0
         """Of samples that ended."""
         self.generated_tokens = 0
-        self.running = 0
-        """Samples that the engine has, whether it works on them or queues them."""
-        self._flights: dict[str, _Flight] = {}
-        self._paused = False
+        self._in_flight: dict[str, _InFlight] = {}
         self._closed = False
         self._update = asyncio.Lock()
         self._trials = itertools.count()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._recovery: asyncio.Task[bool] | None = None
+        self._recovery = SharedCheck(self._recover)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -88,14 +81,19 @@ class EngineService:
         return self._engine.capabilities
 
     @property
+    def running(self) -> int:
+        """Samples that the engine has, whether it works on them or queues them."""
+        return self._engine.inside
+
+    @property
     def waiting(self) -> int:
-        """Samples that are held back: by a pause, or because the engine has to come back."""
-        return len(self._flights) - self.running
+        """Samples that are held back: by a pause or an update, or because the engine has to come back."""
+        return len(self._in_flight) - self.running
 
     @property
     def paused(self) -> bool:
         """Whether new requests wait."""
-        return self._paused
+        return self._engine.paused
 
     async def generate(self, group: str, requests: Sequence[EngineRequest]) -> list[Completion]:
         """Answers the samples of one request, in order; all or none.
@@ -111,53 +109,31 @@ class EngineService:
             EngineError: the engine's.
         """
         self._admit(requests)
-        flights = [_Flight(group) for _ in requests]
-        names = [request.request_id for request in requests]
-        self._flights.update(zip(names, flights, strict=True))
+        self._in_flight |= {request.request_id: _InFlight(group) for request in requests}
         try:
-            if len(requests) == 1:
-                return [await self._answer(requests[0], flights[0])]
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    answers = [
-                        tasks.create_task(self._answer(request, flight))
-                        for request, flight in zip(requests, flights, strict=True)
-                    ]
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
-            return [answer.result() for answer in answers]
+            async with asyncio.TaskGroup() as tasks:
+                answers = [tasks.create_task(self._answer(request)) for request in requests]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         finally:
-            for name in names:
-                del self._flights[name]
+            for request in requests:
+                del self._in_flight[request.request_id]
+        return [answer.result() for answer in answers]
 
     async def abort(self, name: str | None = None) -> None:
         """Ends requests early: that id, all of that group, or with None all. They return what they have."""
-        for request_id, flight in list(self._flights.items()):
-            if name is None or name in (request_id, flight.group):
-                flight.aborted = True
-                flight.wake.set()
-                if flight.sent:
-                    await self._engine.abort(request_id)
+        for request_id, one in list(self._in_flight.items()):
+            if name is None or name in (request_id, one.group):
+                one.aborted = True
+                await self._engine.abort(request_id)
 
     async def pause(self) -> None:
-        """Aborts what is in the engine and holds back what comes, until `resume`.
-
-        Returns when nothing is in the engine any more, or the pause has ended.
-        """
-        self._paused = True
-        for request_id, flight in list(self._flights.items()):
-            if flight.sent:
-                flight.aborted = True
-                await self._engine.abort(request_id)
-        if self.running and self._paused:
-            self._idle.clear()  # a resume may have set it
-            await self._idle.wait()
+        """Aborts what is in the engine and holds back what comes, until `resume`."""
+        await self._engine.pause()
 
     def resume(self) -> None:
         """Ends a pause."""
-        self._paused = False
-        self._idle.set()
-        self._wake_all()
+        self._engine.resume()
 
     async def update_weights(self, source: str, version: int | None) -> int:
         """Loads weights; returns their version. By default it is one more than the last.
@@ -180,20 +156,18 @@ class EngineService:
 
     async def load(self) -> EngineLoad | None:
         """How busy the engine is; None when it does not say."""
-        return await ask_load(self._engine)
+        return await self._engine.load()
 
     async def try_out(self) -> None:
         """Samples one token, also during a pause. Raises `EngineError` if that does not work."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=False)
-        await self._engine.generate([0], sampling, request_id=f"health-{next(self._trials)}")
+        async with self._update:  # by the engine inside, which must not be asked while it loads weights
+            await self._engine.engine.generate([0], sampling, request_id=f"health-{next(self._trials)}")
 
     async def close(self) -> None:
         """Closes the engine; requests in flight end with `EngineUnavailableError`."""
         self._closed = True
-        self._wake_all()
-        if self._recovery is not None:
-            self._recovery.cancel()
-            await asyncio.wait((self._recovery,))
+        await self._recovery.close()
         await self._engine.close()
 
     def _admit(self, requests: Sequence[EngineRequest]) -> None:
@@ -206,59 +180,38 @@ class EngineService:
         seen = set()
         for request in requests:
             check_request(request.prompt_ids, request.sampling, self.capabilities, images=None)
-            if request.request_id in self._flights or request.request_id in seen:
+            if request.request_id in self._in_flight or request.request_id in seen:
                 raise RequestError(f"request id {request.request_id!r} is in use", param="rid")
             seen.add(request.request_id)
-        if len(self._flights) + len(requests) > self.max_queue:
+        if len(self._in_flight) + len(requests) > self.max_queue:
             raise RequestError(
-                f"the queue is full: {len(self._flights)} of {self.max_queue} samples", status=503
+                f"the queue is full: {len(self._in_flight)} of {self.max_queue} samples", status=503
             )
 
-    async def _answer(self, request: EngineRequest, flight: _Flight) -> Completion:
-        lives = _LIVES
-        while True:
-            while self._paused and not (flight.aborted or self._closed):
-                flight.wake.clear()
-                await flight.wake.wait()
+    async def _answer(self, request: EngineRequest) -> Completion:
+        try:
+            completion = await self._ask(request)
+        except EngineUnavailableError:
+            # The engine has died. That was probably not this request's fault; a second time it may have been.
+            if not self._closed and not await self._recovery.ask() and not self._closed:
+                raise EngineUnavailableError("the engine has died and does not come back") from None
             if self._closed:
-                raise EngineUnavailableError("the server is shutting down")
-            if flight.aborted:
+                raise EngineUnavailableError("the server is shutting down") from None
+            if self._in_flight[request.request_id].aborted:
                 completion = Completion([], [] if request.sampling.logprobs else None, "abort")
-                completion.policy_versions = [(0, self.weight_version)]
-                break
-            flight.sent = True
-            self.running += 1
-            self._idle.clear()
-            try:
-                completion = await self._engine.generate(
-                    request.prompt_ids, request.sampling, request_id=request.request_id
-                )
-                break
-            except EngineUnavailableError:
-                lives -= 1
-                if self._closed:
-                    raise EngineUnavailableError("the server is shutting down") from None
-                if not lives:
-                    raise
-            finally:
-                flight.sent = False
-                self.running -= 1
-                if not self.running:
-                    self._idle.set()
-            if not await self._recovered():
-                raise EngineUnavailableError("the engine has died and does not come back")
+            else:
+                completion = await self._ask(request)
+        if not completion.token_ids:
+            completion.policy_versions = [(0, self.weight_version)]
         self.finished[completion.finish_reason] += 1
         self.prompt_tokens += len(request.prompt_ids)
         self.generated_tokens += len(completion.token_ids)
         return completion
 
-    async def _recovered(self) -> bool:
-        """Whether the engine came back. All who wait share the attempt."""
-        if self._recovery is None or self._recovery.done():
-            self._recovery = asyncio.create_task(self._recover())
-        recovery = self._recovery
-        await asyncio.wait((recovery,))
-        return not recovery.cancelled() and recovery.result()
+    async def _ask(self, request: EngineRequest) -> Completion:
+        return await self._engine.generate(
+            request.prompt_ids, request.sampling, request_id=request.request_id
+        )
 
     async def _recover(self) -> bool:
         _LOG.warning("the engine has died; starting it again")
@@ -271,6 +224,62 @@ class EngineService:
             await asyncio.sleep(_RECOVERY_POLL_S)
         return True
 
-    def _wake_all(self) -> None:
-        for flight in self._flights.values():
-            flight.wake.set()
+
+def build_sampling(
+    asked: Sampling,
+    capabilities: Capabilities,
+    *,
+    max_tokens: int,
+    logprobs: bool,
+    more_stop_ids: Sequence[int] = (),
+) -> SamplingParams:
+    """What a request asks for, as the engine can honour it; `check_request` looks at ranges.
+
+    Args:
+        asked: by the client.
+        capabilities: of the engine.
+        max_tokens: where it does not say how many.
+        logprobs: whether they are asked for.
+        more_stop_ids: ids that end the answer as well.
+
+    Raises:
+        RequestError: seeds, stops or log-probs that the engine does not have, ids outside its vocabulary, too
+            many samples.
+    """
+    if not 1 <= asked.n <= _MAX_SAMPLES:
+        raise RequestError(f"n must be from 1 to {_MAX_SAMPLES}, not {asked.n}", param="n")
+    if not all(asked.stops):
+        raise RequestError("a stop string is empty: it would stop everything", param="stop")
+    if len(asked.stops) > _MAX_STOPS or len(asked.stop_token_ids) > _MAX_STOPS:
+        raise RequestError(f"more than {_MAX_STOPS} stops", param="stop")
+    if asked.stop_token_ids and not capabilities.stop_token_ids:
+        raise RequestError("this engine cannot stop at token ids", param="stop_token_ids")
+    vocab_size = capabilities.vocab_size
+    if not ids_fit(asked.stop_token_ids, vocab_size):
+        raise RequestError(
+            f"stop_token_ids hold an id outside the vocabulary of {vocab_size} ids", param="stop_token_ids"
+        )
+    if asked.seed is not None and not capabilities.seeds:
+        raise RequestError("this engine does not honour seeds", param="seed")
+    if logprobs and capabilities.logprobs == "none":
+        raise RequestError("this engine gives no log-probs", param="logprobs")
+    # Beyond the vocabulary top-k takes nothing away, and not every engine takes such a number.
+    has_top_k = asked.top_k is not None and (vocab_size is None or asked.top_k < vocab_size)
+    return SamplingParams(
+        max_tokens=max_tokens if asked.max_tokens is None else asked.max_tokens,
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        top_k=asked.top_k if has_top_k and asked.top_k is not None else -1,
+        logprobs=logprobs,
+        seed=None if asked.seed is None else asked.seed % _SEEDS,
+        stop=asked.stops,
+        stop_token_ids=tuple(dict.fromkeys([*asked.stop_token_ids, *more_stop_ids])),
+        ignore_eos=asked.ignore_eos,
+    )
+
+
+def samples(name: str, prompt_ids: list[int], sampling: SamplingParams, n: int) -> Iterator[EngineRequest]:
+    """The samples of a prompt: each has a seed of its own, the first one the request's."""
+    for sample in range(n):
+        seed = None if sampling.seed is None else (sampling.seed + sample) % _SEEDS
+        yield EngineRequest(name if n == 1 else f"{name}_{sample}", prompt_ids, replace(sampling, seed=seed))

@@ -12,8 +12,8 @@ import aiohttp
 from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.demo import MODEL_PATH
+from rollstream.serving.app import Server
 from rollstream.serving.model import ServedModel
-from rollstream.serving.server import Server
 from rollstream.testing.scripted import ScriptedEngine
 
 END = "<|im_end|>"

@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
+from rollstream.chat.wires.openai_chat import read_messages, read_tools
+from rollstream.chat.wires.requests import RequestError
 from rollstream.errors import ConfigError
-from rollstream.serving.chat_messages import read_messages, read_tools
-from rollstream.serving.refusals import RequestError
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 

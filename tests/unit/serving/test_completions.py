@@ -88,7 +88,7 @@ async def test_a_stream_is_the_answer_in_chunks() -> None:
         ({"suffix": "x"}, "suffix"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"n": 0}, "n"),
-        ({"n": 129}, "n"),
+        ({"n": 10**9}, "n"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
         ({"prompt": 5}, "prompt"),

@@ -6,9 +6,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.serving.chat import ChatRequest
-from rollstream.serving.completions import CompletionRequest
+from rollstream.chat.wires.openai_chat import ChatRequest
 from rollstream.serving.native import NativeRequest
+from rollstream.serving.openai import CompletionRequest
 from rollstream.testing.scripted import ScriptedEngine
 from tests.unit.serving.served import serving
 

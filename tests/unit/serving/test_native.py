@@ -79,7 +79,7 @@ async def test_a_batch_has_a_reply_for_each_prompt() -> None:
         assert [len(reply["output_ids"]) for reply in replies] == [2, 3]
         assert ["output_token_logprobs" in reply["meta_info"] for reply in replies] == [True, False]
         _, texts = await client.post("/generate", {"text": ["1", "2"], "rid": "group"})
-        assert [reply["meta_info"]["id"] for reply in texts] == ["group_0_0", "group_1_0"]
+        assert [reply["meta_info"]["id"] for reply in texts] == ["group_0", "group_1"]
 
 
 async def test_samples_of_a_prompt_have_seeds_of_their_own() -> None:

@@ -1,8 +1,7 @@
 import msgspec
 import pytest
 
-from rollstream.serving.parameters import read_object, read_parameters
-from rollstream.serving.refusals import RequestError
+from rollstream.chat.wires.requests import RequestError, read_object, read_parameters
 
 
 class Asked(msgspec.Struct):

@@ -3,11 +3,11 @@ import os
 import subprocess
 import sys
 
-from rollstream.serving.parent import parent_ended
+from rollstream.serving.command import parent_ended
 
 CHILD = """
 import asyncio, os, sys
-from rollstream.serving.parent import parent_ended
+from rollstream.serving.command import parent_ended
 print("ready", flush=True)
 asyncio.run(parent_ended(int(sys.argv[1])))
 print("ended", flush=True)

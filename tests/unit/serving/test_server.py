@@ -4,7 +4,7 @@ import socket
 import pytest
 
 from rollstream.errors import ConfigError
-from rollstream.serving.server import Server
+from rollstream.serving.app import Server
 from rollstream.testing.scripted import ScriptedEngine
 from tests.unit.serving.served import Client, eventually, served_model
 

@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
+from rollstream.chat.wires.requests import RequestError
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
-from rollstream.serving.refusals import RequestError
 from rollstream.serving.service import EngineRequest, EngineService
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import SamplingParams

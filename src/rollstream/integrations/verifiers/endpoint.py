@@ -5,9 +5,8 @@ from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
 
+from rollstream.chat.wires.requests import RequestError, refusal_of, render_error, request_object
 from rollstream.integrations.verifiers.recorder import Recorder
-from rollstream.serving.parameters import request_object
-from rollstream.serving.refusals import RequestError, refusal_of, render_error
 from rollstream.web import Request, Route, WebServer, json_response
 
 SESSION_HEADER = "X-Session-ID"

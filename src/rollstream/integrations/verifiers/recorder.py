@@ -11,10 +11,10 @@ import orjson
 from rollstream.agent.base import AgentLoop
 from rollstream.agent.chat_answer import calls_of, identified, openai_call
 from rollstream.agent.tokens import TokenTrack
+from rollstream.chat.wires.requests import RequestError
 from rollstream.errors import ConfigError, DataError, RollstreamError
 from rollstream.integrations.verifiers.segments import Point, Segment, find_point
 from rollstream.integrations.verifiers.wire import TurnAnswer, TurnRequest, content_of, read_request
-from rollstream.serving.refusals import RequestError
 from rollstream.trajectory import Completion, Message, SamplingParams, Trajectory
 
 

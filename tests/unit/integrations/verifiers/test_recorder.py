@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.agent.base import AgentLoop
+from rollstream.chat.wires.requests import RequestError
 from rollstream.errors import DataError, EngineUnavailableError
 from rollstream.integrations.verifiers.recorder import Recorder
 from rollstream.rollout.validate import check_trajectories
-from rollstream.serving.refusals import RequestError
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import SamplingParams, Trajectory
 from tests.unit.agent.rollouts import END, call_text, demo_tokenizer, resources, started

@@ -1,13 +1,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.serving.answer import AnswerReader
 from rollstream.trajectory import Completion, FinishReason, SamplingParams
-from tests.unit.serving.served import END, tokenizer
+from tests.unit.serving.served import END, served_model, tokenizer
 
 END_ID = tokenizer().token_id(END)
 assert END_ID is not None
-READER = AnswerReader(tokenizer(), [END_ID])
+READER = served_model()
 
 
 def completion(text: str, reason: FinishReason = "stop") -> Completion:

@@ -1,0 +1,1 @@
+"""Chat APIs over HTTP: their requests as our nouns, our nouns as their answers."""

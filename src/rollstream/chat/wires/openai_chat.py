@@ -1,0 +1,418 @@
+"""OpenAI's chat completions: requests read, answers written, whole or as a stream.
+
+Source: https://platform.openai.com/docs/api-reference/chat. From vLLM: `return_token_ids`, `request_id`,
+`return_tokens_as_token_ids`, `top_k`, `stop_token_ids`, `ignore_eos`, `continue_final_message`; from SGLang:
+`rid`, `metadata.weight_version`.
+"""
+
+import secrets
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import orjson
+
+from rollstream.chat.parsers.base import ParsedOutput
+from rollstream.chat.tool_schema import check_names_differ, check_tool_schema
+from rollstream.chat.wires.requests import RequestError, Sampling, read_parameters
+from rollstream.trajectory import Completion, Message
+
+HARMLESS = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "cache_salt",
+        "priority",
+    )
+)
+"""Accepted and without a meaning: none of them changes what is sampled."""
+
+NEUTRAL: dict[str, Any] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "length_penalty": 1,
+    "logit_bias": {},
+    "min_p": 0,
+    "min_tokens": 0,
+    "use_beam_search": False,
+    "response_format": {"type": "text"},
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "echo": False,
+    "add_special_tokens": False,
+}
+"""Accepted with these values, by which they ask for nothing."""
+
+_NEUTRAL_CHAT = {
+    **NEUTRAL,
+    "skip_special_tokens": True,
+    "top_logprobs": 0,
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+    "functions": [],
+    "function_call": "none",
+    "chat_template_kwargs": {},
+    "include_reasoning": True,
+    "separate_reasoning": True,
+}
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""OpenAI renamed the system role; templates know the old name, and many drop a role that they don't know."""
+
+
+class OpenAIRequest(Sampling):
+    """What chat and plain completions have in common."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    rid: str | None = None
+    request_id: str | None = None
+
+    def answer_id(self, prefix: str) -> str:
+        """What the answer is called: SGLang's by `rid`, vLLM's by a prefix and `request_id`."""
+        return self.rid or f"{prefix}-{self.request_id or uuid.uuid4().hex}"
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.get("include_usage"))
+
+    def check_stream_options(self) -> None:
+        """Raises `RequestError`: options for a stream where none is asked for, or unknown ones."""
+        if self.stream_options is None:
+            return
+        if not self.stream:
+            raise RequestError("stream_options is for stream=true only", param="stream_options")
+        for name, value in self.stream_options.items():
+            if name not in ("include_usage", "include_obfuscation") and value:
+                raise RequestError(f"stream_options.{name} is not supported", param="stream_options")
+
+
+class ChatRequest(OpenAIRequest, kw_only=True):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[Any]
+    """As chat templates want them, once `read_chat` has read them."""
+    tools: list[Any] = msgspec.field(default_factory=list)
+    """Schemas to show the model; none where it may not call any, as in SGLang."""
+    tool_choice: Any = "auto"
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+
+def read_chat(
+    given: Mapping[str, Any], *, harmless: Iterable[str] = (), neutral: Mapping[str, Any] | None = None
+) -> ChatRequest:
+    """Reads the body of a request.
+
+    Args:
+        given: the body.
+        harmless: further names that mean nothing to who asks.
+        neutral: further names that are accepted with this value only.
+
+    Raises:
+        RequestError: it cannot be answered as it is.
+        ConfigError: a tool's schema is not whole.
+    """
+    asked = read_parameters(
+        given, ChatRequest, harmless=HARMLESS.union(harmless), neutral={**_NEUTRAL_CHAT, **(neutral or {})}
+    )
+    asked.check_stream_options()
+    if asked.max_completion_tokens is not None:
+        asked.max_tokens = asked.max_completion_tokens
+    if asked.tool_choice not in ("auto", "none"):
+        raise RequestError(
+            f"tool_choice {asked.tool_choice!r} is not supported: nothing here forces a model to call a "
+            "tool; use 'auto' or 'none'",
+            param="tool_choice",
+        )
+    asked.messages = read_messages(asked.messages)
+    asked.tools = read_tools(asked.tools) if asked.tool_choice == "auto" else []
+    if asked.add_generation_prompt is asked.continue_final_message:
+        raise RequestError(
+            "an answer either begins (add_generation_prompt) or goes on (continue_final_message): exactly "
+            "one of them has to be true",
+            param="add_generation_prompt",
+        )
+    if asked.continue_final_message and asked.messages[-1]["role"] != "assistant":
+        raise RequestError(
+            "continue_final_message goes on with the last message, which must be an assistant's",
+            param="continue_final_message",
+        )
+    return asked
+
+
+def read_messages(messages: Sequence[Any]) -> list[Message]:
+    """Messages with text as content and with arguments of calls as mappings.
+
+    Raises:
+        RequestError: naming the message that cannot be shown to the model as it is meant.
+    """
+    if not messages:
+        raise RequestError("'messages' is empty", param="messages")
+    return [_read_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def read_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Tool schemas, word for word. Raises `ConfigError` when one is not whole."""
+    for at, tool in enumerate(tools):
+        check_tool_schema(tool, f"tools[{at}]")
+    check_names_differ((tool["function"]["name"] for tool in tools), "tools")
+    return list(tools)
+
+
+def _read_message(message: Any, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise RequestError(f"{where} must be an object", param=where)
+    role = message.get("role")
+    if role not in _ROLES:
+        raise RequestError(
+            f"{where}.role is {role!r}, want one of {', '.join(_ROLES)}", param=f"{where}.role"
+        )
+    if message.get("function_call") is not None:
+        raise RequestError(f"{where}.function_call is not supported: use tool_calls", param=where)
+    read: Message = {key: value for key, value in message.items() if value is not None}
+    read["role"] = _ROLES[role]
+    read["content"] = _read_content(message.get("content"), f"{where}.content")
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise RequestError(f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")
+        read["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
+    return read
+
+
+def _read_content(content: Any, where: str) -> str:
+    if content is None:
+        return ""  # of a message that only calls tools; templates join it with text
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must be a text or a list of parts", param=where)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f"{where} has a part of type {kind!r}; only text is supported", param=where)
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where} needs a function with a name", param=where)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            value = orjson.loads(arguments or "{}")
+        except orjson.JSONDecodeError:
+            value = None  # what a model wrote that is no JSON stays as it is
+        if isinstance(value, dict):
+            arguments = value
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+# Answers
+
+
+def assistant_message(parsed: ParsedOutput, special_texts: Iterable[str], *, tools: bool) -> Message:
+    """What a model says, thinks and calls, as a message whose arguments of calls are mappings.
+
+    A call that cannot be executed has no place in `tool_calls`, and without tools there are no calls: what
+    the model wrote stands in the content then.
+
+    Args:
+        parsed: the turn.
+        special_texts: special tokens as text; structure, which is left out.
+        tools: whether the prompt showed some.
+    """
+    calls = [call for call in parsed.calls if call.error is None] if tools else []
+    if tools:
+        content = parsed.content + "".join(call.text for call in parsed.calls if call.error is not None)
+    else:
+        content = "".join(part.text for part in parsed.segments if part.kind in ("content", "call"))
+    for text in special_texts:
+        content = content.replace(text, "")
+    reasoning = parsed.reasoning
+    message: Message = {"role": "assistant", "content": content.strip() if reasoning or calls else content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {
+                # Nine letters and digits: Mistral's templates take no other id.
+                "id": call.call_id or f"c{secrets.token_hex(4)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+    return message
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One sample of an answer."""
+
+    message: Message
+    """Arguments of calls are mappings, or text where they could not be read."""
+    completion: Completion
+    token_texts: Sequence[str] | None = None
+    """The text of each sampled token; None names tokens by their ids, in vLLM's way."""
+    stop_reason: str | int | None = None
+    """The stop text or token id that ended it, as vLLM says it."""
+
+    def wire_message(self) -> Message:
+        """The message as clients read it: arguments are JSON text."""
+        message = dict(self.message)
+        if calls := message.pop("tool_calls", None):
+            message["tool_calls"] = [_wire_call(call) for call in calls]
+            message["content"] = message["content"] or None
+        return message
+
+    def rest(self, asked: ChatRequest) -> dict[str, Any]:
+        """What stands beside the message, or in the last chunk of a stream."""
+        completion = self.completion
+        reason = completion.finish_reason
+        rest: dict[str, Any] = {
+            "logprobs": None,
+            "finish_reason": "tool_calls" if reason == "stop" and "tool_calls" in self.message else reason,
+            "stop_reason": self.stop_reason,
+        }
+        if asked.logprobs and completion.logprobs is not None:
+            ids, texts = completion.token_ids, self.token_texts
+            rest["logprobs"] = {
+                "content": [
+                    {
+                        "token": name,
+                        "logprob": logprob,
+                        # Of a token that ends inside a character, only its character's last token knows.
+                        "bytes": list(texts[at].encode()) if texts and texts[at] else None,
+                        "top_logprobs": [],
+                    }
+                    for at, (name, logprob) in enumerate(
+                        zip(
+                            token_names(ids, texts, as_ids=asked.return_tokens_as_token_ids),
+                            completion.logprobs,
+                            strict=True,
+                        )
+                    )
+                ],
+                "refusal": None,
+            }
+        if asked.return_token_ids:
+            rest["token_ids"] = completion.token_ids
+        return rest
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """A whole answer: the engines here give it at once."""
+
+    id: str
+    model: str
+    prompt_ids: list[int]
+    choices: Sequence[Choice]
+
+    def body(self, asked: ChatRequest) -> dict[str, Any]:
+        """The answer as one object."""
+        choices = [
+            {"index": at, "message": choice.wire_message(), **choice.rest(asked)}
+            for at, choice in enumerate(self.choices)
+        ]
+        more = {"prompt_token_ids": self.prompt_ids} if asked.return_token_ids else {}
+        return {
+            **envelope("chat.completion", self.id, self.model, self._completions),
+            "choices": choices,
+            "usage": usage([self.prompt_ids], self._completions),
+            **more,
+        }
+
+    def chunks(self, asked: ChatRequest) -> list[dict[str, Any]]:
+        """The answer in pieces: of each choice its role, thinking, content, calls, and its end."""
+        head = envelope("chat.completion.chunk", self.id, self.model, self._completions)
+        chunks = []
+        for at, choice in enumerate(self.choices):
+            message = choice.wire_message()
+            calls = message.get("tool_calls") or ()
+            deltas: list[dict[str, Any]] = [{"role": "assistant", "content": None if calls else ""}]
+            deltas += [
+                {name: message[name]} for name in ("reasoning_content", "content") if message.get(name)
+            ]
+            deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls)]
+            pieces = [{"delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+            pieces.append({"delta": {}, **choice.rest(asked)})
+            chunks += [{**head, "choices": [{"index": at, **piece}]} for piece in pieces]
+        if asked.return_token_ids:
+            chunks[0]["prompt_token_ids"] = self.prompt_ids
+        return with_usage(chunks, asked, head, usage([self.prompt_ids], self._completions))
+
+    @property
+    def _completions(self) -> list[Completion]:
+        return [choice.completion for choice in self.choices]
+
+
+def _wire_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def envelope(kind: str, name: str, model: str, completions: Sequence[Completion]) -> dict[str, Any]:
+    """What an answer and its chunks begin with; `metadata` has the newest weights that had a part in it."""
+    newest = max(completion.policy_versions[-1][1] for completion in completions)
+    return {
+        "id": name,
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "metadata": {"weight_version": str(newest)},
+    }
+
+
+def usage(prompts: Iterable[Sequence[int]], completions: Sequence[Completion]) -> dict[str, Any]:
+    """Tokens: of each prompt once, whatever the number of its samples; of every sample all sampled ones."""
+    prompt_tokens = sum(map(len, prompts))
+    completion_tokens = sum(len(completion.token_ids) for completion in completions)
+    cached = sum(completion.cached_prompt_tokens for completion in completions)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def with_usage(
+    chunks: list[dict[str, Any]], asked: OpenAIRequest, head: Mapping[str, Any], used: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The chunks, and one of usage at their end if it is asked for."""
+    if not asked.wants_usage:
+        return chunks
+    return [*({**chunk, "usage": None} for chunk in chunks), {**head, "choices": [], "usage": used}]
+
+
+def token_names(ids: Sequence[int], texts: Sequence[str] | None, *, as_ids: bool) -> list[str]:
+    """What tokens are called beside their log-probs; by id where a text may be of several."""
+    return [f"token_id:{token}" for token in ids] if as_ids or texts is None else list(texts)
+
+
+def event_stream(chunks: Iterable[Any]) -> bytes:
+    """Server-sent events, with the end that OpenAI and SGLang both have."""
+    events = [b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks]
+    return b"".join([*events, b"data: [DONE]\n\n"])

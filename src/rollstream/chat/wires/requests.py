@@ -1,0 +1,170 @@
+"""Requests of model servers: parameters typed, what is not understood refused by name, errors as OpenAI's.
+
+A parameter that would change the answer and is not known is an error, never passed over. Two kinds are let
+through: those that change nothing in an answer, and those with the value that asks for nothing
+(`logit_bias: {}`).
+"""
+
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import orjson
+from aiohttp import web
+
+from rollstream.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    EngineUnavailableError,
+    RollstreamError,
+    TransientEngineError,
+)
+from rollstream.web import HTTPError, Request, json_response
+
+_StructT = TypeVar("_StructT", bound=msgspec.Struct)
+
+_PLACE = re.compile(r" - at `\$\.(\w+)")
+
+_RETRY_AFTER_S = 1
+"""What a client is told to wait when it is turned away: a worker that died is back after about a second."""
+
+_KINDS = {401: "authentication_error", 503: "overloaded_error"}
+
+_CODES = {"unauthorized": "invalid_api_key", "bad_request": None, "": None}
+"""OpenAI's words for those of `web`."""
+
+
+class RequestError(HTTPError):
+    """A request that is refused.
+
+    Attributes:
+        param: the parameter that is wrong, where it is one.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(status, message, code or "", where=param or "")
+        self.param = param
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """How a request wants to be sampled; None leaves it to the server."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    n: int = 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop texts, one or many."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+async def request_object(request: Request) -> dict[str, Any]:
+    """The JSON object in a request's body, which is dropped: the answer may take minutes."""
+    body = await request.body()
+    request.release()
+    return read_object(body)
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in the body of a request.
+
+    Raises:
+        RequestError: it is none.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"the body must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_parameters(
+    given: Mapping[str, Any],
+    kind: type[_StructT],
+    *,
+    harmless: Collection[str] = (),
+    neutral: Mapping[str, Any] | None = None,
+    where: str = "",
+) -> _StructT:
+    """Types the parameters of a request. A value of null counts as not given.
+
+    Args:
+        given: from the body.
+        kind: has a field for each known parameter.
+        harmless: names that are accepted and mean nothing here.
+        neutral: names that are accepted with this value only, known ones included.
+        where: in front of names in messages, such as `sampling_params.`.
+
+    Raises:
+        RequestError: naming the parameter that is not known, not supported or of a wrong type.
+    """
+    neutral = neutral or {}
+    known = kind.__struct_encode_fields__
+    values = {}
+    for name, value in given.items():
+        if value is None or name in harmless:
+            continue
+        if name in neutral:
+            if value != neutral[name]:
+                raise _unsupported(where + name, f"is supported with the value {neutral[name]!r} only")
+        elif name in known:
+            values[name] = value
+        else:
+            near = difflib.get_close_matches(name, [*known, *neutral], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise _unsupported(where + name, f"is not supported{hint}")
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        place = _PLACE.search(str(error))
+        raise RequestError(
+            str(error).replace("`$.", f"`{where}"), param=where + place[1] if place else None
+        ) from error
+
+
+def _unsupported(param: str, why: str) -> RequestError:
+    return RequestError(f"parameter {param!r} {why}", param=param, code="unsupported_parameter")
+
+
+def refusal_of(error: Exception) -> HTTPError | None:
+    """The refusal for an error: a fault of the request is a 4xx, one of the engine a 5xx; None for a bug."""
+    if isinstance(error, HTTPError):
+        return error
+    if isinstance(error, EngineUnavailableError):
+        return RequestError(str(error), status=503)
+    if isinstance(error, TransientEngineError):
+        return RequestError(str(error), status=500)
+    if isinstance(error, EngineError | DataError | ConfigError):
+        return RequestError(str(error))
+    if isinstance(error, RollstreamError):
+        return RequestError(f"{type(error).__name__}: {error}", status=500)
+    return None
+
+
+def render_error(request: web.BaseRequest, error: HTTPError) -> web.Response:
+    """An error in OpenAI's shape, which SGLang's clients read as well."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    body = {
+        "error": {
+            "message": str(error),
+            "type": _KINDS.get(error.status, kind),
+            "param": error.where or None,
+            "code": _CODES.get(error.code, error.code),
+        }
+    }
+    headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 503 else {}
+    return json_response(body, error.status, {**error.headers, **headers})
