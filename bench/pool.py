@@ -32,6 +32,7 @@ import orjson
 from bench.report import cpu_seconds, parse_options, print_table, write_json
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.testing.answers import AnswerBook
+from rollstream.testing.stub_answers import book_rule
 from rollstream.testing.stub_faults import Latency
 from rollstream.testing.stub_server import StubServer
 from rollstream.trajectory import SamplingParams
@@ -63,7 +64,9 @@ async def serve(slowness: float) -> None:
     speeds = [1 / slowness, *[1.0] * (REPLICAS - 1)]
     servers = [
         StubServer(
-            lengths=LENGTHS, token_s=TOKEN_S, speed=speed, prompt_tokens=PROMPT_TOKENS, max_running=SLOTS
+            book_rule(LENGTHS, prompt_tokens=PROMPT_TOKENS),
+            latency=Latency(token_s=TOKEN_S / speed),
+            max_running=SLOTS,
         )
         for speed in speeds
     ]

@@ -13,7 +13,7 @@ from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import Engine
 from rollstream.engine.registry import create_engine
 from rollstream.testing.scripted import ScriptedRequest
-from rollstream.testing.stub_server import StubServer
+from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.trajectory import Completion
 from tests.compat.vllm_server import PYTHON as VLLM_PYTHON
 from tests.compat.vllm_server import vllm_server
@@ -53,7 +53,7 @@ async def started(name: str, folder: Path, reference: Reference) -> AsyncIterato
                 return await reference.answer(request.prompt_ids, request.sampling)
 
             stub = await stack.enter_async_context(
-                StubServer(rule, vocab_size=512, context_length=4096, model_path=str(MODEL_PATH))
+                StubServer(rule, model=StubModel(str(MODEL_PATH), context_length=4096))
             )
             urls, kind = [stub.url], "sglang"
         engine = create_engine(

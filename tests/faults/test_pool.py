@@ -23,7 +23,7 @@ from rollstream.generation.runner import run_generation
 from rollstream.store.paths import RunPaths
 from rollstream.store.validate import validate_run
 from rollstream.testing.stub_faults import Faults, Latency
-from rollstream.testing.stub_server import StubServer
+from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.trajectory import Completion, SamplingParams
 from tests.faults.runs import overrides, stub_server, write_prompts
 
@@ -83,7 +83,7 @@ async def test_a_certificate_that_nobody_trusts(certificate: ssl.SSLContext) -> 
 async def test_a_server_that_comes_later_with_another_model_gets_no_work(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with StubServer(model_path="/models/good", vocab_size=512) as good:
+    async with StubServer(model=StubModel("/models/good", vocab_size=512)) as good:
         async with StubServer() as placeholder:
             url, port = placeholder.url, int(placeholder.url.rpartition(":")[2])
         pool = SGLangEngine([good.url, url], model_path="/models/good")
@@ -100,17 +100,17 @@ async def test_a_server_that_comes_later_with_another_model_gets_no_work(
                     await asyncio.gather(*(ask(pool, rounds * 10 + at) for at in range(10)))
                     await asyncio.sleep(0.01)
 
-        async with StubServer(port=port, model_path="/models/bad") as bad:
+        async with StubServer(port=port, model=StubModel("/models/bad")) as bad:
             await until(lambda: "gets no work" in caplog.text)
             await asyncio.sleep(1.0)  # it is asked again
             assert bad.stats.requests == 0
         assert caplog.text.count("gets no work") == 1
         assert "serves '/models/bad'" in caplog.text
         caplog.clear()
-        async with StubServer(port=port, model_path="/models/good", vocab_size=100) as small:
+        async with StubServer(port=port, model=StubModel("/models/good", vocab_size=100)) as small:
             await until(lambda: "vocab_size 100 (not 512)" in caplog.text)
             assert small.stats.requests == 0
-        async with StubServer(port=port, model_path="/elsewhere/good") as late:
+        async with StubServer(port=port, model=StubModel("/elsewhere/good")) as late:
             await until(lambda: late.stats.answered > 0)
         await pool.close()
 

@@ -10,7 +10,7 @@ from rollstream.errors import ConfigError
 from rollstream.generation.runner import as_config, generate
 from rollstream.store.find import find_trajectory
 from rollstream.testing.scripted import ScriptedRequest
-from rollstream.testing.stub_server import StubServer
+from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.testing.text_rules import answer_by_text
 from tests.unit.chat.vision import CALL, IMAGE_PAD, load_model, png, write_model
 
@@ -56,9 +56,7 @@ async def test_images_of_rows_reach_the_server_and_keep_their_placeholders(tmp_p
     tokenizer, _ = load_model(model)
     async with StubServer(
         answer_by_text(tokenizer, lambda prompt: "and that"),
-        vocab_size=tokenizer.vocab_size,
-        images=True,
-        image_token_id=IMAGE_PAD,
+        model=StubModel(vocab_size=tokenizer.vocab_size, images=True, image_token_id=IMAGE_PAD),
     ) as server:
         result = await generate(as_config(overrides(tmp_path, server)))
         assert (result.completed, result.failed) == (3, 0)
@@ -80,9 +78,7 @@ async def test_an_image_that_a_tool_returns_goes_on_to_the_server(tmp_path: Path
 
     async with StubServer(
         answer_by_text(tokenizer, rule),
-        vocab_size=tokenizer.vocab_size,
-        images=True,
-        image_token_id=IMAGE_PAD,
+        model=StubModel(vocab_size=tokenizer.vocab_size, images=True, image_token_id=IMAGE_PAD),
     ) as server:
         result = await generate(
             as_config(
@@ -106,7 +102,7 @@ async def test_an_image_that_a_tool_returns_goes_on_to_the_server(tmp_path: Path
 async def test_a_model_or_a_server_without_eyes_is_an_error_at_start(tmp_path: Path) -> None:
     write_rows(tmp_path)
     model = write_model(tmp_path / "model")
-    async with StubServer(images=False) as server:
+    async with StubServer() as server:
         with pytest.raises(ConfigError, match="engine 'sglang' takes none"):
             await generate(as_config(overrides(tmp_path, server)))
         (model / "preprocessor_config.json").unlink()
@@ -118,7 +114,9 @@ async def test_no_dataproto_of_images_is_an_error_at_start(tmp_path: Path) -> No
     pytest.importorskip("tensordict")
     tokenizer, _ = load_model(write_model(tmp_path / "model"))
     write_rows(tmp_path)
-    async with StubServer(answer_by_text(tokenizer, lambda prompt: "and that"), images=True) as server:
+    async with StubServer(
+        answer_by_text(tokenizer, lambda prompt: "and that"), model=StubModel(images=True)
+    ) as server:
         with pytest.raises(ConfigError, match=r"generation\.export=dataproto: the prompt rows have images"):
             await generate(as_config(overrides(tmp_path, server, "generation.export=[dataproto]")))
     assert not (tmp_path / "run").exists()

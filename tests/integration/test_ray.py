@@ -18,7 +18,7 @@ from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, RollstreamError
 from rollstream.generation.runner import as_config, generate, run_generation
 from rollstream.store.summary import read_failures, read_status
-from rollstream.testing.stub_server import StubServer
+from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.testing.text_rules import answer_by_text
 from tests.faults.runs import overrides, stub_server, write_prompts
 from tests.integration.test_images import overrides as image_overrides
@@ -94,9 +94,7 @@ async def test_images_need_not_be_where_the_workers_are(tmp_path: Path) -> None:
     try:
         async with StubServer(
             answer_by_text(tokenizer, lambda prompt: "and that"),
-            vocab_size=tokenizer.vocab_size,
-            images=True,
-            image_token_id=IMAGE_PAD,
+            model=StubModel(vocab_size=tokenizer.vocab_size, images=True, image_token_id=IMAGE_PAD),
         ) as server:
             words = [*image_overrides(tmp_path, server), "generation.seed=5", "actor_rollout_ref.rollout.n=3"]
             for name in ("local", "ray"):

@@ -44,12 +44,21 @@ class OpenAIRoutes:
             Route("POST", "/v1/completions", self.complete),
             Route("POST", "/v1/chat/completions", self.chat),
             Route("GET", "/v1/models", self.models),
+            Route("GET", "/v1/models/{name...}", self.one_model),
         ]
 
     async def models(self, request: Request) -> web.Response:
         """The one that is served."""
+        return json_response({"object": "list", "data": [self._describe()]})
+
+    async def one_model(self, request: Request) -> web.Response:
+        """The same by its name."""
+        self._check(request.params["name"])
+        return json_response(self._describe())
+
+    def _describe(self) -> dict[str, Any]:
         capabilities = self._service.capabilities
-        model = {
+        return {
             "id": self._model.name,
             "object": "model",
             "created": self._model.created,
@@ -60,14 +69,13 @@ class OpenAIRoutes:
             # No field of OpenAI's or vLLM's: spares our own client the questions that it asks a vLLM.
             "capabilities": asdict(capabilities),
         }
-        return json_response({"object": "list", "data": [model]})
 
     async def complete(self, request: Request) -> web.Response:
         """Texts or token ids in, text out, and token ids if asked for."""
         asked = read_parameters(
             await request_object(request), CompletionRequest, harmless=wire.HARMLESS, neutral=_NEUTRAL
         )
-        self._check(asked)
+        self._check(asked.model)
         asked.check_stream_options()
         if asked.logprobs:
             raise RequestError(
@@ -124,7 +132,7 @@ class OpenAIRoutes:
     async def chat(self, request: Request) -> web.Response:
         """Messages and tools in, a message out."""
         asked = wire.read_chat(await request_object(request))
-        self._check(asked)
+        self._check(asked.model)
         model, capabilities = self._model, self._service.capabilities
         prompt_ids = model.tokenizer.render(
             asked.messages, tools=asked.tools or None, continue_final_message=asked.continue_final_message
@@ -157,11 +165,11 @@ class OpenAIRoutes:
         answer = wire.ChatAnswer(name, model.name, prompt_ids, choices)
         return _stream(answer.chunks(asked)) if asked.stream else json_response(answer.body(asked))
 
-    def _check(self, asked: wire.OpenAIRequest) -> None:
+    def _check(self, name: str | None) -> None:
         """Refuses another model than the one that is served; no name means that one."""
-        if asked.model is not None and asked.model not in (self._model.name, self._model.path):
+        if name is not None and name not in (self._model.name, self._model.path):
             raise RequestError(
-                f"the model {asked.model!r} is not served here, but {self._model.name!r}",
+                f"the model {name!r} is not served here, but {self._model.name!r}",
                 status=404,
                 param="model",
                 code="model_not_found",

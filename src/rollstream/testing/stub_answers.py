@@ -1,14 +1,14 @@
-"""What a stub server says to a request, from the answer book or from a rule, in SGLang's JSON."""
+"""SGLang's `/generate` as a stub server speaks it: requests read, answers of the book, replies written."""
 
 import base64
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from rollstream.testing.answers import AnswerBook
-from rollstream.testing.stub_faults import Fault
+from rollstream.testing.scripted import AnswerRule, ScriptedRequest
+from rollstream.testing.stub_faults import Fault, Latency
 from rollstream.trajectory import Completion, SamplingParams
 
 _TOKEN_PIXELS = 28
@@ -17,54 +17,52 @@ _TOKEN_PIXELS = 28
 _PNG_SIZE = slice(16, 24)
 """Where a PNG file has its width and height, 4 bytes each."""
 
+_NO_ID = 2**31 - 1
+"""In no vocabulary."""
+
 _EXTRA = ("frequency_penalty", "min_new_tokens", "min_p", "presence_penalty", "repetition_penalty")
 """Further sampling parameters that are kept, by SGLang's names."""
 
 
-@dataclass(frozen=True, slots=True)
-class StubAnswer:
-    """One answer."""
+def book_rule(
+    length: int | Latency | None = None, *, prompt_tokens: int | None = None, book: AnswerBook | None = None
+) -> AnswerRule:
+    """Answers of the answer book: a pure function of prompt ids, images (as files) and seed.
 
-    length: int
-    """Tokens in it."""
-    finish_reason: dict[str, Any]
-    """As `meta_info.finish_reason` has it."""
-    to_json: Callable[[int], tuple[bytes, bytes | None]]
-    """Its first so many tokens: `output_ids`, and `output_token_logprobs`, if it has them."""
-    cached_tokens: int = 0
-    """Tokens of the prompt that are said to come from a cache."""
+    Args:
+        length: tokens in an answer, or drawn for each prompt; at most `max_tokens`, and None has that many.
+        prompt_tokens: length of prompts. What a longer one has besides is taken for the beginning of the
+            answer, which goes on from there. None: all is prompt.
+        book: for another vocabulary than that of 512 ids.
+    """
+    book = book or AnswerBook()
 
+    def answer(request: ScriptedRequest) -> Completion:
+        own, sampling = request.prompt_ids[:prompt_tokens], request.sampling
+        done = len(request.prompt_ids) - len(own)
+        images = [image for image in request.images if isinstance(image, bytes)]
+        digest = book.digest(own, sampling.seed, images)
+        whole = int(length.draw(digest)) if isinstance(length, Latency) else length
+        count = sampling.max_tokens if whole is None else min(sampling.max_tokens, max(1, whole - done))
+        ids, logprobs = book.tokens(digest, done + count)
+        return Completion(
+            ids[done:],
+            logprobs[done:] if sampling.logprobs else None,
+            "length" if count == sampling.max_tokens else "stop",
+        )
 
-def book_answer(book: AnswerBook, digest: bytes, length: int, max_tokens: int, *, start: int) -> StubAnswer:
-    """An answer of the answer book to what `digest` stands for, from its token `start` on."""
-    reason = _length(length) if length == max_tokens else _stop(0)
-    return StubAnswer(length, reason, lambda count: book.answer_json(digest, count, start=start))
-
-
-def rule_answer(completion: Completion) -> StubAnswer:
-    """What a rule answered."""
-    ids, logprobs = completion.token_ids, completion.logprobs
-
-    def to_json(length: int) -> tuple[bytes, bytes | None]:
-        if logprobs is None:
-            return orjson.dumps(ids[:length]), None
-        entries = [[logprob, token, None] for logprob, token in zip(logprobs, ids[:length], strict=False)]
-        return orjson.dumps(ids[:length]), orjson.dumps(entries)
-
-    reasons = {"length": _length(len(ids)), "abort": _ABORTED}
-    reason = reasons.get(completion.finish_reason, _stop(ids[-1] if ids else 0))
-    return StubAnswer(len(ids), reason, to_json, completion.cached_prompt_tokens)
+    return answer
 
 
-def read_sampling(query: Mapping[str, Any]) -> SamplingParams:
-    """How a `/generate` request wants to be sampled; what it does not say has our defaults.
+def read_request(query: Mapping[str, Any], rid: str) -> ScriptedRequest:
+    """What a client asks; how to sample has our defaults where it does not say.
 
     Raises:
-        KeyError: it does not say how many tokens.
+        KeyError, TypeError, ValueError: it is not of SGLang's form.
     """
     params = query["sampling_params"]
     stop = params.get("stop") or ()
-    return SamplingParams(
+    sampling = SamplingParams(
         max_tokens=params["max_new_tokens"],
         temperature=params.get("temperature", 1.0),
         top_p=params.get("top_p", 1.0),
@@ -76,10 +74,19 @@ def read_sampling(query: Mapping[str, Any]) -> SamplingParams:
         ignore_eos=bool(params.get("ignore_eos")),
         extra={name: params[name] for name in _EXTRA if name in params},
     )
+    return ScriptedRequest(rid, query["input_ids"], sampling, tuple(_image_files(query.get("image_data"))))
+
+
+def _image_files(image_data: str | list[str] | None) -> list[bytes]:
+    """The image files of a request: base64, as it is or as a `data:` URL."""
+    images = [image_data] if isinstance(image_data, str) else image_data or []
+    if not all(isinstance(image, str) for image in images):
+        raise TypeError("image_data is no text, nor a list of texts")
+    return [base64.b64decode(image.rpartition(",")[2], validate=True) for image in images]
 
 
 def write_reply(
-    answer: StubAnswer,
+    completion: Completion,
     *,
     rid: str,
     prompt_tokens: int,
@@ -91,7 +98,7 @@ def write_reply(
     """The body of the reply to `/generate`.
 
     Args:
-        answer: what it says.
+        completion: what it says.
         rid: of the request.
         prompt_tokens: said of it.
         weight_version: said of the server.
@@ -99,64 +106,41 @@ def write_reply(
         share: how much of the answer was done when it was aborted; None: all.
         fault: what is wrong with the reply.
     """
-    length, reason = answer.length, answer.finish_reason
-    if share is not None:
-        length, reason = int(share * length), _ABORTED
-    ids, entries = answer.to_json(length)
-    if fault == "short_logprobs":
-        entries = answer.to_json(max(0, length - 1))[1]
+    ids, of_ids = completion.token_ids, completion.logprobs
+    reason: dict[str, Any] = {"type": "stop", "matched": ids[-1] if ids else 0}
+    if share is not None or completion.finish_reason == "abort":
+        reason = {"type": "abort", "message": "Aborted"}
+        ids = ids[: None if share is None else int(share * len(ids))]
+    elif completion.finish_reason == "length":
+        reason = {"type": "length", "length": len(ids)}
     if fault == "bad_ids":
-        ids, entries = b"[%d]" % _NO_ID, b"[[-1.0,%d,null]]" % _NO_ID
+        ids, of_ids = [_NO_ID], [-1.0]
     meta = {
         "id": f"{rid}-not" if fault == "wrong_rid" else rid,
         "finish_reason": reason,
         "prompt_tokens": prompt_tokens,
         "weight_version": weight_version,
-        "completion_tokens": length,
-        "cached_tokens": answer.cached_tokens,
+        "completion_tokens": len(ids),
+        "cached_tokens": completion.cached_prompt_tokens,
         "e2e_latency": 0.0,
     }
-    if logprobs and entries is not None:
-        meta["output_token_logprobs"] = orjson.Fragment(entries)
-    body = orjson.dumps({"text": "", "output_ids": orjson.Fragment(ids), "meta_info": meta})
+    if logprobs and of_ids is not None:
+        entries = [(logprob, token, None) for logprob, token in zip(of_ids, ids, strict=False)]
+        meta["output_token_logprobs"] = entries[:-1] if fault == "short_logprobs" else entries
+    body = orjson.dumps({"text": "", "output_ids": ids, "meta_info": meta})
     return body[: len(body) // 2] if fault == "truncate" else body
 
 
-_NO_ID = 2**31 - 1
-"""In no vocabulary."""
-
-_ABORTED: dict[str, Any] = {"type": "abort", "message": "Aborted"}
-
-
-def _length(length: int) -> dict[str, Any]:
-    return {"type": "length", "length": length}
-
-
-def _stop(matched: int) -> dict[str, Any]:
-    return {"type": "stop", "matched": matched}
-
-
-def image_files(image_data: str | list[str] | None) -> list[bytes]:
-    """The image files of a request: base64, as it is or as a `data:` URL.
-
-    Raises:
-        TypeError, ValueError: it is something else.
-    """
-    images = [image_data] if isinstance(image_data, str) else image_data or []
-    if not all(isinstance(image, str) for image in images):
-        raise TypeError("image_data is no text, nor a list of texts")
-    return [base64.b64decode(image.rpartition(",")[2], validate=True) for image in images]
-
-
-def expanded_length(prompt_ids: list[int], files: list[bytes], image_token_id: int | None) -> int:
+def expanded_length(request: ScriptedRequest, image_token_id: int | None) -> int:
     """Tokens of a prompt when each lone placeholder is written as often as its image has tokens.
 
     The images are PNG files that a Qwen2-VL processor would not shrink: a token for each 28 x 28 pixels. A
     prompt whose placeholders are not one for each image has the length it has.
     """
-    if image_token_id is None or prompt_ids.count(image_token_id) != len(files):
-        return len(prompt_ids)
-    return len(prompt_ids) + sum(_tokens(file) - 1 for file in files)
+    ids, images = request.prompt_ids, request.images
+    if image_token_id is None or ids.count(image_token_id) != len(images):
+        return len(ids)
+    return len(ids) + sum(_tokens(file) - 1 for file in images if isinstance(file, bytes))
 
 
 def _tokens(file: bytes) -> int:

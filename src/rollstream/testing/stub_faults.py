@@ -50,6 +50,8 @@ class Faults:
     """Takes connections and answers nothing but `/stub/faults`, as a process that is stopped."""
     update_fails: bool = False
     """`/update_weights_from_disk` answers 400."""
+    no_metrics: bool = False
+    """There is no `/metrics`; `/get_load` is always there, as in SGLang."""
 
     def choose(self, draw: float) -> Fault | None:
         """The fault of a request for a uniform draw in [0, 1)."""
@@ -64,7 +66,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long an answer takes, in seconds.
+    """How long an answer takes, in seconds; or another length that has a long tail.
 
     `fixed:T` is always T; `lognormal:MEDIAN,SIGMA` and `pareto:MINIMUM,ALPHA` have long tails.
     """
@@ -76,6 +78,8 @@ class Latency:
     """Sigma, or alpha."""
     maximum: float = float("inf")
     """A longer draw is cut here."""
+    token_s: float = 0.0
+    """Seconds for each token of the answer, besides."""
 
     @classmethod
     def parse(cls, text: str, *, maximum: float = float("inf")) -> "Latency":
@@ -91,13 +95,11 @@ class Latency:
             pass
         raise ConfigError(f"latency {text!r} is none of fixed:T, lognormal:MEDIAN,SIGMA, pareto:MIN,ALPHA")
 
-    def draw(self, key: bytes) -> float:
-        """The latency of the request that `key` stands for: always the same one."""
-        if self.kind == "fixed":
-            return min(self.scale, self.maximum)
-        rng = random.Random(key)
+    def draw(self, key: bytes, tokens: int = 0) -> float:
+        """The latency of a request that `key` stands for, with so many tokens: always the same one."""
+        value = self.scale
         if self.kind == "lognormal":
-            value = self.scale * rng.lognormvariate(0.0, self.shape)
-        else:
-            value = self.scale * rng.paretovariate(self.shape)
-        return min(value, self.maximum)
+            value *= random.Random(key).lognormvariate(0.0, self.shape)
+        elif self.kind == "pareto":
+            value *= random.Random(key).paretovariate(self.shape)
+        return min(value, self.maximum) + self.token_s * tokens

@@ -1,38 +1,7 @@
-"""What a stub server has to do and what it counts: requests that run, and requests that wait for their turn."""
+"""Requests of a stub server that take time: some run, the others wait for their turn in the order they came."""
 
 import asyncio
-from collections import OrderedDict
 from dataclasses import dataclass, field
-
-_IMAGE_DIGESTS = 1024
-"""How many are kept: a test with images has a few, a benchmark with images has no use for them."""
-
-
-@dataclass(slots=True)
-class Stats:
-    """What a stub server has seen. Served at `/stub/stats`."""
-
-    requests: int = 0
-    """`/generate` requests that arrived."""
-    answered: int = 0
-    """Whole answers, broken ones included."""
-    tokens: int = 0
-    """Sampled, those of aborted requests included."""
-    faults: int = 0
-    aborts: int = 0
-    """`/abort_request` calls that named a request in flight."""
-    health_checks: int = 0
-    in_flight: int = 0
-    peak_in_flight: int = 0
-    images: int = 0
-    """Images that arrived with `/generate` requests."""
-    image_digests: list[str] = field(default_factory=list)
-    """SHA-256 of the newest of them, as files, in the order they came."""
-
-    def saw_images(self, digests: list[str]) -> None:
-        """Counts the images of a request."""
-        self.images += len(digests)
-        self.image_digests = [*self.image_digests, *digests][-_IMAGE_DIGESTS:]
 
 
 @dataclass(slots=True)
@@ -44,7 +13,7 @@ class _Job:
 
 
 class StubWork:
-    """Runs requests that take time, some at once and the others in the order in which they came.
+    """Runs requests.
 
     Args:
         max_running: at once; None is no limit.
@@ -53,7 +22,7 @@ class StubWork:
     def __init__(self, max_running: int | None) -> None:
         self._max_running = max_running
         self._running: dict[str, _Job] = {}
-        self._waiting: OrderedDict[str, _Job] = OrderedDict()
+        self._waiting: dict[str, _Job] = {}
 
     @property
     def running(self) -> int:
@@ -85,12 +54,10 @@ class StubWork:
         if seconds <= 0 and self._max_running is None:
             return None
         loop = asyncio.get_running_loop()
-        job = _Job()
-        self._waiting[rid] = job
+        self._waiting[rid] = job = _Job()
         self._let_in()
         try:
-            if not job.turn.is_set():
-                await job.turn.wait()
+            await job.turn.wait()
             began = loop.time()
             try:
                 async with asyncio.timeout(None if seconds == float("inf") else seconds):
@@ -111,18 +78,20 @@ class StubWork:
         if job is None:
             return False
         job.aborted = True
-        job.over.set()
-        job.turn.set()
+        self._end(job)
         return True
 
     def end_all(self) -> None:
         """Ends all as if they were done."""
         for job in (*self._running.values(), *self._waiting.values()):
-            job.over.set()
-            job.turn.set()
+            self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        job.over.set()
+        job.turn.set()
 
     def _let_in(self) -> None:
         while self._waiting and (self._max_running is None or len(self._running) < self._max_running):
-            rid, job = self._waiting.popitem(last=False)
-            self._running[rid] = job
+            rid = next(iter(self._waiting))
+            self._running[rid] = job = self._waiting.pop(rid)
             job.turn.set()

@@ -27,6 +27,7 @@ from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, DataError, EngineLostError
 from rollstream.testing.scripted import ScriptedRequest
+from rollstream.testing.stub_answers import book_rule
 from rollstream.testing.stub_chat import ChatStub
 from rollstream.testing.stub_faults import Faults
 from rollstream.testing.stub_server import StubServer
@@ -257,7 +258,7 @@ async def test_an_interrupted_generation_goes_on_where_it_was(world: World) -> N
     world.write(3)
     # What a prompt has beyond this is the beginning of its answer.
     length = len(TOKENIZER.render([{"role": "user", "content": "0 + 0 ="}]))
-    async with StubServer(response_tokens=24, prompt_tokens=length, faults=Faults(abort=0.5)) as engine:
+    async with StubServer(book_rule(24, prompt_tokens=length), faults=Faults(abort=0.5)) as engine:
         await world.generate(remote_engine_url=engine.url, num_epoch=1)
         assert {len(one["response_ids"]) for one in world.items.values()} == {24}
         assert {one["extra_info"]["finish_reason"] for one in world.items.values()} == {"stop"}

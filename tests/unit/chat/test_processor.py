@@ -9,7 +9,7 @@ from rollstream.chat.processor import ChatProcessor, load_processor
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.errors import ConfigError, DataError, EngineError
-from rollstream.testing.stub_server import StubServer
+from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.trajectory import SamplingParams
 
 from .vision import IMAGE_PAD, MERGE, TEXT_TEMPLATE, load_model, picture, write_model
@@ -178,7 +178,7 @@ async def test_a_server_gets_the_images_of_the_prompt(
     prompt_ids = processor.render(user(IMAGE, "and", IMAGE), images)
     sampling = SamplingParams(max_tokens=16)
     encoded: list[object] = [encode_for_engine(image) for image in images]
-    async with StubServer(images=True, image_token_id=server_token) as server:
+    async with StubServer(model=StubModel(images=True, image_token_id=server_token)) as server:
         engine = SGLangEngine([server.url], model_path=str(model))
         await engine.start()
         try:

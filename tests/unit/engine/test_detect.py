@@ -3,7 +3,7 @@ import pytest
 from rollstream.engine.detect import detect_server, read_answers
 from rollstream.errors import ConfigError
 from rollstream.testing.stub_chat import ChatStub
-from rollstream.testing.stub_server import StubServer
+from rollstream.testing.stub_server import StubModel, StubServer
 
 MODELS = {"data": [{"id": "m", "root": "org/model"}, {"id": "adapter"}]}
 
@@ -25,7 +25,7 @@ def test_kinds_by_what_servers_answer(answers: tuple, kind: str, models: str, to
 
 
 async def test_servers_are_asked_with_or_without_v1() -> None:
-    async with StubServer(model_path="org/model") as stub:
+    async with StubServer(model=StubModel("org/model")) as stub:
         found = await detect_server(["http://127.0.0.1:9/", stub.url + "/v1/"], timeout=5)
         assert found[:3] == (stub.url, ["http://127.0.0.1:9", stub.url], "sglang")
         assert found.tokenizer == "org/model"

@@ -21,7 +21,7 @@ from rollstream.engine.load import (
 )
 from rollstream.engine.replica import ReplicaUnavailableError
 from rollstream.engine.sglang import SGLangEngine
-from rollstream.testing.stub_faults import Latency
+from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubServer
 from rollstream.trajectory import SamplingParams
 
@@ -163,7 +163,7 @@ async def servers() -> AsyncIterator[list[StubServer]]:
 @pytest.mark.parametrize("metrics", [True, False])
 async def test_a_pool_says_what_its_servers_say(servers: list[StubServer], metrics: bool) -> None:
     for server in servers:
-        server.metrics = metrics
+        server.faults = Faults(no_metrics=not metrics)
     engine = SGLangEngine([server.url for server in servers])
     await engine.start()
     assert await ask_load(engine) == EngineLoad(0, 0)

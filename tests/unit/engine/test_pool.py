@@ -15,8 +15,9 @@ from rollstream.engine.pool import Router, common_capabilities
 from rollstream.engine.readiness import Member
 from rollstream.engine.sglang import SGLangEngine, SGLangReplica
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
+from rollstream.testing.stub_answers import book_rule
 from rollstream.testing.stub_faults import Faults, Latency
-from rollstream.testing.stub_server import StubServer
+from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.trajectory import Completion, SamplingParams
 from tests.support.replicas import FakeReplica
 from tests.support.until import until
@@ -171,7 +172,10 @@ async def test_the_replicas_that_are_there_are_counted(pool: SGLangEngine, serve
 async def test_replicas_join_and_leave_while_requests_go_on(
     pool: SGLangEngine, servers: list[StubServer]
 ) -> None:
-    async with StubServer(response_tokens=16) as late, StubServer(context_length=20) as other:
+    async with (
+        StubServer(response_tokens=16) as late,
+        StubServer(model=StubModel(context_length=20)) as other,
+    ):
         replica = SGLangReplica(late.url, EngineOptions(None))
         await pool.add_replica(replica)
         await pool.add_replica(replica)
@@ -210,7 +214,10 @@ async def test_an_aborted_request_is_not_sent_elsewhere(
 
 
 async def test_a_pool_can_do_what_all_of_it_can() -> None:
-    async with StubServer(images=True, context_length=50) as a, StubServer(deterministic=False) as b:
+    async with (
+        StubServer(model=StubModel(images=True, context_length=50)) as a,
+        StubServer(model=StubModel(seeds=False)) as b,
+    ):
         pool = SGLangEngine([a.url, b.url])
         await pool.start()
         assert (pool.capabilities.images, pool.capabilities.seeds) == (False, False)
@@ -221,12 +228,11 @@ async def test_a_pool_can_do_what_all_of_it_can() -> None:
 
 
 FULL = SamplingParams(max_tokens=500)
-LONG = Latency("fixed", 200)
 
 
 def stub(speed: float = 1.0) -> StubServer:
     """Answers of 200 tokens, 1 s at speed 1."""
-    return StubServer(lengths=LONG, token_s=0.005, speed=speed, prompt_tokens=4)
+    return StubServer(book_rule(200, prompt_tokens=4), latency=Latency(token_s=0.005 / speed))
 
 
 def ask_long(pool: SGLangEngine, number: int) -> "asyncio.Task[Completion]":

@@ -19,7 +19,7 @@ from rollstream.errors import (
     TransientEngineError,
 )
 from rollstream.testing.stub_faults import Faults, Latency
-from rollstream.testing.stub_server import StubServer
+from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.trajectory import SamplingParams
 from tests.support.until import until
 
@@ -28,7 +28,8 @@ SAMPLING = SamplingParams(max_tokens=24, seed=5)
 
 @pytest.fixture
 async def server() -> AsyncIterator[StubServer]:
-    async with StubServer(response_tokens=16, context_length=64, weight_version="7") as server:
+    async with StubServer(response_tokens=16, model=StubModel(context_length=64)) as server:
+        server.weight_version = "7"
         yield server
 
 
@@ -65,7 +66,7 @@ async def test_capabilities_come_from_the_server(server: StubServer, engine: SGL
     assert engine.capabilities.vocab_size == 512
     assert engine.capabilities.seeds
     assert not engine.capabilities.stop_token_ids_with_ignore_eos
-    server.deterministic = False
+    server.model = replace(server.model, seeds=False)
     other = SGLangEngine([server.url], max_model_len=32)
     await other.start()
     assert not other.capabilities.seeds
@@ -83,7 +84,7 @@ async def test_a_models_folder_says_what_the_server_does_not(server: StubServer,
 
 
 async def test_another_model_is_refused(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
-    server.model_path = "/models/Qwen2.5-0.5B"
+    server.model = replace(server.model, path="/models/Qwen2.5-0.5B")
     for wanted in ("Qwen/Qwen2.5-0.5B", "/elsewhere/Qwen2.5-0.5B/", None):
         engine = SGLangEngine([server.url], model_path=wanted)
         await engine.start()

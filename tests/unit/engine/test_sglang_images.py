@@ -15,7 +15,7 @@ from rollstream.engine.sglang import (
     request_body,
 )
 from rollstream.errors import EngineError
-from rollstream.testing.stub_server import StubServer
+from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.trajectory import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=4, seed=5)
@@ -27,7 +27,7 @@ def data_url(data: bytes) -> str:
 
 @pytest.fixture
 async def server() -> AsyncIterator[StubServer]:
-    async with StubServer(images=True) as server:
+    async with StubServer(model=StubModel(images=True)) as server:
         yield server
 
 

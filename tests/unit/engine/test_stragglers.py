@@ -14,13 +14,13 @@ from rollstream.engine import pool as pool_module
 from rollstream.engine.kind import EngineOptions
 from rollstream.engine.sglang import SGLangEngine, SGLangReplica
 from rollstream.engine.stragglers import FASTER, should_move
+from rollstream.testing.stub_answers import book_rule
 from rollstream.testing.stub_faults import Latency
 from rollstream.testing.stub_server import StubServer
 from rollstream.trajectory import Completion, SamplingParams
 from tests.support.until import until
 
-LONG = Latency("fixed", 200)
-SHORT = Latency("fixed", 10)
+LONG, SHORT = (book_rule(length, prompt_tokens=4) for length in (200, 10))
 
 
 @given(
@@ -67,6 +67,10 @@ def ask(pool: SGLangEngine, number: int, **changes: Any) -> "asyncio.Task[Comple
     return asyncio.create_task(pool.generate([number, 1, 2, 3], sampling, request_id=f"r{number}"))
 
 
+def at_speed(speed: float) -> Latency:
+    return Latency(token_s=0.005 / speed)
+
+
 def whole(server: StubServer, seed: int | None = None) -> tuple[list[int], list[float]]:
     """What the request gets that stays where it is."""
     return server.book.answer([1, 1, 2, 3], seed, 200)
@@ -80,20 +84,20 @@ async def straggler(
     monkeypatch.setattr(pool_module, "_LOOK_EVERY_S", 0.02)
     kwargs = {"health_timeout": 1.0, "probe_after": 0.2}
     async with (
-        StubServer(lengths=SHORT, token_s=0.005, speed=10 * slow_speed, prompt_tokens=4) as slow,
-        StubServer(lengths=SHORT, token_s=0.005, speed=10.0, prompt_tokens=4) as fast,
+        StubServer(SHORT, latency=at_speed(10 * slow_speed)) as slow,
+        StubServer(SHORT, latency=at_speed(10.0)) as fast,
     ):
         pool = SGLangEngine([slow.url], engine_kwargs=kwargs | {"move_stragglers": moves})
         await pool.start()
-        slow.speed = slow_speed
+        slow.latency = at_speed(slow_speed)
         await ask(pool, 50)
-        slow.lengths = LONG
+        slow.rule = LONG
         task = ask(pool, 1, **changes)
         await until(lambda: slow.stats.in_flight == 1)
         await pool.add_replica(SGLangReplica(fast.url, EngineOptions(None, engine_kwargs=kwargs)))
         await ask(pool, 100)  # goes to the idle one
         assert fast.stats.requests == 1
-        fast.lengths = LONG
+        fast.rule = LONG
         yield Straggler(slow, fast, pool, task)
         await pool.close()
         await until(lambda: not slow.stats.in_flight and not fast.stats.in_flight)
@@ -122,7 +126,7 @@ async def test_it_stays(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 
 async def test_the_caller_aborts_after_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
     async with straggler(monkeypatch) as at:
-        at.fast.speed = 0.05
+        at.fast.latency = at_speed(0.05)
         await until(lambda: at.fast.stats.in_flight == 1)
         await at.pool.abort("r1")
         completion = await asyncio.wait_for(at.task, 20)
@@ -134,9 +138,9 @@ async def test_the_caller_aborts_after_a_move(monkeypatch: pytest.MonkeyPatch) -
 async def test_the_fast_server_dies_after_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request goes on with the tokens that it had before."""
     async with straggler(monkeypatch) as at:
-        at.fast.speed = 0.05
+        at.fast.latency = at_speed(0.05)
         await until(lambda: at.fast.stats.in_flight == 1)
-        at.slow.speed = 10.0
+        at.slow.latency = at_speed(10.0)
         at.fast.kill()
         completion = await asyncio.wait_for(at.task, 30)
         assert (completion.token_ids, completion.logprobs) == whole(at.slow)

@@ -47,7 +47,7 @@ async def test_a_long_queue_is_cut_short_and_nothing_is_lost(
 ) -> None:
     caplog.set_level(logging.INFO, "rollstream.rollout.concurrency")
     async with StubServer(response_tokens=8, latency=Latency("fixed", 0.02), max_running=4) as server:
-        server.metrics = metrics  # else /get_load says it
+        server.faults = Faults(no_metrics=not metrics)  # then /get_load says it
         engine = SGLangEngine([server.url])
         await engine.start()
         with open_dir(tmp_path) as run:

@@ -29,12 +29,13 @@ async def test_the_server_says_what_it_is() -> None:
         _, model = await client.get("/get_model_info")
         _, server = await client.get("/get_server_info")
         _, models = await client.get("/v1/models")
+        _, one = await client.get("/v1/models/demo")
     assert (model["weight_version"], model["vocab_size"], model["is_generation"]) == ("0", 512, True)
     assert server["enable_deterministic_inference"] is False
     assert server["skip_tokenizer_init"] is True
     assert (server["context_length"], server["engine"]) == (77, "scripted")
     assert server["capabilities"]["logprobs"] == "raw"
-    (one,) = models["data"]
+    assert models["data"] == [one]
     assert (one["id"], one["max_model_len"]) == ("demo", 77)
 
 
