@@ -1,6 +1,7 @@
 """What it takes to test an agent loop or a pool without a model: a scripted engine and a stub server.
 
-`ChatStub`, `ScriptedEngine`, `StubServer` and `answer_by_text` can be imported from here.
+`ChatStub`, `Faults`, `Latency`, `ScriptedEngine`, `StubModel`, `StubServer` and `answer_by_text` can be
+imported from here.
 """
 
 import importlib
@@ -9,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollstream.testing.scripted import ScriptedEngine
     from rollstream.testing.stub_chat import ChatStub
-    from rollstream.testing.stub_server import StubServer
+    from rollstream.testing.stub_faults import Faults, Latency
+    from rollstream.testing.stub_server import StubModel, StubServer
     from rollstream.testing.text_rules import answer_by_text
 
-__all__ = ["ChatStub", "ScriptedEngine", "StubServer", "answer_by_text"]
+__all__ = ["ChatStub", "Faults", "Latency", "ScriptedEngine", "StubModel", "StubServer", "answer_by_text"]
 
 _HOMES = {
     "ChatStub": "stub_chat",
+    "Faults": "stub_faults",
+    "Latency": "stub_faults",
     "ScriptedEngine": "scripted",
+    "StubModel": "stub_server",
     "StubServer": "stub_server",
     "answer_by_text": "text_rules",
 }

@@ -1,13 +1,13 @@
 """A server in this process, over a scripted engine with the demo model's tokenizer."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import aiohttp
+import orjson
 
 from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
@@ -17,6 +17,9 @@ from rollstream.serving.model import ServedModel
 from rollstream.testing.scripted import ScriptedEngine
 
 END = "<|im_end|>"
+FOREVER = 1e6
+GENERATE = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
+QUESTION = [{"role": "user", "content": "2 + 3 ="}]
 
 
 @cache
@@ -51,17 +54,30 @@ class Client:
         async with self.session.get(self.url + path) as response:
             return response.status, await _body(response)
 
-    async def post(self, path: str, body: Any) -> tuple[int, Any]:
-        options: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
-        async with self.session.post(self.url + path, **options) as response:
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
+        given: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with self.session.post(self.url + path, **given, **options) as response:
             self.headers = dict(response.headers)
             return response.status, await _body(response)
+
+    async def answer(self, path: str, body: Any) -> Any:
+        """What a request is answered that must be answered."""
+        status, answer = await self.post(path, body)
+        assert status == 200, answer
+        return answer
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events of a stream, without its end."""
+        *events, end = (await self.answer(path, {**body, "stream": True})).strip().split("\n\n")
+        assert (end, self.headers["Content-Type"]) == ("data: [DONE]", "text/event-stream")
+        return [orjson.loads(event.removeprefix("data: ")) for event in events]
 
     async def refused(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
         """The error of a request that must be refused with this status."""
         got, answer = await self.post(path, body)
         assert got == status, answer
         error: dict[str, Any] = answer["error"]
+        assert error["message"]
         return error
 
 
@@ -82,9 +98,3 @@ async def serving(
             yield client
         finally:
             await client.session.close()
-
-
-async def eventually(check: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not check():
-            await asyncio.sleep(0.005)

@@ -1,5 +1,8 @@
-"""Command lines that cannot work; those that can are in tests/integration/test_serve.py."""
+"""Command lines that cannot work (those that can are in tests/integration/test_serve.py), and the end of a parent."""
 
+import asyncio
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -7,6 +10,7 @@ import pytest
 
 from rollstream.cli import main
 from rollstream.demo import MODEL_PATH
+from rollstream.serving.command import parent_ended
 
 
 @pytest.mark.parametrize(
@@ -55,3 +59,39 @@ def test_a_model_that_cannot_be_loaded_leaves_its_log(
     assert log.is_file()
     log.unlink()
     log.parent.rmdir()
+
+
+CHILD = """
+import asyncio, os, sys
+from rollstream.serving.command import parent_ended
+print("ready", flush=True)
+asyncio.run(parent_ended(int(sys.argv[1])))
+print("ended", flush=True)
+"""
+
+PARENT = """
+import os, subprocess, sys, threading
+def start():
+    subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())])
+thread = threading.Thread(target=start)  # which ends before this process does
+thread.start()
+thread.join()
+sys.stdin.read()
+"""
+
+
+async def test_a_parent_that_ended_before_is_noticed() -> None:
+    async with asyncio.timeout(60):
+        await parent_ended(2**22 + 1)
+
+
+def test_it_ends_with_the_process_and_not_with_the_thread_that_started_it() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    parent.kill()
+    assert parent.stdout.readline() == "ended\n"
+    parent.communicate()

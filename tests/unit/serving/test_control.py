@@ -1,12 +1,28 @@
+"""SGLang's routes beside `/generate`, and `/metrics`: what clients of SGLang and vLLM read there."""
+
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from rollstream.engine.base import EngineLoad
+from rollstream.engine.load import SGLANG_METRICS, VLLM_METRICS, read_metrics, read_sglang_loads
 from rollstream.testing.scripted import ScriptedEngine
-from tests.unit.serving.served import eventually, served_model, serving
+from tests.support.until import until
+from tests.unit.serving.served import FOREVER, GENERATE, QUESTION, Client, served_model, serving
 
-GENERATE = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
-FOREVER = 1e6
+
+class BusyEngine(ScriptedEngine):
+    said: EngineLoad | None = EngineLoad(3, 4, 0.5, 6)
+
+    async def load(self) -> EngineLoad | None:
+        return self.said
+
+
+async def page(client: Client, path: str) -> bytes:
+    async with client.session.get(client.url + path) as response:
+        assert response.status == 200
+        return await response.read()
 
 
 async def test_health_is_the_engines() -> None:
@@ -40,78 +56,87 @@ async def test_the_server_says_what_it_is() -> None:
 
 
 async def test_aborts_over_http() -> None:
+    """By a request's own id, by that of a batch or a chat, and all of them; others are left alone."""
     engine = ScriptedEngine(latency=FOREVER)
+    batch = {**GENERATE, "input_ids": [[5], [6]], "rid": "mine"}
+    chat = {"messages": QUESTION, "rid": "mine", "n": 2}
     async with serving(engine) as client:
-        for abort in ({"rid": "a"}, {"rid": "", "abort_all": True}):
-            task = asyncio.create_task(client.post("/generate", {**GENERATE, "rid": "a"}))
-            await eventually(lambda: engine.in_flight == 1)
-            assert (await client.post("/abort_request", {"rid": "b"}))[0] == 200
-            assert engine.in_flight == 1
-            assert (await client.post("/abort_request", abort))[0] == 200
-            status, reply = await task
-            assert (status, reply["meta_info"]["finish_reason"]["type"]) == (200, "abort")
-        chat = {"messages": [{"role": "user", "content": "1"}], "rid": "mine", "n": 2}
-        task = asyncio.create_task(client.post("/v1/chat/completions", chat))
-        await eventually(lambda: engine.in_flight == 2)
-        await client.post("/abort_request", {"rid": "mine"})
-        _, answer = await task
-    assert [choice["finish_reason"] for choice in answer["choices"]] == ["abort", "abort"]
-    assert answer["id"] == "mine"
+        for path, body, count, abort in (
+            ("/generate", {**GENERATE, "rid": "a"}, 1, {"rid": "a"}),
+            ("/generate", {**GENERATE, "rid": "a"}, 1, {"rid": "", "abort_all": True}),
+            ("/generate", batch, 2, {"rid": "mine"}),
+            ("/v1/chat/completions", chat, 2, {"rid": "mine"}),
+        ):
+            task = asyncio.create_task(client.answer(path, body))
+            await until(lambda count=count: engine.in_flight == count)  # type: ignore[misc]
+            await client.answer("/abort_request", {"rid": "b"})
+            assert engine.in_flight == count
+            await client.answer("/abort_request", abort)
+            answer: Any = await task
+            if path == "/generate":
+                replies = answer if count > 1 else [answer]
+                reasons = [reply["meta_info"]["finish_reason"]["type"] for reply in replies]
+            else:
+                reasons = [choice["finish_reason"] for choice in answer["choices"]]
+                assert answer["id"] == "mine"
+            assert reasons == ["abort"] * count
 
 
 async def test_a_pause_over_http() -> None:
     engine = ScriptedEngine()
     async with serving(engine) as client:
         assert (await client.refused("/pause_generation", {"mode": "retract"}))["param"] == "mode"
-        assert (await client.post("/pause_generation", b""))[0] == 200
+        await client.answer("/pause_generation", b"")
         task = asyncio.create_task(client.post("/generate", GENERATE))
         while (await client.get("/get_load"))[1][0]["num_waiting_reqs"] == 0:
             pass
         assert (await client.get("/get_server_info"))[1]["status"] == "paused"
         assert not engine.requests
-        assert (await client.post("/continue_generation", {}))[0] == 200
+        await client.answer("/continue_generation", {})
         assert (await task)[0] == 200
 
 
 async def test_weights_over_http(tmp_path: Path) -> None:
+    update = "/update_weights_from_disk"
     engine = ScriptedEngine()
     async with serving(engine) as client:
         body = {"model_path": str(tmp_path), "weight_version": "3", "load_format": "auto"}
-        status, answer = await client.post("/update_weights_from_disk", body)
-        assert (status, answer["success"]) == (200, True)
-        _, reply = await client.post("/generate", GENERATE)
+        assert (await client.answer(update, body))["success"]
+        reply = await client.answer("/generate", GENERATE)
         assert reply["meta_info"]["weight_version"] == "3"
-        _, answer = await client.post("/v1/completions", {"prompt": "1"})
+        answer = await client.answer("/v1/completions", {"prompt": "1"})
         assert answer["metadata"] == {"weight_version": "3"}
         assert (await client.get("/get_weight_version"))[1] == {"weight_version": "3"}
         assert (await client.get("/get_model_info"))[1]["model_path"] == str(tmp_path)
-        error = await client.refused("/update_weights_from_disk", {**body, "weight_version": "step-3"})
-        assert "must be a number" in error["message"]
-        await client.refused("/update_weights_from_disk", {})
-        error = await client.refused("/update_weights_from_disk", {"model_path": "someone/model"})
-        assert "there is no folder someone/model" in error["message"]
+        for bad, words in (
+            ({**body, "weight_version": "step-3"}, "must be a number"),
+            ({}, "model_path"),
+            ({"model_path": "someone/model"}, "there is no folder someone/model"),
+            ({**body, "abort_all_requests": "all of them"}, "abort_all_requests"),
+        ):
+            assert words in (await client.refused(update, bad))["message"]
+        await client.answer(update, {"model_path": str(tmp_path)})
+        assert (await client.get("/get_weight_version"))[1] == {"weight_version": "4"}
     fixed = ScriptedEngine(capabilities=replace(engine.capabilities, update_weights=False))
     async with serving(fixed) as client:
-        status, answer = await client.post("/update_weights_from_disk", body)
+        status, answer = await client.post(update, body)
     assert (status, answer["success"], "cannot update" in answer["message"]) == (400, False, True)
 
 
 async def test_an_update_may_abort_what_is_in_flight(tmp_path: Path) -> None:
-    engine = ScriptedEngine(latency=30.0)
+    engine = ScriptedEngine(latency=FOREVER)
     async with serving(engine) as client:
-        asked = asyncio.create_task(client.post("/generate", GENERATE))
-        while not engine.in_flight:
-            await asyncio.sleep(0.01)
+        asked = asyncio.create_task(client.answer("/generate", GENERATE))
+        await until(lambda: engine.in_flight)
         body = {"model_path": str(tmp_path), "abort_all_requests": True}
-        assert (await client.post("/update_weights_from_disk", body))[0] == 200
-        _, reply = await asyncio.wait_for(asked, 10)
+        await client.answer("/update_weights_from_disk", body)
+        reply: Any = await asked
         assert reply["meta_info"]["finish_reason"]["type"] == "abort"
-        await client.refused("/update_weights_from_disk", {**body, "abort_all_requests": "all of them"})
 
 
 async def test_a_cache_is_flushed_only_if_there_is_none() -> None:
     async with serving(ScriptedEngine()) as client:
-        assert (await client.post("/flush_cache", {}))[0] == 200
+        await client.answer("/flush_cache", {})
         assert (await client.get("/flush_cache"))[0] == 200
     async with serving(ScriptedEngine(), served_model(keeps_prefixes=True)) as client:
         assert "cannot flush" in (await client.refused("/flush_cache", {}))["message"]
@@ -120,19 +145,17 @@ async def test_a_cache_is_flushed_only_if_there_is_none() -> None:
 async def test_metrics_count() -> None:
     engine = ScriptedEngine(latency=lambda one: FOREVER if one.request_id == "long" else 0.0)
     async with serving(engine) as client:
-        for _ in range(2):
-            await client.post("/generate", GENERATE)
-        await client.post("/generate", {})
+        for body in (GENERATE, GENERATE, {}):
+            await client.post("/generate", body)
         for path in ("/a", "/b"):
             await client.get(path)
         task = asyncio.create_task(client.post("/generate", {**GENERATE, "rid": "long"}))
-        await eventually(lambda: engine.in_flight == 1)
-        _, text = await client.get("/metrics")
+        await until(lambda: engine.in_flight == 1)
+        text = (await page(client, "/metrics")).decode()
         await client.post("/abort_request", {"abort_all": True})
         await task
     samples = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
-    values = {name: float(value) for name, value in samples}
-    assert values == {
+    assert {name: float(value) for name, value in samples} == {
         "rollstream_samples_running": 1,
         "rollstream_samples_waiting": 0,
         "rollstream_paused": 0,
@@ -144,3 +167,19 @@ async def test_metrics_count() -> None:
         'rollstream_http_requests_total{route="/generate",status="400"}': 1,
         'rollstream_http_requests_total{route="unknown",status="404"}': 2,
     }
+
+
+async def test_clients_of_sglang_and_vllm_read_the_engines_load() -> None:
+    engine = BusyEngine(latency=FOREVER)
+    async with serving(engine) as client:
+        metrics = await page(client, "/metrics")
+        assert [read_metrics(metrics, names) for names in (SGLANG_METRICS, VLLM_METRICS)] == [engine.said] * 2
+        for said in (EngineLoad(3, 4), None):
+            engine.said = said
+            assert read_metrics(await page(client, "/metrics"), VLLM_METRICS) == said
+        engine.said = EngineLoad(3, 4)
+        tasks = [asyncio.create_task(client.post("/generate", GENERATE)) for _ in range(7)]
+        await until(lambda: engine.in_flight == 7)
+        assert read_sglang_loads(await page(client, "/get_load")) == EngineLoad(3, 4)
+        await client.post("/abort_request", {"rid": "", "abort_all": True})
+        await asyncio.gather(*tasks)

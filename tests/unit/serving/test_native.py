@@ -1,9 +1,5 @@
 from typing import Any
 
-import orjson
-import pytest
-
-from rollstream.engine.sglang import SGLangEngine
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import Completion, SamplingParams
 from tests.unit.serving.served import END, saying, serving, tokenizer
@@ -95,13 +91,8 @@ async def test_samples_of_a_prompt_have_seeds_of_their_own() -> None:
 async def test_a_stream_has_the_same_replies_and_an_end() -> None:
     async with serving(ScriptedEngine()) as client:
         body = {"input_ids": [[5], [6]], "sampling_params": {"max_new_tokens": 2, "sampling_seed": 1}}
-        _, replies = await client.post("/generate", body)
-        status, text = await client.post("/generate", {**body, "stream": True})
-    assert status == 200
-    assert client.headers["Content-Type"] == "text/event-stream"
-    events = text.strip().split("\n\n")
-    assert events.pop() == "data: [DONE]"
-    streamed = [orjson.loads(event.removeprefix("data: ")) for event in events]
+        replies = await client.answer("/generate", body)
+        streamed = await client.events("/generate", body)
     assert [one["index"] for one in streamed] == [0, 1]
     assert [one["output_ids"] for one in streamed] == [one["output_ids"] for one in replies]
 
@@ -114,74 +105,54 @@ async def test_every_version_that_had_a_part_is_told() -> None:
     assert reply["meta_info"]["weight_versions"] == [[0, 4], [2, 5]]
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({}, "either text or input_ids"),
-        ({"text": "a", "input_ids": [1]}, "either text or input_ids"),
-        ({"input_ids": []}, "empty"),
-        ({"input_ids": [[]]}, "empty"),
-        ({"input_ids": [[5], []]}, "empty"),
-        ({"text": ""}, "empty"),
-        ({"input_ids": [512]}, "vocabulary"),
-        ({"input_ids": [-1]}, "vocabulary"),
-        ({"input_ids": [2**80]}, "token ids"),
-        ({"input_ids": ["a"]}, "token ids"),
-        ({"input_ids": [1, [2]]}, "token ids"),
-        ({"input_ids": [[1], 2]}, "token ids"),
-        ({"input_ids": [True]}, "token ids"),
-        ({"input_ids": "12"}, "token ids"),
-        ({"text": ["a", 1]}, "Expected `str`"),
-        ({"text": [[1]]}, "Expected `str`"),
-        (asking(max_new_tokens=0), "max_tokens"),
-        (asking(temperature=-1), "temperature"),
-        (asking(top_p=0), "top_p"),
-        (asking(top_k=0), "top_k"),
-        (asking(n=0), "n must be"),
-        (asking(n=10**9), "n must be"),
-        (asking(n=100), "100 samples"),
-        (asking(stop=""), "empty"),
-        (asking(frequency_penalty=1), "sampling_params.frequency_penalty"),
-        (asking(regex="a+"), "sampling_params.regex"),
-        ({**asking(), "sampling_params": [{}, {}]}, "2 entries for 1 prompts"),
-        ({**asking(), "sampling_params": 5}, "sampling_params"),
-        ({**asking(), "return_logprob": [True, True]}, "2 entries for 1 prompts"),
-        ({**asking(), "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
-        ({**asking(), "return_logprob": True, "top_logprobs_num": 2}, "top_logprobs_num"),
-        ({**asking(), "image_data": "x"}, "image_data"),
-        ({**asking(), "lora_path": "x"}, "lora_path"),
-    ],
-)
-async def test_what_cannot_be_answered_is_a_400_with_words(body: dict[str, Any], words: str) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "either text or input_ids"),
+    ({"text": "a", "input_ids": [1]}, "either text or input_ids"),
+    ({"input_ids": []}, "empty"),
+    ({"input_ids": [[]]}, "empty"),
+    ({"input_ids": [[5], []]}, "empty"),
+    ({"text": ""}, "empty"),
+    ({"input_ids": [512]}, "vocabulary"),
+    ({"input_ids": [-1]}, "vocabulary"),
+    ({"input_ids": [2**80]}, "token ids"),
+    ({"input_ids": ["a"]}, "token ids"),
+    ({"input_ids": [1, [2]]}, "token ids"),
+    ({"input_ids": [[1], 2]}, "token ids"),
+    ({"input_ids": [True]}, "token ids"),
+    ({"input_ids": "12"}, "token ids"),
+    ({"text": ["a", 1]}, "Expected `str`"),
+    ({"text": [[1]]}, "Expected `str`"),
+    (asking(max_new_tokens=0), "max_tokens"),
+    (asking(temperature=-1), "temperature"),
+    (asking(top_p=0), "top_p"),
+    (asking(top_k=0), "top_k"),
+    (asking(n=0), "n must be"),
+    (asking(n=10**9), "n must be"),
+    (asking(n=100), "100 samples"),
+    (asking(stop=""), "empty"),
+    (asking(frequency_penalty=1), "sampling_params.frequency_penalty"),
+    (asking(regex="a+"), "sampling_params.regex"),
+    ({**asking(), "sampling_params": [{}, {}]}, "2 entries for 1 prompts"),
+    ({**asking(), "sampling_params": 5}, "sampling_params"),
+    ({**asking(), "return_logprob": [True, True]}, "2 entries for 1 prompts"),
+    ({**asking(), "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
+    ({**asking(), "return_logprob": True, "top_logprobs_num": 2}, "top_logprobs_num"),
+    ({**asking(), "image_data": "x"}, "image_data"),
+    ({**asking(), "lora_path": "x"}, "lora_path"),
+]
+
+
+async def test_what_cannot_be_answered_is_a_400_with_words() -> None:
     engine = ScriptedEngine()
     async with serving(engine, max_queue=64) as client:
-        assert words in (await client.refused("/generate", body))["message"]
+        for body, words in REFUSED:
+            assert words in (await client.refused("/generate", body))["message"]
     assert not engine.requests
 
 
 async def test_a_harmless_start_of_log_probs_is_ignored() -> None:
     async with serving(ScriptedEngine()) as client:
         for start in (-1, 2, 3, 100):
-            status, _ = await client.post(
-                "/generate", {**asking(), "return_logprob": True, "logprob_start_len": start}
-            )
-            assert status == 200
-        assert (await client.post("/generate", {**asking(), "logprob_start_len": 0}))[0] == 200
-
-
-async def test_our_own_client_gets_what_the_engine_gives() -> None:
-    engine = ScriptedEngine()
-    sampling = SamplingParams(9, seed=3)
-    async with serving(engine) as client:
-        remote = SGLangEngine([client.url])
-        await remote.start()
-        got = await remote.generate([5, 6], sampling, request_id="a")
-        await remote.close()
-    direct = engine.completions[0][1]
-    assert (got.token_ids, got.logprobs, got.finish_reason) == (
-        direct.token_ids,
-        direct.logprobs,
-        direct.finish_reason,
-    )
-    assert remote.capabilities.seeds
-    assert remote.capabilities.vocab_size == 512
+            body = {**asking(), "return_logprob": True, "logprob_start_len": start}
+            await client.answer("/generate", body)
+        await client.answer("/generate", {**asking(), "logprob_start_len": 0})

@@ -1,17 +1,21 @@
+"""One engine for everybody: bounds, ids, pauses, an engine that dies; and how a request is sampled."""
+
 import asyncio
 from dataclasses import replace
 
 import pytest
 
-from rollstream.chat.wires.requests import RequestError
+from rollstream.chat.wires.requests import RequestError, Sampling
+from rollstream.engine.base import Capabilities
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
-from rollstream.serving.service import EngineRequest, EngineService
-from rollstream.testing.scripted import ScriptedEngine
-from rollstream.trajectory import SamplingParams
-from tests.unit.serving.served import eventually
+from rollstream.serving.service import EngineRequest, EngineService, build_sampling, samples
+from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
+from rollstream.trajectory import Completion, SamplingParams
+from tests.support.until import until
+from tests.unit.serving.served import FOREVER
 
-FOREVER = 1e6
 SAMPLING = SamplingParams(max_tokens=8, seed=1)
+ABLE = ScriptedEngine().capabilities
 
 
 def request(name: str = "a", sampling: SamplingParams = SAMPLING) -> EngineRequest:
@@ -23,6 +27,10 @@ async def service_of(engine: ScriptedEngine, max_queue: int = 16) -> EngineServi
     return EngineService(engine, max_queue=max_queue, model_path="m")
 
 
+def asking(service: EngineService, name: str) -> "asyncio.Task[list[Completion]]":
+    return asyncio.create_task(service.generate(name, [request(name)]))
+
+
 async def test_answers_come_in_order_and_are_counted() -> None:
     engine = ScriptedEngine(latency=lambda one: 0.02 if one.request_id == "a_0" else 0.0)
     service = await service_of(engine)
@@ -31,39 +39,34 @@ async def test_answers_come_in_order_and_are_counted() -> None:
     alone = [(await service.generate("b", [replace(one, request_id="b")]))[0] for one in asked]
     assert [one.token_ids for one in answers] == [one.token_ids for one in alone]
     assert len({tuple(one.token_ids) for one in answers}) == 3
-    assert (service.prompt_tokens, service.generated_tokens) == (12, 48)
-    assert service.finished == {"length": 6}
+    assert (service.prompt_tokens, service.generated_tokens, service.finished) == (12, 48, {"length": 6})
     assert (service.running, service.waiting) == (0, 0)
 
 
 async def test_the_queue_is_bounded_and_ids_are_used_once() -> None:
     engine = ScriptedEngine(latency=FOREVER)
     service = await service_of(engine, max_queue=3)
-    async with asyncio.TaskGroup() as tasks:
-        first = tasks.create_task(service.generate("a", [request("a_0"), request("a_1")]))
-        await eventually(lambda: service.running == 2)
-        with pytest.raises(RequestError, match="'a_1' is in use") as caught:
-            await service.generate("x", [request("a_1")])
-        assert caught.value.status == 400
-        with pytest.raises(RequestError, match="queue is full: 2 of 3") as caught:
-            await service.generate("b", [request("b_0"), request("b_1")])
-        assert caught.value.status == 503
-        with pytest.raises(RequestError, match="4 samples") as caught:
-            await service.generate("c", [request(f"c_{i}") for i in range(4)])
-        assert caught.value.status == 400
-        with pytest.raises(RequestError, match="in use"):
-            await service.generate("d", [request("d"), request("d")])
-        await service.abort("a")
-    assert [one.finish_reason for one in first.result()] == ["abort", "abort"]
+    first = asyncio.create_task(service.generate("a", [request("a_0"), request("a_1")]))
+    await until(lambda: service.running == 2)
+    for names, status, words in (
+        (["a_1"], 400, "'a_1' is in use"),
+        (["d", "d"], 400, "'d' is in use"),
+        (["b_0", "b_1"], 503, "queue is full: 2 of 3"),
+        (["c_0", "c_1", "c_2", "c_3"], 400, "4 samples"),
+    ):
+        with pytest.raises(RequestError, match=words) as caught:
+            await service.generate("x", [request(name) for name in names])
+        assert caught.value.status == status
+    await service.abort("a")
+    assert [one.finish_reason for one in await first] == ["abort", "abort"]
     assert len(engine.requests) == 2
 
 
 async def test_what_cannot_be_served_is_refused_before_anything_runs() -> None:
     engine = ScriptedEngine()
     service = await service_of(engine)
-    bad = EngineRequest("b", [5, 512], SAMPLING)
     with pytest.raises(EngineError, match="vocabulary"):
-        await service.generate("a", [request(), bad])
+        await service.generate("a", [request(), EngineRequest("b", [5, 512], SAMPLING)])
     assert not engine.requests
 
 
@@ -76,100 +79,71 @@ async def test_one_that_fails_ends_the_others_of_its_request() -> None:
     assert (engine.in_flight, service.running, service.waiting) == (0, 0, 0)
 
 
-async def test_cancelling_cancels_in_the_engine() -> None:
-    engine = ScriptedEngine(latency=FOREVER)
-    service = await service_of(engine)
-    task = asyncio.create_task(service.generate("a", [request("a_0"), request("a_1")]))
-    await eventually(lambda: engine.in_flight == 2)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert (engine.in_flight, service.running, service.waiting) == (0, 0, 0)
-
-
-async def test_aborts_by_id_by_group_and_of_all() -> None:
-    engine = ScriptedEngine(latency=FOREVER)
-    service = await service_of(engine)
-
-    async def abort_of(names: list[str], *, group: str, abort: str | None) -> list[str]:
-        task = asyncio.create_task(service.generate(group, [request(name) for name in names]))
-        await eventually(lambda: service.running == len(names))
-        await service.abort("nobody")
-        assert service.running == len(names)
-        await service.abort(abort)
-        return [one.finish_reason for one in await task]
-
-    assert await abort_of(["a"], group="g", abort="a") == ["abort"]
-    assert await abort_of(["a", "b"], group="g", abort="g") == ["abort", "abort"]
-    assert await abort_of(["a", "b"], group="g", abort=None) == ["abort", "abort"]
-
-
 async def test_a_pause_aborts_what_runs_and_holds_what_comes() -> None:
     engine = ScriptedEngine(latency=lambda one: FOREVER if one.request_id == "early" else 0.0)
     service = await service_of(engine)
-    early = asyncio.create_task(service.generate("early", [request("early")]))
-    await eventually(lambda: service.running == 1)
+    early = asking(service, "early")
+    await until(lambda: service.running == 1)
     await service.pause()
     assert (service.running, service.paused) == (0, True)
-    late = asyncio.create_task(service.generate("late", [request("late")]))
-    given_up = asyncio.create_task(service.generate("given up", [request("given up")]))
-    await eventually(lambda: service.waiting == 2)
+    late, given_up = asking(service, "late"), asking(service, "given up")
+    await until(lambda: service.waiting == 2)
     assert (await early)[0].finish_reason == "abort"
+    assert await service.update_weights("new", None) == 1
+    assert service.paused
     await service.abort("given up")
     (nothing,) = await given_up
     assert (nothing.token_ids, nothing.logprobs, nothing.finish_reason) == ([], [], "abort")
+    assert nothing.policy_versions == [(0, 1)]
     await service.try_out()
     service.resume()
-    assert (await late)[0].finish_reason == "length"
+    assert (await late)[0].policy_versions == [(0, 1)]
     # "given up" was never given to the engine; the trial went by the pause.
     assert [one.request_id for one in engine.requests] == ["early", "health-0", "late"]
 
 
+class SlowToAbort(ScriptedEngine):
+    """An engine that does not end what is aborted."""
+
+    async def abort(self, request_id: str) -> None:
+        await asyncio.sleep(0)
+
+
 async def test_a_pause_that_is_ended_at_once_is_answered() -> None:
-    """Though others keep the engine busy."""
-    engine = ScriptedEngine(latency=FOREVER)
-    service = await service_of(engine)
-    early = asyncio.create_task(service.generate("early", [request("early")]))
-    await eventually(lambda: service.running == 1)
-    aborting = asyncio.Event()
-
-    async def slow_abort(request_id: str) -> None:
-        aborting.set()
-        await asyncio.sleep(0)
-
-    engine.abort = slow_abort  # type: ignore[method-assign]
+    """Though the engine is still busy."""
+    service = await service_of(SlowToAbort(latency=FOREVER))
+    early = asking(service, "early")
+    await until(lambda: service.running == 1)
     pause = asyncio.create_task(service.pause())
-    await aborting.wait()
+    await until(lambda: service.paused)
     service.resume()
-    await asyncio.wait_for(pause, 5)
-    second = asyncio.create_task(service.pause())
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert not second.done()  # what is in the engine is still there
-    service.resume()
-    await asyncio.wait_for(second, 5)
+    await asyncio.wait_for(pause, 60)
     early.cancel()
     await asyncio.wait((early,))
 
 
 async def test_an_engine_that_dies_costs_nobody_an_answer() -> None:
-    calls: list[str] = []
+    slow = ["a", "b", "c"]
 
-    def latency(one: object) -> float:
-        calls.append("")
-        return FOREVER if len(calls) <= 2 else 0.0
+    def latency(one: ScriptedRequest) -> float:
+        if one.request_id not in slow:
+            return 0.0
+        slow.remove(one.request_id)
+        return FOREVER
 
     engine = ScriptedEngine(latency=latency)
     service = await service_of(engine)
-    tasks = [asyncio.create_task(service.generate(name, [request(name)])) for name in ("a", "b")]
-    await eventually(lambda: engine.in_flight == 2)
+    a, b, given_up = (asking(service, name) for name in "abc")
+    await until(lambda: engine.in_flight == 3)
     engine.go_down()
-    await eventually(lambda: service.waiting == 2)
+    await until(lambda: service.waiting == 3)
     assert not await service.health()
+    await service.abort("c")
     engine.come_back()
-    answers = [(await task)[0] for task in tasks]
-    assert answers[0].token_ids == answers[1].token_ids  # the same prompt and seed
-    assert len(engine.requests) == 4
+    (one,), (other,), (nothing,) = await a, await b, await given_up
+    assert one.token_ids == other.token_ids  # the same prompt and seed
+    assert (nothing.token_ids, nothing.finish_reason) == ([], "abort")
+    assert len(engine.requests) == 5
 
 
 async def test_a_request_under_which_the_engine_dies_again_is_given_up() -> None:
@@ -188,14 +162,14 @@ async def test_closing_ends_everything_as_unavailable(held: str) -> None:
     service = await service_of(engine)
     if held == "by a pause":
         await service.pause()
-    task = asyncio.create_task(service.generate("a", [request()]))
-    await eventually(lambda: service.running + service.waiting == 1)
+    task = asking(service, "a")
+    await until(lambda: service.running + service.waiting == 1)
     if held == "by an outage":
-        await eventually(lambda: engine.in_flight == 1)
+        await until(lambda: engine.in_flight == 1)
         engine.go_down()
-        await eventually(lambda: service.waiting == 1)
+        await until(lambda: service.waiting == 1)
     await service.close()
-    with pytest.raises(EngineUnavailableError):
+    with pytest.raises(EngineUnavailableError, match="shutting down"):
         await task
     with pytest.raises(RequestError) as caught:
         await service.generate("b", [request("b")])
@@ -203,12 +177,51 @@ async def test_closing_ends_everything_as_unavailable(held: str) -> None:
     assert not await service.health()
 
 
-async def test_weights_are_counted_up_or_named() -> None:
-    engine = ScriptedEngine()
-    service = await service_of(engine)
-    assert await service.update_weights("new", None) == 1
-    assert await service.update_weights("newer", 7) == 7
-    assert (service.model_path, service.weight_version, engine.policy_version) == ("newer", 7, 7)
-    fixed = ScriptedEngine(capabilities=replace(engine.capabilities, update_weights=False))
-    with pytest.raises(RequestError, match="cannot update"):
-        await (await service_of(fixed)).update_weights("new", None)
+def build(asked: Sampling, capabilities: Capabilities = ABLE, *, logprobs: bool = False) -> SamplingParams:
+    return build_sampling(asked, capabilities, max_tokens=16, logprobs=logprobs)
+
+
+def test_what_is_asked_for_is_what_is_sampled() -> None:
+    asked = Sampling(
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        seed=3,
+        stop="x",
+        stop_token_ids=[4],
+        ignore_eos=True,
+    )
+    assert build(asked, logprobs=True) == SamplingParams(5, 0.5, 0.9, 7, True, 3, ("x",), (4,), True)
+    assert build(Sampling()) == SamplingParams(16, logprobs=False)
+    # A top-k of all is none.
+    assert [build(Sampling(top_k=k)).top_k for k in (2**62, 511)] == [-1, 511]
+
+
+def test_seeds_fit_the_engine_and_samples_have_their_own() -> None:
+    for given in (2**63 - 1, -1):
+        asked = list(samples("a", [5], build(Sampling(seed=given)), 3))
+        assert [one.sampling.seed for one in asked] == [2**31 - 1, 0, 1]
+    assert [one.request_id for one in asked] == ["a_0", "a_1", "a_2"]
+    (alone,) = samples("a", [5], build(Sampling()), 1)
+    assert (alone.request_id, alone.sampling.seed) == ("a", None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "capabilities", "words"),
+    [
+        (Sampling(stop=["a", ""]), ABLE, "empty"),
+        (Sampling(stop=["a"] * 65), ABLE, "more than 64 stops"),
+        (Sampling(stop_token_ids=[512]), ABLE, "outside the vocabulary"),
+        (Sampling(stop_token_ids=[-1]), ABLE, "outside the vocabulary"),
+        (Sampling(stop_token_ids=[1]), replace(ABLE, stop_token_ids=False), "token ids"),
+        (Sampling(seed=1), replace(ABLE, seeds=False), "seeds"),
+        (Sampling(), replace(ABLE, logprobs="none"), "log-probs"),
+        (Sampling(n=0), ABLE, "n must be from 1"),
+    ],
+)
+def test_what_the_engine_cannot_give_is_refused(
+    asked: Sampling, capabilities: Capabilities, words: str
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        build(asked, capabilities, logprobs=True)
