@@ -105,7 +105,6 @@ class ControlRoutes:
             {
                 **self._describe(),
                 "is_generation": True,
-                "preferred_sampling_params": None,
                 "has_image_understanding": False,
             }
         )
@@ -125,7 +124,6 @@ class ControlRoutes:
                 "status": "paused" if self._service.paused else "ready",
                 "engine": self._model.engine,
                 "capabilities": asdict(capabilities),
-                "internal_states": [self._load()],
             }
         )
 
@@ -144,13 +142,11 @@ class ControlRoutes:
     async def load(self, request: Request) -> web.Response:
         """How much there is to do; a list, since SGLang has one entry for each data-parallel rank."""
         load = await self._service.load()
-        return json_response([self._load(queued=load.queued if load is not None else 0)])
-
-    def _load(self, queued: int = 0) -> dict[str, Any]:
-        """`queued`: by the engine."""
         running, waiting = self._service.running, self._service.waiting
-        queued = min(queued, running)
-        return {"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting + queued}
+        queued = min(load.queued, running) if load is not None else 0
+        return json_response(
+            [{"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting + queued}]
+        )
 
     async def abort(self, request: Request) -> web.Response:
         """Ends one request or all; one that is not in flight may just have ended."""

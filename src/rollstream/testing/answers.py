@@ -26,11 +26,10 @@ class AnswerBook:
 
     Args:
         vocab_size: ids are below this.
-        seed: another seed is another book.
     """
 
-    def __init__(self, vocab_size: int = 512, *, seed: int = 0) -> None:
-        rng = random.Random(seed)
+    def __init__(self, vocab_size: int = 512) -> None:
+        rng = random.Random(0)
         self._ids: list[list[int]] = []
         self._logprobs: list[list[float]] = []
         for _ in range(_BLOCKS):

@@ -85,7 +85,6 @@ class ScriptedEngine:
         latency: float | LatencyRule = 0.0,
         capabilities: Capabilities = _CAPABILITIES,
         vocab_size: int | None = None,
-        seed: int = 0,
         record: bool = True,
     ) -> None:
         if vocab_size is not None:
@@ -102,7 +101,7 @@ class ScriptedEngine:
         self._response_tokens = response_tokens
         self._latency = latency
         self._record = record
-        self._book = AnswerBook(capabilities.vocab_size or 512, seed=seed)
+        self._book = AnswerBook(capabilities.vocab_size or 512)
         self._faults: list[_Fault] = []
         self._flights: dict[str, _Flight] = {}
         self._down = False

@@ -48,8 +48,6 @@ class Faults:
     """Every route answers with something that is not HTTP."""
     frozen: bool = False
     """Takes connections and answers nothing but `/stub/faults`, as a process that is stopped."""
-    update_fails: bool = False
-    """`/update_weights_from_disk` answers 400."""
     no_metrics: bool = False
     """There is no `/metrics`; `/get_load` is always there, as in SGLang."""
 

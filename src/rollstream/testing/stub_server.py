@@ -60,12 +60,10 @@ class Stats:
     """Whole answers, broken ones included."""
     tokens: int = 0
     """Sampled, those of aborted requests included."""
-    faults: int = 0
     aborts: int = 0
     """`/abort_request` calls that named a request in flight."""
     health_checks: int = 0
     in_flight: int = 0
-    peak_in_flight: int = 0
     images: int = 0
     """Images that arrived with `/generate` requests."""
     image_digests: list[str] = field(default_factory=list)
@@ -168,7 +166,6 @@ class StubServer(HttpStub):
         fault = self.faults.choose(self._rng.random())
         fails = fault in ("error", "bad_request", "drop")
         stats.in_flight += 1
-        stats.peak_in_flight = max(stats.peak_in_flight, stats.in_flight)
         try:
             completion = None if fails else await ask_rule(self.rule, asked, self.book)
             tokens = 0 if completion is None else len(completion.token_ids)
@@ -178,7 +175,6 @@ class StubServer(HttpStub):
             return _error(500, f"the rule raised {type(error).__name__}: {error}")
         finally:
             stats.in_flight -= 1
-        stats.faults += fault is not None
         if completion is None:
             return self._fail(fault, request)
         if fault == "abort" and share is None:
@@ -267,8 +263,6 @@ class StubServer(HttpStub):
 
     async def _update_weights(self, request: web.BaseRequest) -> web.StreamResponse:
         query = orjson.loads(await request.read())
-        if self.faults.update_fails:
-            return _json({"success": False, "message": "stub cannot load weights"}, 400)
         self.weight_version = str(query.get("weight_version") or self.weight_version)
         return _json({"success": True, "message": "Succeeded to update model weights."})
 

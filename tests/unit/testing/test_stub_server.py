@@ -107,7 +107,7 @@ async def test_faults_are_set_over_http_and_bad_input_is_a_400() -> None:
 async def test_max_running_queues_the_rest() -> None:
     async with StubServer(latency=FOREVER, max_running=2) as server:
         tasks = [asyncio.create_task(post(server.url, query([i]))) for i in range(6)]
-        await until(lambda: server.stats.peak_in_flight == 6)
+        await until(lambda: server.stats.in_flight == 6)
         _, load = await get(server.url, "/get_load")
         assert load == [{"dp_rank": 0, "num_reqs": 6, "num_waiting_reqs": 4}]
         await post(server.url, {"abort_all": True}, "/abort_request")

@@ -2,11 +2,12 @@ from typing import Any
 
 import pytest
 
-from rollstream.chat.wires.openai_chat import read_messages, read_tools
+from rollstream.chat.wires.openai_chat import ChatAnswer, Choice, read_chat, read_messages, read_tools
 from rollstream.chat.wires.requests import RequestError
 from rollstream.errors import ConfigError
+from rollstream.trajectory import Completion
 
-CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
 
 
 def test_a_conversation_as_templates_want_it() -> None:
@@ -70,3 +71,48 @@ def test_tools_are_whole_and_differ() -> None:
         read_tools([tool, tool])
     with pytest.raises(ConfigError, match=r"tools\[1\]"):
         read_tools([tool, {"type": "web_search"}])
+
+
+def test_whoever_answers_refuses_what_it_cannot_honour() -> None:
+    """A known parameter may be one that asks for nothing, or nothing but one value."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "max_completion_tokens": 7}
+    asked = read_chat({**body, "seed": 5, "n": 1}, harmless=["seed"], neutral={"n": 1})
+    assert (asked.seed, asked.n, asked.max_tokens, asked.stops) == (None, 1, 7, ())
+    with pytest.raises(RequestError, match="with the value 1 only"):
+        read_chat({**body, "n": 2}, neutral={"n": 1})
+
+
+def test_an_answer_whole_and_in_pieces() -> None:
+    """Tokens without a text of their own are named by their ids, in vLLM's way."""
+    message = {"role": "assistant", "content": "hm", "tool_calls": [_read(CALL)]}
+    completion = Completion([5, 6], [-0.5, -0.25], "stop", [(0, 3), (1, 4)], cached_prompt_tokens=1)
+    answer = ChatAnswer("a", "m", [1, 2, 3], [Choice(message, completion)])
+    how = {"logprobs": True, "return_token_ids": True, "stream": True}
+    asked = read_chat({"messages": [{"role": "user", "content": "hi"}], **how})
+    body = answer.body(asked)
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "hm", "tool_calls": [CALL]}
+    assert [one["token"] for one in choice["logprobs"]["content"]] == ["token_id:5", "token_id:6"]
+    assert (choice["finish_reason"], choice["token_ids"], body["prompt_token_ids"]) == (
+        "tool_calls",
+        [5, 6],
+        [1, 2, 3],
+    )
+    assert body["metadata"] == {"weight_version": "4"}
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    chunks = answer.chunks(asked)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas == [
+        {"role": "assistant", "content": None},
+        {"content": "hm"},
+        {"tool_calls": [{"index": 0, **CALL}]},
+        {},
+    ]
+    assert chunks[-1]["choices"][0]["logprobs"] == choice["logprobs"]
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def _read(call: dict[str, Any]) -> dict[str, Any]:
+    (message,) = read_messages([{"role": "assistant", "tool_calls": [call]}])
+    read: dict[str, Any] = message["tool_calls"][0]
+    return read
