@@ -129,6 +129,7 @@ class NativeRoutes:
             sampling = build_sampling(
                 one, self._service.capabilities, max_tokens=_MAX_TOKENS, logprobs=logprobs
             )
+            self._service.check_count(len(requests) + one.n)
             requests += samples(name, prompt, sampling, one.n)
             skips += [one.skip_special_tokens] * one.n
             many = many or one.n > 1

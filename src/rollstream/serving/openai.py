@@ -87,6 +87,7 @@ class OpenAIRoutes:
             asked, capabilities, max_tokens=_COMPLETION_TOKENS, logprobs=asked.logprobs is not None
         )
         prompts, _ = await self._model.read_prompts(asked.prompt, "prompt", capabilities.max_model_len)
+        self._service.check_count(len(prompts) * asked.n)
         name = asked.answer_id("cmpl")
         requests = [
             one
@@ -151,6 +152,7 @@ class OpenAIRoutes:
             logprobs=asked.logprobs,
             more_stop_ids=model.parser_stop_ids if asked.tools else (),
         )
+        self._service.check_count(asked.n)
         name = asked.answer_id("chatcmpl")
         completions = await self._service.generate(name, list(samples(name, prompt_ids, sampling, asked.n)))
         # What an answer goes on with is text: thinking that it opened has been closed.

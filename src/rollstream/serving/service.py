@@ -29,9 +29,6 @@ _SEEDS = 2**31
 _MAX_STOPS = 64
 """Each stop is searched for after each token; OpenAI takes four."""
 
-_MAX_SAMPLES = 4096
-"""Of one prompt; a mistyped `n` must not fill the memory before the queue's bound is looked at."""
-
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
@@ -170,13 +167,17 @@ class EngineService:
         await self._recovery.close()
         await self._engine.close()
 
+    def check_count(self, count: int) -> None:
+        """Refuses more samples in one request than are queued at all: a mistyped `n` must fill no memory."""
+        if count > self.max_queue:
+            raise RequestError(
+                f"a request for {count} samples: the server queues {self.max_queue} at most", param="n"
+            )
+
     def _admit(self, requests: Sequence[EngineRequest]) -> None:
         if self._closed:
             raise RequestError("the server is shutting down", status=503)
-        if len(requests) > self.max_queue:
-            raise RequestError(
-                f"a request for {len(requests)} samples: the server queues {self.max_queue} at most"
-            )
+        self.check_count(len(requests))
         seen = set()
         for request in requests:
             check_request(request.prompt_ids, request.sampling, self.capabilities, images=None)
@@ -243,11 +244,10 @@ def build_sampling(
         more_stop_ids: ids that end the answer as well.
 
     Raises:
-        RequestError: seeds, stops or log-probs that the engine does not have, ids outside its vocabulary, too
-            many samples.
+        RequestError: seeds, stops or log-probs that the engine does not have, ids outside its vocabulary.
     """
-    if not 1 <= asked.n <= _MAX_SAMPLES:
-        raise RequestError(f"n must be from 1 to {_MAX_SAMPLES}, not {asked.n}", param="n")
+    if asked.n < 1:
+        raise RequestError(f"n must be at least 1, not {asked.n}", param="n")
     if not all(asked.stops):
         raise RequestError("a stop string is empty: it would stop everything", param="stop")
     if len(asked.stops) > _MAX_STOPS or len(asked.stop_token_ids) > _MAX_STOPS:

@@ -217,7 +217,7 @@ def test_seeds_fit_the_engine_and_samples_have_their_own() -> None:
         (Sampling(stop_token_ids=[1]), replace(ABLE, stop_token_ids=False), "token ids"),
         (Sampling(seed=1), replace(ABLE, seeds=False), "seeds"),
         (Sampling(), replace(ABLE, logprobs="none"), "log-probs"),
-        (Sampling(n=0), ABLE, "n must be from 1"),
+        (Sampling(n=0), ABLE, "n must be at least 1"),
     ],
 )
 def test_what_the_engine_cannot_give_is_refused(
