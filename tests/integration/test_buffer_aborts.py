@@ -9,7 +9,9 @@ import pytest
 
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.testing.text_rules import answer_by_text
-from tests.unit.serving.served import served_model, serving, tokenizer
+from rollstream.trajectory import Completion
+from tests.support.until import until
+from tests.unit.serving.served import FOREVER, served_model, serving, tokenizer
 
 ANSWER = "12 + 34 = 46, I am sure."
 
@@ -18,14 +20,26 @@ def go_on(prompt: str) -> str:
     return ANSWER[len(prompt.rpartition("<|im_start|>assistant\n")[2]) :]
 
 
-@pytest.mark.parametrize("patience_s", [0.0, 2.0])
-async def test_an_answer_goes_on_after_an_abort(patience_s: float) -> None:
-    """`patience_s`: before the abort; at 0 the answer has not a token yet."""
-    slow = [True]
-    engine = ScriptedEngine(
-        answer_by_text(tokenizer(), go_on), latency=lambda request: 10.0 if slow.pop() else 0.0
-    )
-    slow[:] = [False, True]
+class Interrupted(ScriptedEngine):
+    """Answers whole but for the first request, which goes on until it is aborted and then has some tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        slow = [FOREVER]
+        rule = answer_by_text(tokenizer(), go_on)
+        super().__init__(rule, latency=lambda request: slow.pop() if slow else 0.0)
+        self._tokens = tokens
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Completion:
+        completion = await super().generate(*args, **kwargs)
+        if completion.finish_reason == "abort":
+            completion.token_ids = tokenizer().encode(ANSWER)[: self._tokens]
+        return completion
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+async def test_an_answer_goes_on_after_an_abort(tokens: int) -> None:
+    """`tokens`: that it has by then."""
+    engine = Interrupted(tokens)
     async with serving(engine, served_model()) as client:
         model = openai.AsyncOpenAI(api_key="test", base_url=client.url + "/v1")
         messages: list[Any] = [{"role": "user", "content": "12 + 34 ="}]
@@ -49,9 +63,7 @@ async def test_an_answer_goes_on_after_an_abort(patience_s: float) -> None:
             while True:
                 asking = asyncio.create_task(ask())
                 if pieces == 0:
-                    while not engine.in_flight:
-                        await asyncio.sleep(0.005)
-                    await asyncio.sleep(patience_s)
+                    await until(lambda: engine.in_flight)
                     await client.post("/abort_request", {"rid": "", "abort_all": True})
                 answer = await asking
                 pieces += 1

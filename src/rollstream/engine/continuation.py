@@ -10,7 +10,8 @@ policy version it was sampled with. `PartialCompletion` is that state:
 
 An update closes the engine to new requests, aborts what is inside, waits until all of it has left, loads, and
 opens again. So no request has tokens of two versions without a fresh prompt in between, and the log-probs of
-every token are those of a forward pass under the version that it is stamped with.
+every token are those of a forward pass under the version that it is stamped with. A pause, which a trainer asks
+a server for, ends what is inside for its callers, and keeps the engine closed until it is ended.
 """
 
 import asyncio
