@@ -142,7 +142,8 @@ def train(plan: Plan, *, seed: int, ahead: int, out: Path) -> Run:
     from demo_model.evaluate import expect_accuracy
     from demo_model.muon import MuonWithAdamW
     from demo_model.problems import Split, enumerate_pairs
-    from rollstream.integrations.trl import GRPOEnvConfig, GRPOEnvTrainer
+    from demo_model.shared_prompts import SharedPromptsTrainer
+    from rollstream.integrations.trl import GRPOEnvConfig
 
     transformers_logging.disable_progress_bar()
     logging.getLogger("rollstream").setLevel(logging.ERROR)  # of a learner some calls of tools are malformed
@@ -202,7 +203,7 @@ def train(plan: Plan, *, seed: int, ahead: int, out: Path) -> Run:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate(plan, step, (time.monotonic() - began) / (60 * plan.minutes))
     )
-    trainer = GRPOEnvTrainer(
+    trainer = SharedPromptsTrainer(
         model,
         _environment(plan),
         args,

@@ -122,7 +122,7 @@ def test_heavy_packages_are_imported_lazily(path: Path) -> None:
         return  # a program of its own
     if path.parent.name == "verl" and path.name in ("workers.py", "replica.py"):
         return  # classes derived from verl's, which are imported where verl is
-    if path.parent.name == "trl" and path.name in ("config.py", "scoring.py", "trainer.py"):
+    if path.parent.name == "trl" and path.name in ("config.py", "trainer.py"):
         return  # classes derived from TRL's, imported when they are asked for
     for node in ast.parse(path.read_text()).body:
         names = []

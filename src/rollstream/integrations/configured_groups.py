@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rollstream.config.load import compose, to_settings
+from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import load_prompts
 from rollstream.data.task_cache import resolve_tasks_into_config
@@ -21,10 +22,22 @@ from rollstream.errors import ConfigError
 from rollstream.reward.rules import RuleReward, find_rule
 from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
 from rollstream.rollout.worker import RolloutWorker
+from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.training.plan import PlannedGroup
 from rollstream.training.rollout_groups import RolloutGroups
 from rollstream.trajectory import PromptRow, Rollout
+
+Layers = Sequence[Mapping[str, Any] | Path]
+
+_USED = {
+    "generation": (
+        *("seed", "max_in_flight", "max_attempts", "attempt_timeout"),
+        *("retry_delay", "retry_delay_max", "engine_timeout"),
+    ),
+    "trainer": ("nnodes", "n_gpus_per_node"),
+}
+"""Keys of these sections that have an effect in a training loop. The others say how a run goes that writes files."""
 
 
 class ConfiguredGroups:
@@ -40,33 +53,16 @@ class ConfiguredGroups:
             `on_result`.
 
     Raises:
-        ConfigError: keys that are unknown or cannot work, or `data.filter_overlong_prompts`.
+        ConfigError: keys that are unknown, cannot work, or have no effect here.
         DataError: a file of prompt rows cannot be read.
     """
 
     bounds_groups = True
     """See `RolloutGroups`."""
 
-    def __init__(
-        self,
-        overrides: Sequence[str] = (),
-        *,
-        config: Sequence[Mapping[str, Any] | Path] = (),
-        **options: Any,
-    ) -> None:
-        resolved = OmegaConf.create(
-            OmegaConf.to_container(compose(list(overrides), layers=list(config)), resolve=True)
-        )
-        assert isinstance(resolved, DictConfig)
-        resolve_tasks_into_config(resolved)
-        self._config = resolved
-        self._settings = to_settings(resolved)
-        if self._settings.data.filter_overlong_prompts:
-            raise ConfigError(
-                "data.filter_overlong_prompts filters what `rollstream generate` visits, not the rows of a "
-                "plan: a prompt that is too long is a failed group here, which "
-                "on_group_failure='drop_and_refill' replaces; or set data.truncation"
-            )
+    def __init__(self, overrides: Sequence[str] = (), *, config: Layers = (), **options: Any) -> None:
+        self._config = resolve_config(overrides, config)
+        self._settings = to_settings(self._config)
         self._prompts = load_prompts(self._settings.data)
         self.rows = self._prompts.order
         """Indices of the prompt rows, in the data's order; a plan's index counts in it."""
@@ -81,11 +77,8 @@ class ConfiguredGroups:
         return self._prompts.row(int(self.rows[index]))
 
     async def start(self) -> None:
-        agents = await in_daemon_thread(load_agents, self._settings)
-        await agents.tools.describe()
-        images = self._prompts.has_images()
-        setup = await in_daemon_thread(partial(build_setup, self._settings, agents, shows_images=images))
-        await in_daemon_thread(check_scores, setup, map(self.row, range(len(self.rows))))
+        rows = map(self.row, range(len(self.rows)))
+        setup = await make_setup(self._settings, shows_images=self._prompts.has_images(), to_score=rows)
         self._logs = ScratchFolder("engine")
         self.engine = setup.create_engine(self._logs.path)
         self._groups = RolloutGroups(
@@ -112,20 +105,92 @@ class ConfiguredGroups:
             self._logs.cleanup()
 
     async def _make_worker(self, setup: RolloutSetup, engine: Engine) -> RolloutWorker:
-        rollout = self._settings.actor_rollout_ref.rollout
-        setup.check_engine(engine)
-        if not engine.capabilities.token_ids:
-            raise ConfigError(
-                f"engine {rollout.name!r} speaks messages: training needs the tokens that were sampled"
-            )
-        names = {rollout.agent.default_agent_loop, *self._prompts.agent_names()}
-        setup.agents.check(
-            names,
-            setup.tokenizer,
-            show_tools=rollout.multi_turn.show_tools,
-            images=setup.shows_images,
+        return build_worker(setup, engine, self._prompts.agent_names()).worker
+
+
+def resolve_config(overrides: Sequence[str], layers: Layers) -> DictConfig:
+    """The whole configuration of groups for a trainer. Builds the tasks' files, if there are any.
+
+    Raises:
+        ConfigError: keys that are unknown or wrong, or have no effect in a training loop.
+    """
+    config = compose(list(overrides), layers=list(layers))
+    refuse_without_effect(config)
+    resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+    assert isinstance(resolved, DictConfig)
+    resolve_tasks_into_config(resolved)
+    return resolved
+
+
+def refuse_without_effect(config: DictConfig) -> None:
+    """Refuses what is set and would be taken silently.
+
+    Raises:
+        ConfigError: naming all such keys.
+    """
+    defaults = compose()
+    if config.data.filter_overlong_prompts:
+        raise ConfigError(
+            "data.filter_overlong_prompts filters what `rollstream generate` visits, not a trainer's rows: "
+            "filter the dataset before (a prompt that is too long is a failed rollout here), or set "
+            "data.truncation"
         )
-        return setup.make_worker(engine, sorted(names)).worker
+    keys = [f"{name}.{key}" for name, used in _USED.items() for key in defaults[name] if key not in used]
+    refuse_keys(
+        config,
+        [*keys, "actor_rollout_ref.rollout.agent.num_workers"],
+        "no effect here: for a run of `rollstream generate` only",
+    )
+
+
+def refuse_keys(config: DictConfig, keys: Iterable[str], why: str) -> None:
+    """Refuses keys that have another value than their default.
+
+    Raises:
+        ConfigError: naming them, and `why`.
+    """
+    defaults = compose()
+    if found := [key for key in keys if OmegaConf.select(config, key) != OmegaConf.select(defaults, key)]:
+        raise ConfigError(f"{', '.join(found)}: {why}")
+
+
+async def make_setup(
+    settings: Settings, *, shows_images: bool, to_score: Iterable[PromptRow] | None
+) -> RolloutSetup:
+    """Agent loops, tools, tokenizer and reward, off the event loop where that is slow.
+
+    Args:
+        settings: of the groups.
+        shows_images: whether prompt rows have images.
+        to_score: the prompt rows: a reward that can score none of them is refused. None: somebody else scores.
+
+    Raises:
+        ConfigError: the configuration cannot work.
+    """
+    agents = await in_daemon_thread(load_agents, settings)
+    await agents.tools.describe()
+    setup = await in_daemon_thread(partial(build_setup, settings, agents, shows_images=shows_images))
+    if to_score is not None:
+        await in_daemon_thread(check_scores, setup, to_score)
+    return setup
+
+
+def build_worker(setup: RolloutSetup, engine: Engine, agent_names: Iterable[str]) -> BuiltWorker:
+    """A worker on a started engine, for the default agent loop and those that rows name.
+
+    Raises:
+        ConfigError: engine or loops are not for training, or do not go together.
+    """
+    rollout = setup.settings.actor_rollout_ref.rollout
+    setup.check_engine(engine)
+    if not engine.capabilities.token_ids:
+        raise ConfigError(
+            f"engine {rollout.name!r} speaks messages: training needs the tokens that were sampled"
+        )
+    names = {rollout.agent.default_agent_loop, *agent_names}
+    show_tools = rollout.multi_turn.show_tools
+    setup.agents.check(names, setup.tokenizer, show_tools=show_tools, images=setup.shows_images)
+    return setup.make_worker(engine, sorted(names))
 
 
 def check_scores(setup: RolloutSetup, rows: Iterable[PromptRow]) -> None:

@@ -14,9 +14,10 @@ The trainer's thread calls everything here; the generator's coroutines run in a 
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from rollstream.errors import ConfigError, PlanEndedError, TrainingError
 from rollstream.rollout.retry import RetryPolicy
@@ -31,6 +32,8 @@ from rollstream.training.staleness import StalenessRule
 from rollstream.training.timing import StepTime, StepTimes, mean
 from rollstream.training.versions import TokenVersions, VersionLedger
 from rollstream.training.weight_updates import WeightUpdates
+
+T = TypeVar("T")
 
 WeightMode = Literal["drain", "in_flight"]
 """`drain`: an update waits until nothing is being generated; `in_flight`: it comes between the tokens of what
@@ -192,6 +195,24 @@ class BatchesAhead:
             self._current.total_s = time.monotonic() - self._asked_at
             self._current.engine_busy_s = self._thread.busy_seconds() - self._busy_before
         return self._current
+
+    def get_pending_count(self) -> int:
+        """Batches that are begun, and whose groups are not all there yet."""
+        return -(-self._schedule.generating // self._schedule.rule.groups_per_step)
+
+    def get_average_generation_time(self) -> float:
+        """Seconds for the slowest group of a batch, on the average; 0.0 before the first batch."""
+        return mean([step.generation_max_s for step in self.times.steps])
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Runs a coroutine in the generator's event loop. Raises `GenerationStoppedError`."""
+        return self._thread.submit(coroutine)
+
+    def raise_if_over(self) -> None:
+        """Raises `GenerationFailedError`, with the cause, or `GenerationStoppedError` when there is nothing
+        to wait for any more.
+        """
+        self._buffer.raise_if_broken()
 
     def staleness_histogram(self) -> Counter[int]:
         """Groups delivered so far, by staleness."""

@@ -149,7 +149,13 @@ class Recording(GRPOEnvTrainer):
 
 
 def trainer(
-    folder: Path, dataset: Any, *, env: Any = None, reward_funcs: Any = None, **changed: Any
+    folder: Path,
+    dataset: Any,
+    *,
+    env: Any = None,
+    reward_funcs: Any = None,
+    eval_dataset: Any = None,
+    **changed: Any,
 ) -> Recording:
     model, tokenizer = load()
     return Recording(
@@ -157,6 +163,7 @@ def trainer(
         env or environment(folder),
         settings(folder, **changed),
         train_dataset=dataset,
+        eval_dataset=eval_dataset,
         reward_funcs=reward_funcs,
         processing_class=tokenizer,
     )

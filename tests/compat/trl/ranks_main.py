@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from rollstream.integrations.trl.environment import EnvironmentGroups
+from rollstream.integrations.trl.groups import EnvironmentGroups
 from tests.compat.trl.parts import environment, rows, trainer
 
 

@@ -9,11 +9,10 @@ pytest.importorskip("trl")
 
 from trl import GRPOTrainer
 
-from rollstream.errors import ConfigError, EngineUnavailableError, GenerationStoppedError
+from rollstream.errors import ConfigError, EngineUnavailableError
 from rollstream.integrations.trl import EnvRolloutFunction
-from rollstream.integrations.trl.environment import EnvironmentGroups
-from rollstream.integrations.trl.fields import env_reward
-from rollstream.integrations.trl.session import EnvironmentThread
+from rollstream.integrations.trl.groups import EnvironmentGroups
+from rollstream.integrations.trl.rows import env_reward
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.training import weight_updates
 from tests.compat.trl.parts import at_once, environment, load, numbers_of, rows, settings
@@ -142,15 +141,3 @@ def test_an_engine_that_is_away_at_an_update_is_waited_for(
     monkeypatch.setattr(EnvironmentGroups, "update_weights", away)
     trainer = trained(function, tmp_path, max_steps=3)
     assert trainer.state.global_step == 3 and asked == [1, 1, 1, 2]
-
-
-def test_an_engine_that_cannot_start_says_why() -> None:
-    class Broken:
-        async def start(self) -> None:
-            raise OSError("no such model")
-
-        async def close(self) -> None: ...
-
-    with pytest.raises(OSError, match="no such model"):
-        EnvironmentThread(Broken()).start()  # type: ignore[arg-type]
-    assert issubclass(GenerationStoppedError, Exception)

@@ -23,12 +23,11 @@ from trl.trainer.utils import RepeatSampler
 
 from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.errors import ConfigError, GenerationFailedError, TrainingError
-from rollstream.integrations.trl import GRPOEnvTrainer, scoring
+from rollstream.integrations.trl import GRPOEnvTrainer
 from rollstream.integrations.trl import trainer as home
 from rollstream.integrations.trl.checkpoints import STATE_FILE
-from rollstream.integrations.trl.environment import EnvironmentGroups
+from rollstream.integrations.trl.groups import EnvironmentGroups
 from rollstream.integrations.trl.plan import SamplerReplay
-from rollstream.integrations.trl.shared_prompt import PromptsNotShared, completion_logprobs
 from tests.compat.trl.parts import (
     MODEL,
     TOOLS,
@@ -147,16 +146,17 @@ def test_another_dataset_is_refused_on_resume(run: Any, tmp_path: Path) -> None:
 
 def first_step(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shift: float) -> float:
     """The norm of the first step's gradient."""
-    plain = home.to_fields
+    plain = home.to_rows
 
     def shifted(*arguments: Any, **keywords: Any) -> Any:
-        fields = plain(*arguments, **keywords)
+        rows = plain(*arguments, **keywords)
+        fields = rows.fields
         fields["logprobs"] = [[value + shift for value in values] for values in fields["logprobs"]]
-        return fields
+        return rows
 
     folder.mkdir(exist_ok=True)
     with monkeypatch.context() as patched:
-        patched.setattr(home, "to_fields", shifted)
+        patched.setattr(home, "to_rows", shifted)
         made = trainer(folder, rows(40), max_steps=1, num_steps_async=0)
         made.train()
     gradient: float = next(entry["grad_norm"] for entry in made.state.log_history if "grad_norm" in entry)
@@ -192,7 +192,9 @@ def test_what_a_correction_does_to_the_gradient(
     output = {**run.outputs[0]}
     output.pop("old_per_token_logps")
     output["advantages"] = torch.linspace(-1, 1, len(output["advantages"]))
-    output["sampling_per_token_logps"] = run._logprobs_now(output)  # sampled by the weights as they are now
+    output["sampling_per_token_logps"] = run._logprobs_of(
+        run.model, output
+    )  # sampled by the weights as they are now
 
     def gradient(shifted: float) -> torch.Tensor:
         moved = {**output, "sampling_per_token_logps": output["sampling_per_token_logps"] + shifted}
@@ -209,82 +211,6 @@ def test_what_a_correction_does_to_the_gradient(
     monkeypatch.setattr(run.args, "sampler_correction", correction)
     assert plain.abs().max() > 0
     assert torch.allclose(gradient(shift), weight * plain, rtol=1e-3, atol=1e-6)
-
-
-def test_a_model_whose_prompts_cannot_be_shared_is_computed_in_trls_way(
-    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    shared, asked = run._logprobs_now(run.outputs[0]), []
-
-    def refuse(*arguments: Any, **keywords: Any) -> Any:
-        asked.append(1)
-        raise PromptsNotShared("it keeps a state")
-
-    monkeypatch.setattr(scoring, "completion_logprobs", refuse)
-    monkeypatch.setattr(run, "_cannot_share_prompts", False)
-    for _ in range(2):
-        plain = run._logprobs_now(run.outputs[0])
-        assert torch.allclose(plain * run.outputs[0]["completion_mask"], shared, atol=1e-4)
-    assert len(asked) == 1 and "it keeps a state" in caplog.text
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
-def test_rows_without_advantage_take_no_part_in_the_backward(
-    run: Any, monkeypatch: pytest.MonkeyPatch, loss_type: str
-) -> None:
-    """Whatever the loss, they change neither the gradient nor what is logged; with a KL term they do."""
-    output = {**run.outputs[0]}
-    output["advantages"] = torch.linspace(-1, 1, len(output["advantages"]))
-    output["advantages"][: len(output["advantages"]) // 2] = 0
-    monkeypatch.setattr(run, "loss_type", loss_type)
-    run.current_gradient_accumulation_steps = 1
-    run.model.train()
-    asked: list[Any] = []
-
-    def gradient(*, told: bool) -> tuple[torch.Tensor, float, list[float]]:
-        def compute(*arguments: Any, silent: Any, **keywords: Any) -> Any:
-            asked.append(silent)
-            return completion_logprobs(*arguments, **keywords, silent=silent if told else None)
-
-        monkeypatch.setattr(scoring, "completion_logprobs", compute)
-        run.model.zero_grad()
-        run._metrics["train"].clear()
-        loss = run._compute_loss(run.model, output)
-        loss.backward()
-        found: torch.Tensor = run.model.lm_head.weight.grad.clone()
-        run.model.zero_grad()
-        return found, loss.item(), run._metrics["train"]["entropy"] + run._metrics["train"]["kl"]
-
-    wanted, plain = gradient(told=False), gradient(told=True)
-    assert asked[-1].tolist() == (output["advantages"] == 0).tolist()
-    assert wanted[0].abs().max() > 0 and torch.allclose(plain[0], wanted[0], rtol=1e-4, atol=1e-7)
-    assert plain[1:] == (pytest.approx(wanted[1], rel=1e-5), pytest.approx(wanted[2], rel=1e-4))
-
-    monkeypatch.setattr(run, "beta", 0.1)
-    output["ref_per_token_logps"] = run._logprobs_now(output) + 1.0
-    gradient(told=True)
-    assert asked[-1] is None
-
-
-def test_an_entropy_bonus_has_a_gradient(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of rows without advantage: as in TRL."""
-    output = {**run.outputs[0]}
-    output["advantages"] = torch.zeros_like(output["advantages"])
-    monkeypatch.setattr(run, "entropy_coef", 0.1)
-    monkeypatch.setattr(run, "_entropy_bonus_enabled", True)
-    run.model.train()
-    run.current_gradient_accumulation_steps = 1
-
-    def gradient() -> torch.Tensor:
-        run.model.zero_grad()
-        run._compute_loss(run.model, output).backward()
-        found: torch.Tensor = run.model.lm_head.weight.grad.clone()
-        run.model.zero_grad()
-        return found
-
-    got = gradient()
-    monkeypatch.setattr(run.args, "share_prompts", False)
-    assert got.abs().max() > 0 and torch.allclose(got, gradient(), rtol=1e-4, atol=1e-7)
 
 
 def test_tool_tokens_are_context(tmp_path: Path) -> None:
@@ -394,7 +320,6 @@ def test_a_rollout_that_hangs_does_not_end_the_training(
     made.train()
     assert made.state.global_step == 3 and hung
     assert sum(entry.get("rollstream/failed", 0) for entry in made.state.log_history) >= 1
-    assert made._batches._thread._group_timeout is None
     assert made._groups._rollout_timeout == 5
     own = trainer(tmp_path, rows(ROWS), env=environment(tmp_path, "hf", "generation.attempt_timeout=50"))
     assert own._make_groups(None, version=0)._rollout_timeout is None
@@ -499,8 +424,7 @@ def test_an_evaluation_has_the_environments_places(tmp_path: Path, monkeypatch: 
 
 
 def engine_threads() -> list[threading.Thread]:
-    names = ("the rollout thread", "the generation thread")
-    return [one for one in threading.enumerate() if one.name in names]
+    return [one for one in threading.enumerate() if one.name == "the generation thread"]
 
 
 @pytest.mark.parametrize("what", ["evaluation", "training"])
@@ -580,7 +504,9 @@ def test_weights_reach_an_engine_of_its_own(tmp_path: Path, monkeypatch: pytest.
 
     def compare(output: Any) -> Any:
         mask = output["completion_mask"]
-        seen.append(((made._logprobs_now(output) - output["sampling_per_token_logps"]) * mask).abs().max())
+        seen.append(
+            ((made._logprobs_of(made.model, output) - output["sampling_per_token_logps"]) * mask).abs().max()
+        )
         return plain(output)
 
     made._use_sampler_logprobs = compare

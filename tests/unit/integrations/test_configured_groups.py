@@ -48,8 +48,3 @@ def test_rows_with_a_rule_are_scored_by_it(tmp_path: Path) -> None:
         batch = batches.next_batch(120)
         assert [len(group.rollouts) for group in batch.groups] == [1, 1]
         assert all(reward is not None for group in batch.groups for reward in group.rewards)
-
-
-def test_the_filter_of_whole_runs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="filter_overlong_prompts"):
-        ConfiguredGroups(words(tmp_path, "data.filter_overlong_prompts=true"))

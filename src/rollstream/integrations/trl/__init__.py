@@ -9,29 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollstream.integrations.trl.async_worker import EngineWeights, EnvRolloutWorker
     from rollstream.integrations.trl.config import GRPOEnvConfig
     from rollstream.integrations.trl.environment import RolloutEnvironment
     from rollstream.integrations.trl.rollout_func import EnvRolloutFunction
     from rollstream.integrations.trl.trainer import GRPOEnvTrainer
 
 _HOMES = {
-    "EngineWeights": "async_worker",
     "EnvRolloutFunction": "rollout_func",
-    "EnvRolloutWorker": "async_worker",
     "GRPOEnvConfig": "config",
     "GRPOEnvTrainer": "trainer",
     "RolloutEnvironment": "environment",
 }
 
-__all__ = [
-    "EngineWeights",
-    "EnvRolloutFunction",
-    "EnvRolloutWorker",
-    "GRPOEnvConfig",
-    "GRPOEnvTrainer",
-    "RolloutEnvironment",
-]
+__all__ = ["EnvRolloutFunction", "GRPOEnvConfig", "GRPOEnvTrainer", "RolloutEnvironment"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,17 @@
-"""What a checkpoint of the trainer's has beside TRL's files, and which of them are whole."""
+"""What a checkpoint of the trainer's has beside TRL's files, which of them are whole, and Ctrl-C."""
 
 import json
 import logging
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 from rollstream.errors import ConfigError
+from rollstream.stop_signals import TOGETHER_S
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +65,48 @@ def last_whole(folder: str) -> str | None:
             f"{_missing(found[0])}. Name another by resume_from_checkpoint, or begin anew without it"
         )
     return None
+
+
+class Interrupt:
+    """In it, if enabled, the first Ctrl-C is only noted; a second one, not right after it, ends as usual."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._before: Any = None
+        self._asked_at = 0.0
+        self.asked = False
+
+    def __enter__(self) -> Self:
+        self.asked = False
+        if self._enabled and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and time.monotonic() - self._asked_at > TOGETHER_S:
+            raise KeyboardInterrupt
+        if not self.asked:
+            self.asked, self._asked_at = True, time.monotonic()
+            sys.stderr.write("the batch under way is trained and saved; Ctrl-C again ends at once\n")
+
+
+def how_to_resume(folder: str, step: int) -> str:
+    """What to do to go on after a training that was ended at a step."""
+    try:
+        last = last_whole(folder)
+    except ConfigError as error:
+        return f"ended at step {step}; {error}"
+    if last is None:
+        return (
+            f"ended at step {step}, and there is no checkpoint in {folder} to go on from (save_strategy, "
+            "save_steps; save_on_interrupt=True makes one at Ctrl-C)"
+        )
+    return f"ended at step {step}; to go on from {last}: trainer.train(resume_from_checkpoint=True)"
 
 
 def _step(path: Path) -> int:

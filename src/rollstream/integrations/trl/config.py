@@ -79,14 +79,6 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
         default=2.0, metadata={"help": "truncate: the ratio's cap; mask: beyond it the weight is 0."}
     )
     sampler_ratio_min: float = field(default=0.5, metadata={"help": "mask: below it the weight is 0."})
-    share_prompts: bool = field(
-        default=True,
-        metadata={
-            "help": "Compute a prompt once for all its completions in a forward pass, with one process "
-            "and without gradient checkpointing; elsewhere it has no effect. Gradients are the same but for "
-            "rounding."
-        },
-    )
     weight_sync: str = field(
         default="drain",
         metadata={
@@ -113,6 +105,47 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
         },
     )
 
+    curriculum: str | None = field(
+        default=None,
+        metadata={
+            "help": "Draws prompts by how often they succeeded, see rollstream.training.Curriculum: "
+            "medium_first, easy_to_hard, or package.module.name (path.py:name) of a function that weighs rows. "
+            "None: the prompts of TRL's own sampler."
+        },
+    )
+    group_filter: str | None = field(
+        default=None,
+        metadata={
+            "help": "Groups that are thrown away and replaced: no_signal (the environment's rewards are all the "
+            "same), or package.module.name (path.py:name) of a class like rollstream.training.NoSignal."
+        },
+    )
+    group_priority: str | None = field(
+        default=None,
+        metadata={
+            "help": "With order='first', which finished groups are trained first: spread (of the rewards, the "
+            "greater the sooner), or package.module.name (path.py:name) of a function of a "
+            "rollstream.training.Group."
+        },
+    )
+    batch_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Batches of a dynamic size: beyond the prompts that TRL's settings ask for, more are taken "
+            "until the next one would bring the batch over so many tokens (of prompts and responses)."
+        },
+    )
+    batch_groups_max: int | None = field(
+        default=None,
+        metadata={"help": "batch_tokens: prompts of a batch at most. None: four times TRL's."},
+    )
+    save_on_interrupt: bool = field(
+        default=False,
+        metadata={
+            "help": "The first Ctrl-C lets the batch under way be trained, saves a checkpoint and ends; a second "
+            "one ends at once. False: Ctrl-C ends at once."
+        },
+    )
     max_failed_groups: int = field(
         default=8,
         metadata={
@@ -157,6 +190,12 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
                 f"steps_per_generation * num_iterations = {self.generate_every} must be a multiple of "
                 f"gradient_accumulation_steps = {self.gradient_accumulation_steps}: batches end with a step"
             )
+        if self.group_priority is not None and self.order != "first":
+            raise ConfigError(f"group_priority={self.group_priority} needs order='first'")
+        if self.batch_groups_max is not None and self.batch_tokens is None:
+            raise ConfigError("batch_groups_max is for batch_tokens")
+        if self.batch_tokens is not None and not self.steps_ahead:
+            raise ConfigError("batch_tokens needs num_steps_async=1 or more")
         check_distribution(self)
 
     @property

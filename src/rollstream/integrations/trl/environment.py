@@ -1,39 +1,28 @@
-"""The environment: what a rollout of the training is made of, from the house's configuration.
+"""What a user says of the rollouts: an environment's keys, the trainer's own values, and prompt rows.
 
 Agent loop, tools, rewards and engine are those of `rollstream generate`, by the same keys. What the trainer
 decides (sampling, lengths, seed, repeats) comes from its own arguments.
 """
 
-import asyncio
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+import orjson
+from omegaconf import DictConfig
 
 from rollstream.config.load import compose, to_settings
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import load_prompts
 from rollstream.data.row import parse_row
-from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.data.values import BadRow
-from rollstream.engine.base import Engine
-from rollstream.engine.continuation import ContinuingEngine
-from rollstream.errors import ConfigError, DataError, TrainingError
-from rollstream.integrations.configured_groups import check_scores
-from rollstream.integrations.trl.bounds import PlacedWorker, TimedWorker
-from rollstream.integrations.trl.failures import FailedGroups, ForgivingWorker, failure_of
-from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
-from rollstream.rollout.worker import RolloutWorker
-from rollstream.scratch import ScratchFolder
-from rollstream.training.plan import PlannedGroup
-from rollstream.training.rollout_groups import RolloutGroups
-from rollstream.trajectory import Failure, PromptRow, Rollout
-
-logger = logging.getLogger(__name__)
+from rollstream.errors import ConfigError, DataError
+from rollstream.integrations.configured_groups import (
+    Layers,
+    refuse_keys,
+    refuse_without_effect,
+    resolve_config,
+)
+from rollstream.trajectory import PromptRow
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -47,6 +36,12 @@ _TRAINERS_KEYS = {
     "generation.seed": "seed",
 }
 """Keys that the trainer's arguments decide, and by which one."""
+
+_DATA_KEYS = (
+    *("data.train_files", "data.prompt_key", "data.train_max_samples", "data.shuffle", "data.seed"),
+    *("data.custom_cls.path", "data.custom_cls.name", "train_tasks"),
+)
+"""Keys that say which prompt rows there are."""
 
 _SEEDED = ("hf", "openvino")
 """Engines that repeat themselves: with others the seed would be an error at start."""
@@ -81,30 +76,19 @@ class RolloutEnvironment:
         config: layers under them: mappings, or YAML files.
 
     Raises:
-        ConfigError: unknown key, one that the trainer's arguments decide, or `data.filter_overlong_prompts`.
+        ConfigError: a key is unknown, decided by the trainer's arguments, or without effect in a training.
     """
 
-    def __init__(
-        self,
-        overrides: Sequence[str] = (),
-        *,
-        config: Sequence[Mapping[str, Any] | Path] = (),
-    ) -> None:
+    def __init__(self, overrides: Sequence[str] = (), *, config: Layers = ()) -> None:
         self._overrides = list(overrides)
         self._layers = list(config)
-        defaults, given = compose(), compose(self._overrides, layers=self._layers)
+        self._given = given = compose(self._overrides, layers=self._layers)
         for key, argument in _TRAINERS_KEYS.items():
-            if OmegaConf.select(given, key) != OmegaConf.select(defaults, key):
-                raise ConfigError(f"{key} is the trainer's to decide: set {argument} in its arguments")
-        if OmegaConf.select(given, "data.filter_overlong_prompts"):
-            raise ConfigError(
-                "data.filter_overlong_prompts filters the files of `rollstream generate`, not a trainer's "
-                "dataset: filter that before (a prompt that is too long is a failed rollout here, and not "
-                "trained on), or set data.truncation"
-            )
-        self.engine_name: str = OmegaConf.select(given, f"{_ROLLOUT}.name")
+            refuse_keys(given, [key], f"is the trainer's to decide: set {argument} in its arguments")
+        refuse_without_effect(given)
+        self.engine_name: str = given.actor_rollout_ref.rollout.name
         """Of the engine that generates."""
-        other = {"generation": {"attempt_timeout": defaults.generation.attempt_timeout + 1}}
+        other = {"generation": {"attempt_timeout": compose().generation.attempt_timeout + 1}}
         said = compose(self._overrides, layers=[other, *self._layers])
         self.limits_attempts: bool = said.generation.attempt_timeout == given.generation.attempt_timeout
         """Whether `generation.attempt_timeout` is set, if to its default."""
@@ -115,29 +99,33 @@ class RolloutEnvironment:
         Raises:
             ConfigError: trainer and environment give the chat template different arguments.
         """
-        values = [
-            f"{_ROLLOUT}.temperature={trainer.temperature}",
-            f"{_ROLLOUT}.n={trainer.n}",
-            f"{_ROLLOUT}.response_length={trainer.response_length}",
-            f"{_ROLLOUT}.calculate_log_probs=true",
-        ]
+        values: dict[str, Any] = {
+            "temperature": trainer.temperature,
+            "n": trainer.n,
+            "response_length": trainer.response_length,
+        }
+        tree: dict[str, Any] = {"actor_rollout_ref": {"rollout": values}}
         if self.engine_name in _SEEDED:
-            values.append(f"generation.seed={trainer.seed}")
-        config = compose([*values, *self._overrides], layers=self._layers)
-        if config.actor_rollout_ref.model.path is None:
-            config.actor_rollout_ref.model.path = trainer.model_path
+            tree["generation"] = {"seed": trainer.seed}
+        if self._given.actor_rollout_ref.model.path is None:
+            tree["actor_rollout_ref"]["model"] = {"path": trainer.model_path}
         if trainer.template_kwargs:
-            given, own = dict(trainer.template_kwargs), config.data.apply_chat_template_kwargs
+            given, own = dict(trainer.template_kwargs), self._given.data.apply_chat_template_kwargs
             if own and own != given:
                 raise ConfigError(
                     f"data.apply_chat_template_kwargs={own} in the environment, and chat_template_kwargs="
                     f"{given} in the trainer's arguments: give one of them"
                 )
-            config.data.apply_chat_template_kwargs = given
-        resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-        assert isinstance(resolved, DictConfig)
-        resolve_tasks_into_config(resolved)
-        return resolved
+            tree["data"] = {"apply_chat_template_kwargs": given}
+        return resolve_config(self._overrides, [*self._layers, tree])
+
+    def refuse_data(self) -> None:
+        """Refuses keys that say which prompt rows there are, where a dataset is given.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        refuse_keys(self._given, _DATA_KEYS, "no effect where a dataset is given: leave one of them out")
 
     def dataset(self) -> Any:
         """The prompt rows of `data.train_files` and `train_tasks` as a `datasets.Dataset` for a trainer.
@@ -145,18 +133,14 @@ class RolloutEnvironment:
         Columns: `prompt` (messages), and `row` (JSON text), by which `read_row` gets the whole row back.
 
         Raises:
-            ConfigError: no data is named.
+            ConfigError: no data is named, or rows have images.
             DataError: a file cannot be read.
         """
-        import orjson
         from datasets import Dataset
 
-        resolved = OmegaConf.create(
-            OmegaConf.to_container(compose(self._overrides, layers=self._layers), resolve=True)
-        )
-        assert isinstance(resolved, DictConfig)
-        resolve_tasks_into_config(resolved)
-        rows = load_prompts(to_settings(resolved).data)
+        rows = load_prompts(to_settings(resolve_config(self._overrides, self._layers)).data)
+        if rows.has_images():
+            raise ConfigError(NO_IMAGES)
         return Dataset.from_list(
             [
                 {
@@ -177,238 +161,69 @@ class RolloutEnvironment:
         )
 
 
+NO_IMAGES = (
+    "the prompt rows have images, and a training with TRL passes none on: the loss would be of a prompt that "
+    "the model never saw"
+)
+
+
 def read_row(example: Mapping[str, Any], index: int) -> PromptRow:
     """A dataset's example as a prompt row: columns of a data file, or of `RolloutEnvironment.dataset`.
 
     Raises:
-        DataError: it is no prompt row.
+        DataError: it is no prompt row, or has images.
     """
-    import orjson
-
     columns = dict(example)
     packed = columns.pop("row", None)
     if isinstance(packed, str):
-        columns = {
-            **{key: value for key, value in orjson.loads(packed).items() if value is not None},
-            **columns,
-        }
+        known = {key: value for key, value in orjson.loads(packed).items() if value is not None}
+        columns = {**known, **columns}
     try:
-        return parse_row(columns, index, "prompt")[0]
+        row = parse_row(columns, index, "prompt")[0]
     except BadRow as error:
         raise DataError(f"row {index} of the dataset: {error}") from error
+    if row.images:
+        raise DataError(f"row {index} of the dataset: {NO_IMAGES}")
+    return row
 
 
-class EnvironmentGroups:
-    """A `GroupGenerator` of an environment: groups of the plan, and single rows beside them.
-
-    Args:
-        environment: what rollouts are made of.
-        trainer: what the trainer decides.
-        load_row: the prompt row of an index of the plan.
-        lent_model: weights that the `hf` engine shares, instead of loading its own.
-        first_weights: a folder with the trainer's weights, loaded before the first group; None: what the
-            engine has at `model.path` is what the trainer has.
-        first_version: of those weights.
-        agent_names: of the loops that rows name, besides the default one: checked at start.
-        max_failed_groups: groups in a row of which no rollout is left that are let pass, with stand-ins for
-            all rollouts that failed for good (see `failures`); None: a failed rollout is an error.
-        rollout_timeout: seconds for a rollout of a group with all its attempts, unless the environment sets
-            `generation.attempt_timeout`; None: none.
-        to_score: gives the prompt rows; an environment that can score none of them does not start. None:
-            somebody else scores.
-    """
-
-    bounds_groups = True
-    """See `RolloutGroups`."""
-
-    def __init__(
-        self,
-        environment: RolloutEnvironment,
-        trainer: TrainerSays,
-        load_row: Any,
-        *,
-        lent_model: Any = None,
-        first_weights: str | None = None,
-        first_version: int = 0,
-        agent_names: Iterable[str] = (),
-        max_failed_groups: int | None = None,
-        rollout_timeout: float | None = None,
-        to_score: Callable[[], Iterable[PromptRow]] | None = None,
-    ) -> None:
-        self._environment = environment
-        self._trainer = trainer
-        self._load_row = load_row
-        self._lent = lent_model
-        self.first_weights = first_weights
-        """May be changed before `start`, as `first_version`."""
-        self.first_version = first_version
-        self._agent_names = set(agent_names)
-        self._failed_groups = None if max_failed_groups is None else FailedGroups(max_failed_groups)
-        self._rollout_timeout = None if environment.limits_attempts else rollout_timeout
-        self._to_score = to_score
-        self._groups: RolloutGroups | None = None
-        self._worker: PlacedWorker | None = None  # of rows beside the plan
-        self._logs: ScratchFolder | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None
-        """In which all coroutines run; None before `start`."""
-        self.engine: Engine | None = None
-        """What generates; None before `start`."""
-
-    async def start(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        config = await in_daemon_thread(self._environment.resolve, self._trainer)
-        settings = to_settings(config)
-        agents = await in_daemon_thread(load_agents, settings)
-        await agents.tools.describe()
-        setup = await in_daemon_thread(partial(build_setup, settings, agents, shows_images=False))
-        _check_tokenizer(self._trainer.tokenizer, setup)
-        if self._to_score is not None:
-            await in_daemon_thread(check_scores, setup, self._to_score())
-        self._logs = ScratchFolder("trl")
-        engine = self._make_engine(setup, self._logs.path)
-        self.engine = engine
-        self._groups = RolloutGroups(
-            partial(self._make_worker, setup, engine),
-            self._load_row,
-            self._trainer.n,
-            engine=engine,
-            max_in_flight=in_flight_limit(settings),
-        )
-        await self._groups.start()
-
-    async def generate(self, group: PlannedGroup) -> Sequence[Rollout]:
-        assert self._groups is not None, "start() comes first"
-        rollouts = await self._groups.generate(group)
-        if self._failed_groups is not None:
-            self._failed_groups.judge(group, rollouts)
-        return rollouts
-
-    async def run_rows(self, rows: Sequence[tuple[PromptRow, int]]) -> list[Rollout]:
-        """One rollout of each row and repeat, in their order.
-
-        Raises:
-            TrainingError: one failed, or, with `max_failed_groups`, all did; with the cause.
-        """
-        assert self._worker is not None, "start() comes first"
-        async with asyncio.TaskGroup() as running:
-            tasks = [running.create_task(self._worker.run(row, repeat)) for row, repeat in rows]
-        done: list[Rollout] = []
-        for task in tasks:
-            result = task.result()
-            if isinstance(result, Failure):
-                raise TrainingError(
-                    f"a rollout of row {result.index} failed after {result.attempts} attempts: "
-                    f"{result.error}\n{result.traceback}"
-                )
-            done.append(result)
-        errors = [error for error in map(failure_of, done) if error is not None]
-        if rows and len(errors) == len(rows):
-            raise TrainingError(f"all {len(rows)} rollouts failed, the last one {errors[-1]}")
-        if errors:
-            logger.warning(
-                "%d of %d rollouts failed and do not count; the last one %s",
-                *(len(errors), len(rows), errors[-1].partition("\n")[0]),
-            )
-        return done
-
-    async def update_weights(self, source: str, version: int) -> None:
-        """Loads the folder `source`; "" is for weights that the engine shares, which are there already."""
-        if source:
-            assert self._groups is not None, "start() comes first"
-            await self._groups.update_weights(source, version)
-        elif self._lent is None:
-            raise TrainingError(f"version {version}: the engine shares no weights, and no folder is given")
-
-    async def close(self) -> None:
-        if self._groups is not None:
-            await self._groups.close()
-        elif self.engine is not None:
-            await self.engine.close()
-        if self._logs is not None:
-            self._logs.cleanup()
-
-    def _make_engine(self, setup: RolloutSetup, log_dir: Path) -> Engine:
-        if self._lent is None:
-            return setup.create_engine(log_dir)
-        from rollstream.engine.hf import HFEngine
-
-        model, rollout = (
-            setup.settings.actor_rollout_ref.model,
-            setup.settings.actor_rollout_ref.rollout,
-        )
-        return setup.interruptible(
-            HFEngine(
-                model.tokenizer_path or model.path,
-                model=self._lent,
-                max_model_len=rollout.max_model_len,
-                engine_kwargs=rollout.engine_kwargs,
-            )
-        )
-
-    async def _make_worker(self, setup: RolloutSetup, engine: Engine) -> RolloutWorker:
-        setup.check_engine(engine)
-        self._check_engine(setup, engine)
-        if self.first_weights is not None:
-            await engine.update_weights(self.first_weights, self.first_version)
-        elif self._lent is not None:
-            async with unwrap_engine(engine).changing_weights(self.first_version):
-                pass  # the weights are there; their version is not
-        rollout = setup.settings.actor_rollout_ref.rollout
-        names = {rollout.agent.default_agent_loop, *self._agent_names}
-        show_tools = rollout.multi_turn.show_tools
-        setup.agents.check(names, setup.tokenizer, show_tools=show_tools, images=False)
-        built = setup.make_worker(engine, sorted(names))
-        seconds, forgives = self._rollout_timeout, self._failed_groups is not None
-        worker: RolloutWorker = built.worker
-        timed = worker if seconds is None else TimedWorker(worker, built.availability, seconds)
-        # One number of places for both: an evaluation comes while groups are generated ahead.
-        places = asyncio.Semaphore(in_flight_limit(setup.settings))
-        self._worker = PlacedWorker(ForgivingWorker(worker) if forgives else worker, places)
-        of_groups = PlacedWorker(ForgivingWorker(timed) if forgives else timed, places)
-        return cast(RolloutWorker, of_groups)  # all that is asked of it is `run`
-
-    def _check_engine(self, setup: RolloutSetup, engine: Engine) -> None:
-        can = engine.capabilities
-        name = self._environment.engine_name
-        if not can.token_ids:
-            raise ConfigError(f"engine {name!r} speaks messages: training needs the tokens that were sampled")
-        if not can.update_weights:
-            raise ConfigError(f"engine {name!r} takes no new weights: it would stay at the first ones")
-        if can.logprobs == "raw" and self._trainer.temperature != 1.0:
-            raise ConfigError(
-                f"engine {name!r} gives log-probs before temperature, and temperature is "
-                f"{self._trainer.temperature}: the loss would compare two distributions. Set "
-                "temperature=1.0, or use engine 'hf'"
-            )
-        if setup.settings.actor_rollout_ref.rollout.top_k != -1:
-            raise ConfigError(f"{_ROLLOUT}.top_k changes the sampled distribution: leave it at -1")
-        if setup.settings.actor_rollout_ref.rollout.extra_sampling:
-            raise ConfigError(f"{_ROLLOUT}.extra_sampling changes the sampled distribution: leave it out")
+def agent_names(dataset: Any) -> set[str]:
+    """The agent loops that a dataset's rows name."""
+    names = set(dataset["agent_name"]) if "agent_name" in dataset.column_names else set()
+    if "row" in dataset.column_names:
+        names |= {orjson.loads(row).get("agent_name") for row in dataset["row"]}
+    return {name for name in names if name}
 
 
-def _check_tokenizer(trainers: Any, setup: RolloutSetup) -> None:
-    """Refuses a tokenizer of the environment that is not the trainer's.
-
-    A chat template that the environment names, alone or with a tokenizer, is meant to be another one.
+def check_dataset(dataset: Any) -> None:
+    """Refuses what cannot be trained on, before anything is generated.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: it is not a `datasets.Dataset`, or has images.
     """
-    if trainers is None:
-        return
-    model = setup.settings.actor_rollout_ref.model
-    different = setup.tokenizer.differences(trainers)
-    if model.custom_chat_template is not None or model.tokenizer_path is not None:
-        different = [what for what in different if what != "chat template"]
-    if different:
+    from datasets import Dataset
+
+    if not isinstance(dataset, Dataset):
         raise ConfigError(
-            f"the environment's tokenizer ({model.tokenizer_path or model.path}) has another "
-            f"{' and another '.join(different)} than the trainer's processing_class, which makes no prompts "
-            "here: save what you changed in it with the model, or name it by "
-            "actor_rollout_ref.model.tokenizer_path or custom_chat_template"
+            "train_dataset must be a datasets.Dataset: prompts are generated ahead by their index, and a "
+            f"{type(dataset).__name__} has none (an IterableDataset becomes one by "
+            "Dataset.from_generator, or by datasets.load_dataset without streaming)"
         )
+    found = {"images", "image", "videos", "audios"}.intersection(dataset.column_names)
+    if any(any(value) for column in found for value in dataset[column]) or _has_parts(dataset):
+        raise ConfigError(NO_IMAGES)
 
 
-def unwrap_engine(engine: Engine | None) -> Any:
-    """The engine inside of the one that outlives weight updates."""
-    return engine.engine if isinstance(engine, ContinuingEngine) else engine
+def _has_parts(dataset: Any) -> bool:
+    """Whether a message has an image among its parts; where all contents are texts, as in most, none is read."""
+    kind = repr(dataset.features.get("prompt"))
+    if "'content': List" not in kind and "Json" not in kind:
+        return False
+    return any(
+        isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+        for messages in dataset["prompt"]
+        if not isinstance(messages, str)
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+    )

@@ -1,12 +1,19 @@
-"""The prompts that TRL's sampler will give, known ahead: its seeded permutations, replayed."""
+"""Which prompts are generated: those of TRL's sampler, known ahead by replaying it, or a curriculum's."""
 
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from statistics import pstdev
+from typing import TYPE_CHECKING, Any
 
 from rollstream.errors import ConfigError
+from rollstream.training import Curriculum, Group, GroupFilter, NoSignal, Plan, Priority, TokenBudget
+from rollstream.training.curriculum import easy_to_hard, medium_first
 from rollstream.training.plan import FunctionPlan
+from rollstream.user_code import import_name
+
+if TYPE_CHECKING:
+    from rollstream.integrations.trl.config import GRPOEnvConfig
 
 _EPOCHS_KEPT = 3
 """Permutations in memory: work in flight reaches over one end of an epoch, over two of a tiny one."""
@@ -92,3 +99,59 @@ class SamplerReplay:
         self._generator.manual_seed(self._seed)
         self._drawn = 0
         self._permutations.clear()
+
+
+class _DatasetCurriculum(Curriculum):
+    """A curriculum over a dataset: a saved state of another one is refused."""
+
+    content = ""
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "dataset": self.content}
+
+
+def make_plan(args: "GRPOEnvConfig", dataset: Any, *, batches: int, shuffle: bool) -> Plan:
+    """The plan of a training of so many batches.
+
+    Raises:
+        ConfigError: the curriculum has no such name.
+    """
+    rows, groups = len(dataset), args.groups_per_batch
+    # Groups that are thrown away are replaced, and batches may be larger: nobody knows how many there will be.
+    length = None if args.group_filter or args.batch_tokens else batches * groups
+    if args.curriculum is None:
+        content = dataset_digest(dataset)
+        return SamplerReplay(rows, groups, seed=args.seed, shuffle=shuffle, content=content).plan(length)
+    known = {"medium_first": medium_first, "easy_to_hard": easy_to_hard(max(1, batches * groups))}
+    weigh = known.get(args.curriculum) or import_name(args.curriculum, key="curriculum")
+    plan = _DatasetCurriculum(rows, seed=args.seed, weigh=weigh, length=length)
+    plan.content = dataset_digest(dataset)
+    return plan
+
+
+def make_policies(args: "GRPOEnvConfig") -> dict[str, Any]:
+    """What `BatchesAhead` is told of filters, priority and dynamic batches.
+
+    Raises:
+        ConfigError: there is no such name.
+    """
+    filters: list[GroupFilter] = []
+    if args.group_filter == "no_signal":
+        filters.append(NoSignal())
+    elif args.group_filter is not None:
+        filters.append(import_name(args.group_filter, key="group_filter")())
+    rank = None
+    if args.group_priority is not None:
+        own = args.group_priority != "spread"
+        priority = import_name(args.group_priority, key="group_priority") if own else _spread
+        rank = Priority(args.group_priority, priority)
+    budget = None
+    if args.batch_tokens is not None:
+        smallest = args.groups_per_batch
+        budget = TokenBudget(args.batch_tokens, smallest, args.batch_groups_max or 4 * smallest)
+    return {"filters": filters, "rank": rank, "batch_size": budget}
+
+
+def _spread(group: Group) -> float:
+    rewards = [reward for reward in group.rewards if reward is not None]
+    return pstdev(rewards) if rewards else 0.0

@@ -1,40 +1,57 @@
 """`GRPOEnvTrainer`: TRL's GRPO on rollouts of an environment, generated ahead of the step.
 
     trainer's thread (every process)                    generation thread (main process)
-    _generate_and_score_completions  <- next batch ---- groups of the sampler's next prompts
+    _generate_and_score_completions  <- next batch ---- groups of the next prompts
     forward, backward, optimizer step                   … meanwhile those of the batches after it
     on_step_end: the batch is trained;   -- weights --> the engine: version + 1
 
 A *batch* here is what TRL calls a generation batch: `steps_per_generation * num_iterations` micro-steps long.
 """
 
+import math
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_utils import SaveStrategy
+from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
 
 from rollstream.errors import ConfigError, GenerationStoppedError, TrainingError
-from rollstream.integrations.trl.checkpoints import last_whole, read_state, write_state
-from rollstream.integrations.trl.config import GRPOEnvConfig
-from rollstream.integrations.trl.environment import (
-    EnvironmentGroups,
-    RolloutEnvironment,
-    TrainerSays,
-    read_row,
+from rollstream.integrations.trl.checkpoints import (
+    Interrupt,
+    how_to_resume,
+    last_whole,
+    read_state,
+    write_state,
 )
-from rollstream.integrations.trl.fields import Fields, env_reward, take_slice, to_fields
-from rollstream.integrations.trl.plan import SamplerReplay, dataset_digest
+from rollstream.integrations.trl.config import GRPOEnvConfig
+from rollstream.integrations.trl.environment import RolloutEnvironment, agent_names, check_dataset, read_row
+from rollstream.integrations.trl.groups import EnvironmentGroups, nothing_ahead, run_rows_from
+from rollstream.integrations.trl.plan import SamplerReplay, make_plan, make_policies
 from rollstream.integrations.trl.ranks import failing_together, from_main
-from rollstream.integrations.trl.row_numbers import RowNumbers
-from rollstream.integrations.trl.scoring import ScoringTrainer
-from rollstream.integrations.trl.session import EnvironmentThread, OfBatches, run_rows
+from rollstream.integrations.trl.rollout_func import trainer_says
+from rollstream.integrations.trl.rows import (
+    BatchRows,
+    Fields,
+    Row,
+    RowNumbers,
+    append_rows,
+    empty_row,
+    env_reward,
+    snapshot_advantages,
+    take_slice,
+    to_rows,
+)
 from rollstream.integrations.trl.weights import FolderWeights, SharedWeights, lend
 from rollstream.stop_signals import ending_on_sigterm
 from rollstream.training.ahead import BatchesAhead
+from rollstream.training.corrections import is_stats, masked_is_weights, truncated_is_weights
 from rollstream.training.timing import StepTimes
 
 _ROLLOUT_SHARE = 0.8
@@ -44,14 +61,18 @@ then, while the batch can still come; most are begun before it is asked for, so 
 _EVALUATION_S = 3600.0
 """For the rollouts of one evaluation batch; the attempts in it have limits of their own."""
 
+_MEANS_OF_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")
+"""TRL's losses that divide by the number of rows. The others divide by tokens, of which an empty row has none."""
 
-class GRPOEnvTrainer(ScoringTrainer):
+
+class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed by the type checker
     """GRPO whose completions are rollouts of an environment.
 
     The dataset's rows are prompt rows, as in rollstream's data files: `prompt`, and what the agent loop and
     the reward need (`answer`, `reward_model`, `extra_info`, `agent_name`, …). Reward functions of TRL's may
     be added; they get `env_reward`, `env_messages`, `env_reward_extra` and `env_failed` of each rollout, and
-    the columns. A rollout that failed for good has no token in the loss and no part in its group's mean.
+    the columns. A rollout that failed for good has no token in the loss and no part in its group's mean. Of
+    a rollout with several trajectories each is a row of its own in the loss.
 
     Args:
         model: as TRL takes it.
@@ -83,12 +104,12 @@ class GRPOEnvTrainer(ScoringTrainer):
                 )
         if args is None:
             args = GRPOEnvConfig("grpo-env")
+        if train_dataset is not None:
+            environment.refuse_data()
         dataset = environment.dataset() if train_dataset is None else train_dataset
-        if not hasattr(dataset, "__getitem__"):
-            raise ConfigError(
-                "train_dataset must be a datasets.Dataset: prompts ahead are taken by their index"
-            )
+        check_dataset(dataset)
         SamplerReplay(len(dataset), args.groups_per_batch, seed=0, shuffle=False)  # says if there are too few
+        make_policies(args)  # and if there is no such filter
         added = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
         super().__init__(
             model=model,
@@ -104,6 +125,11 @@ class GRPOEnvTrainer(ScoringTrainer):
             raise ConfigError(
                 "engine 'hf' shares the trainer's weights, which are sharded here: use a server"
             )
+        ranks = self.accelerator.num_processes
+        if args.batch_tokens is not None and args.num_generations % ranks:
+            raise ConfigError(
+                f"batch_tokens on {ranks} processes needs num_generations to be a multiple of that"
+            )
         self._folder = FolderWeights(self.accelerator, args.weights_dir)
         self._shared: SharedWeights | None = None
         self._batches: BatchesAhead | None = None
@@ -112,10 +138,14 @@ class GRPOEnvTrainer(ScoringTrainer):
         self._resumed: dict[str, Any] | None = None
         self._trained_batches = 0
         self._batch_step = -1
-        self._failed = 0
+        self._rows: BatchRows | None = None  # of the batch that is being trained
+        self._rewards = torch.empty(0)
+        self._unscored = 0.0
+        self._skips_old_policy = False
         self._engine_step = -1
         self._saving_waits = self._evaluation_waits = False
         self._in_checkpoint = False
+        self._interrupt = Interrupt(enabled=args.save_on_interrupt)
         self._evaluation_numbers = RowNumbers(len(dataset))
         self.add_callback(_StepEnds(self))
 
@@ -123,6 +153,9 @@ class GRPOEnvTrainer(ScoringTrainer):
     def batches(self) -> BatchesAhead | None:
         """What generates ahead; None before the first batch, and in all but the main process."""
         return self._batches
+
+    async_generator = batches
+    """The same: `get_pending_count()`, `get_average_generation_time()`."""
 
     @property
     def step_times(self) -> StepTimes | None:
@@ -134,19 +167,28 @@ class GRPOEnvTrainer(ScoringTrainer):
 
         Raises:
             TrainingError: generation failed (the cause is attached), or another process did.
+            KeyboardInterrupt: Ctrl-C, see `save_on_interrupt`.
         """
         # A training that ended in the middle of a batch leaves the rest of it; one that was resumed and did
         # not start, what it was to go on from.
         self._step, self._buffered_inputs, self._batches, self._resumed = 0, None, None, None
         self._saving_waits = self._evaluation_waits = False
-        with ending_on_sigterm(), failing_together(self.accelerator):
-            try:
-                if resume_from_checkpoint is True:
-                    last = from_main(self.accelerator, lambda: last_whole(self.args.output_dir))
-                    resume_from_checkpoint = True if last is None else last  # TRL says that there is none
-                return super().train(resume_from_checkpoint, *arguments, **keywords)
-            finally:
-                self._end_generation()
+        try:
+            with ending_on_sigterm(), failing_together(self.accelerator), self._interrupt:
+                try:
+                    if resume_from_checkpoint is True:
+                        last = from_main(self.accelerator, lambda: last_whole(self.args.output_dir))
+                        resume_from_checkpoint = True if last is None else last  # TRL says that there is none
+                    trained = super().train(resume_from_checkpoint, *arguments, **keywords)
+                finally:
+                    self._end_generation()
+                if self._interrupt.asked:
+                    raise KeyboardInterrupt
+                return trained
+        except (KeyboardInterrupt, SystemExit):
+            if self.accelerator.is_main_process:
+                sys.stderr.write(how_to_resume(self.args.output_dir, self.state.global_step) + "\n")
+            raise
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
         """As `Trainer.evaluate`; every evaluation of the same rows has the same seeds."""
@@ -159,40 +201,54 @@ class GRPOEnvTrainer(ScoringTrainer):
         if self.model.training:
             inputs, fields = self._next_batch(len(inputs))
         else:
-            fields = self._rollouts_of(inputs)
+            self._rows, fields = None, self._rollouts_of(inputs)
         self.rollout_func = lambda prompts, trainer: fields
-        return super()._generate_and_score_completions(inputs)
+        # TRL computes the old policy of the final trajectories first; it is computed below, of all, if it is.
+        self._skips_old_policy = self._lasts_several_steps
+        try:
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        finally:
+            self._skips_old_policy = False
+        output.pop("old_per_token_logps", None)
+        if self._rows is not None:
+            output = self._with_snapshots(output, self._rows)
+        return self._use_sampler_logprobs(output)
+
+    @property
+    def _lasts_several_steps(self) -> bool:
+        """Whether a batch is trained on by more than one optimizer step: then the loss needs the old policy."""
+        return bool(self.args.gradient_accumulation_steps % self.args.generate_every)
 
     def _next_batch(self, local: int) -> tuple[list[dict[str, Any]], Fields]:
         """The process's part of the next batch: the dataset's rows, and what became of them."""
         if not self._generating:
             self._begin_generation()
-        indices, fields = from_main(self.accelerator, self._take_batch)
-        self._failed = sum(fields["env_failed"])
+        indices, self._rows = from_main(self.accelerator, self._take_batch)
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        if self.args.batch_tokens is not None:
+            local = len(indices) // ranks
         if len(indices) != local * ranks:
             raise TrainingError(f"a batch has {len(indices)} rollouts; {ranks} processes train {local} each")
         mine = indices[rank * local : (rank + 1) * local]
         # Rows are read once, and copied: TRL writes into them.
         examples = {index: self.train_dataset[index] for index in dict.fromkeys(mine)}
-        return [dict(examples[index]) for index in mine], take_slice(fields, rank, ranks)
+        return [dict(examples[index]) for index in mine], take_slice(self._rows.fields, rank, ranks)
 
-    def _take_batch(self) -> tuple[list[int], Fields]:
+    def _take_batch(self) -> tuple[list[int], BatchRows]:
         """In the main process: the next batch, whole."""
         assert self._batches is not None
         batch = self._batches.next_batch(self.args.async_generation_timeout)
         self._batch_step = batch.step
-        fields = to_fields(batch.rollouts, end_id=self._tokenizer.eos_token_id)
-        indices = [group.index for group in batch.groups for _ in group.rollouts]
-        return indices, fields
+        rows = to_rows(batch.rollouts, end_id=self._tokenizer.eos_token_id)
+        return [group.index for group in batch.groups for _ in group.rollouts], rows
 
     def _log_batch(self) -> None:
         """In the main process, when a batch has been trained: what it was, beside TRL's own numbers of it."""
         step = None if self._batches is None else self._batches.under_way
-        if step is None:
+        if step is None or self._rows is None:
             return
         step.unscored = self._unscored  # other functions may have scored what the environment did not
-        metrics = {**step.numbers(), "rollstream/failed": float(self._failed)}
+        metrics = {**step.numbers(), **self._rows.figures}
         for staleness in range(self.args.steps_ahead + 1):
             share = step.staleness.count(staleness) / len(step.staleness)
             metrics[f"rollstream/staleness_{staleness}"] = share
@@ -200,10 +256,9 @@ class GRPOEnvTrainer(ScoringTrainer):
             self._metrics["train"][name].append(value)
 
     def _rollouts_of(self, inputs: list[dict[str, Any]]) -> Fields:
-        """Rollouts of the rows of all processes, made once; this process's part."""
+        """Rollouts of the rows of all processes, made once; this process's part, of final trajectories."""
         rows = [read_row(example, index) for index, example in enumerate(inputs)]
         every = gather_object(rows)
-        end_id = self._tokenizer.eos_token_id
         folder = None
         if self._generating:
             if self._ends(self.control) and self._engine_step != self.state.global_step:
@@ -215,24 +270,165 @@ class GRPOEnvTrainer(ScoringTrainer):
             numbered = self._evaluation_numbers.number(every)
             if self._generating:
                 assert self._groups is not None and self._batches is not None
-                running = OfBatches(self._batches)
-                return to_fields(run_rows(self._groups, running, numbered, _EVALUATION_S), end_id=end_id)
-            groups = self._make_groups(folder, version=0)
-            own.append(EnvironmentThread(groups))
-            if left.is_set():
-                raise GenerationStoppedError("nobody waits for this evaluation any more")
-            with own[0] as thread:
-                return to_fields(run_rows(groups, thread, numbered, _EVALUATION_S), end_id=end_id)
+                rollouts = run_rows_from(self._groups, self._batches, numbered, _EVALUATION_S)
+            else:
+                groups = self._make_groups(folder, version=0)
+                own.append(nothing_ahead(groups))
+                if left.is_set():
+                    raise GenerationStoppedError("nobody waits for this evaluation any more")
+                with own[0]:
+                    rollouts = run_rows_from(groups, own[0], numbered, _EVALUATION_S)
+            return to_rows(rollouts, end_id=self._tokenizer.eos_token_id).fields
 
-        own, left = list[EnvironmentThread](), threading.Event()
+        own, left = list[BatchesAhead](), threading.Event()
         try:
             fields = from_main(self.accelerator, run)
         finally:
             left.set()
-            for thread in own:  # `run` may be in another thread, which nobody waits for any more
-                thread.stop()
+            for batches in own:  # `run` may be in another thread, which nobody waits for any more
+                batches.stop()
         self._metrics["eval"]["rollstream/failed"].append(float(sum(fields["env_failed"])))
         return take_slice(fields, self.accelerator.process_index, self.accelerator.num_processes)
+
+    # --- rewards, rows and the loss
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> Any:
+        """Of all processes `[rollouts, functions]`; NaN for a failed rollout: it has no part in a mean."""
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        failed = [int(bool(example.get("env_failed"))) for example in inputs]
+        everywhere = self.accelerator.gather(torch.tensor(failed, device=rewards.device))
+        self._rewards = rewards.masked_fill(everywhere[:, None] > 0, torch.nan)
+        self._note_unscored(self._rewards.isnan().all(dim=1) & (everywhere == 0), everywhere > 0, inputs)
+        return self._rewards
+
+    def _note_unscored(
+        self, unscored: torch.Tensor, failed: torch.Tensor, inputs: list[dict[str, Any]]
+    ) -> None:
+        """Of all processes' rollouts: those that no function gave a reward, and those that failed.
+
+        Raises:
+            TrainingError: no rollout of a batch to train on has a reward, because the environment's raised.
+        """
+        share = float(unscored.float().mean())
+        if not self.model.training:
+            self._metrics["eval"]["rollstream/unscored"].append(share)
+            return
+        self._unscored = share
+        if not bool(unscored.any()) or bool((~unscored & ~failed).any()):
+            return
+        causes = [
+            error for error in gather_object([_reward_error(one) for one in inputs]) if error is not None
+        ]
+        if causes:
+            raise TrainingError(
+                f"none of the batch's {int(unscored.sum())} rollouts could be scored, so nothing would be "
+                f"learnt: {causes[0]} ({len(causes)} such errors)"
+            )
+
+    def _with_snapshots(self, output: dict[str, Any], rows: BatchRows) -> dict[str, Any]:
+        """The batch with a row for each snapshot, dealt to the processes in turn.
+
+        Each process has as many rows, and a multiple of the batch's micro-steps: empty rows fill up. Losses that
+        are means over rows are scaled so that each trajectory has the same weight, and empty rows none.
+        """
+        snapshots = rows.snapshots
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        local, steps = len(output["advantages"]), self.args.steps_per_generation
+        total = math.ceil((local + math.ceil(len(snapshots) / ranks)) / steps) * steps
+        if rows.trained and total * ranks != rows.trained:
+            output["row_scale"] = output["advantages"].new_tensor(total * ranks / rows.trained)
+        if total == local:
+            return output
+        pad_id = self._tokenizer.pad_token_id
+        mine = [self._as_masked(one.row, pad_id) for one in snapshots[rank::ranks]]
+        mine += [empty_row(self._tokenizer.eos_token_id)] * (total - local - len(mine))
+        advantages = snapshot_advantages(
+            self._rewards,
+            snapshots[rank::ranks],
+            weights=self.reward_weights.to(self._rewards.device),
+            group_size=self.num_generations,
+            scale=self.scale_rewards,
+            aggregation=self.multi_objective_aggregation,
+        )
+        grown = append_rows(output, mine, pad_id=pad_id, multiple=self.pad_to_multiple_of)
+        grown["advantages"] = output["advantages"].new_zeros(total)
+        grown["advantages"][:local] = output["advantages"]
+        grown["advantages"][local : local + len(advantages)] = advantages
+        tokens = sum(sum(self._as_masked(one.row, pad_id).mask) for one in snapshots)
+        grown["num_items_in_batch"] = output["num_items_in_batch"] + tokens
+        if "ref_per_token_logps" in output:
+            grown["ref_per_token_logps"] = self._reference_logprobs(grown)
+        return grown
+
+    def _as_masked(self, row: Row, pad_id: int) -> Row:
+        """As TRL's `mask_truncated_completions` has it."""
+        ended = row.completion_ids[-1] in (*self.eos_token_ids, pad_id)
+        return row if ended or not self.mask_truncated_completions else replace(row, mask=[0] * len(row.mask))
+
+    def _reference_logprobs(self, output: dict[str, Any]) -> torch.Tensor:
+        if self.ref_model is not None:
+            return self._logprobs_of(self.ref_model, output)
+        model = self.accelerator.unwrap_model(self.model)
+        with grpo_trainer.use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+            return self._logprobs_of(self.model, output)
+
+    def _use_sampler_logprobs(self, output: dict[str, Any]) -> dict[str, Any]:
+        """Puts the sampler's log-probs to the use that `sampler_correction` says.
+
+        TRL itself uses them with `use_vllm` only. The loss multiplies a token's advantage, so weights of
+        tokens go into advantages of tokens.
+        """
+        kind, sampled = self.args.sampler_correction, output["sampling_per_token_logps"]
+        if kind == "ratio":
+            output["old_per_token_logps"] = sampled
+            return output
+        if kind == "none" and not self._lasts_several_steps:
+            return output
+        old = output["old_per_token_logps"] = self._logprobs_of(self.model, output)
+        if kind == "none":
+            return output
+        mask = output["completion_mask"] * output["tool_mask"]
+        level = self.args.sampler_level
+        if kind == "truncate":
+            weights = truncated_is_weights(old, sampled, mask, cap=self.args.sampler_ratio_max, level=level)
+        else:
+            low, high = self.args.sampler_ratio_min, self.args.sampler_ratio_max
+            weights = masked_is_weights(old, sampled, mask, low=low, high=high, level=level)
+        output["advantages"] = output["advantages"].unsqueeze(1) * weights
+        mode = "train" if self.model.training else "eval"
+        for name, value in is_stats(old, sampled, mask).items():
+            self._metrics[mode][f"rollstream/sampler_{name}"].append(value)
+        return output
+
+    def _logprobs_of(self, model: Any, output: dict[str, Any]) -> torch.Tensor:
+        with torch.no_grad():
+            logps, _, _ = self._get_per_token_logps_and_entropies(
+                model,
+                torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
+                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
+                output["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size,
+            )
+        found: torch.Tensor = logps
+        return found
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: Any, logits_to_keep: int, **more: Any
+    ) -> Any:
+        if self._skips_old_policy and model is self.model:
+            # What comes after it is a reference: a PEFT model's is the same model without its adapters.
+            self._skips_old_policy = False
+            return torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None
+        return super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, **more
+        )
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        loss = super()._compute_loss(model, inputs)
+        scale = inputs.get("row_scale") if self.loss_type in _MEANS_OF_ROWS else None
+        return loss if scale is None else loss * scale
 
     # --- weights out
 
@@ -256,6 +452,8 @@ class GRPOEnvTrainer(ScoringTrainer):
             if not self._ends(control):
                 self._postpone(control)
             return
+        if self.args.save_on_interrupt and from_main(self.accelerator, lambda: self._interrupt.asked):
+            control.should_save = control.should_training_stop = self._interrupt.asked = True
         control.should_save |= self._saving_waits
         control.should_evaluate |= self._evaluation_waits
         self._saving_waits = self._evaluation_waits = False
@@ -300,16 +498,15 @@ class GRPOEnvTrainer(ScoringTrainer):
 
         def begin() -> None:
             steps_a_batch = args.generate_every // args.gradient_accumulation_steps
-            replay = SamplerReplay(
-                len(self.train_dataset),
-                args.groups_per_batch,
-                seed=args.seed,
+            plan = make_plan(
+                args,
+                self.train_dataset,
+                batches=-(-self.state.max_steps // steps_a_batch),
                 shuffle=bool(self.shuffle_dataset),
-                content=dataset_digest(self.train_dataset),
             )
             self._groups = self._make_groups(folder, version=batches_before)
             self._batches = BatchesAhead(
-                replay.plan(length=-(-self.state.max_steps // steps_a_batch) * args.groups_per_batch),
+                plan,
                 self._groups,
                 groups_per_step=args.groups_per_batch,
                 max_staleness=args.steps_ahead,
@@ -317,11 +514,12 @@ class GRPOEnvTrainer(ScoringTrainer):
                 order=args.order,
                 weights="in_flight" if self._shares_weights else args.weight_sync,
                 weight_timeout=args.weight_sync_timeout,
+                **make_policies(args),
             )
             if self._resumed is not None:
                 self._batches.load_state_dict(self._resumed["batches"])
             if self._shares_weights:
-                self._shared = SharedWeights(self._groups, OfBatches(self._batches), args.weight_sync_timeout)
+                self._shared = SharedWeights(self._groups, self._batches, args.weight_sync_timeout)
             if not given_up.is_set():
                 self._batches.start()
 
@@ -336,23 +534,14 @@ class GRPOEnvTrainer(ScoringTrainer):
     def _make_groups(self, folder: str | None, *, version: int) -> EnvironmentGroups:
         args, dataset = self.args, self.train_dataset
         lent = lend(self.accelerator.unwrap_model(self.model)) if self._shares_weights else None
-        named = dataset["agent_name"] if "agent_name" in dataset.column_names else []
         return EnvironmentGroups(
             self._environment,
-            TrainerSays(
-                model_path=self.model.config._name_or_path or None,
-                temperature=args.temperature,
-                response_length=args.max_completion_length,
-                n=args.num_generations,
-                seed=args.seed,
-                template_kwargs=args.chat_template_kwargs or {},
-                tokenizer=self._tokenizer,
-            ),
+            trainer_says(self),
             lambda index: read_row(dataset[index], index),
             lent_model=lent,
             first_weights=folder,
             first_version=version,
-            agent_names={name for name in named if name},
+            agent_names=agent_names(dataset),
             max_failed_groups=args.max_failed_groups,
             rollout_timeout=_ROLLOUT_SHARE * args.async_generation_timeout,
             to_score=None
@@ -400,9 +589,8 @@ class GRPOEnvTrainer(ScoringTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        self._resumed = read_state(checkpoint)
+        if checkpoint is not None:
+            self._resumed = read_state(checkpoint)
 
 
 class _StepEnds(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
@@ -423,3 +611,9 @@ class _StepEnds(TrainerCallback):  # type: ignore[misc]  # transformers is not f
 
 def _no_rollouts(prompts: Any, trainer: Any) -> Any:
     raise TrainingError("the trainer takes its rollouts from its batches")
+
+
+def _reward_error(example: dict[str, Any]) -> str | None:
+    """Why the environment's reward has none for a rollout, if it failed."""
+    extra = example.get("env_reward_extra") or {}
+    return str(extra["error"]) if example.get("env_reward") is None and "error" in extra else None

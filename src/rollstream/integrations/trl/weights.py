@@ -6,14 +6,14 @@ import contextlib
 import copy
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rollstream.errors import ConfigError, WeightUpdateError
-from rollstream.integrations.trl.environment import EnvironmentGroups, unwrap_engine
-from rollstream.integrations.trl.session import Running, cause_first
+from rollstream.integrations.trl.groups import EnvironmentGroups, cause_first, unwrap_engine
 from rollstream.scratch import ScratchFolder
+from rollstream.training.ahead import BatchesAhead
 
 
 class FolderWeights:
@@ -81,16 +81,16 @@ class SharedWeights:
 
     Args:
         groups: whose engine it is.
-        running: the thread in which they run.
+        batches: in whose thread they run.
         timeout: seconds for the engine to come to a halt.
     """
 
-    def __init__(self, groups: EnvironmentGroups, running: Running, timeout: float) -> None:
+    def __init__(self, groups: EnvironmentGroups, batches: BatchesAhead, timeout: float) -> None:
         self._groups = groups
-        self._running = running
+        self._batches = batches
         self._timeout = timeout
-        self._release: asyncio.Event | None = None
         self._holding: concurrent.futures.Future[None] | None = None
+        self._go_on: Callable[[], object] = lambda: None
 
     def hold(self, version: int) -> None:
         """Returns when no step of the engine runs. Tokens sampled after `release` are of `version`.
@@ -102,28 +102,29 @@ class SharedWeights:
         engine = unwrap_engine(self._groups.engine)
         if engine is None:
             return  # nothing has been generated yet
-        halted: concurrent.futures.Future[asyncio.Event] = concurrent.futures.Future()
+        halted: concurrent.futures.Future[Callable[[], object]] = concurrent.futures.Future()
 
         async def hold_still() -> None:
-            release = asyncio.Event()
+            release, loop = asyncio.Event(), asyncio.get_running_loop()
             async with engine.changing_weights(version):
-                halted.set_result(release)
+                halted.set_result(lambda: loop.call_soon_threadsafe(release.set))
                 await release.wait()
 
-        with cause_first(self._running):
-            holding = self._running.submit(hold_still())
-            holding.add_done_callback(lambda done: _pass_on(done, halted))
+        with cause_first(self._batches):
+            holding = self._batches.submit(hold_still())
+            both: list[concurrent.futures.Future[Any]] = [halted, holding]
+            concurrent.futures.wait(both, self._timeout, concurrent.futures.FIRST_COMPLETED)
+            if halted.done():
+                self._holding, self._go_on = holding, halted.result()
+                return
+            holding.cancel()
             try:
-                self._release = halted.result(self._timeout)
-            except TimeoutError:
-                holding.cancel()
+                holding.result(0.0)
+            except Exception as error:  # its own; or `CancelledError`: it was too late
                 raise WeightUpdateError(
-                    f"the engine did not halt within {self._timeout:g} s for version {version} "
-                    "(weight_sync_timeout)"
-                ) from None
-            except Exception as error:
-                raise WeightUpdateError(f"the engine did not halt for version {version}: {error}") from error
-        self._holding = holding
+                    f"the engine did not halt within {self._timeout:g} s (weight_sync_timeout) for version "
+                    f"{version}: {type(error).__name__}: {error}"
+                ) from error
 
     def release(self) -> None:
         """The weights have been changed; the engine goes on.
@@ -136,23 +137,20 @@ class SharedWeights:
         if holding is None:
             return
         self.let_go()
-        with cause_first(self._running):
+        with cause_first(self._batches):
             try:
                 holding.result(self._timeout)
-            except TimeoutError:
-                raise WeightUpdateError(f"the engine did not go on within {self._timeout:g} s") from None
-            except Exception as error:  # cut off, or its own
+            except Exception as error:  # too late, cut off, or its own
                 raise WeightUpdateError(
                     f"the engine did not go on: {type(error).__name__}: {error}"
                 ) from error
 
     def let_go(self) -> None:
         """Lets the engine go on if it is held, whatever becomes of it. Raises nothing."""
-        holding, self._holding = self._holding, None
-        if holding is None or self._release is None or self._groups.loop is None:
-            return
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-            self._groups.loop.call_soon_threadsafe(self._release.set)
+        if self._holding is not None:
+            self._holding = None
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+                self._go_on()
 
 
 def lend(model: Any) -> Any:
@@ -179,12 +177,3 @@ def _without_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _pass_on(
-    done: "concurrent.futures.Future[None]", halted: "concurrent.futures.Future[asyncio.Event]"
-) -> None:
-    """An engine that fails before it has halted says so to whoever waits for that."""
-    if not halted.done():
-        error = WeightUpdateError("it was stopped") if done.cancelled() else done.exception()
-        halted.set_exception(error or WeightUpdateError("it went on by itself"))

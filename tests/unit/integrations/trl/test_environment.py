@@ -6,7 +6,14 @@ import orjson
 import pytest
 
 from rollstream.errors import ConfigError, DataError
-from rollstream.integrations.trl.environment import RolloutEnvironment, TrainerSays, read_row
+from rollstream.integrations.configured_groups import ConfiguredGroups
+from rollstream.integrations.trl.environment import (
+    RolloutEnvironment,
+    TrainerSays,
+    agent_names,
+    check_dataset,
+    read_row,
+)
 from rollstream.integrations.trl.plan import SamplerReplay, dataset_digest
 
 pytest.importorskip("torch")
@@ -25,9 +32,52 @@ def test_what_the_trainer_decides_is_refused(word: str, argument: str) -> None:
         RolloutEnvironment([word])
 
 
-def test_a_filter_of_data_files_is_refused() -> None:
-    with pytest.raises(ConfigError, match="filter that before"):
-        RolloutEnvironment(["data.filter_overlong_prompts=true"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "data.filter_overlong_prompts=true",
+        "generation.executor=ray",
+        "generation.shard=0/2",
+        "generation.metrics_port=0",
+        "generation.export=[jsonl]",
+        "trainer.logger=[wandb]",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
+    ],
+)
+def test_keys_without_effect_are_refused(word: str) -> None:
+    for make in (RolloutEnvironment, ConfiguredGroups):
+        with pytest.raises(ConfigError, match=word.partition("=")[0]):
+            make([word])
+
+
+@pytest.mark.parametrize("word", ["data.prompt_key=question", "data.train_files=a.jsonl"])
+def test_keys_of_data_are_refused_beside_a_dataset(word: str) -> None:
+    RolloutEnvironment(["generation.max_in_flight=3"]).refuse_data()
+    with pytest.raises(ConfigError, match=f"{word.partition('=')[0]}: no effect where a dataset is given"):
+        RolloutEnvironment([word]).refuse_data()
+
+
+def test_the_prompts_column_of_data_files_is_the_configurations(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "1 + 1 =", "agent_name": "tool_agent"}\n')
+    words = [f"data.train_files={tmp_path / 'rows.jsonl'}", "data.prompt_key=question"]
+    dataset = RolloutEnvironment(words).dataset()
+    assert read_row(dataset[0], 0).messages == [{"role": "user", "content": "1 + 1 ="}]
+    assert agent_names(dataset) == {"tool_agent"}
+
+
+def test_datasets_that_cannot_be_trained_on_are_refused() -> None:
+    datasets = pytest.importorskip("datasets")
+    text = {"prompt": [{"role": "user", "content": "1 + 1"}]}
+    parts = [{"type": "text", "text": "what is"}, {"type": "image", "image": "cat.png"}]
+    check_dataset(datasets.Dataset.from_list([{**text, "images": []}]))
+    with pytest.raises(ConfigError, match="IterableDataset"):
+        check_dataset(datasets.Dataset.from_list([text]).to_iterable_dataset())
+    for row in ({**text, "images": ["cat.png"]}, {"prompt": [{"role": "user", "content": parts}]}):
+        with pytest.raises(ConfigError, match="have images"):
+            check_dataset(datasets.Dataset.from_list([row]))
+        with pytest.raises(DataError):
+            read_row(row, 0)
 
 
 def test_the_trainers_values_reach_the_configuration() -> None:

@@ -3,17 +3,18 @@
 import asyncio
 import contextlib
 import copy
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import pytest
 
 from rollstream.engine.openvino_weights import read_safetensors
 from rollstream.errors import ConfigError, GenerationFailedError, WeightUpdateError
-from rollstream.integrations.trl.session import EnvironmentThread, run_rows
+from rollstream.integrations.trl.groups import run_rows_from
 from rollstream.integrations.trl.weights import FolderWeights, SharedWeights, lend
+from rollstream.training import BatchesAhead, CallableGenerator, ShuffledPlan
 
 torch = pytest.importorskip("torch")
 
@@ -83,25 +84,20 @@ def test_what_cannot_be_written_is_said(model: Any, tmp_path: Path) -> None:
         FolderWeights(Accelerator(), None).write(model, 0)
 
 
-def test_holding_an_engine_that_has_not_started_is_nothing() -> None:
-    groups = SimpleNamespace(loop=None, engine=None)
-    shared = SharedWeights(groups, EnvironmentThread(groups), 1.0)  # type: ignore[arg-type]
-    shared.hold(1)
-    shared.release()
-
-
 class Groups:
     """Whose engine may be held, and whose `generate` fails when it is told to."""
 
     def __init__(self) -> None:
-        self.loop: Any = None
-        self.engine = self
+        self.engine: Any = None
         self.held: list[int] = []
 
     async def start(self) -> None:
-        self.loop = asyncio.get_running_loop()
+        self.engine = self
+        self.loop, self.fail = asyncio.get_running_loop(), asyncio.Event()
 
-    async def close(self) -> None: ...
+    async def generate(self, group: Any) -> Any:
+        await self.fail.wait()
+        raise ValueError("the tool shop is closed")
 
     @contextlib.asynccontextmanager
     async def changing_weights(self, version: int) -> AsyncIterator[None]:
@@ -110,31 +106,62 @@ class Groups:
         self.held.append(-version)
 
 
-@pytest.mark.parametrize("during", ["before", "held"])
-def test_an_end_of_the_thread_is_raised_with_its_cause(during: str) -> None:
-    class Breaking(EnvironmentThread):
-        async def _run(self) -> None:
-            await self._groups.start()
-            self._ready.set_result(None)
-            self.fail = asyncio.Event()
-            await self.fail.wait()
-            raise ValueError("the tool shop is closed")
-
+@pytest.fixture
+def running() -> Iterator[tuple[Groups, BatchesAhead, SharedWeights]]:
     groups = Groups()
-    thread = Breaking(groups)  # type: ignore[arg-type]
-    thread.start()
-    shared = SharedWeights(groups, thread, 10.0)  # type: ignore[arg-type]
+    made = BatchesAhead(
+        ShuffledPlan(1), CallableGenerator(groups.generate, start=groups.start), groups_per_step=1
+    )
+    yield groups, made, SharedWeights(groups, made, 10.0)  # type: ignore[arg-type]
+    made.stop()
+
+
+def test_an_engine_is_held_until_it_is_released(running: Any) -> None:
+    groups, batches, shared = running
+    shared.hold(1)  # nothing has started: there is nothing to hold
+    shared.release()
+    batches.start()
     shared.hold(1)
+    assert groups.held == [1]
     shared.release()
     assert groups.held == [1, -1]
+
+
+def test_an_engine_that_does_not_halt_is_said(running: Any) -> None:
+    groups, batches, _ = running
+    batches.start()
+
+    @contextlib.asynccontextmanager
+    async def never(version: int) -> AsyncIterator[None]:
+        await asyncio.Event().wait()
+        yield
+
+    groups.changing_weights = never
+    with pytest.raises(WeightUpdateError, match=r"did not halt within 0.05 s"):
+        SharedWeights(groups, batches, 0.05).hold(1)
+
+    @contextlib.asynccontextmanager
+    async def broken(version: int) -> AsyncIterator[None]:
+        raise RuntimeError("out of memory")
+        yield
+
+    groups.changing_weights = broken
+    with pytest.raises(WeightUpdateError, match="out of memory"):
+        SharedWeights(groups, batches, 10.0).hold(1)
+
+
+@pytest.mark.parametrize("during", ["before", "held"])
+def test_an_end_of_generation_is_raised_with_its_cause(during: str, running: Any) -> None:
+    groups, batches, shared = running
+    batches.start()
     if during == "held":
         shared.hold(2)
-    groups.loop.call_soon_threadsafe(thread.fail.set)
-    assert thread._thread._thread is not None
-    thread._thread._thread.join(10.0)
+    groups.loop.call_soon_threadsafe(groups.fail.set)
+    with pytest.raises(GenerationFailedError):
+        batches.next_batch(60.0)
     with pytest.raises(GenerationFailedError, match="the tool shop is closed") as failure:
         shared.hold(2) if during == "before" else shared.release()
     assert isinstance(failure.value.__cause__, ValueError)
     with pytest.raises(GenerationFailedError, match="the tool shop is closed"):
-        run_rows(groups, thread, [], 10.0)  # type: ignore[arg-type]
+        run_rows_from(groups, batches, [], 10.0)
     shared.let_go()

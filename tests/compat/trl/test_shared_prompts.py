@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.integrations.trl.shared_prompt import PromptsNotShared, buckets, completion_logprobs
+pytest.importorskip("trl")
 
-torch = pytest.importorskip("torch")
-utils = pytest.importorskip("trl.trainer.utils")
+import torch
+from trl.trainer import utils
+
+from demo_model.shared_prompts import buckets, completion_logprobs
 
 TEMPERATURE = 0.7
 
@@ -115,77 +117,6 @@ def test_the_logits_of_a_batch_are_never_kept() -> None:
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     whole = rows * long * vocabulary * 4
     assert sum(size for place, size in kept.items() if place not in own) < whole / 4
-
-
-def test_a_model_with_other_states_than_keys_and_values_is_not_for_this() -> None:
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    config = Lfm2Config(
-        vocab_size=50,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        layer_types=["conv", "full_attention"],
-        **sizes,
-    )
-    model = Lfm2ForCausalLM(config)
-    ids = torch.randint(0, 50, (2, 9))
-    with pytest.raises(PromptsNotShared, match="Lfm2ForCausalLM keeps"):
-        completion_logprobs(model, ids, torch.ones_like(ids), 4, temperature=1.0)
-
-
-@pytest.mark.parametrize("kind", ["falcon_h1", "minimax"])
-def test_states_in_or_beside_layers_of_keys_and_values_are_found(kind: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    own = {
-        "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
-        "minimax": {"num_local_experts": 2, "num_experts_per_tok": 1},
-    }
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, vocab_size=50, pad_token_id=0, **sizes, **heads, **own[kind])
-    ).eval()
-    ids = torch.randint(3, 50, (2, 9))
-    with torch.no_grad(), pytest.raises(PromptsNotShared, match="keeps a"):
-        completion_logprobs(model, ids, torch.ones_like(ids), 4, temperature=1.0)
-
-
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_positions_that_depend_on_the_length_of_the_row(kind: str) -> None:
-    """Up to the original length, 16, prompts are shared; beyond it a prompt's keys are not its own."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    scaling = {
-        "longrope": {
-            "short_factor": [1.0] * 4,
-            "long_factor": [1.5, 3.0, 6.0, 8.0],
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-        "dynamic": {"factor": 4.0},
-    }
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings={"longrope": 64, "dynamic": 16}[kind],
-        rope_parameters={"rope_type": kind, "rope_theta": 10_000.0, **scaling[kind]},
-    )
-    model = LlamaForCausalLM(config)
-    utils.add_fused_lm_head(model, 1.0, outputs=("log_probs", "entropy"))
-    ids = torch.randint(0, 50, (1, 17))
-    with torch.no_grad():
-        short = ids[:, :16]
-        plain = model(input_ids=short).logits[:, 8:-1].log_softmax(-1).gather(-1, short[:, 9:, None])[..., 0]
-        logps, _ = completion_logprobs(model, short, torch.ones_like(short), 7, temperature=1.0)
-        assert torch.allclose(logps, plain, atol=1e-5)
-        with pytest.raises(PromptsNotShared, match=f"17 tokens, and beyond 16 the {kind} positions"):
-            completion_logprobs(model, ids, torch.ones_like(ids), 8, temperature=1.0)
 
 
 @pytest.mark.parametrize("kind", ["some rows", "whole groups", "all"])

@@ -1,43 +1,69 @@
-"""Log-probs of completions with each prompt computed once, whatever the number of its completions.
+"""The demo's trainer: each prompt is computed once, whatever the number of its completions.
 
 GRPO's batches hold every prompt n times. A decoder's keys and values of a prompt do not depend on what comes
 after it, so they are computed once, and the completions of the prompt attend to them: the gradient flows
 through them to the weights as it does through n copies, summed. Rows are grouped by length, so that a short
-prompt is not padded to a long one.
+prompt is not padded to a long one. Rows whose advantage is 0 have no gradient: they are computed for the logs
+alone, without a backward.
 
-Rows whose advantages are all 0 have no gradient: they are computed for the logs alone, without a graph and
-without a backward.
-
-Logits are never all there at once: TRL's fused head computes log-probs in tiles, and those of a prompt's last
-token are one row of the vocabulary for each prompt.
+For decoders whose cache holds keys and values only, in one process, without gradient checkpointing, without a
+KL term and without an entropy bonus: what the demo trains.
 """
 
 from typing import Any
 
-from rollstream.errors import TrainingError
+import torch
 
-
-class PromptsNotShared(TrainingError):
-    """What the model makes of a prompt is not for its completions to go on from."""
-
+from rollstream.integrations.trl import GRPOEnvTrainer
 
 _SPREAD = 1.5
 """Prompts of a bucket differ in length by at most this factor: padding then costs less than another pass."""
 
 
+class SharedPromptsTrainer(GRPOEnvTrainer):
+    """`GRPOEnvTrainer` with a forward pass of its own."""
+
+    _silent: torch.Tensor | None = None
+    """Of the micro-batch whose loss is being computed, `[B]`: rows from which no gradient comes."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        self._silent = (inputs["advantages"].reshape(len(inputs["completion_ids"]), -1) == 0).all(dim=1)
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._silent = None
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: Any, logits_to_keep: int, **more: Any
+    ) -> Any:
+        if self._skips_old_policy:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, **more
+            )
+        logps, entropies = completion_logprobs(
+            model,
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            temperature=self.temperature,
+            silent=self._silent,
+        )
+        return logps, entropies, None
+
+
 def completion_logprobs(
     model: Any,
-    input_ids: Any,
-    attention_mask: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
     logits_to_keep: int,
     *,
     temperature: float,
-    silent: Any = None,
-) -> tuple[Any, Any]:
+    silent: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies of the completions' tokens.
 
     Args:
-        model: a causal decoder whose forward takes and returns a cache, with TRL's fused head
+        model: a causal decoder whose forward takes and returns a cache of keys and values, with TRL's fused head
             (`trl.trainer.utils.add_fused_lm_head`, outputs `log_probs` and `entropy`) of this temperature.
         input_ids: `[B, P + C]` int64: prompts padded on the left, completions on the right.
         attention_mask: of the same shape, 1 where there is a token.
@@ -47,15 +73,8 @@ def completion_logprobs(
 
     Returns:
         Both `[B, C]`, 0 where there is no token; the log-probs with a graph (silent rows: without), the
-        entropies without. With a head that was made without entropies, these mean nothing.
-
-    Raises:
-        PromptsNotShared: the model returns no cache, or one that is not of keys and values alone; or what it
-            keeps of a prompt depends on the length of the completion.
+        entropies without.
     """
-    import torch
-
-    _check_positions(model, int(attention_mask.sum(1).max()))
     if silent is None or not torch.is_grad_enabled() or not bool(silent.any()):
         return _of_rows(model, input_ids, attention_mask, logits_to_keep, temperature)
     if bool(silent.all()):
@@ -74,11 +93,13 @@ def completion_logprobs(
 
 
 def _of_rows(
-    model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, temperature: float
-) -> tuple[Any, Any]:
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, of rows that all have a graph or none."""
-    import torch
-
     width = input_ids.shape[1] - logits_to_keep
     prompts, prompt_mask = input_ids[:, :width], attention_mask[:, :width]
     completions, completion_mask = input_ids[:, width:], attention_mask[:, width:]
@@ -129,16 +150,14 @@ def buckets(lengths: list[int]) -> list[list[int]]:
 
 def _bucket(
     model: Any,
-    prompts: Any,
-    prompt_mask: Any,
-    which: Any,
-    completions: Any,
-    completion_mask: Any,
+    prompts: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    which: torch.Tensor,
+    completions: torch.Tensor,
+    completion_mask: torch.Tensor,
     temperature: float,
-) -> tuple[Any, Any]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for `prompts [U, P]` and the completions `[R, C]` of prompt `which [R]`."""
-    import torch
-
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
     whole = bool(prompt_mask.all())
     asked = model(
@@ -148,10 +167,7 @@ def _bucket(
         use_cache=True,
         logits_to_keep=1,
     )
-    cache = getattr(asked, "past_key_values", None)
-    if cache is None:
-        raise PromptsNotShared(f"{type(model).__name__} returns no cache")
-    _check_cache(model, cache)
+    cache = asked.past_key_values
     first = (asked.logits[:, -1].float() / temperature).log_softmax(-1)
     counted = completion_mask.float()
     logps = first[which, completions[:, 0]][:, None]
@@ -177,47 +193,5 @@ def _bucket(
             fused_lm_head=True,
         )
         logps = torch.cat([logps, answered.log_probs.float()], dim=1)
-        more = answered.entropy  # None: a reference model's head is made without
-        more = torch.zeros_like(answered.log_probs) if more is None else more
-        entropies = torch.cat([entropies, more.detach().float()], dim=1)
+        entropies = torch.cat([entropies, answered.entropy.detach().float()], dim=1)
     return logps * counted, entropies * counted
-
-
-def _check_cache(model: Any, cache: Any) -> None:
-    """Refuses what is not of keys and values alone.
-
-    Hybrid models keep states of convolutions or linear attention, some in a layer that also is one of keys
-    and values, or beside the layers: what deals these to the completions leaves those as they are. So what is
-    known is taken, and no subclass of it.
-    """
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
-    kept = [cache] if type(cache) is not DynamicCache else cache.layers
-    known = (DynamicLayer, DynamicSlidingWindowLayer)
-    other = {type(one).__name__ for one in kept if type(one) not in known}
-    if other:
-        raise PromptsNotShared(f"{type(model).__name__} keeps a {', '.join(sorted(other))} of a prompt")
-
-
-def _check_positions(model: Any, longest: int) -> None:
-    """Refuses rows in which a prompt's keys are turned by other angles than they would be on their own.
-
-    Some rotary embeddings change all their frequencies once a sequence, the completion included, is longer
-    than those that the model was first trained on.
-    """
-    config = getattr(model, "config", None)
-    told = getattr(config, "rope_parameters", None) or {}
-    # Models with several kinds of layers have the parameters of each.
-    for each in (told, *told.values()) if isinstance(told, dict) else ():
-        kind = str(each.get("rope_type")) if isinstance(each, dict) else ""
-        if "dynamic" in kind:
-            original = getattr(config, "max_position_embeddings", None)
-        elif kind == "longrope":
-            original = each.get("original_max_position_embeddings")
-        else:
-            continue
-        if original is None or longest > original:
-            raise PromptsNotShared(
-                f"a row has {longest} tokens, and beyond {original} the {kind} positions of "
-                f"{type(model).__name__} depend on the length of the whole row"
-            )

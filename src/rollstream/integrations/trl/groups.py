@@ -1,0 +1,355 @@
+"""The rollouts of an environment: groups of a plan, and single rows beside them.
+
+    settings --start--> engine, RolloutWorker
+    generate(group), run_rows(rows) --> a place --> within its time --> Rollout, or a stand-in for one that failed
+
+All of it runs in the event loop of `BatchesAhead`; `run_rows_from` and `cause_first` are for other threads.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollstream.config.load import to_settings
+from rollstream.daemon_threads import in_daemon_thread
+from rollstream.engine.base import Engine
+from rollstream.engine.continuation import ContinuingEngine
+from rollstream.errors import ConfigError, GroupFailedError, TrainingError
+from rollstream.integrations.configured_groups import build_worker, make_setup
+from rollstream.integrations.trl.environment import RolloutEnvironment, TrainerSays
+from rollstream.rollout.availability import EngineAvailability
+from rollstream.rollout.setup import RolloutSetup, in_flight_limit
+from rollstream.rollout.worker import make_failure
+from rollstream.rollout.worker_host import BuiltWorker
+from rollstream.scratch import ScratchFolder
+from rollstream.training.ahead import BatchesAhead
+from rollstream.training.plan import FunctionPlan, PlannedGroup
+from rollstream.trajectory import Failure, PromptRow, Rollout, Trajectory
+
+logger = logging.getLogger(__name__)
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+_FAILED = "rollstream_failed"
+"""In the `extra` of a stand-in's trajectory: the error."""
+
+
+class EnvironmentGroups:
+    """A `GroupGenerator` of an environment.
+
+    Args:
+        environment: what rollouts are made of.
+        trainer: what the trainer decides.
+        load_row: the prompt row of an index of the plan.
+        lent_model: weights that the `hf` engine shares, instead of loading its own.
+        first_weights: a folder with the trainer's weights, loaded before the first group; None: what the
+            engine has at `model.path` is what the trainer has.
+        first_version: of those weights.
+        agent_names: of the loops that rows name, besides the default one: checked at start.
+        max_failed_groups: groups in a row of which no rollout is left that are let pass, with stand-ins for
+            all rollouts that failed for good; None: a failed rollout is an error.
+        rollout_timeout: seconds for a rollout of a group with all its attempts, unless the environment sets
+            `generation.attempt_timeout`; None: none.
+        to_score: gives the prompt rows; an environment that can score none of them does not start. None:
+            somebody else scores.
+    """
+
+    bounds_groups = True
+    """See `RolloutGroups`."""
+
+    def __init__(
+        self,
+        environment: RolloutEnvironment,
+        trainer: TrainerSays,
+        load_row: Callable[[int], PromptRow],
+        *,
+        lent_model: Any = None,
+        first_weights: str | None = None,
+        first_version: int = 0,
+        agent_names: Iterable[str] = (),
+        max_failed_groups: int | None = None,
+        rollout_timeout: float | None = None,
+        to_score: Callable[[], Iterable[PromptRow]] | None = None,
+    ) -> None:
+        self._environment = environment
+        self._trainer = trainer
+        self._load_row = load_row
+        self._lent = lent_model
+        self._first = (first_weights, first_version)
+        self._agent_names = set(agent_names)
+        self._max_failed_groups = max_failed_groups
+        self._failed_groups = 0  # in a row
+        self._rollout_timeout = None if environment.limits_attempts else rollout_timeout
+        self._to_score = to_score
+        self._built: BuiltWorker | None = None
+        self._logs: ScratchFolder | None = None
+        self._places = asyncio.Semaphore(0)
+        self.engine: Engine | None = None
+        """What generates; None before `start`."""
+
+    async def start(self) -> None:
+        settings = to_settings(await in_daemon_thread(self._environment.resolve, self._trainer))
+        rows = None if self._to_score is None else self._to_score()
+        setup = await make_setup(settings, shows_images=False, to_score=rows)
+        setup.images = None  # what a tool shows could not be trained on
+        _check_tokenizer(self._trainer.tokenizer, setup)
+        self._logs = ScratchFolder("trl")
+        self.engine = self._make_engine(setup, self._logs.path)
+        await self.engine.start()
+        built = build_worker(setup, self.engine, self._agent_names)
+        self._check_engine(setup, self.engine)
+        folder, version = self._first
+        if folder is not None:
+            await self.engine.update_weights(folder, version)
+        elif self._lent is not None:
+            async with unwrap_engine(self.engine).changing_weights(version):
+                pass  # the weights are there; their version is not
+        # One number of places for all: an evaluation comes while groups are generated ahead.
+        self._places = asyncio.Semaphore(in_flight_limit(settings))
+        self._built = built
+
+    async def generate(self, group: PlannedGroup) -> Sequence[Rollout]:
+        row, n = self._load_row(group.index), self._trainer.n
+        rows = [(row, group.epoch * n + place) for place in range(n)]
+        rollouts = await self._run_all(rows, self._rollout_timeout)
+        errors = _errors(rollouts)
+        self._failed_groups = self._failed_groups + 1 if len(errors) == n else 0
+        if self._max_failed_groups is not None and self._failed_groups > self._max_failed_groups:
+            raise GroupFailedError(
+                f"{self._failed_groups} groups in a row failed whole (max_failed_groups="
+                f"{self._max_failed_groups}), the last one of row {group.index}: {errors[-1]}"
+            )
+        _warn(errors, f"{n} rollouts of row {group.index}")
+        return rollouts
+
+    async def run_rows(self, rows: Sequence[tuple[PromptRow, int]]) -> list[Rollout]:
+        """One rollout of each row and repeat, in their order.
+
+        Raises:
+            TrainingError: one failed, or, with `max_failed_groups`, all did; with the cause.
+        """
+        rollouts = await self._run_all(rows, None)
+        errors = _errors(rollouts)
+        if rows and len(errors) == len(rows):
+            raise TrainingError(f"all {len(rows)} rollouts failed, the last one {errors[-1]}")
+        _warn(errors, f"{len(rows)} rollouts")
+        return rollouts
+
+    async def update_weights(self, source: str, version: int) -> None:
+        """Loads the folder `source`; "" is for weights that the engine shares, which are there already."""
+        if source:
+            assert self.engine is not None, "start() comes first"
+            await self.engine.update_weights(source, version)
+        elif self._lent is None:
+            raise TrainingError(f"version {version}: the engine shares no weights, and no folder is given")
+
+    async def close(self) -> None:
+        if self.engine is not None:
+            await self.engine.close()
+        if self._logs is not None:
+            self._logs.cleanup()
+
+    async def _run_all(self, rows: Sequence[tuple[PromptRow, int]], seconds: float | None) -> list[Rollout]:
+        tasks = [asyncio.ensure_future(self._run(row, repeat, seconds)) for row, repeat in rows]
+        try:
+            results = await asyncio.gather(*tasks)  # not a TaskGroup: a lost engine is raised as it is
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        rollouts = []
+        for (row, _), result in zip(rows, results, strict=True):
+            if not isinstance(result, Failure):
+                rollouts.append(result)
+            elif self._max_failed_groups is not None:
+                rollouts.append(stand_in(row, result))
+            else:
+                raise TrainingError(
+                    f"a rollout of row {result.index} failed after {result.attempts} attempts: "
+                    f"{result.error}\n{result.traceback}"
+                )
+        return rollouts
+
+    async def _run(self, row: PromptRow, repeat: int, seconds: float | None) -> Rollout | Failure:
+        built = self._built
+        assert built is not None, "start() comes first"
+        async with self._places:
+            running = built.worker.run(row, repeat)
+            try:
+                return await (running if seconds is None else within(running, seconds, built.availability))
+            except TimeoutError:
+                late = TrainingError(
+                    f"it took longer than {seconds:g} s, its share of async_generation_timeout (for limits of "
+                    "each attempt alone set generation.attempt_timeout)"
+                )
+                return make_failure(row.index, repeat, row.prompt_key, 1, "agent", late)
+
+    def _make_engine(self, setup: RolloutSetup, log_dir: Path) -> Engine:
+        if self._lent is None:
+            return setup.create_engine(log_dir)
+        from rollstream.engine.hf import HFEngine
+
+        model, rollout = setup.settings.actor_rollout_ref.model, setup.settings.actor_rollout_ref.rollout
+        return setup.interruptible(
+            HFEngine(
+                model.tokenizer_path or model.path,
+                model=self._lent,
+                max_model_len=rollout.max_model_len,
+                engine_kwargs=rollout.engine_kwargs,
+            )
+        )
+
+    def _check_engine(self, setup: RolloutSetup, engine: Engine) -> None:
+        can, name = engine.capabilities, self._environment.engine_name
+        if not can.update_weights:
+            raise ConfigError(f"engine {name!r} takes no new weights: it would stay at the first ones")
+        if can.logprobs == "raw" and self._trainer.temperature != 1.0:
+            raise ConfigError(
+                f"engine {name!r} gives log-probs before temperature, and temperature is "
+                f"{self._trainer.temperature}: the loss would compare two distributions. Set "
+                "temperature=1.0, or use engine 'hf'"
+            )
+        if setup.settings.actor_rollout_ref.rollout.extra_sampling:
+            raise ConfigError(f"{_ROLLOUT}.extra_sampling changes the sampled distribution: leave it out")
+
+
+async def within(running: Any, seconds: float, availability: EngineAvailability) -> Any:
+    """What a coroutine returns.
+
+    Raises:
+        TimeoutError: it took longer; it is cut off. When the engine has been away meanwhile it has its time again.
+    """
+    task = asyncio.ensure_future(running)
+    try:
+        while True:
+            returns = availability.returns
+            await asyncio.wait([task], timeout=seconds)
+            if task.done():
+                return task.result()
+            if availability.is_available and availability.returns == returns:
+                raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def stand_in(row: PromptRow, failure: Failure) -> Rollout:
+    """For a rollout that failed for good: neither prompt nor response, of no version, without a reward."""
+    trajectory = Trajectory(
+        prompt_ids=[],
+        response_ids=[],
+        response_mask=[],
+        response_logprobs=[],
+        messages=list(row.messages),
+        finish_reason="aborted",
+        policy_versions=[],
+        extra={_FAILED: f"after {failure.attempts} attempts, {failure.error}\n{failure.traceback}"},
+    )
+    return Rollout(
+        row.index,
+        failure.repeat,
+        row.prompt_key,
+        [trajectory],
+        row.data_source,
+        row.ground_truth,
+        attempts=failure.attempts,
+    )
+
+
+def failure_of(rollout: Rollout) -> str | None:
+    """Why it failed, if it stands in for a rollout that did."""
+    error = rollout.final.extra.get(_FAILED)
+    return None if error is None else str(error)
+
+
+def _errors(rollouts: Iterable[Rollout]) -> list[str]:
+    return [error for error in map(failure_of, rollouts) if error is not None]
+
+
+def _warn(errors: Sequence[str], of: str) -> None:
+    if errors:
+        logger.warning(
+            "%d of %s failed and do not count; the last one %s",
+            *(len(errors), of, errors[-1].partition("\n")[0]),
+        )
+
+
+def _check_tokenizer(trainers: Any, setup: RolloutSetup) -> None:
+    """Refuses a tokenizer of the environment that is not the trainer's.
+
+    A chat template that the environment names, alone or with a tokenizer, is meant to be another one.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if trainers is None:
+        return
+    model = setup.settings.actor_rollout_ref.model
+    different = setup.tokenizer.differences(trainers)
+    if model.custom_chat_template is not None or model.tokenizer_path is not None:
+        different = [what for what in different if what != "chat template"]
+    if different:
+        raise ConfigError(
+            f"the environment's tokenizer ({model.tokenizer_path or model.path}) has another "
+            f"{' and another '.join(different)} than the trainer's processing_class, which makes no prompts "
+            "here: save what you changed in it with the model, or name it by "
+            "actor_rollout_ref.model.tokenizer_path or custom_chat_template"
+        )
+
+
+def unwrap_engine(engine: Engine | None) -> Any:
+    """The engine inside of the one that outlives weight updates."""
+    return engine.engine if isinstance(engine, ContinuingEngine) else engine
+
+
+# --- from other threads than the environment's
+
+
+def nothing_ahead(groups: EnvironmentGroups) -> BatchesAhead:
+    """Runs an environment for `run_rows` alone: batches of an empty plan."""
+
+    def nothing(position: int) -> tuple[int, int]:
+        raise IndexError(position)
+
+    return BatchesAhead(FunctionPlan(nothing, identity={}, length=0), groups, groups_per_step=1)
+
+
+@contextlib.contextmanager
+def cause_first(batches: BatchesAhead) -> Iterator[None]:
+    """Whatever goes wrong in it after generation has ended is raised as that end, with its cause.
+
+    A loop that ends cancels what others have submitted, and is closed: their errors say no more than that.
+    """
+    batches.raise_if_over()
+    try:
+        yield
+    except Exception:  # `concurrent.futures.CancelledError` is one
+        batches.raise_if_over()
+        raise
+
+
+def run_rows_from(
+    groups: EnvironmentGroups, batches: BatchesAhead, rows: Sequence[tuple[PromptRow, int]], timeout: float
+) -> list[Rollout]:
+    """`EnvironmentGroups.run_rows`, from another thread.
+
+    Raises:
+        TrainingError: its own, it took longer than `timeout` seconds, or generation has ended, with the cause.
+    """
+    with cause_first(batches):
+        asked = batches.submit(groups.run_rows(rows))
+        try:
+            return asked.result(timeout)
+        except concurrent.futures.CancelledError:
+            batches.raise_if_over()
+            raise TrainingError(f"{len(rows)} rollouts were cut off") from None
+        except TimeoutError:
+            if asked.done():
+                raise
+            asked.cancel()
+            raise TrainingError(f"{len(rows)} rollouts took longer than {timeout:g} s") from None

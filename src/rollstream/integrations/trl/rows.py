@@ -1,0 +1,274 @@
+"""Rollouts as rows of a training batch: lists for TRL, and rows of their own for the snapshots.
+
+    N rollouts -> N final trajectories -> TRL: rewards, advantages by group, logs
+               -> M - N snapshots      -> `append_rows`: rows behind those that TRL has made
+
+A rollout may have several trajectories: those before a context edit (snapshots), and the final one. TRL's groups
+are of N rollouts, so it is given the final ones; each snapshot is a row of its own behind them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rollstream.errors import TrainingError
+from rollstream.integrations.trl.groups import failure_of
+from rollstream.trajectory import PromptRow, Rollout, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+Fields = dict[str, list[Any]]
+"""What a `rollout_func` returns: `prompt_ids`, `completion_ids`, `logprobs`, `env_mask` (1: sampled by the
+model), and, for reward functions, `env_reward`, `env_messages`, `env_reward_extra`, and `env_failed`: whether
+it stands in for a rollout that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A trajectory as TRL holds it: never without a token."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    mask: list[int]
+    """1 where the model sampled the token."""
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A trajectory before the final one."""
+
+    rollout: int
+    """Place of its rollout in the batch, over all processes."""
+    reward: float | None
+    row: Row
+
+
+@dataclass(slots=True)
+class BatchRows:
+    """The rollouts of a batch, of all processes."""
+
+    fields: Fields
+    """Of the final trajectories, one entry for each rollout."""
+    snapshots: list[Snapshot]
+    figures: dict[str, float]
+    """For the log: means over the rollouts that did not fail."""
+
+    @property
+    def trained(self) -> int:
+        """Trajectories that are trained on."""
+        return len(self.fields["env_failed"]) - sum(self.fields["env_failed"]) + len(self.snapshots)
+
+
+def to_rows(rollouts: Sequence[Rollout], *, end_id: int) -> BatchRows:
+    """Rollouts, in their order, as rows.
+
+    Args:
+        rollouts: of all groups, one after the other.
+        end_id: stands, masked, for a prompt or a response without any token, which TRL cannot hold.
+
+    Raises:
+        TrainingError: a trajectory has no log-probs.
+    """
+    fields: Fields = {
+        name: []
+        for name in (
+            *("prompt_ids", "completion_ids", "logprobs", "env_mask"),
+            *("env_reward", "env_messages", "env_reward_extra", "env_failed"),
+        )
+    }
+    snapshots = []
+    for place, rollout in enumerate(rollouts):
+        for trajectory in rollout.trajectories[:-1]:
+            snapshots.append(Snapshot(place, trajectory.reward, _row(rollout, trajectory, end_id)))
+        final, row = rollout.final, _row(rollout, rollout.final, end_id)
+        for name, value in (
+            ("prompt_ids", row.prompt_ids),
+            ("completion_ids", row.completion_ids),
+            ("logprobs", row.logprobs),
+            ("env_mask", row.mask),
+            ("env_reward", final.reward),
+            ("env_messages", final.messages),
+            ("env_reward_extra", final.reward_extra),
+            ("env_failed", failure_of(rollout) is not None),
+        ):
+            fields[name].append(value)
+    return BatchRows(fields, snapshots, _figures(rollouts))
+
+
+def empty_row(end_id: int) -> Row:
+    """One masked token."""
+    return Row([end_id], [end_id], [0], [0.0])
+
+
+def _row(rollout: Rollout, trajectory: Trajectory, end_id: int) -> Row:
+    if trajectory.response_logprobs is None:
+        raise TrainingError(f"rollout ({rollout.index}, {rollout.repeat}) has no log-probs")
+    empty = empty_row(end_id)
+    prompt = list(trajectory.prompt_ids) or empty.prompt_ids
+    if not trajectory.response_ids:
+        return replace(empty, prompt_ids=prompt)
+    return Row(
+        prompt,
+        list(trajectory.response_ids),
+        list(trajectory.response_mask),
+        list(trajectory.response_logprobs),
+    )
+
+
+def _figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    done = [rollout for rollout in rollouts if failure_of(rollout) is None]
+    metrics = [[one.metrics for one in rollout.trajectories] for rollout in done]
+    figures: dict[str, list[float]] = {
+        "trajectories": [len(rollout.trajectories) for rollout in done],
+        "turns": [sum(one.engine_calls for one in each) for each in metrics],
+        "tool_calls": [sum(one.tool_calls for one in each) for each in metrics],
+        "tool_errors": [sum(one.tool_errors for one in each) for each in metrics],
+        "tool_s": [sum(one.tool_s for one in each) for each in metrics],
+    }
+    means = {f"rollstream/{name}": fmean(values) if values else 0.0 for name, values in figures.items()}
+    return {**means, "rollstream/failed": float(len(rollouts) - len(done))}
+
+
+def take_slice(fields: Fields, rank: int, ranks: int) -> Fields:
+    """The part of one process: equal consecutive slices, in the order of the ranks."""
+    total = len(fields["prompt_ids"])
+    if total % ranks:
+        raise TrainingError(f"{total} rollouts cannot be dealt to {ranks} processes evenly")
+    size = total // ranks
+    return {name: values[rank * size : (rank + 1) * size] for name, values in fields.items()}
+
+
+def env_reward(*, env_reward: list[float | None], **_: Any) -> list[float | None]:
+    """The environment's reward as a TRL reward function; None: not scored, left out of its group's mean."""
+    return env_reward
+
+
+class RowNumbers:
+    """Numbers of rollouts that no plan knows: an index by a row's content, and a repeat for each of its rollouts.
+
+    No pair comes twice. A rollout's request id and seed come from both: two prompts with one pair would be
+    sampled alike, and an engine would have two requests of one name.
+
+    Args:
+        first: the first index; those below are somebody else's, as the training's.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
+        self._indices: dict[str, int] = {}
+        self._repeats: dict[str, int] = {}
+
+    def number(self, rows: Iterable[PromptRow]) -> list[tuple[PromptRow, int]]:
+        """The rows with their indices, and the repeat of each."""
+        numbered = []
+        for row in rows:
+            key = row.prompt_key
+            index = self._indices.setdefault(key, self._first + len(self._indices))
+            repeat = self._repeats.get(key, 0)
+            self._repeats[key] = repeat + 1
+            numbered.append((replace(row, index=index), repeat))
+        return numbered
+
+
+# --- rows behind those that TRL has made
+
+
+def append_rows(
+    output: dict[str, Any], rows: Sequence[Row], *, pad_id: int, multiple: int | None
+) -> dict[str, Any]:
+    """TRL's tensors of a batch with further rows, padded as TRL pads.
+
+    Args:
+        output: of `_generate_and_score_completions`; `[B, P]` and `[B, C]`.
+        rows: appended in their order.
+        pad_id: of the tokenizer.
+        multiple: TRL's `pad_to_multiple_of`.
+    """
+    import torch
+
+    ids = [row.completion_ids for row in rows]
+    grown = dict(output)
+    for name, values, fill, left in (
+        ("prompt_ids", [row.prompt_ids for row in rows], pad_id, True),
+        ("prompt_mask", [[1] * len(row.prompt_ids) for row in rows], 0, True),
+        ("completion_ids", ids, pad_id, False),
+        ("completion_mask", [[1] * len(one) for one in ids], 0, False),
+        ("tool_mask", [row.mask for row in rows], 1, False),
+        ("sampling_per_token_logps", [row.logprobs for row in rows], 0.0, False),
+    ):
+        tensors = [*output[name], *(torch.tensor(one).to(output[name]) for one in values)]
+        width = max(map(len, tensors))
+        width = -(-width // multiple) * multiple if multiple else width
+        sides = [(width - len(one), 0) if left else (0, width - len(one)) for one in tensors]
+        padded = [
+            torch.nn.functional.pad(one, side, value=fill) for one, side in zip(tensors, sides, strict=True)
+        ]
+        grown[name] = torch.stack(padded)
+    return grown
+
+
+def snapshot_advantages(
+    rewards: "torch.Tensor",
+    snapshots: Sequence[Snapshot],
+    *,
+    weights: "torch.Tensor",
+    group_size: int,
+    scale: str,
+    aggregation: str,
+) -> "torch.Tensor":
+    """Advantages of snapshots, `[S]`: TRL's formula, with means and deviations of the final trajectories.
+
+    A snapshot's reward stands in the place of the environment's; what other functions gave the rollout is its,
+    too. One without a reward has the advantage 0; where the final one has none from the environment either,
+    only other functions score, and the snapshot has the rollout's advantage.
+
+    Args:
+        rewards: `[N, F]` of the final trajectories, the environment's first; NaN where there is none.
+        snapshots: of these rollouts.
+        weights: `[F]`.
+        group_size: rollouts of a group.
+        scale: TRL's `scale_rewards`.
+        aggregation: TRL's `multi_objective_aggregation`.
+    """
+    import torch
+
+    places = torch.tensor([one.rollout for one in snapshots], dtype=torch.long, device=rewards.device)
+    own = rewards.new_tensor([torch.nan if one.reward is None else one.reward for one in snapshots])
+    unscored = own.isnan() & ~rewards[places, 0].isnan()
+    mine = rewards[places].clone()
+    mine[:, 0] = own
+    groups = places // group_size
+
+    def total(values: torch.Tensor) -> torch.Tensor:
+        return (values * weights).nansum(1).masked_fill(values.isnan().all(1), torch.nan)
+
+    if aggregation == "normalize_then_sum":
+        means, deviations = _statistics(rewards.reshape(-1, group_size, rewards.shape[1]))
+        each = (rewards - means.repeat_interleave(group_size, 0)) / (
+            deviations.repeat_interleave(group_size, 0) + _EPSILON
+        )
+        mine = (mine - means[groups]) / (deviations[groups] + _EPSILON)
+        mean, deviation = _statistics(total(each)[None])
+        advantages = (total(mine) - mean) / (deviation + _EPSILON)
+    else:
+        mean, deviation = _statistics(total(rewards).reshape(-1, group_size))
+        if scale == "batch":
+            deviation = _statistics(total(rewards)[None])[1].expand_as(deviation)
+        advantages = total(mine) - mean[groups]
+        if scale != "none":
+            advantages = advantages / (deviation[groups] + _EPSILON)
+    return advantages.masked_fill(unscored, 0.0).nan_to_num(nan=0.0)
+
+
+_EPSILON = 1e-4
+"""Added to a standard deviation, as TRL does."""
+
+
+def _statistics(values: "torch.Tensor") -> tuple["torch.Tensor", "torch.Tensor"]:
+    """Mean and sample standard deviation over the second axis, of what is not NaN."""
+    mean = values.nanmean(1)
+    variance = (values - mean.unsqueeze(1)).square().nansum(1) / (values.isnan().logical_not().sum(1) - 1)
+    return mean, variance.sqrt()
