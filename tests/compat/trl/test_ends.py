@@ -25,8 +25,12 @@ def nobody_handles_sigterm() -> Iterator[None]:
 
 
 class Told(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+    def __init__(self, number: signal.Signals, times: int = 1) -> None:
+        self.number, self.times = number, times
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        for _again in range(self.times):
+            os.kill(os.getpid(), self.number)
 
 
 @pytest.mark.usefixtures("nobody_handles_sigterm")
@@ -38,13 +42,44 @@ def test_sigterm_ends_generation_and_leaves_no_weights(tmp_path: Path) -> None:
         max_steps=2,
         weights_dir=str(tmp_path),
     )
-    made.add_callback(Told())
+    made.add_callback(Told(signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         made.train()
     assert ended.value.code == 143
     assert made.state.global_step == 1 and not made.batches._thread._thread.alive
     assert not list(tmp_path.glob("rollstream-*"))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_ctrl_c_says_how_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = trainer(tmp_path, rows(10), max_steps=3, save_strategy="steps", save_steps=1)
+    told = Told(signal.SIGINT)
+    made.add_callback(told)
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert "ended at step 1, and there is no checkpoint in" in capsys.readouterr().err
+    told.times = 0
+    made.train()
+    told.times = 1
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    said = capsys.readouterr().err
+    assert "checkpoint-3: trainer.train(resume_from_checkpoint=True)" in said
+
+
+def test_ctrl_c_saves_a_checkpoint_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the first of two steps of a batch: the batch is trained first. Two signals at once are one."""
+    changed = {"max_steps": 6, "per_device_train_batch_size": 4, "steps_per_generation": 2}
+    made = trainer(tmp_path, rows(10), save_on_interrupt=True, **changed)
+    made.add_callback(Told(signal.SIGINT, times=2))
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert made.state.global_step == 2 and signal.getsignal(signal.SIGINT) is before
+    assert "checkpoint-2: trainer.train(resume_from_checkpoint=True)" in capsys.readouterr().err
+    resumed = trainer(tmp_path, rows(10), **changed)
+    resumed.train(resume_from_checkpoint=True)
+    assert len(resumed.trained_rows) == 2 and resumed.trained_rows[0] != made.trained_rows[0]
 
 
 def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path: Path) -> None:

@@ -1,0 +1,111 @@
+"""Curriculum, filter, priority and token budget, by the trainer's settings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+from rollstream.errors import ConfigError
+from rollstream.integrations.trl.plan import make_plan, make_policies
+from rollstream.training import Curriculum, Group, PlannedGroup, TokenBudget
+from tests.compat.trl.parts import Recording, environment, rows, settings, trainer
+from tests.unit.integrations.trl.test_rows import rollout, trajectory
+
+
+def weigh_rows(success: Any, trained: int) -> Any:
+    return success
+
+
+def longest(group: Group) -> float:
+    return float(group.index)
+
+
+class DropsSome:
+    """Throws away the groups of rows with an even index."""
+
+    name = "odd_rows"
+
+    def drops(self, group: Group) -> str | None:
+        return "its row is even" if group.index % 2 == 0 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def group(*rewards: float) -> Group:
+    made = [rollout(repeat, trajectory(reward=reward)) for repeat, reward in enumerate(rewards)]
+    return Group(planned=PlannedGroup(0, 0, 3), start=0, rollouts=made, **_OLDEST)
+
+
+_OLDEST: dict[str, Any] = {"oldest": 0} if "oldest" in Group.__dataclass_fields__ else {}
+
+
+def test_names_and_ones_own(tmp_path: Path) -> None:
+    def args(**changed: Any) -> Any:
+        return settings(tmp_path, order="first", **changed)
+
+    assert make_policies(args()) == {"filters": [], "rank": None, "batch_size": None}
+    policies = make_policies(args(group_filter="no_signal", group_priority="spread", batch_tokens=900))
+    (drops_alike,) = policies["filters"]
+    assert drops_alike.drops(group(1.0, 1.0)) and not drops_alike.drops(group(0.0, 1.0))
+    assert policies["rank"].rank(group(0.0, 1.0)) < policies["rank"].rank(group(0.5, 1.0))
+    assert policies["batch_size"] == TokenBudget(900, 4, 16)
+    own = make_policies(args(group_filter=f"{__file__}:DropsSome", group_priority=f"{__name__}.longest"))
+    assert own["filters"][0].name == "odd_rows"
+    assert own["rank"].rank(group(1.0)) == -3.0
+    for name in ("medium_first", "easy_to_hard", f"{__name__}.weigh_rows"):
+        plan = make_plan(args(curriculum=name), rows(6), batches=2, shuffle=True)
+        assert isinstance(plan, Curriculum) and plan.length == 8 and plan.identity()["dataset"]
+    assert make_plan(args(group_filter="no_signal"), rows(6), batches=2, shuffle=True).length is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"group_priority": "spread"}, "needs order='first'"),
+        ({"batch_tokens": 100, "num_steps_async": 0}, "num_steps_async=1"),
+        ({"batch_groups_max": 8}, "is for batch_tokens"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        settings(tmp_path, **changed)
+
+
+def test_an_unknown_filter_is_refused_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="group_filter"):
+        trainer(tmp_path, rows(8), group_filter="no_such_filter")
+
+
+def test_a_filter_and_a_curriculum_that_are_resumed(tmp_path: Path) -> None:
+    changed = {"curriculum": "medium_first", "group_filter": f"{__file__}:DropsSome", "max_steps": 3}
+    made = trainer(tmp_path, rows(10), save_strategy="steps", save_steps=2, **changed)
+    made.train()
+    assert all(row % 2 == 1 for batch in made.trained_rows for row in batch)
+    resumed = trainer(tmp_path, rows(10), **changed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert len(resumed.trained_rows) == 1 and resumed.state.global_step == 3
+
+
+def test_batches_grow_to_their_tokens(tmp_path: Path) -> None:
+    """Of 4 prompts at least, 8 at most: each has some 50 tokens, and 2 rollouts."""
+    made: Recording = trainer(
+        tmp_path,
+        rows(40),
+        env=environment(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        steps_per_generation=2,
+        gradient_accumulation_steps=2,
+        batch_tokens=5_000,
+        batch_groups_max=7,
+    )
+    made.train()
+    assert [len(batch) for batch in made.trained_rows] == [14, 14]
+    assert [len(output["advantages"]) for output in made.outputs] == [14, 14]
