@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from demo_model.problems import Split, enumerate_pairs
+from examples.edit_context import train as example
 from rollstream.integrations.trl.groups import EnvironmentGroups
-from tests.compat.trl.parts import environment, rows, trainer
+from tests.compat.trl.parts import Recording, environment, load, rows, settings, trainer
 
 
 def main(folder: Path, mode: str) -> None:
@@ -22,8 +24,17 @@ def main(folder: Path, mode: str) -> None:
     said: dict[str, Any] = {"error": None}
     # Of the logs TRL gathers numbers: without, a process may be a batch ahead of another.
     options = {"num_steps_async": 0, "logging_steps": 100} if mode == "waiting" else {}
-    made = trainer(
-        own, rows(10), env=environment(own), max_steps=3, per_device_train_batch_size=8 // ranks, **options
+    made = (
+        edits_context(own, ranks)
+        if mode == "snapshots"
+        else trainer(
+            own,
+            rows(10),
+            env=environment(own),
+            max_steps=3,
+            per_device_train_batch_size=8 // ranks,
+            **options,
+        )
     )
     if mode == "generation":
 
@@ -45,6 +56,19 @@ def main(folder: Path, mode: str) -> None:
     said["seconds"] = time.monotonic() - began
     said["sampled"], said["given"] = made.sampled_prompts, made.given_prompts
     said["rows"] = made.trained_rows
+    said["outputs"] = [
+        {
+            "rows": len(output["advantages"]),
+            "tokens": int((output["completion_mask"] * output["tool_mask"]).sum()),
+            "all_tokens": int(output["num_items_in_batch"]),
+        }
+        for output in made.outputs
+    ]
+    said["trajectories"] = [
+        entry["rollstream/trajectories"]
+        for entry in made.state.log_history
+        if "rollstream/trajectories" in entry
+    ]
     said["rewards"] = [entry["reward"] for entry in made.state.log_history if "reward" in entry]
     said["weights"] = float(sum(parameter.double().abs().sum() for parameter in made.model.parameters()))
     said["threads"] = torch.get_num_threads()
@@ -55,6 +79,21 @@ def main(folder: Path, mode: str) -> None:
             time.sleep(0.1)
     if said["error"] is not None:
         sys.exit(1)
+
+
+def edits_context(folder: Path, ranks: int) -> Any:
+    """Rollouts with several trajectories: see test_snapshots."""
+    model, tokenizer = load()
+    torch.manual_seed(0)
+    problems = list(enumerate_pairs(2, Split.TRAIN))[:12]
+    example.show(model, tokenizer, problems, 75, share=0.5, at_once=6)
+    return Recording(
+        model,
+        example.environment(folder, "actor_rollout_ref.rollout.name=hf"),
+        settings(folder, max_steps=1, max_completion_length=64, per_device_train_batch_size=8 // ranks),
+        train_dataset=example.dataset(problems),
+        processing_class=tokenizer,
+    )
 
 
 def never_again(generate: Any) -> Any:

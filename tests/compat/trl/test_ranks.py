@@ -47,6 +47,18 @@ def test_each_process_trains_its_slice(ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_snapshots_are_dealt_to_the_processes(tmp_path: Path) -> None:
+    said = run_ranks(tmp_path, 2, "snapshots")
+    assert [one["error"] for one in said] == [None] * 2
+    (first,), (second,) = (one["outputs"] for one in said)
+    (trajectories,) = said[0]["trajectories"]
+    snapshots = round(8 * trajectories) - 8
+    assert snapshots > 0 and first["rows"] == second["rows"] == 4 + (snapshots + 1) // 2
+    assert first["all_tokens"] == second["all_tokens"] == first["tokens"] + second["tokens"]
+    assert said[0]["weights"] == said[1]["weights"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "first", "cause"),
     [
