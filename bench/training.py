@@ -21,9 +21,8 @@ from typing import Any
 
 from bench.report import parse_options, print_table, write_json
 from rollstream.training import BatchesAhead, CallableGenerator, PlannedGroup, ShuffledPlan
-from rollstream.training.durations import Duration
 from rollstream.training.schedule import Order
-from rollstream.training.simulate import Setup, simulate
+from rollstream.training.simulate import Duration, Setup, simulate
 
 GROUPS = 8
 """In a batch, and at once in the engine."""

@@ -54,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Predicts, and prints what it predicts."""
-    from rollstream.training.durations import parse_duration
-    from rollstream.training.simulate import Setup, compare
+    from rollstream.training.simulate import Setup, compare, parse_duration
 
     compared = compare(
         Setup(

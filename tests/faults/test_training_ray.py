@@ -34,7 +34,7 @@ class Killed:
 
     async def generate(self, group: PlannedGroup) -> Sequence[Any]:
         await asyncio.sleep(0.01)
-        if group.position == 6 and not self.mark.exists():
+        if group.position == 10 and not self.mark.exists():  # begun when there were new weights
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if group.position == 13:
@@ -45,6 +45,7 @@ class Killed:
 
     async def update_weights(self, source: str, version: int) -> None:
         assert source == f"weights {version}"
+        assert version > self.version
         self.version = version
 
     async def close(self) -> None:
@@ -71,7 +72,6 @@ def test_an_actor_that_dies_is_replaced_and_has_the_weights(tmp_path: Path) -> N
             batches.trained(step)
             batches.update_weights(f"weights {step + 1}")
         assert mark.exists()
-        assert generator.deaths == 1
         assert len(pids) >= 2
         with pytest.raises(GenerationFailedError, match="the environment is broken") as raised:
             batches.next_batch(120)

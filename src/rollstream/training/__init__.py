@@ -9,8 +9,7 @@ from rollstream.training.corrections import (
     truncated_is_weights,
 )
 from rollstream.training.curriculum import Curriculum
-from rollstream.training.generator import CallableGenerator, GroupGenerator
-from rollstream.training.group import Group, GroupBatch
+from rollstream.training.group import CallableGenerator, Group, GroupBatch, GroupGenerator
 from rollstream.training.lookahead import AsyncDataLoaderWrapper
 from rollstream.training.plan import FunctionPlan, Plan, PlannedGroup, ShuffledPlan
 from rollstream.training.ray_groups import RayGroups

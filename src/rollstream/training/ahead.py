@@ -8,48 +8,93 @@
             save(model, batches.state_dict())           # a checkpoint: both, or neither
             batches.update_weights("path/to/weights")   # the engine is at version batch.step + 1
 
-The trainer's thread calls everything here; the generator's coroutines run in a thread of their own.
+The trainer's thread calls everything here; the generator's coroutines run in a thread of their own:
+
+    generation thread                      here                            trainer's thread
+    take work ---------------------> generating(start)
+    work is done, has failed ------> finished | dropped
+                                     finished -> delivered(k) ---------->  next_batch()
+                                     delivered(k) -> trained  <----------  trained(k)
+
+What may happen when is `GroupSchedule`'s; here are the lock, the waits, the versions and the rollouts.
 """
 
 import math
 import time
-from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence, Sized
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args
 
-from rollstream.errors import ConfigError, PlanEndedError, TrainingError
+from rollstream.errors import (
+    BatchTimeoutError,
+    ConfigError,
+    DroppedGroupError,
+    EngineLostError,
+    GenerationFailedError,
+    GroupFailedError,
+    PlanEndedError,
+    StalenessError,
+    TrainingError,
+    WeightUpdateError,
+)
 from rollstream.rollout.retry import RetryPolicy
-from rollstream.training.generation_thread import GenerationThread, OnGroupFailure
-from rollstream.training.generator import GroupGenerator
-from rollstream.training.group import GroupBatch, unscored_share
-from rollstream.training.group_buffer import BufferCounters, GroupBuffer
+from rollstream.training.generation_thread import RETRY, GenerationThread, logger
+from rollstream.training.group import (
+    Group,
+    GroupBatch,
+    GroupGenerator,
+    count_tokens,
+    token_versions,
+    unscored_share,
+)
 from rollstream.training.plan import Plan
 from rollstream.training.schedule import GroupSchedule, Order
-from rollstream.training.selection import GroupFilter, GroupRank, TokenBudget
+from rollstream.training.selection import GroupFilter, GroupRank, Learns, LearnsFromDrops, TokenBudget
 from rollstream.training.staleness import StalenessRule
-from rollstream.training.timing import StepTime, StepTimes, mean
-from rollstream.training.versions import TokenVersions, VersionLedger
-from rollstream.training.weight_updates import WeightUpdates
+from rollstream.training.timing import TIMES_KEPT, StepTime, StepTimes, mean
+from rollstream.training.weight_updates import WeightUpdates, load_within
 
 T = TypeVar("T")
+
+OnGroupFailure = Literal["fail", "drop_and_refill"]
+"""`fail`: the first group that fails ends generation; `drop_and_refill`: the plan's next one replaces it."""
 
 WeightMode = Literal["drain", "in_flight"]
 """`drain`: an update waits until nothing is being generated; `in_flight`: it comes between the tokens of what
 is, whose per-token versions tell."""
 
-_RETRY = RetryPolicy(max_attempts=3, delay=1.0, delay_max=30.0)
-"""As the configuration's defaults for rollouts."""
-
-_START_S = 600.0
-"""For a generator to get ready: engines that load large models take minutes."""
+TokenVersions = Literal["check", "ignore"]
+"""`check`: a group with tokens older than its stamp has failed; `ignore`: the tokens' stamps mean nothing."""
 
 _GROUP_S = 300.0
 """For one group: as long as trainers with asynchronous generation wait for a whole batch."""
 
-_MAX_FAILURES = 8
-"""Groups in a row that may fail: as many do not fail by chance."""
+
+@dataclass(slots=True)
+class GroupCounters:
+    """What happened so far."""
+
+    begun: int = 0
+    finished: int = 0
+    dropped: int = 0
+    """Groups that were generated and thrown away, as those without signal."""
+    failed: int = 0
+    """Groups that could not be generated."""
+    trained: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What has been generated and waits in memory for the trainer."""
+
+    groups: int
+    rollouts: int
+    tokens: int
+    """Prompt and response tokens: of each, an id, and of those of the response a mask, and a log-prob."""
 
 
 class BatchesAhead:
@@ -74,14 +119,15 @@ class BatchesAhead:
         on_group_failure: what happens when a group has failed for good.
         max_failures: groups that may fail one after the other, with `drop_and_refill`.
         filters: each may throw finished groups away; they are replaced.
-        max_drops: groups that filters may throw away one after the other; None: 16 batches, at least 100.
+        max_drops: groups that may be thrown away one after the other; None: 16 batches, at least 100.
         rank: what goes first with `order="first"`; None: what finished first.
         batch_size: batches of a dynamic size, in place of `groups_per_step` (which must be its `smallest`);
             with a `max_staleness` of 1 or more.
         token_versions: `ignore` what an engine stamps on tokens that does not know versions.
         weights: whether weight updates wait for an idle engine.
         weight_timeout: seconds for a weight update, that wait included.
-        start_timeout: seconds for the generator to get ready.
+        start_timeout: seconds for the generator to get ready: engines that load large models take minutes.
+        clock: of all figures; time limits go by the monotonic clock.
 
     Raises:
         ConfigError: these do not go together.
@@ -99,9 +145,9 @@ class BatchesAhead:
         window: int | None = None,
         max_groups_in_flight: int | None = None,
         group_timeout: float | None = None,
-        retry: RetryPolicy = _RETRY,
+        retry: RetryPolicy = RETRY,
         on_group_failure: OnGroupFailure = "fail",
-        max_failures: int = _MAX_FAILURES,
+        max_failures: int = 8,
         filters: Sequence[GroupFilter] = (),
         max_drops: int | None = None,
         rank: GroupRank | None = None,
@@ -109,7 +155,8 @@ class BatchesAhead:
         token_versions: TokenVersions = "check",
         weights: WeightMode = "drain",
         weight_timeout: float = 300.0,
-        start_timeout: float = _START_S,
+        start_timeout: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value, there_is in (
             ("on_group_failure", on_group_failure, get_args(OnGroupFailure)),
@@ -137,28 +184,47 @@ class BatchesAhead:
             window=window,
             token_budget=None if batch_size is None else batch_size.tokens,
         )
-        self._ledger = VersionLedger(token_versions=token_versions)
-        self._buffer = GroupBuffer(
-            self._schedule, self._ledger, rank=rank, filters=filters, describe=lambda: self._thread.describe()
-        )
-        self._thread = GenerationThread(
-            self._buffer,
-            generator,
-            max_groups_in_flight=max_groups_in_flight,
-            group_timeout=_group_timeout(group_timeout, generator),
-            retry=retry,
-            on_group_failure=on_group_failure,
-            max_failures=max_failures,
-            max_drops=max(100, 16 * groups_per_step) if max_drops is None else max_drops,
-        )
-        self._updates = WeightUpdates(self._thread, generator, self._buffer.raise_if_broken)
-        self._weights = weights
+        self._on_group_failure = on_group_failure
+        self._max_failures = max_failures
+        self._filters = filters
+        self._max_drops = max(100, 16 * groups_per_step) if max_drops is None else max_drops
+        self._rank = rank
+        self._policies: list[GroupFilter | GroupRank] = [*filters, *([] if rank is None else [rank])]
+        candidates: list[object] = [plan, *self._policies]
+        self._learners = [one for one in candidates if isinstance(one, Learns)]
+        self._drop_learners = [one for one in candidates if isinstance(one, LearnsFromDrops)]
+        self._check_tokens = token_versions == "check"
+        self._drains = weights == "drain"
         self._weight_timeout = weight_timeout
         self._start_timeout = start_timeout
+        self._clock = clock
+        self._thread = GenerationThread(
+            take=self._begin,
+            generate=lambda group: generator.generate(group.planned),
+            finish=self._finish,
+            failed=self._fail,
+            at_once=max_groups_in_flight,
+            time_limit=_group_timeout(group_timeout, generator),
+            setting="group_timeout",
+            retry=retry,
+            start=generator.start,
+            close=generator.close,
+            clock=clock,
+        )
+        self._updates = WeightUpdates(generator.update_weights)
+        self._changed = self._thread.changed  # guards what follows
         self._started = False
-        self._asked_at = 0.0
-        self._busy_before = 0.0
+        self._finished: dict[int, Group] = {}  # and undelivered, by position
+        self._untrained: dict[int, list[Group]] = {}  # delivered, by step
+        self._failures = self._drops = 0  # one after the other
+        self._engine_version = 0
+        self._updating: int | None = None  # the version on its way to the engine
+        self._held = False  # nothing is begun
+        self._histogram: Counter[int] = Counter()
+        self._generation_times: deque[float] = deque(maxlen=TIMES_KEPT)
+        self._asked_at = self._busy_before = 0.0
         self._current: StepTime | None = None
+        self.counters = GroupCounters()
         self.times = StepTimes()
         """Where the time of each whole step went."""
 
@@ -177,13 +243,13 @@ class BatchesAhead:
 
     @property
     def engine_version(self) -> int:
-        """What groups that are begun now are stamped with."""
-        return self._ledger.engine_version
+        """What groups that are begun now are stamped with; during an update, the version before it."""
+        return self._engine_version
 
     @property
-    def counters(self) -> BufferCounters:
-        """Groups begun, finished, dropped, failed and trained on."""
-        return self._buffer.counters
+    def alive(self) -> bool:
+        """Whether the generation thread runs."""
+        return self._thread.alive
 
     @property
     def under_way(self) -> StepTime | None:
@@ -192,31 +258,34 @@ class BatchesAhead:
         It ends with the next `next_batch`, or `stop`; what happens to be known better of it may be changed.
         """
         if self._current is not None:
-            self._current.total_s = time.monotonic() - self._asked_at
+            self._current.total_s = self._clock() - self._asked_at
             self._current.engine_busy_s = self._thread.busy_seconds() - self._busy_before
         return self._current
 
+    @property
+    def waiting(self) -> Waiting:
+        """What is finished and not delivered: what asynchrony costs in memory."""
+        with self._changed:
+            groups = list(self._finished.values())
+        rollouts = sum(len(group.rollouts) for group in groups)
+        return Waiting(len(groups), rollouts, sum(group.tokens for group in groups))
+
     def get_pending_count(self) -> int:
         """Batches that are begun, and whose groups are not all there yet."""
-        return -(-self._schedule.generating // self._schedule.rule.groups_per_step)
+        with self._changed:
+            size = self._schedule.rule.groups_per_step
+            return -(-self._schedule.outstanding // size) - len(self._finished) // size
 
     def get_average_generation_time(self) -> float:
-        """Seconds for the slowest group of a batch, on the average; 0.0 before the first batch."""
-        return mean([step.generation_max_s for step in self.times.steps])
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Runs a coroutine in the generator's event loop. Raises `GenerationStoppedError`."""
-        return self._thread.submit(coroutine)
-
-    def raise_if_over(self) -> None:
-        """Raises `GenerationFailedError`, with the cause, or `GenerationStoppedError` when there is nothing
-        to wait for any more.
+        """Seconds from the beginning of a batch's first group to the end of its last one, over the last
+        batches; 0.0 before the first one.
         """
-        self._buffer.raise_if_broken()
+        return mean(self._generation_times)
 
     def staleness_histogram(self) -> Counter[int]:
         """Groups delivered so far, by staleness."""
-        return Counter(self._ledger.histogram)
+        with self._changed:
+            return Counter(self._histogram)
 
     def start(self, engine_version: int | None = None, *, weights: str | None = None) -> None:
         """Starts the generator and begins groups.
@@ -233,23 +302,21 @@ class BatchesAhead:
         """
         if self._started:
             raise TrainingError("these batches were started before")
-        version = self._schedule.trained_steps if engine_version is None else engine_version
+        version = self.step if engine_version is None else engine_version
         self._check_version(version)
         self._started = True
-        self._ledger.engine_version = version
-        if weights is not None:
-            self._buffer.begin_update(version, hold=True)
-        self._thread.start(self._start_timeout)
+        self._engine_version = version
         if weights is None:
+            self._thread.start(self._start_timeout)
             return
-        timeout = self._weight_timeout
-        try:
-            self._updates.push(weights, version, timeout=timeout, whole=timeout)
-        except BaseException as error:
-            self._buffer.fail(error)
-            self.stop()
-            raise
-        self._buffer.end_update(taken=True)
+        with self._update_under_way(version, hold=True):
+            try:
+                self._thread.start(self._start_timeout)
+                self._push(weights, version, self._weight_timeout)
+            except BaseException as error:
+                self._thread.fail(error)
+                self.stop()
+                raise
 
     def stop(self, timeout: float = 10.0) -> bool:
         """Ends generation: what is in flight is cut off. Idempotent.
@@ -285,21 +352,34 @@ class BatchesAhead:
             except PlanEndedError:
                 return
             yield batch
-            if self._schedule.trained_steps == batch.step:
+            if self.step == batch.step:
                 self.trained(batch.step)
 
     def next_batch(self, timeout: float | None = 300.0) -> GroupBatch:
-        """The next batch to train on, see `GroupBuffer.get` for its errors.
+        """The next batch to train on.
 
         Args:
             timeout: seconds, 0 for what is there already; None: as long as generation goes on.
+
+        Raises:
+            BatchTimeoutError: it did not come in time; ask again.
+            GenerationFailedError: generation has ended, the cause is its `__cause__`.
+            GenerationStoppedError: it was stopped, or not started.
+            PlanEndedError: the plan's last batch was delivered before.
+            StalenessError: no batch can come until the trainer moves: it says how.
         """
-        if not self._started:
-            raise TrainingError("start() comes first")
         self._end_step()
-        self._asked_at = time.monotonic()
-        self._busy_before = self._thread.busy_seconds()
-        batch = self._buffer.get(timeout)
+        self._asked_at, self._busy_before = self._clock(), self._thread.busy_seconds()
+        batch = self._thread.wait_for(self._deliver, timeout)
+        if batch is None:
+            schedule = self._schedule
+            raise BatchTimeoutError(
+                f"batch {schedule.next_step} did not come within {timeout:g} s: {len(self._finished)} groups "
+                f"are finished and {schedule.generating} are being generated, of "
+                f"{schedule.rule.groups_per_step} that it needs; {self._thread.describe()}"
+            )
+        batch.wait_s = batch.delivered_at - self._asked_at
+        waiting = self.waiting
         self._current = StepTime(
             step=batch.step,
             wait_s=batch.wait_s,
@@ -308,14 +388,21 @@ class BatchesAhead:
             queue_s=mean([batch.delivered_at - group.finished_at for group in batch.groups]),
             staleness=batch.staleness,
             unscored=unscored_share(batch.rollouts),
+            waiting_rollouts=waiting.rollouts,
+            waiting_tokens=waiting.tokens,
         )
         return batch
 
     def trained(self, step: int) -> None:
         """Batch `step` has been trained: a state saved from now on does not owe it any more."""
-        self._buffer.trained(step)
+        with self._changed:
+            self.counters.trained += len(self._schedule.trained(step))
+            for group in self._untrained.pop(step):
+                for policy in self._learners:
+                    policy.observe(group)
+            self._moved()
         if self._current is not None and self._current.step == step:
-            self._current.train_s = time.monotonic() - self._asked_at - self._current.wait_s
+            self._current.train_s = self._clock() - self._asked_at - self._current.wait_s
 
     def update_weights(
         self, source: str = "", version: int | None = None, *, timeout: float | None = None
@@ -334,30 +421,40 @@ class BatchesAhead:
             GenerationFailedError: generation has ended.
         """
         timeout = self._weight_timeout if timeout is None else timeout
-        version = self._schedule.trained_steps if version is None else version
+        version = self.step if version is None else version
         self._check_version(version)
-        began = time.monotonic()
-        self._buffer.raise_if_broken()
-        self._buffer.begin_update(version, hold=self._weights == "drain")
-        taken = False
-        try:
-            if self._weights == "drain":
-                self._buffer.wait_idle(timeout)
-            drained = time.monotonic()
-            self._updates.push(source, version, timeout=began + timeout - drained, whole=timeout)
-            taken = True
-        finally:
-            self._buffer.end_update(taken=taken)
+        began, until = self._clock(), time.monotonic() + timeout
+        drained = began
+        self.raise_if_over()
+        with self._update_under_way(version, hold=self._drains):
+            if self._drains:
+                self._wait_until_idle(timeout)
+                drained = self._clock()
+            self._push(source, version, until - time.monotonic())
         if self._current is not None:
-            self._current.weights_s += time.monotonic() - began
+            self._current.weights_s += self._clock() - began
             self._current.drain_s += drained - began
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Runs a coroutine in the generator's event loop. Raises `GenerationStoppedError`."""
+        return self._thread.submit(coroutine)
+
+    def raise_if_over(self) -> None:
+        """Raises `GenerationFailedError`, with the cause, or `GenerationStoppedError` when there is nothing
+        to wait for any more.
+        """
+        self._thread.raise_if_over()
 
     def state_dict(self) -> dict[str, Any]:
         """What has been trained on, and what the plan and the policies have learnt: JSON values.
 
         Save it with the weights of the same step. What was delivered and not trained is owed again.
         """
-        return self._buffer.state_dict()
+        with self._changed:
+            return {
+                **self._schedule.state_dict(),
+                "policies": {policy.name: policy.state_dict() for policy in self._policies},
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after what was trained; before `start`, which gives the engine the weights of that step.
@@ -367,21 +464,171 @@ class BatchesAhead:
         """
         if self._started:
             raise TrainingError("load_state_dict comes before start")
-        self._buffer.load_state_dict(state)
+        self._schedule.load_state_dict(state)
+        for policy in self._policies:
+            if policy.name in state.get("policies", {}):
+                policy.load_state_dict(state["policies"][policy.name])
+
+    # --- in the generation thread
+
+    def _begin(self) -> Group | None:
+        scheduled = None if self._held else self._schedule.admit(self._engine_version)
+        if scheduled is None:
+            return None
+        self.counters.begun += 1
+        return Group(scheduled.planned, scheduled.start, begun_at=self._clock())
+
+    def _finish(self, group: Group, rollouts: Any, attempts: int) -> None:
+        if (error := self._wrong_with(group, rollouts)) is not None:
+            self._fail(group, error)
+            return
+        group.rollouts, group.attempts, group.tokens = rollouts, attempts, count_tokens(rollouts)
+        with self._changed:
+            if self._thread.over:
+                return
+            group.finished_at = self._clock()
+            self.counters.finished += 1
+            self._failures = 0
+            for one in self._filters:
+                if (reason := one.drops(group)) is not None:
+                    for policy in self._drop_learners:
+                        policy.observe_dropped(group)
+                    self._drop(group, reason)
+                    return
+            self._drops = 0
+            rank = float(self.counters.finished) if self._rank is None else self._rank.rank(group)
+            self._schedule.finish(group.position, rank=rank, tokens=group.tokens)
+            self._finished[group.position] = group
+            self._changed.notify_all()
+
+    def _wrong_with(self, group: Group, rollouts: Any) -> TrainingError | None:
+        if not isinstance(rollouts, Sized) or not len(rollouts):
+            return GroupFailedError(
+                f"the generator returned {rollouts!r:.100} for {group}: a group is a sequence of rollouts, "
+                "one at least (raise DroppedGroupError for a group that is not wanted)"
+            )
+        versions = token_versions(rollouts) if self._check_tokens else []  # type: ignore[arg-type]
+        if versions and min(versions) < group.start:
+            return StalenessError(
+                f"the engine stamped tokens with version {min(versions)}, but was at version {group.start} "
+                f"when {group} was begun: a replica missed an update, an engine that is new was not told its "
+                "version (start(weights=…)), or it does not stamp versions (token_versions='ignore' then)"
+            )
+        return None
+
+    def _drop(self, group: Group, reason: str) -> None:
+        with self._changed:
+            if self._thread.over:
+                return
+            self._schedule.drop(group.position)
+            self.counters.dropped += 1
+            self._drops += 1
+            self._moved()
+        if self._drops > self._max_drops:
+            raise TrainingError(
+                f"{self._drops} groups were thrown away one after the other, the last one because {reason}: "
+                "nothing is left to train on"
+            )
+
+    def _fail(self, group: Group, error: Exception) -> None:
+        if isinstance(error, DroppedGroupError):
+            self._drop(group, str(error))
+            return
+        if self._on_group_failure == "fail" or isinstance(error, EngineLostError):
+            raise error  # no other group would fare better without an engine
+        self._failures += 1
+        if self._failures > self._max_failures:
+            raise GenerationFailedError(
+                f"{self._failures} groups failed one after the other, the last one with "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        logger.warning("%s failed and is replaced: %s: %s", group, type(error).__name__, error)
+        with self._changed:
+            self._schedule.drop(group.position)
+            self.counters.failed += 1
+            self._moved()
+
+    # --- in the trainer's thread
+
+    def _deliver(self) -> GroupBatch | None:
+        schedule = self._schedule
+        delivery = schedule.deliver(self._engine_version)
+        if delivery is None:
+            if schedule.ended:
+                raise PlanEndedError(f"the plan has ended: batch {schedule.next_step} is not in it")
+            self._thread.wake()  # asking may make room, and so does what a batch takes while it fills up
+            reason = schedule.blocked(self._engine_version)
+            if reason is not None and self._updating is None:
+                raise StalenessError(reason)
+            return None
+        groups = [self._finished.pop(group.position) for group in delivery.groups]
+        staleness = [delivery.step - group.start for group in groups]
+        self._untrained[delivery.step] = groups
+        self._histogram.update(staleness)
+        last = max(group.finished_at for group in groups)
+        self._generation_times.append(last - min(group.begun_at for group in groups))
+        self._moved()
+        return GroupBatch(delivery.step, groups, delivered_at=self._clock(), staleness=staleness)
+
+    @contextmanager
+    def _update_under_way(self, version: int, *, hold: bool) -> Iterator[None]:
+        """The engine has `version` when this ends well; else the old stamp stays, which is never too new."""
+        with self._changed:
+            if self._updating is not None:
+                raise WeightUpdateError(f"version {self._updating} is on its way to the engine already")
+            if version < self._engine_version:
+                raise WeightUpdateError(
+                    f"the engine is at version {self._engine_version}, which does not fall to {version}"
+                )
+            self._updating, self._held = version, hold
+        taken = False
+        try:
+            yield
+            taken = True
+        finally:
+            with self._changed:
+                if taken:
+                    self._engine_version = version
+                self._updating, self._held = None, False
+                self._moved()
+
+    def _wait_until_idle(self, timeout: float) -> None:
+        if self._thread.wait_for(lambda: None if self._schedule.generating else True, timeout) is None:
+            raise WeightUpdateError(
+                f"{self._schedule.generating} groups are still being generated after {timeout:g} s of waiting "
+                "for an idle engine: give it longer (weight_timeout), or update in flight "
+                f"(weights='in_flight'); {self._thread.describe()}"
+            )
+
+    def _push(self, source: str, version: int, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        try:
+            load_within(
+                self._thread.submit,
+                lambda: self._updates.send(source, version, until - time.monotonic()),
+                version,
+                timeout,
+            )
+        except WeightUpdateError as error:
+            self.raise_if_over()
+            error.add_note(self._thread.describe())
+            raise
 
     def _check_version(self, version: int) -> None:
-        if not 0 <= version <= self._schedule.trained_steps:
+        if not 0 <= version <= self.step:
             raise ConfigError(
                 f"version {version} of the weights: the trainer has made {self.step} updates, "
                 "and a version is a number of updates"
             )
 
     def _end_step(self) -> None:
-        """The step under way is whole."""
-        current = self.under_way
-        if current is not None:
+        if (current := self.under_way) is not None:
             self.times.add(current)
             self._current = None
+
+    def _moved(self) -> None:
+        self._changed.notify_all()
+        self._thread.wake()
 
 
 def _group_timeout(asked: float | None, generator: GroupGenerator) -> float | None:

@@ -10,6 +10,7 @@ Sources: truncated importance sampling, https://fengyao.notion.site/off-policy-r
 (arXiv 2507.18071).
 """
 
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -34,16 +35,15 @@ def importance_ratios(trainer: Any, sampler: Any, mask: Any, *, level: Level = "
     Raises:
         ConfigError: no such level, or the shapes differ.
     """
-    ops, trainer, sampler, mask = _prepare(trainer, sampler, mask)
-    log_ratio = ops.log_ratio(trainer, sampler, mask)
+    lib, log_ratio, mask = _log_ratio(trainer, sampler, mask)
     if level in ("sequence", "geometric"):
         total = log_ratio.sum(-1)
         if level == "geometric":
-            total = total / ops.at_least_one(mask.sum(-1))
+            total = total / lib.clip(mask.sum(-1), 1, None)
         log_ratio = total[..., None]
     elif level != "token":
         raise ConfigError(f"level={level!r}: 'token', 'sequence' or 'geometric'")
-    return ops.exp(ops.clip(log_ratio, -_LOG_RATIO_MAX, _LOG_RATIO_MAX)) * mask
+    return lib.exp(lib.clip(log_ratio, -_LOG_RATIO_MAX, _LOG_RATIO_MAX)) * mask
 
 
 def truncated_is_weights(
@@ -52,8 +52,7 @@ def truncated_is_weights(
     """TIS: `min(ratio, cap)`; arguments as `importance_ratios`. Multiply the per-token loss by it."""
     if cap <= 0:
         raise ConfigError(f"cap={cap}: more than 0")
-    ratios = importance_ratios(trainer, sampler, mask, level=level)
-    return _ops(ratios).clip(ratios, 0.0, cap)
+    return importance_ratios(trainer, sampler, mask, level=level).clip(0.0, cap)
 
 
 def masked_is_weights(
@@ -63,8 +62,7 @@ def masked_is_weights(
     if not 0 <= low < high:
         raise ConfigError(f"low={low}, high={high}: 0 <= low < high")
     ratios = importance_ratios(trainer, sampler, mask, level=level)
-    ops = _ops(ratios)
-    return ratios * ops.number((ratios >= low) & (ratios <= high), ratios)
+    return ratios * ((ratios >= low) & (ratios <= high))
 
 
 def is_stats(trainer: Any, sampler: Any, mask: Any) -> dict[str, float]:
@@ -75,9 +73,9 @@ def is_stats(trainer: Any, sampler: Any, mask: Any) -> dict[str, float]:
         (the mean of log q - log p) and `kl_k3` (of ratio - 1 - log ratio, which is never negative). All 0
         without sampled tokens.
     """
-    ops, trainer, sampler, mask = _prepare(trainer, sampler, mask)
-    sampled = ops.numpy(mask).astype(bool)
-    log_ratio = ops.numpy(ops.log_ratio(trainer, sampler, mask))[sampled].astype(np.float64)
+    _, log_ratio, mask = _log_ratio(trainer, sampler, mask)
+    log_ratio = log_ratio[mask > 0]
+    log_ratio = np.asarray(log_ratio.cpu() if hasattr(log_ratio, "cpu") else log_ratio, np.float64)
     if not log_ratio.size:
         return dict.fromkeys(("ratio_mean", "ratio_min", "ratio_max", "kl", "kl_k3"), 0.0)
     ratio = np.exp(np.clip(log_ratio, -_LOG_RATIO_MAX, _LOG_RATIO_MAX))
@@ -90,69 +88,13 @@ def is_stats(trainer: Any, sampler: Any, mask: Any) -> dict[str, float]:
     }
 
 
-class _NumPy:
-    """What is spelt differently, for NumPy."""
+def _log_ratio(trainer: Any, sampler: Any, mask: Any) -> tuple[ModuleType, Any, Any]:
+    """The library of the arrays; log p - log q, 0 where the mask is; the mask as numbers."""
+    lib: ModuleType = np
+    if hasattr(trainer, "detach"):
+        import torch
 
-    @staticmethod
-    def log_ratio(trainer: Any, sampler: Any, mask: Any) -> Any:
-        with np.errstate(invalid="ignore"):
-            return np.where(mask > 0, np.subtract(trainer, sampler), 0.0)
-
-    @staticmethod
-    def clip(values: Any, low: float, high: float) -> Any:
-        return np.clip(values, low, high)
-
-    exp = staticmethod(np.exp)
-
-    @staticmethod
-    def at_least_one(values: Any) -> Any:
-        return np.maximum(values, 1)
-
-    @staticmethod
-    def number(booleans: Any, like: Any) -> Any:
-        return booleans.astype(like.dtype)
-
-    @staticmethod
-    def numpy(values: Any) -> Any:
-        return values
-
-
-class _Torch:
-    """The same for torch, by the tensors' own methods: this file imports no torch."""
-
-    @staticmethod
-    def log_ratio(trainer: Any, sampler: Any, mask: Any) -> Any:
-        difference = trainer - sampler
-        return difference.masked_fill(mask <= 0, 0.0)
-
-    @staticmethod
-    def clip(values: Any, low: float, high: float) -> Any:
-        return values.clamp(low, high)
-
-    @staticmethod
-    def exp(values: Any) -> Any:
-        return values.exp()
-
-    @staticmethod
-    def at_least_one(values: Any) -> Any:
-        return values.clamp(min=1)
-
-    @staticmethod
-    def number(booleans: Any, like: Any) -> Any:
-        return booleans.to(like.dtype)
-
-    @staticmethod
-    def numpy(values: Any) -> Any:
-        return values.cpu().numpy()
-
-
-def _ops(values: Any) -> type[_NumPy] | type[_Torch]:
-    return _Torch if hasattr(values, "detach") else _NumPy
-
-
-def _prepare(trainer: Any, sampler: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
-    ops = _ops(trainer)
-    if ops is _Torch:
+        lib = torch
         trainer, sampler = trainer.detach(), sampler.detach()
         trainer = trainer.float() if trainer.dtype.itemsize < 4 else trainer  # bfloat16 ratios are coarse
         sampler, mask = sampler.to(trainer.dtype), mask.to(trainer.dtype)
@@ -165,4 +107,5 @@ def _prepare(trainer: Any, sampler: Any, mask: Any) -> tuple[Any, Any, Any, Any]
             f"log-probs and mask must have one shape, not {tuple(trainer.shape)}, {tuple(sampler.shape)} and "
             f"{tuple(mask.shape)}"
         )
-    return ops, trainer, sampler, mask
+    with np.errstate(invalid="ignore"):
+        return lib, lib.where(mask > 0, trainer - sampler, lib.zeros_like(trainer)), mask

@@ -1,27 +1,31 @@
-"""A group as the trainer gets it, and a batch of them."""
+"""A group as the trainer gets it, a batch of them, and the seam to whatever generates groups."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from rollstream.errors import WeightUpdateError
 from rollstream.training.plan import PlannedGroup
 
 
 @dataclass(slots=True)
 class Group:
-    """The rollouts of one prompt row, generated and not older than was allowed."""
+    """The rollouts of one prompt row."""
 
     planned: PlannedGroup
     start: int
     """The engine's version when it was begun: stamped before the wait, never after."""
-    rollouts: Sequence[Any]
+    rollouts: Sequence[Any] = ()
     """What the generator returned: `Rollout`s, where it is the house's."""
-    oldest: int
-    """The oldest version that had a part in it: `start`, or what the engine's tokens say if that is less."""
     begun_at: float = 0.0
     """Seconds of the monotonic clock, as `finished_at`."""
     finished_at: float = 0.0
     attempts: int = 1
+    tokens: int = 0
+    """Prompt and response tokens of all its trajectories."""
+
+    def __str__(self) -> str:
+        return f"group {self.position} (prompt {self.index})"
 
     @property
     def position(self) -> int:
@@ -60,18 +64,25 @@ class GroupBatch:
     wait_s: float = 0.0
     """How long the trainer waited for it."""
     staleness: list[int] = field(default_factory=list)
-    """Of each group: `step` minus the oldest version that had a part in it."""
+    """Of each group: `step` minus the version at which it was begun."""
 
     @property
     def rollouts(self) -> list[Any]:
         """Of all groups, group by group."""
         return [rollout for group in self.groups for rollout in group.rollouts]
 
+    @property
+    def trajectories(self) -> list[Any]:
+        """Of all rollouts, one by one: a rollout's snapshots come before its final trajectory.
+
+        At least as many as rollouts. Empty where the generator returns no `Rollout`s.
+        """
+        return [one for rollout in self.rollouts for one in getattr(rollout, "trajectories", ())]
+
 
 def reward_of(rollout: Any) -> float | None:
     """The reward of a `Rollout`'s final trajectory, or of anything with a `reward`; None: there is none."""
-    final = getattr(rollout, "final", rollout)
-    reward = getattr(final, "reward", None)
+    reward = getattr(getattr(rollout, "final", rollout), "reward", None)
     return None if reward is None else float(reward)
 
 
@@ -98,3 +109,73 @@ def count_tokens(rollouts: Iterable[Any]) -> int:
         for rollout in rollouts
         for trajectory in getattr(rollout, "trajectories", ())
     )
+
+
+@runtime_checkable
+class GroupGenerator(Protocol):
+    """Generates groups; all its coroutines run in one event loop, that of the generation thread."""
+
+    async def start(self) -> None:
+        """Gets ready; what it raises is raised by whoever starts the batches."""
+        ...
+
+    async def generate(self, group: PlannedGroup) -> Sequence[Any]:
+        """The group's rollouts, one at least. Many run at once; cancelled when nobody wants them any more.
+
+        Raises:
+            EngineUnavailableError: no engine is there; it is asked again later, within the group's time.
+            TransientError: trying again may help.
+            DroppedGroupError: the group is not wanted; the plan's next one takes its place.
+            Exception: trying again does not help; the group has failed.
+        """
+        ...
+
+    async def update_weights(self, source: str, version: int) -> None:
+        """Gives the engine new weights; `source` is what the engine understands by it."""
+        ...
+
+    async def close(self) -> None:
+        """Releases everything. Called once, also after a failed `start`."""
+        ...
+
+
+class CallableGenerator:
+    """A generator of plain coroutine functions.
+
+    Args:
+        generate: the rollouts of a group.
+        update_weights: takes `(source, version)`; None: weights that the engine shares with the trainer, or
+            that somebody else pushes: only the version is kept.
+        start: called once before.
+        close: called once after.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[[PlannedGroup], Awaitable[Sequence[Any]]],
+        *,
+        update_weights: Callable[[str, int], Awaitable[None]] | None = None,
+        start: Callable[[], Awaitable[None]] | None = None,
+        close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._generate = generate
+        self._update_weights = update_weights
+        self._start = start
+        self._close = close
+
+    async def start(self) -> None:
+        if self._start is not None:
+            await self._start()
+
+    async def generate(self, group: PlannedGroup) -> Sequence[Any]:
+        return await self._generate(group)
+
+    async def update_weights(self, source: str, version: int) -> None:
+        if self._update_weights is not None:
+            await self._update_weights(source, version)
+        elif source:
+            raise WeightUpdateError(f"this generator has no update_weights: it cannot load {source!r}")
+
+    async def close(self) -> None:
+        if self._close is not None:
+            await self._close()

@@ -4,17 +4,9 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from rollstream.errors import ConfigError, DataError
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """Stands where the loader raised."""
-
-    error: Exception
 
 
 class AsyncDataLoaderWrapper:
@@ -49,12 +41,11 @@ class AsyncDataLoaderWrapper:
         self._buffer_size = buffer_size
         self._epochs = epochs
         self._lock = threading.RLock()
-        self._source: Iterator[Any] | None = None
-        self._read_epoch = 0  # of what is read next
-        self._read_any = False  # of that epoch
+        self._source = self._read()
+        self._read_epoch = 0  # of what was read last
+        self._error: Exception | None = None  # what the loader raised, after all that is in the buffer
         self._buffer: deque[tuple[int, Any]] = deque()  # (epoch, batch)
         self._epoch = 0  # of the iteration under way
-        self._ended = False  # there is nothing more to read
         self._current: list[Any] = []
         self.consumed = 0
         """Batches that `next` gave, over all epochs."""
@@ -66,18 +57,13 @@ class AsyncDataLoaderWrapper:
     def __next__(self) -> Any:
         with self._lock:
             self._fill(self._buffer_size)
-            if not self._buffer:
+            if not self._buffer and self._error is None:
                 raise StopIteration
-            epoch, batch = self._buffer[0]
+            epoch = self._buffer[0][0] if self._buffer else self._read_epoch
             if epoch != self._epoch:
                 self._epoch = epoch  # the next iteration begins there
                 raise StopIteration
-            if isinstance(batch, _Failed):
-                raise batch.error
-            self._buffer.popleft()
-            self._current = [batch]
-            self.consumed += 1
-            return batch
+            return self._take()
 
     def __len__(self) -> int:
         """Batches of one epoch, if the loader knows."""
@@ -109,11 +95,8 @@ class AsyncDataLoaderWrapper:
             raise ValueError(f"start_offset={start_offset}, count={count}: not negative")
         with self._lock:
             self._fill(start_offset + count)
-            if count == 0:
-                return []
-            last = self._buffer[-1][1] if self._buffer else None
-            if isinstance(last, _Failed) and len(self._buffer) <= start_offset + count:
-                raise last.error  # fewer batches would look like the end
+            if count and self._error is not None and len(self._buffer) < start_offset + count:
+                raise self._error  # fewer batches would look like the end
             seen = itertools.islice(self._buffer, start_offset, start_offset + count)
             return [batch for _, batch in seen]
 
@@ -133,38 +116,40 @@ class AsyncDataLoaderWrapper:
                 raise ConfigError("load_state_dict comes before the first batch")
             while self.consumed < state["consumed"]:
                 self._fill(1)
-                if not self._buffer:
+                if not self._buffer and self._error is None:
                     raise DataError(
                         f"the data loader has {self.consumed} batches; {state['consumed']} were given before"
                     )
-                self._epoch, batch = self._buffer[0]
-                if isinstance(batch, _Failed):
-                    raise batch.error
-                self._buffer.popleft()
-                self.consumed += 1
+                self._take()
             self._epoch = state["epoch"]
 
-    def _fill(self, wanted: int) -> None:
-        while len(self._buffer) < wanted and not self._ended:
-            if self._epochs is not None and self._read_epoch >= self._epochs:
-                self._ended = True
-                return
-            try:
-                if self._source is None:
-                    self._read_any = False
-                    self._source = self._begin_epoch()
-                self._buffer.append((self._read_epoch, next(self._source)))
-                self._read_any = True
-            except StopIteration:
-                self._source = None
-                self._read_epoch += 1
-                self._ended = not self._read_any  # an empty epoch: so are all others
-            except Exception as error:  # whoever looks ahead is not the one to hear of it
-                self._buffer.append((self._read_epoch, _Failed(error)))
-                self._ended = True
+    def _take(self) -> Any:
+        if not self._buffer:
+            assert self._error is not None
+            raise self._error
+        _, batch = self._buffer.popleft()
+        self._current = [batch]
+        self.consumed += 1
+        return batch
 
-    def _begin_epoch(self) -> Iterator[Any]:
-        for one in (self.dataloader, getattr(self.dataloader, "sampler", None)):
-            if callable(set_epoch := getattr(one, "set_epoch", None)):
-                set_epoch(self._read_epoch)
-        return iter(self.dataloader)
+    def _fill(self, wanted: int) -> None:
+        while len(self._buffer) < wanted and self._error is None:
+            try:
+                self._buffer.append(next(self._source))
+            except StopIteration:
+                return
+            except Exception as error:  # whoever looks ahead is not the one to hear of it
+                self._error = error
+
+    def _read(self) -> Iterator[tuple[int, Any]]:
+        while self._epochs is None or self._read_epoch < self._epochs:
+            for one in (self.dataloader, getattr(self.dataloader, "sampler", None)):
+                if callable(set_epoch := getattr(one, "set_epoch", None)):
+                    set_epoch(self._read_epoch)
+            empty = True
+            for batch in self.dataloader:
+                empty = False
+                yield self._read_epoch, batch
+            if empty:
+                return  # so are all others
+            self._read_epoch += 1

@@ -56,10 +56,10 @@ class LoopThread:
         """Begins `main`. It is cancelled by `stop`, and has to clean up then. Once only."""
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         with self._beginning:
+            if self._stopping:
+                raise GenerationStoppedError(f"{self._name} was stopped: make a new one")
             if self._thread is not None:
                 raise TrainingError(f"{self._name} was started before")
-            if self._stopping:
-                raise GenerationStoppedError(f"{self._name} was stopped before it began")
             begun: concurrent.futures.Future[None] = concurrent.futures.Future()
             self._beat = time.monotonic()
             self._thread = threading.Thread(

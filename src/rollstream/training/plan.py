@@ -63,7 +63,45 @@ class Plan(Protocol):
         ...
 
 
-class ShuffledPlan:
+class FunctionPlan:
+    """A sequence that a function decides, as a trainer's own seeded sampler.
+
+    Args:
+        index_at: the epoch and the index at a position; the same answer every time it is asked.
+        identity: what decides the sequence, as JSON values.
+        length: positions there are; None: endless.
+    """
+
+    def __init__(
+        self,
+        index_at: Callable[[int], tuple[int, int]],
+        *,
+        identity: dict[str, Any],
+        length: int | None = None,
+    ) -> None:
+        self._index_at = index_at
+        self._identity = {"kind": "function", **identity}
+        self.length = length
+
+    def at(self, position: int) -> PlannedGroup:
+        if position < 0 or (self.length is not None and position >= self.length):
+            raise IndexError(f"position {position} is not in a plan of {self.length} positions")
+        return PlannedGroup(position, *self._index_at(position))
+
+    def identity(self) -> dict[str, Any]:
+        return self._identity
+
+    def forget(self, below: int) -> None:
+        """Nothing: a function has decided nothing that it could forget."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take up."""
+
+
+class ShuffledPlan(FunctionPlan):
     """Every prompt row once an epoch, in an order that the seed and the epoch decide.
 
     Position p is `(epoch, index) = (p // N, permutation(seed, epoch)[p % N])` with `N = rows`.
@@ -80,83 +118,23 @@ class ShuffledPlan:
             raise ConfigError("a plan needs at least one prompt row")
         if epochs is not None and epochs < 1:
             raise ConfigError(f"epochs={epochs}: at least 1, or None for no end")
-        self._rows = rows
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epochs = epochs
-        self._permutations: OrderedDict[int, np.ndarray[Any, np.dtype[np.int64]]] = OrderedDict()
+        permutations: OrderedDict[int, np.ndarray[Any, np.dtype[np.int64]]] = OrderedDict()
 
-    @property
-    def length(self) -> int | None:
-        return None if self._epochs is None else self._epochs * self._rows
+        def index_at(position: int) -> tuple[int, int]:
+            epoch, place = divmod(position, rows)
+            if not shuffle:
+                return epoch, place
+            if epoch not in permutations:
+                # Philox by a key of both numbers: neighbouring seeds and epochs share nothing.
+                rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
+                permutations[epoch] = rng.permutation(rows)
+                if len(permutations) > _EPOCHS_KEPT:
+                    permutations.popitem(last=False)
+            return epoch, int(permutations[epoch][place])
 
-    def at(self, position: int) -> PlannedGroup:
-        if position < 0 or (self.length is not None and position >= self.length):
-            raise IndexError(f"position {position} is not in a plan of {self.length} positions")
-        epoch, place = divmod(position, self._rows)
-        index = int(self._permutation(epoch)[place]) if self._shuffle else place
-        return PlannedGroup(position, epoch, index)
-
-    def forget(self, below: int) -> None:
-        """Nothing to forget: the permutations of a few epochs are all that is kept."""
-
-    def identity(self) -> dict[str, Any]:
-        return {
-            "kind": "shuffled" if self._shuffle else "sequential",
-            "rows": self._rows,
-            "seed": self._seed if self._shuffle else None,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take up: the plan is a pure function."""
-
-    def _permutation(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        if epoch not in self._permutations:
-            # Philox by a key of both numbers: neighbouring seeds and epochs share nothing.
-            rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, epoch])))
-            self._permutations[epoch] = rng.permutation(self._rows)
-            while len(self._permutations) > _EPOCHS_KEPT:
-                self._permutations.popitem(last=False)
-        return self._permutations[epoch]
-
-
-class FunctionPlan:
-    """A sequence that someone else decides, as a trainer's own seeded sampler.
-
-    Args:
-        index_at: the epoch and the index at a position; the same answer every time it is asked.
-        identity: what decides the sequence, as JSON values.
-        length: positions there are; None: endless.
-    """
-
-    def __init__(
-        self,
-        index_at: Callable[[int], tuple[int, int]],
-        *,
-        identity: dict[str, Any],
-        length: int | None = None,
-    ) -> None:
-        self._index_at = index_at
-        self._identity = identity
-        self.length = length
-
-    def at(self, position: int) -> PlannedGroup:
-        if position < 0 or (self.length is not None and position >= self.length):
-            raise IndexError(f"position {position} is not in a plan of {self.length} positions")
-        epoch, index = self._index_at(position)
-        return PlannedGroup(position, epoch, index)
-
-    def forget(self, below: int) -> None:
-        """Nothing is kept here."""
-
-    def identity(self) -> dict[str, Any]:
-        return {"kind": "function", **self._identity}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take up."""
+        kind = "shuffled" if shuffle else "sequential"
+        super().__init__(
+            index_at,
+            identity={"kind": kind, "rows": rows, "seed": seed if shuffle else None},
+            length=None if epochs is None else epochs * rows,
+        )

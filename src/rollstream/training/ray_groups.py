@@ -1,32 +1,30 @@
 """Groups that are generated in Ray actors: rollouts, tools and rewards leave the trainer's machine alone.
 
-    generation thread --generate(group)--> the actor with least to do --> a `GroupGenerator` of its own
-                      --update_weights---> all of them
+    generation thread --generate(group, newest weights)--> the actor with least to do --> its own generator
+                      --update_weights-------------------> all of them
 
-An actor that dies costs its groups an attempt; another takes its place, with the weights of the last update.
-An update is done when all that stand there then have it, whoever died and was replaced meanwhile.
+Ray restarts an actor that dies. What the new one lacks it makes up for before its first group: it starts its
+generator, and loads the weights that come with the group, if they are newer than its own.
 """
 
 import asyncio
-import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from rollstream.engine.ray_package import cause_of, import_ray, is_death, one_line
-from rollstream.errors import ConfigError, TransientError, WeightUpdateError
+from rollstream.errors import ConfigError, TransientError
 from rollstream.rollout.ray_cluster import RayCluster
-from rollstream.training.generator import GroupGenerator
+from rollstream.training.group import GroupGenerator
 from rollstream.training.plan import PlannedGroup
 
-logger = logging.getLogger(__name__)
-
-_CONCURRENT = 10_000
-"""Calls at once in an actor: how many groups there are is decided before it."""
-
-_LOADS = 5
-"""Times that an update begins anew because actors died under it: more often, it is the update that kills."""
+_OPTIONS = {
+    "num_cpus": 1,
+    "max_restarts": -1,
+    "max_task_retries": 1,  # waits for the restart; who dies twice of the same group fails an attempt at it
+    "max_concurrency": 10_000,  # how many groups there are is decided before
+}
 
 _CLOSE_S = 10.0
 """For an actor's generator to close; then it is killed."""
@@ -36,27 +34,42 @@ class _GroupActor:
     """What runs in an actor."""
 
     def __init__(self, make: Callable[[], GroupGenerator]) -> None:
-        self._generator = make()
-        self._loading = asyncio.Lock()
+        self._make = make
+        self._generator: GroupGenerator | None = None
+        self._version = -1  # of the weights that were loaded
+        self._changing = asyncio.Lock()
 
     async def start(self) -> None:
-        await self._generator.start()
+        await self._get_ready(None)
 
-    async def generate(self, group: PlannedGroup) -> Sequence[Any]:
-        return await self._generator.generate(group)
+    async def generate(self, group: PlannedGroup, weights: tuple[str, int] | None) -> Sequence[Any]:
+        return await (await self._get_ready(weights)).generate(group)
 
     async def update_weights(self, source: str, version: int) -> None:
-        async with self._loading:  # one that was cut off may still be at it
-            await self._generator.update_weights(source, version)
+        await self._get_ready((source, version), anew=True)
 
     async def close(self) -> None:
-        await self._generator.close()
+        if self._generator is not None:
+            await self._generator.close()
 
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    actor: Any
-    in_flight: int = 0
+    async def _get_ready(self, weights: tuple[str, int] | None, *, anew: bool = False) -> GroupGenerator:
+        """The generator, started, with `weights` or newer ones; with `anew`, they are loaded in any case."""
+        version = -1 if weights is None else weights[1]
+        if self._generator is not None and self._version >= version and not anew:
+            return self._generator
+        async with self._changing:  # one that was cut off may still be at it
+            if self._generator is None:
+                generator = self._make()
+                try:
+                    await generator.start()
+                except BaseException:
+                    await generator.close()
+                    raise
+                self._generator = generator
+            if weights is not None and (anew or self._version < version):
+                await self._generator.update_weights(*weights)
+                self._version = version
+            return self._generator
 
 
 class RayGroups:
@@ -86,103 +99,58 @@ class RayGroups:
         self._count = actors
         self._cluster = RayCluster({}) if cluster is None else cluster
         self._joined = False
-        self._options = {"num_cpus": 1, **(options or {}), "max_concurrency": _CONCURRENT}
-        self._members: list[_Member] = []
-        self._replacing = asyncio.Lock()
-        self._weights: tuple[str, int] | None = None  # that all members have, or something newer
-        self.deaths = 0
-        """Actors that died and were replaced."""
+        self._options = {**_OPTIONS, **(options or {})}
+        self._actors: list[Any] = []
+        self._in_flight: Counter[int] = Counter()  # groups, by actor
+        self._weights: tuple[str, int] | None = None  # of the last update
 
     async def start(self) -> None:
         await self._cluster.start()
         self._joined = True
-        self._members = list(await asyncio.gather(*(self._begin() for _ in range(self._count))))
+        kind = import_ray().remote(_GroupActor).options(**self._options)
+        self._actors = [kind.remote(self._make) for _ in range(self._count)]
+        await asyncio.gather(*(_answer(actor.start.remote()) for actor in self._actors))
 
     async def generate(self, group: PlannedGroup) -> Sequence[Any]:
-        member = min(self._members, key=lambda one: one.in_flight)
-        member.in_flight += 1
-        answer = member.actor.generate.remote(group)
+        number = min(range(self._count), key=lambda one: self._in_flight[one])
+        self._in_flight[number] += 1
         try:
-            return await answer  # type: ignore[no-any-return]
-        except asyncio.CancelledError:
-            import_ray().cancel(answer)
-            raise
-        except Exception as error:
-            if not is_death(error):
-                raise cause_of(error) from None
-            await self._replace(member, error)
-            raise TransientError(f"the actor of group {group.position} died: {one_line(error)}") from error
+            return await _answer(self._actors[number].generate.remote(group, self._weights))  # type: ignore[no-any-return]
         finally:
-            member.in_flight -= 1
+            self._in_flight[number] -= 1
 
     async def update_weights(self, source: str, version: int) -> None:
-        weights = (source, version)
-        taken: set[_Member] = set()
-        for _ in range(_LOADS):
-            coming = [member for member in self._members if member not in taken]
-            loads = [self._load(member, weights) for member in coming]
-            # All of them are waited for, if one fails too: what came late would overwrite what is newer.
-            outcomes = await asyncio.gather(*loads, return_exceptions=True)
-            for member, outcome in zip(coming, outcomes, strict=True):
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                if outcome:
-                    taken.add(member)
-            if taken.issuperset(self._members):
-                self._weights = weights
-                return
-        raise WeightUpdateError(
-            f"of {len(self._members)} actors some died {_LOADS} times, one after the other, under the update "
-            f"to version {version}: is there memory enough to load weights?"
-        )
+        loads = [_answer(actor.update_weights.remote(source, version)) for actor in self._actors]
+        # All of them are waited for, if one fails too: what came late would overwrite what is newer.
+        for outcome in await asyncio.gather(*loads, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        self._weights = (source, version)
 
     async def close(self) -> None:
-        ray = import_ray()
-        members, self._members = self._members, []
-        closing = [member.actor.close.remote() for member in members]
-        with suppress(Exception):  # one that hangs, or is dead
+        closing = [_answer(actor.close.remote()) for actor in self._actors]
+        with suppress(TimeoutError):  # one that hangs
             async with asyncio.timeout(_CLOSE_S):
-                await asyncio.gather(*(_result(one) for one in closing), return_exceptions=True)
-        for member in members:
-            ray.kill(member.actor)
+                await asyncio.gather(*closing, return_exceptions=True)
+        for actor in self._actors:
+            import_ray().kill(actor)
         if self._joined:
             await self._cluster.close()
 
-    async def _begin(self) -> _Member:
-        actor = import_ray().remote(_GroupActor).options(**self._options).remote(self._make)
-        try:
-            await actor.start.remote()
-            weights = None
-            while self._weights is not None and weights is not self._weights:  # it may change meanwhile
-                weights = self._weights
-                await actor.update_weights.remote(*weights)
-        except Exception as error:
-            raise cause_of(error) from None
-        return _Member(actor)
 
-    async def _load(self, member: _Member, weights: tuple[str, int]) -> bool:
-        """Whether the member has them; if it died, another stands in its place, which has older ones."""
-        answer = member.actor.update_weights.remote(*weights)
-        try:
-            await answer
-        except asyncio.CancelledError:
-            import_ray().cancel(answer)
-            raise
-        except Exception as error:
-            if not is_death(error):
-                raise cause_of(error) from None
-            await self._replace(member, error)
-            return False
-        return True
+async def _answer(reference: Any) -> Any:
+    """What an actor answers.
 
-    async def _replace(self, dead: _Member, error: BaseException) -> None:
-        async with self._replacing:
-            if dead not in self._members:
-                return  # another of its groups was here first
-            self.deaths += 1
-            logger.warning("an actor died and is replaced: %s", one_line(error))
-            self._members[self._members.index(dead)] = await self._begin()
-
-
-async def _result(reference: Any) -> Any:
-    return await reference
+    Raises:
+        TransientError: it died; Ray restarts it.
+        Exception: as it was raised in the actor.
+    """
+    try:
+        return await reference
+    except asyncio.CancelledError:
+        import_ray().cancel(reference)
+        raise
+    except Exception as error:
+        if is_death(error):
+            raise TransientError(f"an actor died: {one_line(error)}") from error
+        raise cause_of(error) from None

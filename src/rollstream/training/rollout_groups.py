@@ -1,6 +1,7 @@
 """Groups of rollouts: n for each prompt row, by the rollout worker with its retries and its waits for the engine."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
@@ -101,32 +102,39 @@ class RolloutGroups:
         self._worker = made if isinstance(made, RolloutWorker) else await made()
 
     async def generate(self, group: PlannedGroup) -> Sequence[Rollout]:
-        row = self._load_row(group.index)
-        done: list[Rollout] = []
-        failures: list[Failure] = []
-        late = False
-        tasks = {
-            asyncio.create_task(self._one(row, group.epoch * self._n + place)) for place in range(self._n)
-        }
-        pending = set(tasks)
+        name = f"group {group.position} (prompt {group.index})"
+        return await self._group(name, self._load_row(group.index), group.epoch)
+
+    async def generate_rows(self, rows: Sequence[PromptRow], epoch: int = 0) -> list[Rollout]:
+        """A batch of prompt rows in, all their rollouts out, row by row: for loops without a plan.
+
+        Raises:
+            GroupFailedError: too few rollouts of a row were completed; the others are cut off.
+        """
         try:
-            async with asyncio.timeout(self._deadline) as limit:
-                try:
-                    while pending and len(done) < self._wanted:
-                        finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                        for task in finished:
-                            result = task.result()
-                            (done if isinstance(result, Rollout) else failures).append(result)  # type: ignore[arg-type]
-                        if self._least == self._wanted and self._n - len(failures) < self._wanted:
-                            break  # it cannot become whole any more
-                except asyncio.CancelledError:
-                    if not limit.expired():
-                        raise
-                    late = True
-                    raise
-        except TimeoutError:
-            if not late:
-                raise
+            async with asyncio.TaskGroup() as running:
+                groups = [running.create_task(self._group(f"row {row.index}", row, epoch)) for row in rows]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [rollout for group in groups for rollout in group.result()]
+
+    async def _group(self, name: str, row: PromptRow, epoch: int) -> list[Rollout]:
+        loop, done, failures = asyncio.get_running_loop(), list[Rollout](), list[Failure]()
+        until = math.inf if self._deadline is None else loop.time() + self._deadline
+        pending = {asyncio.create_task(self._one(row, epoch * self._n + place)) for place in range(self._n)}
+        late = False
+        try:
+            while pending and len(done) < self._wanted and not late:
+                left = None if until == math.inf else max(0.0, until - loop.time())
+                finished, pending = await asyncio.wait(
+                    pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                )
+                late = not finished
+                for task in finished:
+                    result = task.result()
+                    (done if isinstance(result, Rollout) else failures).append(result)  # type: ignore[arg-type]
+                if self._least == self._wanted and self._n - len(failures) < self._wanted:
+                    break  # it cannot become whole any more
         finally:
             self.failed += len(failures)
             self.cut_off += len(pending)
@@ -134,7 +142,19 @@ class RolloutGroups:
                 task.cancel()
             if pending:
                 await asyncio.wait(pending)
-        return self._judge(group, done, failures, late=late)
+        done.sort(key=lambda rollout: rollout.repeat)
+        enough = self._least if not late or self._late == "partial" else self._wanted
+        if len(done) >= enough:
+            return done[: self._wanted]
+        if late:
+            raise DroppedGroupError(
+                f"{name} had {len(done)} of {self._wanted} rollouts after {self._deadline:g} s (deadline)"
+            )
+        last = failures[-1]
+        raise GroupFailedError(
+            f"{len(failures)} of {self._n} rollouts of {name} failed, {enough} are needed; the last one, after "
+            f"{last.attempts} attempts, with {last.error}\n{last.traceback}"
+        )
 
     async def update_weights(self, source: str, version: int) -> None:
         if self._push_weights is not None:
@@ -149,25 +169,6 @@ class RolloutGroups:
     async def close(self) -> None:
         if self._engine is not None:
             await self._engine.close()
-
-    def _judge(
-        self, group: PlannedGroup, done: list[Rollout], failures: list[Failure], *, late: bool
-    ) -> list[Rollout]:
-        done.sort(key=lambda rollout: rollout.repeat)
-        enough = self._least if not late or self._late == "partial" else self._wanted
-        if len(done) >= enough:
-            return done[: self._wanted]
-        if late:
-            raise DroppedGroupError(
-                f"group {group.position} (prompt {group.index}) had {len(done)} of {self._wanted} rollouts "
-                f"after {self._deadline:g} s (deadline)"
-            )
-        last = failures[-1]
-        raise GroupFailedError(
-            f"{len(failures)} of {self._n} rollouts of group {group.position} (prompt {group.index}) failed, "
-            f"{enough} are needed; the last one, after {last.attempts} attempts, with {last.error}\n"
-            f"{last.traceback}"
-        )
 
     async def _one(self, row: PromptRow, repeat: int) -> Rollout | Failure:
         async with self._places:

@@ -60,24 +60,18 @@ class GroupFilter(Protocol):
 
 
 class GroupRank(Protocol):
-    """Decides what goes first where the order leaves a choice (`order="first"`)."""
+    """Decides what goes first where the order leaves a choice (`order="first"`); its state as a filter's."""
 
     @property
-    def name(self) -> str:
-        """As a filter's."""
-        ...
+    def name(self) -> str: ...
 
     def rank(self, group: Group) -> float:
         """The smaller, the sooner; asked once, when the group has finished. Quick: a lock is held."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a saved state."""
-        ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class NoSignal:

@@ -6,25 +6,82 @@ engine is a number of slots, each generating one group at a time, and the traine
 
 import heapq
 import itertools
+import math
+import random
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from rollstream.errors import ConfigError
-from rollstream.training.durations import Duration
 from rollstream.training.plan import ShuffledPlan
 from rollstream.training.schedule import GroupSchedule, Order
 from rollstream.training.staleness import StalenessRule
 from rollstream.training.timing import format_histogram
 
+Kind = Literal["constant", "exponential", "lognormal", "pareto"]
+
+_SHAPES = {"constant": 0.0, "exponential": 0.0, "lognormal": 0.8, "pareto": 2.5}
+"""Where no shape is given: a log-normal as response lengths of chat models are spread; a Pareto whose longest
+of a hundred is some four times the mean."""
+
 _WORTH_IT = 1.05
 """Speed-ups below it do not pay for stale data."""
+
+_AS_GOOD = 1.02
+"""A step time within this factor of the best one counts as the best."""
 
 _SLACK = 4
 """Times the batches ahead: a staleness bound that lets the long groups of a heavy tail be overtaken."""
 
-_AS_GOOD = 1.02
-"""A step time within this factor of the best one counts as the best."""
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """A distribution of seconds, named by its mean."""
+
+    kind: Kind
+    mean: float
+    """Seconds, > 0."""
+    shape: float = 0.0
+    """Log-normal: sigma of the logarithm. Pareto: alpha, > 1; the smaller, the heavier its tail."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in _SHAPES:
+            raise ConfigError(f"no distribution {self.kind!r}: {', '.join(_SHAPES)}")
+        if not (self.mean > 0 and math.isfinite(self.mean)):
+            raise ConfigError(f"a mean of {self.mean} s: more than 0")
+        if self.kind == "pareto" and self.shape <= 1:
+            raise ConfigError(f"pareto with alpha={self.shape}: more than 1, or it has no mean")
+        if self.kind == "lognormal" and self.shape < 0:
+            raise ConfigError(f"lognormal with sigma={self.shape}: not negative")
+
+    def draw(self, seed: int, position: int) -> float:
+        """Seconds of the group at a position: a function of both, whoever asks, in whatever order."""
+        rng = random.Random(seed * 1_000_003 + position)
+        match self.kind:
+            case "constant":
+                return self.mean
+            case "exponential":
+                return rng.expovariate(1 / self.mean)
+            case "lognormal":
+                return rng.lognormvariate(math.log(self.mean) - self.shape**2 / 2, self.shape)
+            case "pareto":
+                return rng.paretovariate(self.shape) * self.mean * (self.shape - 1) / self.shape
+
+
+def parse_duration(text: str) -> Duration:
+    """Reads `KIND:MEAN[:SHAPE]`, or a number for a constant.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    kind, *numbers = text.split(":") if ":" in text else ["constant", text]
+    try:
+        mean, shape = (*map(float, numbers), _SHAPES.get(kind, 0.0))[:2]
+        if len(numbers) > 2:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"{text!r} is not SECONDS or KIND:MEAN[:SHAPE], as in lognormal:30:0.8") from None
+    return Duration(kind, mean, shape)  # type: ignore[arg-type]  # it checks
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +102,6 @@ class Setup:
     order: Order = "plan"
     window: int | None = None
     weights: Literal["drain", "in_flight"] = "drain"
-    """Whether an update waits until nothing is being generated."""
     dropped: float = 0.0
     """Share of the groups that are thrown away when they are finished, 0 <= share < 1."""
     steps: int = 200
@@ -79,16 +135,15 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """How the steps go."""
+    """How the steps go; means are per step, once the pipeline is filled."""
 
     step_s: float
-    """Mean of a step, once the pipeline is filled."""
     first_s: float
     """Until the first batch is there."""
     wait_s: float
-    """Mean per step: the trainer waits for a batch."""
+    """The trainer waits for a batch."""
     drain_s: float
-    """Mean per step: the trainer waits for an idle engine before it updates the weights."""
+    """The trainer waits for an idle engine before it updates the weights."""
     trainer_idle: float
     """Share of the time in which the trainer neither trains nor sends weights."""
     engine_idle: float
@@ -98,15 +153,10 @@ class Prediction:
     staleness_max: int
     bound: int | None
     """What the rule promises."""
-    steps: list[float]
-    """Of every step, the first ones included, from batch to batch."""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values, the single steps left out."""
-        values = asdict(self)
-        del values["steps"]
-        values["staleness"] = {str(key): share for key, share in self.staleness.items()}
-        return values
+        """JSON values."""
+        return {**asdict(self), "staleness": {str(key): share for key, share in self.staleness.items()}}
 
 
 def simulate(setup: Setup) -> Prediction:
@@ -121,32 +171,29 @@ class _Run:
         self.schedule = GroupSchedule(
             ShuffledPlan(1, shuffle=False), rule, order=setup.order, window=setup.window
         )
-        self.now = 0.0
-        self.version = 0
+        self.now = self.busy = 0.0
+        self.version = self.finished = self.number = 0
         self.held = False
-        self.finished = 0
-        self.busy = 0.0
-        self.events: list[tuple[float, int, str, int]] = []
-        self.number = 0
+        self.events: list[tuple[float, int, str, int]] = []  # heap of (time, number, kind, position or step)
+        self.histogram: Counter[int] = Counter()
+        self.delivered: list[float] = []
+        self.waited: list[float] = []
+        self.drained: list[float] = []
 
     def play(self) -> Prediction:
         setup, schedule = self.setup, self.schedule
-        histogram: Counter[int] = Counter()
-        delivered: list[float] = []
-        waited: list[float] = []
-        drained: list[float] = []
         asked: float | None = 0.0  # since when the trainer waits for a batch
         drain_since: float | None = None
-        while len(delivered) < setup.steps + 1:
+        while len(self.delivered) < setup.steps + 1:
             if drain_since is not None and schedule.generating == 0:
-                drained.append(self.now - drain_since)
+                self.drained.append(self.now - drain_since)
                 drain_since = None
                 self._at(setup.update_s, "updated")
             self._begin()
             if asked is not None and (delivery := schedule.deliver(self.version)) is not None:
-                histogram.update(delivery.step - group.start for group in delivery.groups)
-                delivered.append(self.now)
-                waited.append(self.now - asked)
+                self.histogram.update(delivery.step - group.start for group in delivery.groups)
+                self.delivered.append(self.now)
+                self.waited.append(self.now - asked)
                 asked = None
                 self._at(setup.training_s, "trained", delivery.step)
                 continue  # there is room for more now
@@ -161,34 +208,31 @@ class _Run:
                     self.held = True
                     drain_since = self.now
                 else:
-                    drained.append(0.0)
+                    self.drained.append(0.0)
                     self._at(setup.update_s, "updated")
             else:
                 self.version = schedule.trained_steps
                 self.held = False
                 asked = self.now
-        return self._predict(delivered, waited, drained, histogram)
+        return self._predict()
 
-    def _predict(
-        self, delivered: list[float], waited: list[float], drained: list[float], histogram: Counter[int]
-    ) -> Prediction:
+    def _predict(self) -> Prediction:
         setup = self.setup
-        steps = [after - before for before, after in itertools.pairwise(delivered)]
+        steps = [after - before for before, after in itertools.pairwise(self.delivered)]
         filled = min(len(steps) - 1, setup.ahead + 1)  # the first steps fill the pipeline
-        settled = steps[filled:]
-        step_s = sum(settled) / len(settled)
-        total = histogram.total()
+        count = len(steps) - filled
+        step_s = sum(steps[filled:]) / count
+        total = self.histogram.total()
         return Prediction(
             step_s=step_s,
-            first_s=delivered[0],
-            wait_s=sum(waited[filled + 1 :]) / len(settled),
-            drain_s=sum(drained[filled:]) / len(settled),
+            first_s=self.delivered[0],
+            wait_s=sum(self.waited[filled + 1 :]) / count,
+            drain_s=sum(self.drained[filled:]) / count,
             trainer_idle=max(0.0, 1 - (setup.training_s + setup.update_s) / step_s) if step_s else 0.0,
             engine_idle=max(0.0, 1 - self.busy / (self.now * setup.places)) if self.now else 0.0,
-            staleness={key: histogram[key] / total for key in sorted(histogram)},
-            staleness_max=max(histogram),
+            staleness={key: self.histogram[key] / total for key in sorted(self.histogram)},
+            staleness_max=max(self.histogram),
             bound=self.schedule.bound,
-            steps=steps,
         )
 
     def _at(self, seconds: float, kind: str, number: int = 0) -> None:
@@ -214,21 +258,34 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A setup beside the synchronous one, and beside others with more or fewer batches ahead."""
+    """A setup beside the synchronous one, and beside what could be set otherwise."""
 
     setup: Setup
     chosen: Prediction
-    synchronous: Prediction
-    """Nothing ahead, no staleness."""
     by_ahead: dict[int, Prediction]
-    """The same with 0, 1, 2, 4 batches ahead, and a staleness bound of as many steps."""
-    advice: list[str]
-    """Sentences."""
+    """The same with 0 (synchronous), 1, 2, 4 batches ahead, and a staleness bound of as many steps."""
+    in_flight: Prediction
+    """As asked, but weight updates wait for nobody."""
+    first: Prediction
+    """That with `order="first"` and a greater staleness bound: long groups are overtaken."""
+
+    @property
+    def synchronous(self) -> Prediction:
+        """Nothing ahead, no staleness."""
+        return self.by_ahead[0]
 
     @property
     def speed_up(self) -> float:
         """How many times faster than synchronous a step is."""
         return self.synchronous.step_s / self.chosen.step_s
+
+    @property
+    def fewest_ahead(self) -> int:
+        """Batches ahead beyond which a step gets no faster; 0: asynchrony does not pay."""
+        fastest = min(one.step_s for one in self.by_ahead.values())
+        if self.synchronous.step_s < _WORTH_IT * fastest:
+            return 0
+        return next(ahead for ahead, one in self.by_ahead.items() if one.step_s <= _AS_GOOD * fastest)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -236,120 +293,54 @@ class Comparison:
             "setup": asdict(self.setup),
             "ideal_s": self.setup.ideal_s,
             "speed_up": self.speed_up,
+            "fewest_ahead": self.fewest_ahead,
             **self.chosen.to_json(),
             "synchronous": self.synchronous.to_json(),
             "by_ahead": {str(ahead): one.to_json() for ahead, one in self.by_ahead.items()},
-            "advice": self.advice,
+            "in_flight": self.in_flight.to_json(),
+            "first": self.first.to_json(),
         }
 
     def table(self) -> str:
         """For people."""
-        setup = self.setup
-        lines = [
-            f"{'':<26}{'step s':>9}{'speed-up':>10}{'trainer idle':>14}{'engine idle':>13}   staleness",
-            self._row("synchronous", self.synchronous),
-            *(
-                self._row(f"ahead {ahead}, staleness <= {ahead}", one)
-                for ahead, one in self.by_ahead.items()
-                if ahead
-            ),
-            self._row("as asked", self.chosen),
-            f"{'ideal':<26}{setup.ideal_s:>9.3g}{self.synchronous.step_s / setup.ideal_s:>9.2f}x",
-            "",
-            *self.advice,
-        ]
-        return "\n".join(lines)
-
-    def _row(self, name: str, one: Prediction) -> str:
-        shares = format_histogram(Counter({key: round(1e6 * one.staleness[key]) for key in one.staleness}))
-        speed_up = self.synchronous.step_s / one.step_s
-        return (
-            f"{name:<26}{one.step_s:>9.3g}{speed_up:>9.2f}x{100 * one.trainer_idle:>12.0f} %"
-            f"{100 * one.engine_idle:>11.0f} %   {shares}"
+        setup, synchronous, ahead = self.setup, self.synchronous, self.fewest_ahead
+        rows = {
+            "synchronous": synchronous,
+            **{f"ahead {one}, staleness <= {one}": self.by_ahead[one] for one in self.by_ahead if one},
+            "as asked": self.chosen,
+            "  weights in flight": self.in_flight,
+            f"  and first, staleness <= {_SLACK * setup.ahead}": self.first,
+        }
+        lines = [f"{'':<26}{'step s':>9}{'speed-up':>10}{'trainer idle':>14}{'engine idle':>13}   staleness"]
+        for name, one in rows.items():
+            shares = Counter({key: round(1e6 * share) for key, share in one.staleness.items()})
+            lines.append(
+                f"{name:<26}{one.step_s:>9.3g}{synchronous.step_s / one.step_s:>9.2f}x"
+                f"{100 * one.trainer_idle:>12.0f} %{100 * one.engine_idle:>11.0f} %   {format_histogram(shares)}"
+            )
+        return "\n".join(
+            [
+                *lines,
+                f"{'ideal':<26}{setup.ideal_s:>9.3g}{synchronous.step_s / setup.ideal_s:>9.2f}x",
+                "",
+                f"a step as asked: generation {setup.generation_s:.3g} s, training and update "
+                f"{setup.training_s + setup.update_s:.3g} s, waits for an idle engine {self.chosen.drain_s:.3g} s",
+                f"fewest batches ahead that are as fast as any: {ahead}"
+                + ("" if ahead else " (asynchrony does not pay)"),
+            ]
         )
 
 
 def compare(setup: Setup) -> Comparison:
-    """Simulates a setup, the synchronous one, and those in between; says in words what to make of it."""
-    chosen = simulate(setup)
-    by_ahead = {
-        ahead: simulate(replace(setup, ahead=ahead, max_staleness=ahead, window=None))
-        if setup.order == "first" or ahead == 0
-        else simulate(replace(setup, ahead=ahead, max_staleness=ahead))
-        for ahead in (0, 1, 2, 4)
-    }
-    synchronous = by_ahead[0]
-    in_flight = simulate(replace(setup, weights="in_flight")) if setup.weights == "drain" else None
+    """Simulates a setup, the synchronous one, and those beside it."""
+    in_flight = replace(setup, weights="in_flight")
     return Comparison(
-        setup, chosen, synchronous, by_ahead, _advise(setup, chosen, synchronous, by_ahead, in_flight)
+        setup,
+        simulate(setup),
+        {
+            ahead: simulate(replace(setup, ahead=ahead, max_staleness=ahead, window=None))
+            for ahead in (0, 1, 2, 4)
+        },
+        simulate(in_flight),
+        simulate(replace(in_flight, order="first", window=None, max_staleness=_SLACK * setup.ahead)),
     )
-
-
-def _advise(
-    setup: Setup,
-    chosen: Prediction,
-    synchronous: Prediction,
-    by_ahead: dict[int, Prediction],
-    in_flight: Prediction | None,
-) -> list[str]:
-    fastest = min(one.step_s for one in by_ahead.values())
-    enough = next(ahead for ahead, one in by_ahead.items() if one.step_s <= _AS_GOOD * fastest)
-    generation, training = setup.generation_s, setup.training_s + setup.update_s
-    slower = "generation" if generation > training else "training"
-    share = min(generation, training) / max(generation, training)
-    advice = []
-    only_in_flight = (
-        in_flight is not None
-        and synchronous.step_s / fastest < _WORTH_IT <= synchronous.step_s / in_flight.step_s
-    )
-    if in_flight is not None and only_in_flight:
-        advice.append(
-            f"Asynchrony pays with updates in flight (weights='in_flight'): a step takes "
-            f"{in_flight.step_s:.3g} s instead of {synchronous.step_s:.3g} s. With updates that wait for an "
-            f"idle engine it does not: at best {fastest:.3g} s."
-        )
-    elif synchronous.step_s / fastest < _WORTH_IT:
-        advice.append(
-            f"Asynchrony does not pay: at best a step takes {fastest:.3g} s instead of "
-            f"{synchronous.step_s:.3g} s, since {slower} takes nearly all of it. Stay synchronous (ahead=0), "
-            f"and make {slower} faster."
-        )
-    else:
-        more = "more would bring more, and staler data" if enough == max(by_ahead) else "more brings no speed"
-        advice.append(
-            f"Asynchrony pays: {synchronous.step_s / by_ahead[enough].step_s:.2f}x with ahead={enough} and "
-            f"max_staleness={enough}; {more}."
-        )
-        if fastest > 1.1 * setup.ideal_s and setup.generation.kind != "constant":
-            advice.append(
-                f"Long groups set the pace: by throughput alone a step would take {setup.ideal_s:.3g} s."
-            )
-        elif share < 0.5:
-            advice.append(
-                f"{slower.capitalize()} is the bottleneck ({generation:.3g} s of generation to "
-                f"{training:.3g} s of training and updates a step): the other side is idle "
-                f"{100 * (1 - share):.0f} % of the time at best."
-            )
-    speed_up = synchronous.step_s / chosen.step_s
-    if setup.ahead and speed_up < _WORTH_IT and synchronous.step_s / fastest >= _WORTH_IT:
-        advice.append(
-            f"As asked it does not pay ({speed_up:.2f}x): max_staleness={setup.max_staleness} or "
-            f"ahead={setup.ahead} holds generation back."
-        )
-    if in_flight is not None and not only_in_flight and chosen.step_s > _WORTH_IT * in_flight.step_s:
-        advice.append(
-            f"Waiting for an idle engine before each weight update costs {chosen.drain_s:.3g} s a step: with "
-            f"updates in flight (weights='in_flight') a step takes {in_flight.step_s:.3g} s."
-        )
-    if setup.ahead and setup.generation.kind != "constant" and chosen.step_s > _WORTH_IT * setup.ideal_s:
-        most = _SLACK * setup.ahead
-        late = replace(setup, order="first", window=None, max_staleness=most, weights="in_flight")
-        first = simulate(late)
-        if chosen.step_s > _WORTH_IT * first.step_s:
-            mean = sum(steps * share for steps, share in first.staleness.items())
-            advice.append(
-                f"Long groups hold their batch up. If they may be overtaken (order='first', "
-                f"ahead={setup.ahead}, max_staleness={most}, weights='in_flight'), a step takes "
-                f"{first.step_s:.3g} s, with a mean staleness of {mean:.2g}."
-            )
-    return advice

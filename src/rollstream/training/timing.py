@@ -1,7 +1,7 @@
 """Where the time of each step went, for logs and for a table at the end."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -9,9 +9,12 @@ from typing import Any
 _STEPS_KEPT = 10_000
 """Steps whose times are kept one by one; some 2 MB. Means and the histogram are of all of them."""
 
+TIMES_KEPT = 100
+"""Batches whose generation times are averaged: enough to be smooth, few enough to follow a change."""
+
 _SUMMED = (
     *("wait_s", "train_s", "weights_s", "total_s", "engine_busy_s", "queue_s", "generation_s"),
-    "unscored",
+    *("unscored", "waiting_rollouts", "waiting_tokens"),
 )
 """Fields of a step whose means are kept."""
 
@@ -43,6 +46,9 @@ class StepTime:
     """Seconds of the step in which at least one group was being generated."""
     unscored: float = 0.0
     """Share of the batch's rollouts that have no reward, 0 to 1."""
+    waiting_rollouts: int = 0
+    """Generated for later batches and in memory when this one was delivered; `waiting_tokens`: theirs."""
+    waiting_tokens: int = 0
 
     def numbers(self) -> dict[str, float]:
         """All of it, under names for a log."""
@@ -58,6 +64,8 @@ class StepTime:
             "staleness_mean": mean(self.staleness),
             "staleness_max": float(max(self.staleness, default=0)),
             "unscored": self.unscored,
+            "waiting_rollouts": float(self.waiting_rollouts),
+            "waiting_tokens": float(self.waiting_tokens),
             "trainer_idle": _share(self.wait_s + self.weights_s, self.total_s),
             "engine_idle": 1.0 - _share(self.engine_busy_s, self.total_s),
         }
@@ -146,7 +154,7 @@ def format_histogram(histogram: Counter[int]) -> str:
     return ", ".join(f"{key}: {100 * histogram[key] / groups:.0f} %" for key in sorted(histogram)) or "-"
 
 
-def mean(values: Sequence[float]) -> float:
+def mean(values: Collection[float]) -> float:
     """The mean; 0 of nothing."""
     return fmean(values) if values else 0.0
 

@@ -45,13 +45,6 @@ def test_the_end() -> None:
             plan.at(outside)
 
 
-def test_memory_is_bounded() -> None:
-    plan = ShuffledPlan(2)
-    for position in range(1000):
-        plan.at(position)
-    assert len(plan._permutations) <= 3
-
-
 def test_the_identity_is_json_and_says_what_differs() -> None:
     plans: list[Plan] = [
         ShuffledPlan(5, seed=1),

@@ -234,5 +234,5 @@ def test_an_engine_that_is_gone_for_a_while_costs_nothing_but_time(seconds: floa
             batches.trained(step)
             batches.update_weights("weights")
             if step == 1:
-                batches._thread.submit(outage(engine, seconds)).result(5)
+                batches.submit(outage(engine, seconds)).result(5)
     assert sequence == [plan.at(position) for position in range(12)]

@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -7,8 +8,7 @@ from hypothesis import strategies as st
 
 from rollstream.cli import main
 from rollstream.errors import ConfigError
-from rollstream.training.durations import Duration, parse_duration
-from rollstream.training.simulate import Setup, compare, simulate
+from rollstream.training.simulate import Comparison, Duration, Setup, compare, parse_duration, simulate
 
 ONE = Duration("constant", 1.0)
 
@@ -94,23 +94,25 @@ def test_durations_are_read() -> None:
             parse_duration(wrong)
 
 
-def advice(setup: Setup) -> str:
-    return "\n".join(compare(replace(setup, groups_per_step=8, steps=60)).advice)
+def compared(generation: Duration, training_s: float, **others: Any) -> Comparison:
+    return compare(Setup(generation, training_s, **{"groups_per_step": 8, "steps": 60, **others}))
 
 
-def test_it_says_when_asynchrony_does_not_pay() -> None:
-    assert "does not pay" in advice(Setup(ONE, 60.0))
-    assert "training takes nearly all" in advice(Setup(ONE, 60.0))
-    said = advice(Setup(Duration("constant", 100.0), 1.0, update_s=30.0))
-    assert "pays with updates in flight" in said and "Stay synchronous" not in said
-    assert "generation takes nearly all" in advice(Setup(Duration("constant", 60.0), 1.0))
-    said = advice(Setup(ONE, 1.0))
-    assert "Asynchrony pays: 2.00x with ahead=1" in said
-    assert "more brings no speed" in said
-    assert "holds generation back" in advice(Setup(ONE, 1.0, ahead=1, max_staleness=0))
-    tailed = advice(Setup(Duration("pareto", 1.0, 1.5), 1.0))
-    assert "Waiting for an idle engine" in tailed
-    assert "order='first', ahead=1, max_staleness=4" in tailed
+def test_what_is_set_otherwise_stands_beside_it() -> None:
+    assert compared(ONE, 60.0).fewest_ahead == 0  # training takes nearly all
+    assert compared(Duration("constant", 60.0), 1.0).fewest_ahead == 0
+    one = compared(ONE, 1.0)
+    assert one.fewest_ahead == 1
+    assert one.by_ahead[0].step_s == pytest.approx(2 * one.by_ahead[1].step_s)
+    assert compared(ONE, 1.0, ahead=1, max_staleness=0).speed_up == pytest.approx(
+        1
+    )  # it holds generation back
+    slow_update = compared(Duration("constant", 100.0), 1.0, update_s=30.0)
+    assert slow_update.fewest_ahead == 0
+    assert slow_update.in_flight.step_s < 0.9 * slow_update.chosen.step_s
+    tailed = compared(Duration("pareto", 1.0, 1.5), 1.0)
+    assert tailed.first.step_s < 0.9 * tailed.in_flight.step_s < 0.9 * tailed.chosen.step_s
+    assert 1 < tailed.first.staleness_max <= 4
 
 
 def test_it_is_shown_and_written() -> None:
