@@ -271,10 +271,8 @@ class BatchesAhead:
         return Waiting(len(groups), rollouts, sum(group.tokens for group in groups))
 
     def get_pending_count(self) -> int:
-        """Batches that are begun, and whose groups are not all there yet."""
-        with self._changed:
-            size = self._schedule.rule.groups_per_step
-            return -(-self._schedule.outstanding // size) - len(self._finished) // size
+        """Batches that the groups now being generated amount to, rounded up."""
+        return -(-self._schedule.generating // self._schedule.rule.groups_per_step)
 
     def get_average_generation_time(self) -> float:
         """Seconds from the beginning of a batch's first group to the end of its last one, over the last
@@ -522,7 +520,7 @@ class BatchesAhead:
                 return
             self._schedule.drop(group.position)
             self.counters.dropped += 1
-            self._drops += 1
+            self._failures, self._drops = 0, self._drops + 1
             self._moved()
         if self._drops > self._max_drops:
             raise TrainingError(
@@ -609,8 +607,8 @@ class BatchesAhead:
                 version,
                 timeout,
             )
-        except WeightUpdateError as error:
-            self.raise_if_over()
+        except TrainingError as error:
+            self.raise_if_over()  # a loop that ends cuts off what was submitted: its error is the cause
             error.add_note(self._thread.describe())
             raise
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -11,12 +11,6 @@ _STEPS_KEPT = 10_000
 
 TIMES_KEPT = 100
 """Batches whose generation times are averaged: enough to be smooth, few enough to follow a change."""
-
-_SUMMED = (
-    *("wait_s", "train_s", "weights_s", "total_s", "engine_busy_s", "queue_s", "generation_s"),
-    *("unscored", "waiting_rollouts", "waiting_tokens"),
-)
-"""Fields of a step whose means are kept."""
 
 
 @dataclass(slots=True)
@@ -37,7 +31,6 @@ class StepTime:
     generation_s: float = 0.0
     """Mean over the batch's groups: from a group's dispatch until it was finished."""
     generation_max_s: float = 0.0
-    """Of the batch's slowest group."""
     queue_s: float = 0.0
     """Mean over the batch's groups: finished, and waiting for the trainer."""
     staleness: list[int] = field(default_factory=list)
@@ -52,24 +45,17 @@ class StepTime:
 
     def numbers(self) -> dict[str, float]:
         """All of it, under names for a log."""
-        logged = {
-            "wait_s": self.wait_s,
-            "train_s": self.train_s,
-            "weights_s": self.weights_s,
-            "drain_s": self.drain_s,
+        values = asdict(self)
+        for left_out in ("step", "total_s", "staleness", "engine_busy_s"):
+            del values[left_out]
+        values |= {
             "step_s": self.total_s,
-            "generation_s": self.generation_s,
-            "generation_max_s": self.generation_max_s,
-            "queue_s": self.queue_s,
             "staleness_mean": mean(self.staleness),
-            "staleness_max": float(max(self.staleness, default=0)),
-            "unscored": self.unscored,
-            "waiting_rollouts": float(self.waiting_rollouts),
-            "waiting_tokens": float(self.waiting_tokens),
+            "staleness_max": max(self.staleness, default=0),
             "trainer_idle": _share(self.wait_s + self.weights_s, self.total_s),
             "engine_idle": 1.0 - _share(self.engine_busy_s, self.total_s),
         }
-        return {f"rollstream/{name}": value for name, value in logged.items()}
+        return {f"rollstream/{name}": float(value) for name, value in values.items()}
 
 
 class StepTimes:
@@ -93,18 +79,9 @@ class StepTimes:
         del self.steps[:-_STEPS_KEPT]
         self.histogram.update(step.staleness)
         self._count += 1
-        for name in _SUMMED:
-            self._sums[name] += getattr(step, name)
-
-    @property
-    def trainer_idle(self) -> float:
-        """Share of all time in which the trainer waited, 0 to 1."""
-        return _share(self._sums["wait_s"] + self._sums["weights_s"], self._sums["total_s"])
-
-    @property
-    def engine_idle(self) -> float:
-        """Share of all time in which nothing was being generated, 0 to 1."""
-        return 1.0 - _share(self._sums["engine_busy_s"], self._sums["total_s"]) if self._count else 0.0
+        values = asdict(step)
+        del values["step"], values["staleness"]
+        self._sums.update(values)
 
     def last(self) -> dict[str, float]:
         """The last whole step, under names for a log; empty before the first one."""
@@ -112,40 +89,36 @@ class StepTimes:
 
     def summary(self) -> dict[str, Any]:
         """Means over all steps, shares and the histogram: JSON values."""
-        count = max(1, self._count)
-        means = {name: total / count for name, total in self._sums.items()}
+        sums, total = self._sums, self._sums["total_s"]
         return {
             "steps": self._count,
-            **means,
-            "trainer_idle": self.trainer_idle,
-            "engine_idle": self.engine_idle,
+            **{name: self._mean(name) for name in sums},
+            "trainer_idle": _share(sums["wait_s"] + sums["weights_s"], total),
+            "engine_idle": 1.0 - _share(sums["engine_busy_s"], total) if self._count else 0.0,
             "staleness": {str(key): self.histogram[key] for key in sorted(self.histogram)},
         }
 
     def table(self) -> str:
         """The means over all steps as a table for people."""
-        count = max(1, self._count)
-        total = self._sums["total_s"]
-        rows = [
-            (text, self._sums[name] / count, f"{100 * _share(self._sums[name], total):.0f} %")
-            for name, text in (
-                ("total_s", "step"),
-                ("train_s", "training"),
-                ("wait_s", "waiting for the batch"),
-                ("weights_s", "weight update"),
-                ("engine_busy_s", "engine busy"),
-            )
-        ]
-        lines = [
-            f"{self._count} steps",
-            *(f"  {text:<24}{mean:>9.3f} s{share:>7}" for text, mean, share in rows),
-        ]
-        lines.append(f"  {'a group, generation':<24}{self._sums['generation_s'] / count:>9.3f} s")
-        lines.append(f"  {'a group, queue':<24}{self._sums['queue_s'] / count:>9.3f} s")
-        lines.append(f"  staleness               {format_histogram(self.histogram)}")
+        lines = [f"{self._count} steps"]
+        for name, text in (
+            ("total_s", "step"),
+            ("train_s", "training"),
+            ("wait_s", "waiting for the batch"),
+            ("weights_s", "weight update"),
+            ("engine_busy_s", "engine busy"),
+        ):
+            share = f"{100 * _share(self._sums[name], self._sums['total_s']):.0f} %"
+            lines.append(f"  {text:<24}{self._mean(name):>9.3f} s{share:>7}")
+        lines.append(f"  {'a group, generation':<24}{self._mean('generation_s'):>9.3f} s")
+        lines.append(f"  {'a group, queue':<24}{self._mean('queue_s'):>9.3f} s")
+        lines.append(f"  {'staleness':<24}{format_histogram(self.histogram)}")
         if self._sums["unscored"]:
-            lines.append(f"  {'rollouts not scored':<24}{100 * self._sums['unscored'] / count:>9.1f} %")
+            lines.append(f"  {'rollouts not scored':<24}{100 * self._mean('unscored'):>9.1f} %")
         return "\n".join(lines)
+
+    def _mean(self, name: str) -> float:
+        return self._sums[name] / max(1, self._count)
 
 
 def format_histogram(histogram: Counter[int]) -> str:

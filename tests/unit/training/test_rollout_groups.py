@@ -58,6 +58,19 @@ async def test_a_group_is_n_rollouts_named_once_and_for_all() -> None:
     assert len({tuple(rollout.final.response_ids) for rollout in rollouts}) == 4  # seeds of their own
 
 
+async def test_rows_in_memory_in_and_all_their_rollouts_out() -> None:
+    engine = ScriptedEngine()
+    groups = groups_of(engine, n=2)
+    await groups.start()
+    rollouts = await groups.generate_rows([make_row(5), make_row(3)])
+    assert [(rollout.index, rollout.repeat) for rollout in rollouts] == [(5, 0), (5, 1), (3, 0), (3, 1)]
+    engine.fail(lambda request: request.request_id.startswith("3-"), EngineError("no"), times=None)
+    with pytest.raises(GroupFailedError, match="2 rollouts of row 3"):
+        await groups.generate_rows([make_row(5), make_row(3)])
+    assert engine.in_flight == 0
+    await groups.close()
+
+
 async def test_the_first_k_of_n_are_taken_and_the_others_cut_off() -> None:
     engine = ScriptedEngine(latency=lambda request: [0.0, NEVER_S, 0.01, NEVER_S][repeat_of(request)])
     groups = groups_of(engine, first=2)
