@@ -42,7 +42,7 @@ class LoopThread:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._beginning = threading.Lock()
+        self._starting = threading.Lock()
         self._stopping = False
         self._cleans_up = False
         self._beat = 0.0
@@ -55,18 +55,15 @@ class LoopThread:
     def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Begins `main`. It is cancelled by `stop`, and has to clean up then. Once only."""
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
-        with self._beginning:
+        with self._starting:
             if self._stopping:
                 raise GenerationStoppedError(f"{self._name} was stopped: make a new one")
             if self._thread is not None:
                 raise TrainingError(f"{self._name} was started before")
-            begun: concurrent.futures.Future[None] = concurrent.futures.Future()
             self._beat = time.monotonic()
-            self._thread = threading.Thread(
-                target=self._run, args=(main, begun), name=self._name, daemon=True
-            )
+            self._loop = loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._run, args=(main, loop), name=self._name, daemon=True)
             self._thread.start()
-            begun.result()  # a few instructions away
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Calls `function` in the loop; nothing happens when it has ended."""
@@ -94,12 +91,10 @@ class LoopThread:
 
         One that did not is left behind: it is a daemon, and keeps nobody from exiting.
         """
-        with self._beginning:  # in the middle of it there is nothing to cancel yet
+        with self._starting:
             self._stopping = True
-        if self._thread is None:
-            return True
         self.call_soon(self._cancel)
-        if threading.current_thread() is not self._thread:
+        if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
         if self.alive:
             logger.warning(
@@ -124,18 +119,13 @@ class LoopThread:
         where = "".join(traceback.format_stack(frame)[-4:]).rstrip() if frame is not None else "?"
         return f"{self._name} has been blocked for {silent:.0f} s by code that does not await:\n{where}"
 
-    def _run(
-        self, main: Callable[[], Coroutine[Any, Any, None]], begun: "concurrent.futures.Future[None]"
-    ) -> None:
+    def _run(self, main: Callable[[], Coroutine[Any, Any, None]], loop: asyncio.AbstractEventLoop) -> None:
         outcome: BaseException | None = None
-        runner = asyncio.Runner()
+        runner = asyncio.Runner(loop_factory=lambda: loop)
         try:
-            self._loop = runner.get_loop()
-            runner.run(self._main(main, begun))
+            runner.run(self._main(main))
         except BaseException as error:  # SystemExit too: whoever waits for this thread must hear of its end
             outcome = error
-        if not begun.done():
-            begun.set_result(None)
         if self._stopping and isinstance(outcome, asyncio.CancelledError):
             outcome = None
         elif outcome is None and not self._stopping:
@@ -144,12 +134,9 @@ class LoopThread:
         with suppress(BaseException):  # nobody is left to hear of it
             runner.close()
 
-    async def _main(
-        self, main: Callable[[], Coroutine[Any, Any, None]], begun: "concurrent.futures.Future[None]"
-    ) -> None:
+    async def _main(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._task = asyncio.current_task()
         beating = asyncio.create_task(self._keep_beating())
-        begun.set_result(None)
         try:
             if not self._stopping:
                 await main()
