@@ -110,14 +110,16 @@ def test_every_other_end_is_heard_of(main: Any, kind: type[BaseException]) -> No
 
 
 def test_a_stop_that_is_ignored_is_bounded() -> None:
-    release = threading.Event()
+    blocking, release = threading.Event(), threading.Event()
 
     async def blocks() -> None:
+        blocking.set()
         release.wait()
 
     one = Watched()
     one.start(blocks)
     try:
+        assert blocking.wait(LONG_S)
         assert one.stop(0.1) is False
         assert one.alive
     finally:
