@@ -130,7 +130,7 @@ def measure(case: Case, ratio: tuple[int, int], unit: float, ahead: int, steps: 
         "forecast s": simulate(replace(setup, seed=SEED + 1, steps=1000)).step_s,
         "staleness": max(histogram),
         "bound": batches.bound,
-        "kept": max(histogram) <= (batches.bound or 0),
+        "kept": max(histogram) <= batches.bound,
     }
 
 

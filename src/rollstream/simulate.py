@@ -32,9 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--order", choices=["plan", "first"], default="plan", help="of delivery (default: plan)"
     )
     parser.add_argument(
-        "--window", type=int, metavar="N", help="with --order first: groups that may overtake, at most"
-    )
-    parser.add_argument(
         "--weights",
         choices=["drain", "in_flight"],
         default="drain",
@@ -66,7 +63,6 @@ def run(options: argparse.Namespace) -> int:
             max_staleness=options.max_staleness,
             ahead=options.max_staleness if options.ahead is None else options.ahead,
             order=options.order,
-            window=options.window,
             weights=options.weights,
             dropped=options.dropped,
             steps=options.steps,

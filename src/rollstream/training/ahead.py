@@ -105,13 +105,11 @@ class BatchesAhead:
         generator: makes the groups.
         groups_per_step: groups of a batch, > 0.
         max_staleness: steps by which a group may be older than the weights that it trains, >= 0: a bound that
-            holds always, by pacing and never by throwing away. None: none is kept; order and window bound it
-            only as long as the engine gets every update before the next batch is asked for.
+            holds always, by pacing and never by throwing away.
         ahead: batches that may be there or on their way beyond the one being trained, >= 0; 0 generates only
-            between the steps. None: `max_staleness` (or 1).
+            between the steps. None: `max_staleness`.
         order: `plan`: batches hold the plan's groups in order, whatever finishes first: the same sequence
             every time. `first`: what is finished first, as far as the bound allows.
-        window: with `first`: groups within which it may differ from the plan's order; None: no limit.
         max_groups_in_flight: groups being generated at once at most; None: all that may be begun.
         group_timeout: seconds for one group, retries included; infinity: none. None: 300, and none for a
             generator that says that it bounds its groups itself (`bounds_groups`), as `RolloutGroups`.
@@ -139,10 +137,9 @@ class BatchesAhead:
         generator: GroupGenerator,
         *,
         groups_per_step: int,
-        max_staleness: int | None = 1,
+        max_staleness: int = 1,
         ahead: int | None = None,
         order: Order = "plan",
-        window: int | None = None,
         max_groups_in_flight: int | None = None,
         group_timeout: float | None = None,
         retry: RetryPolicy = RETRY,
@@ -172,16 +169,16 @@ class BatchesAhead:
             )
         if max_groups_in_flight is not None and max_groups_in_flight < 1:
             raise ConfigError(f"max_groups_in_flight={max_groups_in_flight}: at least 1")
-        if ahead is None:
-            ahead = 1 if max_staleness is None else max_staleness
         rule = StalenessRule(
-            groups_per_step, max_staleness, ahead, None if batch_size is None else batch_size.largest
+            groups_per_step,
+            max_staleness,
+            max_staleness if ahead is None else ahead,
+            None if batch_size is None else batch_size.largest,
         )
         self._schedule = GroupSchedule(
             plan,
             rule,
             order=order,
-            window=window,
             token_budget=None if batch_size is None else batch_size.tokens,
         )
         self._on_group_failure = on_group_failure
@@ -229,11 +226,8 @@ class BatchesAhead:
         """Where the time of each whole step went."""
 
     @property
-    def bound(self) -> int | None:
-        """The staleness that no group ever exceeds, whatever the engine does: `max_staleness`.
-
-        None: there is no such bound. (A window has one, as long as the engine gets every update.)
-        """
+    def bound(self) -> int:
+        """The staleness that no group ever exceeds, whatever the engine does: `max_staleness`."""
         return self._schedule.rule.max_staleness
 
     @property

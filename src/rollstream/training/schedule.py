@@ -72,8 +72,6 @@ class GroupSchedule:
         plan: what stands at which position.
         rule: how many groups a batch has, and how stale they may be.
         order: of delivery.
-        window: with order `first`: groups within which delivery may differ from the plan's order, >= 1; None:
-            no limit but the deadlines.
         token_budget: a batch of a dynamic size takes groups until the next one would go over it, between
             `rule.groups_per_step` and `rule.largest_step` of them; None: exactly `groups_per_step`. It keeps
             what it has taken while it waits for more, which makes room for others to be begun.
@@ -85,22 +83,15 @@ class GroupSchedule:
         rule: StalenessRule,
         *,
         order: Order = "plan",
-        window: int | None = None,
         token_budget: int | None = None,
     ) -> None:
         if order not in ("plan", "first"):
             raise ConfigError(f"order={order!r}: 'plan' or 'first'")
-        if window is not None and (order == "plan" or window < 1):
-            raise ConfigError(f"window={window} with order={order!r}: a window >= 1 is for order='first'")
-        if order == "first" and window is None and rule.max_staleness is None:
-            raise ConfigError(
-                "order='first' without a window needs max_staleness: nothing else bounds staleness"
-            )
         if token_budget is None and rule.largest_step not in (None, rule.groups_per_step):
             raise ConfigError("batches of a dynamic size need a token budget")
         self.rule = rule
         self.plan = plan
-        self._window = 1 if order == "plan" else window
+        self._order = order
         self._token_budget = token_budget
         self._groups: dict[int, ScheduledGroup] = {}  # undelivered, ascending: begun in the plan's order
         self._generating = 0
@@ -116,11 +107,6 @@ class GroupSchedule:
         """Batches trained so far: the trainer's version."""
         self.next_step = 0
         """The batch that is delivered next."""
-
-    @property
-    def bound(self) -> int | None:
-        """The staleness that is never exceeded, see `StalenessRule.bound`."""
-        return self.rule.bound(self._window)
 
     @property
     def generating(self) -> int:
@@ -241,7 +227,6 @@ class GroupSchedule:
                 f"batch {self.next_step} may be generated only once batch {self.trained_steps} is trained "
                 f"(ahead={self.rule.ahead}): call trained({self.trained_steps})"
             )
-        assert self.rule.max_staleness is not None
         return (
             f"batch {self.next_step} is trained with version {self.next_step}, the engine is at version "
             f"{version}, and max_staleness is {self.rule.max_staleness}: give the engine newer weights"
@@ -291,10 +276,6 @@ class GroupSchedule:
             self._next_position += 1
         return self.plan.length is not None and self._next_position >= self.plan.length
 
-    def _lowest_finished(self, size: int) -> bool:
-        lowest = itertools.islice(self._groups.values(), size)
-        return all(group.state is GroupState.FINISHED for group in lowest)
-
     def _take_smallest(self) -> bool:
         """Takes what the next batch must hold, and as many groups as it has at least; or nothing."""
         size = self.rule.groups_per_step
@@ -302,8 +283,6 @@ class GroupSchedule:
             size = min(size, len(self._groups))
         if size == 0 or len(self._groups) - self._generating < size:
             return False
-        if self._window == 1 and not self._lowest_finished(size):
-            return False  # what choosing would find out, the long way
         chosen = self._choose(self.rule.must_take(self._starts, next_step=self.next_step), size)
         if len(chosen) < size:
             return False
@@ -327,13 +306,17 @@ class GroupSchedule:
         )
 
     def _choose(self, must: Sequence[tuple[int, int]], size: int) -> list[int]:
-        finished = [
+        """Positions of finished groups, the first ones first; fewer than `size` where others must come first."""
+        if self._order == "plan":  # the lowest positions are the oldest: they are what the rule demands
+            lowest = itertools.islice(self._groups.values(), size)
+            done = itertools.takewhile(lambda group: group.state is GroupState.FINISHED, lowest)
+            return [group.position for group in done]
+        candidates = [
             Candidate(group.position, group.start, group.rank)
             for group in self._groups.values()
             if group.state is GroupState.FINISHED
         ]
-        chosen = choose(finished, list(self._groups), must, size=size, window=self._window)
-        return [one.position for one in chosen]
+        return [one.position for one in choose(candidates, must, size=size)]
 
     def _remove(self, position: int) -> ScheduledGroup:
         group = self._groups.pop(position)

@@ -97,10 +97,9 @@ class Setup:
     groups_per_step: int = 32
     slots: int | None = None
     """Groups that all engines together generate at once; None: `groups_per_step`."""
-    max_staleness: int | None = 1
+    max_staleness: int = 1
     ahead: int = 1
     order: Order = "plan"
-    window: int | None = None
     weights: Literal["drain", "in_flight"] = "drain"
     dropped: float = 0.0
     """Share of the groups that are thrown away when they are finished, 0 <= share < 1."""
@@ -151,8 +150,6 @@ class Prediction:
     staleness: dict[int, float]
     """Share of the groups trained on, by steps of staleness."""
     staleness_max: int
-    bound: int | None
-    """What the rule promises."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -168,9 +165,7 @@ class _Run:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         rule = StalenessRule(setup.groups_per_step, setup.max_staleness, setup.ahead)
-        self.schedule = GroupSchedule(
-            ShuffledPlan(1, shuffle=False), rule, order=setup.order, window=setup.window
-        )
+        self.schedule = GroupSchedule(ShuffledPlan(1, shuffle=False), rule, order=setup.order)
         self.now = self.busy = 0.0
         self.version = self.finished = self.number = 0
         self.held = False
@@ -232,7 +227,6 @@ class _Run:
             engine_idle=max(0.0, 1 - self.busy / (self.now * setup.places)) if self.now else 0.0,
             staleness={key: self.histogram[key] / total for key in sorted(self.histogram)},
             staleness_max=max(self.histogram),
-            bound=self.schedule.bound,
         )
 
     def _at(self, seconds: float, kind: str, number: int = 0) -> None:
@@ -337,10 +331,7 @@ def compare(setup: Setup) -> Comparison:
     return Comparison(
         setup,
         simulate(setup),
-        {
-            ahead: simulate(replace(setup, ahead=ahead, max_staleness=ahead, window=None))
-            for ahead in (0, 1, 2, 4)
-        },
+        {ahead: simulate(replace(setup, ahead=ahead, max_staleness=ahead)) for ahead in (0, 1, 2, 4)},
         simulate(in_flight),
-        simulate(replace(in_flight, order="first", window=None, max_staleness=_SLACK * setup.ahead)),
+        simulate(replace(in_flight, order="first", max_staleness=_SLACK * setup.ahead)),
     )

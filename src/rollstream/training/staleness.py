@@ -5,9 +5,7 @@ version `start` and is trained in batch k has staleness `k - start`, the time it
 may go into batches up to `start + max_staleness`: its deadline.
 """
 
-import heapq
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollstream.errors import ConfigError
@@ -19,8 +17,8 @@ class StalenessRule:
 
     groups_per_step: int
     """Groups that every batch takes at least, > 0 (all batches the same number, unless sizes are dynamic)."""
-    max_staleness: int | None = 1
-    """Steps, >= 0; None: no deadlines (then a window bounds staleness, see `bound`)."""
+    max_staleness: int = 1
+    """Steps, >= 0."""
     ahead: int = 1
     """Batches that may exist beyond the one being trained, >= 0."""
     largest_step: int | None = None
@@ -29,8 +27,8 @@ class StalenessRule:
     def __post_init__(self) -> None:
         if self.groups_per_step < 1:
             raise ConfigError(f"groups_per_step={self.groups_per_step}: at least 1")
-        if self.max_staleness is not None and self.max_staleness < 0:
-            raise ConfigError(f"max_staleness={self.max_staleness}: at least 0, or None for no deadlines")
+        if self.max_staleness < 0:
+            raise ConfigError(f"max_staleness={self.max_staleness}: at least 0")
         if self.ahead < 0:
             raise ConfigError(f"ahead={self.ahead}: at least 0 (0 generates only while nothing is trained)")
         if self.largest_step is not None and self.largest_step < self.groups_per_step:
@@ -58,19 +56,15 @@ class StalenessRule:
         outstanding = sum(starts.values())
         room = (self.ahead + 1 - untrained) * (self.largest_step or self.groups_per_step)
         room -= outstanding + taken
-        if self.max_staleness is not None:
-            first = next_step + (taken > 0)  # of the batches that places can be counted on in
-            batches = version + self.max_staleness - first + 1  # first … version + max_staleness
-            room = min(room, batches * self.groups_per_step - outstanding)
-        return max(0, room)
+        first = next_step + (taken > 0)  # of the batches that places can be counted on in
+        batches = version + self.max_staleness - first + 1  # first … version + max_staleness
+        return max(0, min(room, batches * self.groups_per_step - outstanding))
 
     def must_take(self, starts: Mapping[int, int], *, next_step: int) -> list[tuple[int, int]]:
         """What batch `next_step` must hold: `(version, number)`: so many groups begun at `version` or before.
 
         Only pairs with a number > 0, versions ascending.
         """
-        if self.max_staleness is None:
-            return []
         pairs, before = [], 0
         for version in sorted(starts):
             before += starts[version]
@@ -78,22 +72,6 @@ class StalenessRule:
             if before > later * self.groups_per_step:
                 pairs.append((version, before - later * self.groups_per_step))
         return pairs
-
-    def bound(self, window: int | None) -> int | None:
-        """The staleness that is never exceeded; None: there is no bound.
-
-        That of the window, `ahead + ceil((window - 1) / groups_per_step)` with batches of one size, holds
-        while the engine has the trainer's weights when a group is begun; `max_staleness` holds always.
-
-        Args:
-            window: groups within which delivery may differ from the plan's order; 1: strictly in order;
-                None: anything that is there.
-        """
-        if window is None:
-            return self.max_staleness
-        largest = self.largest_step or self.groups_per_step
-        by_window = ((self.ahead + 1) * largest + window - 2) // self.groups_per_step
-        return by_window if self.max_staleness is None else min(self.max_staleness, by_window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +85,7 @@ class Candidate:
 
 
 def choose(
-    candidates: Sequence[Candidate],
-    undelivered: Sequence[int],
-    must_take: Sequence[tuple[int, int]],
-    *,
-    size: int,
-    window: int | None,
+    candidates: Iterable[Candidate], must_take: Sequence[tuple[int, int]], *, size: int
 ) -> list[Candidate]:
     """The groups of the next batch, as far as they are finished: complete when there are `size`.
 
@@ -121,10 +94,8 @@ def choose(
 
     Args:
         candidates: the finished groups.
-        undelivered: positions of all groups that were begun, ascending, the candidates' among them.
         must_take: of `StalenessRule.must_take`.
         size: groups that the batch takes.
-        window: a group is taken only at positions below the lowest one that stays behind plus `window`.
     """
     # "At least m of those begun at v or before" in a batch of `size` is "at most size - m of the later ones":
     # limits on nested sets, under which taking the best one that fits, again and again, is optimal.
@@ -132,24 +103,11 @@ def choose(
     limits = [(version, size - number) for version, number in must_take]
     later = [0] * len(limits)
     taken: list[Candidate] = []
-    behind = deque(undelivered)
-    gone: set[int] = set()
-    by_position = deque(sorted(candidates, key=lambda one: one.position))
-    within: list[tuple[float, int, Candidate]] = []
-    while len(taken) < size:
-        while behind and behind[0] in gone:
-            behind.popleft()
-        while by_position and (window is None or by_position[0].position < behind[0] + window):
-            one = by_position.popleft()
-            heapq.heappush(within, (one.rank, one.position, one))
-        if not within:
-            break
-        one = heapq.heappop(within)[2]
+    for one in sorted(candidates, key=lambda one: (one.rank, one.position)):
         beyond = [i for i, (version, _) in enumerate(limits) if one.start > version]
-        if any(later[i] >= limits[i][1] for i in beyond):
+        if len(taken) == size or any(later[i] >= limits[i][1] for i in beyond):
             continue
         for i in beyond:
             later[i] += 1
         taken.append(one)
-        gone.add(one.position)
     return taken

@@ -123,9 +123,7 @@ def test_it_is_shown_and_written() -> None:
     assert "synchronous" in compared.table()
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"training_s": -1.0}, {"slots": 0}, {"dropped": 1.0}, {"steps": 0}, {"window": 3}]
-)
+@pytest.mark.parametrize("wrong", [{"training_s": -1.0}, {"slots": 0}, {"dropped": 1.0}, {"steps": 0}])
 def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         simulate(Setup(**{"generation": ONE, "training_s": 1.0, **wrong}))  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ def test_the_best_allowed_choice_is_made(
         number = data.draw(st.integers(0, min(size, sum(one.start <= version for one in everyone))))
         if number:
             must.append((version, number))
-    chosen = choose(finished, range(len(drawn)), must, size=size, window=None)
+    chosen = choose(finished, must, size=size)
     subsets = [picked for picked in itertools.combinations(finished, size) if valid(picked, must)]
     if not subsets:
         assert len(chosen) < size
@@ -42,24 +42,6 @@ def test_the_best_allowed_choice_is_made(
         assert valid(tuple(chosen), must)
         best = min(sorted((one.rank, one.position) for one in picked) for picked in subsets)
         assert sorted((one.rank, one.position) for one in chosen) == best
-
-
-@given(groups, st.integers(1, 4), st.integers(1, 5))
-@settings(deadline=None)
-def test_a_window_keeps_to_the_lowest_group_left_behind(
-    drawn: list[tuple[int, bool, int]], size: int, window: int
-) -> None:
-    everyone = [Candidate(position, 0, rank) for position, (_, _, rank) in enumerate(drawn)]
-    finished = [one for one, (_, done, _) in zip(everyone, drawn, strict=True) if done]
-    chosen = choose(finished, range(len(drawn)), [], size=size, window=window)
-    left = set(range(len(drawn)))
-    for one in chosen:  # in the order of choice
-        assert one.position < min(left) + window
-        left.discard(one.position)
-    if window == 1:
-        assert [one.position for one in chosen] == list(range(len(chosen)))
-        stopped = len(chosen)
-        assert stopped == size or stopped == len(drawn) or not drawn[stopped][1]
 
 
 @given(
@@ -98,16 +80,6 @@ def test_room_is_what_both_limits_leave() -> None:
     assert synchronous.room({}, next_step=1, untrained=1, version=0) == 0
     assert synchronous.room({}, next_step=1, untrained=0, version=0) == 0
     assert synchronous.room({}, next_step=1, untrained=0, version=1) == 4
-
-
-def test_the_window_bounds_staleness_by_itself() -> None:
-    assert StalenessRule(4, None, 2).bound(1) == 2
-    assert StalenessRule(4, None, 2).bound(2) == 3
-    assert StalenessRule(4, None, 2).bound(5) == 3
-    assert StalenessRule(4, None, 2).bound(6) == 4
-    assert StalenessRule(4, 1, 2).bound(6) == 1
-    assert StalenessRule(4, 3, 2).bound(None) == 3
-    assert StalenessRule(4, None, 2).bound(None) is None
 
 
 @pytest.mark.parametrize("wrong", [(0, 1, 1), (1, -1, 1), (1, 1, -1), (4, 1, 1, 3), (4, 0, 1, 5)])
