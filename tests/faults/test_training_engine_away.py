@@ -8,7 +8,6 @@ from pathlib import Path
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.testing.stub_server import StubServer
 from rollstream.training import BatchesAhead, CallableGenerator, PlannedGroup, ShuffledPlan
-from rollstream.training.loop_thread import LoopThread
 
 
 def free_port() -> int:
@@ -18,23 +17,25 @@ def free_port() -> int:
         return port
 
 
-async def serve(port: int, stop: asyncio.Event, up: threading.Event) -> None:
-    async with StubServer(port=port):
-        up.set()
-        await stop.wait()
-
-
 class Server:
     """One in a thread of its own, as another process would be."""
 
     def __init__(self, port: int) -> None:
         self.up = threading.Event()
-        self._thread = LoopThread("the server", on_end=lambda error: None)
-        self._thread.start(lambda: serve(port, asyncio.Event(), self.up))
-        assert self.up.wait(20)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(port)), daemon=True)
+        self._thread.start()
+        assert self.up.wait(60)
+
+    async def _serve(self, port: int) -> None:
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        async with StubServer(port=port):
+            self.up.set()
+            await self._stopped.wait()
 
     def stop(self) -> None:
-        assert self._thread.stop(20)
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join(60)
+        assert not self._thread.is_alive()
 
 
 def test_weights_reach_a_server_that_comes_back(tmp_path: Path) -> None:

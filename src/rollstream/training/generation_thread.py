@@ -11,15 +11,17 @@ stand on it, `BatchesAhead` and `AsyncBatchGenerator`: they say what work there 
 import asyncio
 import logging
 import random
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from rollstream.errors import GenerationFailedError, GenerationStoppedError, TrainingError
 from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
-from rollstream.training.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,16 @@ RETRY = RetryPolicy(max_attempts=3, delay=1.0, delay_max=30.0)
 
 _CLOSE_S = 20.0
 """For a generator to release what it holds; a server that is told to end gets about as long elsewhere."""
+
+_BEAT_S = 0.5
+"""Between signs of life of the loop: rare enough to cost nothing, often enough for a wait of seconds."""
+
+_BLOCKED_S = 3.0
+"""A loop without a sign of life for this long is called blocked: no well-behaved callback takes so long."""
+
+_SWITCH_S = 5e-4
+"""After which a thread gives the interpreter to one that waits for it, while this thread is there; Python's
+default is ten times as long. A trainer asks for it again after every operator that it has started."""
 
 
 class GenerationThread(Generic[W]):
@@ -80,23 +92,38 @@ class GenerationThread(Generic[W]):
         self.changed = threading.Condition(threading.RLock())
         """Guards what the owner keeps, too; notified of every change."""
         self._error: BaseException | None = None
-        self._started = self._stopped = False
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main_task: asyncio.Task[None] | None = None
+        self._cleans_up = False
+        self._beat = 0.0
         self._jitter = random.Random()
         self._in_flight = 0
         self._busy_s = 0.0
         self._busy_since = 0.0
         self._room = asyncio.Event()
         self._ready: Future[None] = Future()
-        self._thread = LoopThread("the generation thread", on_end=self._ended)
 
     def start(self, timeout: float) -> None:
-        """Starts; returns when the generator is ready.
+        """Starts, once; returns when the generator is ready.
 
         Raises:
             Exception: the generator's own, if it does not start; `TrainingError` if it takes too long.
+            GenerationStoppedError: it was stopped before.
         """
-        self._started = True
-        self._thread.start(self._main)
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+        with self.changed:
+            if self._stopped:
+                raise GenerationStoppedError("generation was stopped: make a new one")
+            if self._thread is not None:
+                raise TrainingError("generation was started before")
+            self._beat = time.monotonic()
+            self._loop = loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=self._run, args=(loop,), name="rollstream-generation", daemon=True
+            )
+            self._thread.start()
         try:
             self._ready.result(timeout)
         except TimeoutError:
@@ -104,23 +131,43 @@ class GenerationThread(Generic[W]):
                 raise
             late = TrainingError(f"the generator did not start within {timeout:g} s; {self.describe()}")
             self.fail(late)  # nothing will ever come
-            self._thread.stop(0.0)
+            self.stop(0.0)
             raise late from None
 
     def stop(self, timeout: float) -> bool:
-        """Cuts off what is in flight, closes the generator; whether that took at most `timeout` seconds."""
+        """Cuts off what is in flight, closes the generator; whether that took at most `timeout` seconds.
+
+        A thread that takes longer is left behind: it is a daemon, and keeps nobody from exiting.
+        """
         with self.changed:
             self._stopped = True
             self.changed.notify_all()
-        return self._thread.stop(timeout)
+        self._call_soon(self._cancel)
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        if self.alive:
+            logger.warning(
+                "generation did not end within %g s and is left behind; %s", timeout, self.describe()
+            )
+        return not self.alive
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Runs a coroutine in the event loop. Raises `GenerationStoppedError`."""
-        return self._thread.submit(coroutine)
+        """Runs a coroutine in the event loop; cancelling the future cancels it.
+
+        Raises:
+            GenerationStoppedError: the thread does not run.
+        """
+        try:
+            if self._loop is None or not self.alive:
+                raise RuntimeError
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError as error:  # the loop may have been closed a moment ago
+            coroutine.close()
+            raise GenerationStoppedError("the generation thread does not run") from error
 
     def wake(self) -> None:
         """There may be work again."""
-        self._thread.call_soon(self._room.set)
+        self._call_soon(self._room.set)
 
     def fail(self, error: BaseException) -> None:
         """Generation is over: whoever waits hears of it at once. The first cause counts."""
@@ -132,7 +179,7 @@ class GenerationThread(Generic[W]):
     @property
     def alive(self) -> bool:
         """Whether it runs."""
-        return self._thread.alive
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def over(self) -> bool:
@@ -143,7 +190,7 @@ class GenerationThread(Generic[W]):
         """Raises `GenerationFailedError` or `GenerationStoppedError` when there is nothing to wait for."""
         if (cause := self._error) is not None:
             raise GenerationFailedError(f"generation ended with {type(cause).__name__}: {cause}") from cause
-        if self._stopped or not self._started:
+        if self._stopped or self._thread is None:
             raise GenerationStoppedError("generation was stopped" if self._stopped else "start() comes first")
 
     def wait_for(self, ready: Callable[[], T | None], timeout: float | None) -> T | None:
@@ -168,40 +215,75 @@ class GenerationThread(Generic[W]):
                 self.changed.wait(left)
 
     def describe(self) -> str:
-        """What the thread does, for an error message."""
-        return self._thread.describe()
+        """What the thread does, for an error message: whether it is dead, blocked (and where), or well."""
+        if self._thread is None or not self.alive:
+            return "the generation thread does not run"
+        silent = time.monotonic() - self._beat
+        if silent < _BLOCKED_S:
+            return "the generation thread is well"
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        where = "".join(traceback.format_stack(frame)[-4:]).rstrip() if frame is not None else "?"
+        return (
+            f"the generation thread has been blocked for {silent:.0f} s by code that does not await:\n{where}"
+        )
 
     def busy_seconds(self) -> float:
         """Seconds so far in which at least one piece of work was being done."""
         return self._busy_s + (self._clock() - self._busy_since if self._in_flight else 0.0)
 
-    def _ended(self, error: BaseException | None) -> None:
-        if not self._ready.done():
-            self._ready.set_exception(error or TrainingError("generation was stopped before it began"))
+    def _call_soon(self, function: Callable[[], object]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # closed
+                self._loop.call_soon_threadsafe(function)
+
+    def _cancel(self) -> None:
+        # Once, and not while it cleans up, which has a bound of its own.
+        if self._main_task is not None and not self._cleans_up and not self._main_task.cancelling():
+            self._main_task.cancel()
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        error: BaseException | None = None
+        runner = asyncio.Runner(loop_factory=lambda: loop)
+        try:
+            runner.run(self._main())
+        except BaseException as end:  # SystemExit too: whoever waits for this thread must hear of its end
+            error = end
         if error is not None:
             self.fail(error)
+        if not self._ready.done():
+            self._ready.set_exception(error or TrainingError("generation was stopped before it began"))
+        with suppress(BaseException):  # waits for whatever still hangs; nobody is left to hear of it
+            runner.close()
 
     async def _main(self) -> None:
+        self._main_task = asyncio.current_task()
+        beating = asyncio.create_task(self._keep_beating())
         try:
+            if self._stopped:
+                return
             if self._start is not None:
                 await self._start()
             self._ready.set_result(None)
             await self._work()
         except BaseException as error:
+            self._cleans_up = True
             try:
-                await self._clean_up()
+                async with asyncio.timeout(_CLOSE_S):
+                    if self._close is not None:
+                        await self._close()
             except Exception as closing:  # `error` is why it ends, and the cause that counts
                 logger.warning(
                     "the generator did not close after %s: %s: %s",
                     *(type(error).__name__, type(closing).__name__, closing),
                 )
             raise
+        finally:
+            beating.cancel()
 
-    async def _clean_up(self) -> None:
-        if self._close is not None:
-            self._thread.leave_alone()
-            async with asyncio.timeout(_CLOSE_S):
-                await self._close()
+    async def _keep_beating(self) -> None:
+        while True:
+            self._beat = time.monotonic()
+            await asyncio.sleep(_BEAT_S)
 
     async def _work(self) -> None:
         try:

@@ -46,7 +46,7 @@ def test_sigterm_ends_generation_and_leaves_no_weights(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         made.train()
     assert ended.value.code == 143
-    assert made.state.global_step == 1 and not made.batches._thread._thread.alive
+    assert made.state.global_step == 1 and not made.batches.alive
     assert not list(tmp_path.glob("rollstream-*"))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

@@ -252,7 +252,7 @@ def test_a_failure_of_generation_ends_the_training_with_its_cause(
     with pytest.raises(GenerationFailedError, match="the tool shop is closed") as failure:
         made.train()
     assert isinstance(failure.value.__cause__, ValueError)
-    assert not made.batches._thread._thread.alive
+    assert not made.batches.alive
 
 
 @pytest.mark.parametrize("during", ["a step", "an evaluation"])
@@ -292,7 +292,7 @@ def test_a_failure_while_nobody_waits_for_a_batch_has_its_cause(
         if during == "a step":
             begun.set()
             until = time.monotonic() + 30
-            while made.batches._thread._thread.alive and time.monotonic() < until:
+            while made.batches.alive and time.monotonic() < until:
                 time.sleep(0.01)
         return compute_loss(*arguments, **keywords)
 

@@ -297,6 +297,7 @@ def test_a_waiting_trainer_is_woken(ends: str) -> None:
         except TrainingError as error:
             told.append(error)
 
+    submitted = batches.submit(forever())
     trainer = threading.Thread(target=wait)
     trainer.start()
     eventually(lambda: batches.counters.begun == 8 and begun.is_set())
@@ -308,14 +309,17 @@ def test_a_waiting_trainer_is_woken(ends: str) -> None:
     trainer.join(LONG_S)
     assert isinstance(told[0], GenerationFailedError if ends == "fails" else GenerationStoppedError)
     assert batches.stop(LONG_S)  # again is nothing
-    assert closed == [True] and not batches.alive
+    assert closed == [True] and not batches.alive and submitted.done()
+    with pytest.raises(GenerationStoppedError):
+        batches.submit(forever())
 
 
-def test_a_failure_does_not_wait_for_what_is_slow_to_end() -> None:
+@pytest.mark.parametrize("fails", [True, False])
+def test_nobody_waits_for_what_is_slow_to_end(fails: bool) -> None:
     release, closing, closed = Gate(), Gate(), list[bool]()
 
     async def generate(group: PlannedGroup) -> list[int]:
-        if group.position == 3:
+        if fails and group.position == 3:
             raise KeyError("broken")
         try:
             await forever()
@@ -330,14 +334,28 @@ def test_a_failure_does_not_wait_for_what_is_slow_to_end() -> None:
 
     batches = batches_of(generate, close=close)
     batches.start()
-    with pytest.raises(GenerationFailedError, match="broken"):
-        batches.next_batch(LONG_S)
-    assert not closing.is_set()
+    if fails:
+        with pytest.raises(GenerationFailedError, match="broken"):
+            batches.next_batch(LONG_S)
+        assert not closing.is_set()
+    else:
+        eventually(lambda: batches.counters.begun == 8)
+        let_it_begin(batches)
     assert batches.stop(timeout=0.1) is False
     release.set()
     assert closing.wait(LONG_S)
-    assert batches.stop(LONG_S)
-    assert closed  # `stop` does not cut off how it cleans up
+    batches.stop(timeout=0.0)  # does not cut off how it cleans up
+    assert batches.stop(LONG_S) and closed
+
+
+def test_a_stop_that_comes_first_keeps_it_from_beginning() -> None:
+    batches = batches_of()
+    with pytest.raises(GenerationStoppedError, match=r"start\(\) comes first"):
+        batches.next_batch(0)
+    assert batches.stop()
+    with pytest.raises(GenerationStoppedError, match="make a new one"):
+        batches.start()
+    assert not batches.alive and batches.counters.begun == 0
 
 
 def test_a_generator_is_closed_where_it_was_started() -> None:
