@@ -78,13 +78,12 @@ class AsyncBatchGenerator:
 
     Args:
         generate: makes the result of a request: a coroutine function, or a plain one (then in other threads).
-        num_steps_async: batches that `should_submit_more` asks for, >= 0; 0 is synchronous: a batch is
-            generated when it is asked for.
+        num_steps_async: batches that `should_submit_more` asks for, >= 0, and that are generated at once; 0 is
+            synchronous: a batch is generated when it is asked for.
         async_generation_timeout: seconds for one batch, retries included; also what `get_batch` waits.
         async_max_queue_size: batches that may be there, from their submission until they are fetched, whether
             pending, completed or failed; None: twice `num_steps_async`, at least 1.
         use_async_generation: False: as `num_steps_async=0`.
-        max_concurrent_batches: batches being generated at once; None: `num_steps_async`, at least 1.
         retry: for errors that may pass.
         max_failures: batches that may fail one after the other; one more ends the generator.
         clock: of all figures; time limits go by the monotonic clock.
@@ -98,7 +97,6 @@ class AsyncBatchGenerator:
         async_generation_timeout: float = 300.0,
         async_max_queue_size: int | None = None,
         use_async_generation: bool = True,
-        max_concurrent_batches: int | None = None,
         retry: RetryPolicy = RETRY,
         max_failures: int = 3,
         clock: Callable[[], float] = time.monotonic,
@@ -115,8 +113,6 @@ class AsyncBatchGenerator:
         )
         if self.async_max_queue_size < least:
             raise ConfigError(f"async_max_queue_size={async_max_queue_size}: at least 1, and num_steps_async")
-        if max_concurrent_batches is not None and max_concurrent_batches < 1:
-            raise ConfigError(f"max_concurrent_batches={max_concurrent_batches}: at least 1")
         self._generate = generate
         self._max_failures = max_failures
         self._clock = clock
@@ -125,7 +121,7 @@ class AsyncBatchGenerator:
             generate=self._call,
             finish=self._finish,
             failed=self._fail,
-            at_once=least if max_concurrent_batches is None else max_concurrent_batches,
+            at_once=least,
             time_limit=async_generation_timeout,
             setting="async_generation_timeout",
             retry=retry,

@@ -242,7 +242,6 @@ def test_something_else_runs_in_its_loop() -> None:
         {"async_generation_timeout": 0},
         {"num_steps_async": 3, "async_max_queue_size": 2},
         {"async_max_queue_size": 0},
-        {"max_concurrent_batches": 0},
     ],
 )
 def test_nonsense_is_refused(wrong: dict[str, Any]) -> None:
