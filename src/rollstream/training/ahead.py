@@ -53,7 +53,14 @@ from rollstream.training.group import (
 )
 from rollstream.training.plan import Plan
 from rollstream.training.schedule import GroupSchedule, Order
-from rollstream.training.selection import GroupFilter, GroupRank, Learns, LearnsFromDrops, TokenBudget
+from rollstream.training.selection import (
+    GroupFilter,
+    GroupRank,
+    Learns,
+    LearnsFromDrops,
+    Policy,
+    TokenBudget,
+)
 from rollstream.training.staleness import StalenessRule
 from rollstream.training.timing import TIMES_KEPT, StepTime, StepTimes, mean
 from rollstream.training.weight_updates import WeightUpdates, load_within
@@ -186,7 +193,7 @@ class BatchesAhead:
         self._filters = filters
         self._max_drops = max(100, 16 * groups_per_step) if max_drops is None else max_drops
         self._rank = rank
-        self._policies: list[GroupFilter | GroupRank] = [*filters, *([] if rank is None else [rank])]
+        self._policies: list[Policy] = [*filters, *([] if rank is None else [rank])]
         candidates: list[object] = [plan, *self._policies]
         self._learners = [one for one in candidates if isinstance(one, Learns)]
         self._drop_learners = [one for one in candidates if isinstance(one, LearnsFromDrops)]
@@ -217,7 +224,6 @@ class BatchesAhead:
         self._engine_version = 0
         self._updating: int | None = None  # the version on its way to the engine
         self._held = False  # nothing is begun
-        self._histogram: Counter[int] = Counter()
         self._generation_times: deque[float] = deque(maxlen=TIMES_KEPT)
         self._asked_at = self._busy_before = 0.0
         self._current: StepTime | None = None
@@ -276,8 +282,8 @@ class BatchesAhead:
 
     def staleness_histogram(self) -> Counter[int]:
         """Groups delivered so far, by staleness."""
-        with self._changed:
-            return Counter(self._histogram)
+        current = [] if self._current is None else self._current.staleness
+        return self.times.histogram + Counter(current)
 
     def start(self, engine_version: int | None = None, *, weights: str | None = None) -> None:
         """Starts the generator and begins groups.
@@ -554,12 +560,11 @@ class BatchesAhead:
                 raise StalenessError(reason)
             return None
         groups = [self._finished.pop(group.position) for group in delivery.groups]
-        staleness = [delivery.step - group.start for group in groups]
         self._untrained[delivery.step] = groups
-        self._histogram.update(staleness)
         last = max(group.finished_at for group in groups)
         self._generation_times.append(last - min(group.begun_at for group in groups))
         self._moved()
+        staleness = [delivery.step - group.start for group in groups]
         return GroupBatch(delivery.step, groups, delivered_at=self._clock(), staleness=staleness)
 
     @contextmanager

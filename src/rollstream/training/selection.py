@@ -38,16 +38,12 @@ class LearnsFromDrops(Protocol):
         ...
 
 
-class GroupFilter(Protocol):
-    """Throws finished groups away."""
+class Policy(Protocol):
+    """What filters and ranks have in common: a state that is saved."""
 
     @property
     def name(self) -> str:
         """Under which its state is saved; unique among the policies of a run."""
-        ...
-
-    def drops(self, group: Group) -> str | None:
-        """Why the group is thrown away, in words; None: it stays. Quick: a lock is held."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,19 +55,20 @@ class GroupFilter(Protocol):
         ...
 
 
-class GroupRank(Protocol):
-    """Decides what goes first where the order leaves a choice (`order="first"`); its state as a filter's."""
+class GroupFilter(Policy, Protocol):
+    """Throws finished groups away."""
 
-    @property
-    def name(self) -> str: ...
+    def drops(self, group: Group) -> str | None:
+        """Why the group is thrown away, in words; None: it stays. Quick: a lock is held."""
+        ...
+
+
+class GroupRank(Policy, Protocol):
+    """Decides what goes first where the order leaves a choice (`order="first"`)."""
 
     def rank(self, group: Group) -> float:
         """The smaller, the sooner; asked once, when the group has finished. Quick: a lock is held."""
         ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class NoSignal:
