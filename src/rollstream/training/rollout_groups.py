@@ -108,6 +108,10 @@ class RolloutGroups:
     async def generate_rows(self, rows: Sequence[PromptRow], epoch: int = 0) -> list[Rollout]:
         """A batch of prompt rows in, all their rollouts out, row by row: for loops without a plan.
 
+        Args:
+            rows: of different indices.
+            epoch: passes over the same rows differ in it, and so in their seeds.
+
         Raises:
             GroupFailedError: too few rollouts of a row were completed; the others are cut off.
         """

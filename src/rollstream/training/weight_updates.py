@@ -59,7 +59,9 @@ def load_within(
                 f"the engine did not take version {version}{waited}: {type(error).__name__}: {error}"
             ) from error
         loading.cancel()
-        raise _late(version, timeout) from None
+        raise WeightUpdateError(
+            f"the engine has not taken version {version} within {timeout:.1f} s"
+        ) from None
 
 
 async def _until_taken(update: Callable[[], Awaitable[None]], version: int, until: float) -> None:
@@ -115,7 +117,10 @@ class WeightUpdates:
         self._running = asyncio.ensure_future(self._update(source, version))
         self._running.add_done_callback(_see)
         if not await _done(self._running, until):
-            raise _late(version, timeout)
+            raise WeightUpdateError(
+                f"the engine has not taken version {version} within {timeout:.1f} s (weight_timeout); what it was "
+                "sent may still come, and the next update waits for its end"
+            )
         self._running.result()
 
 
@@ -128,10 +133,3 @@ def _see(task: "asyncio.Task[None]") -> None:
     """The end of an update that nobody waits for any more is no news."""
     if not task.cancelled():
         task.exception()
-
-
-def _late(version: int, timeout: float) -> WeightUpdateError:
-    return WeightUpdateError(
-        f"the engine has not taken version {version} within {timeout:.1f} s (weight_timeout); what it was sent "
-        "may still come, and the next update waits for its end"
-    )

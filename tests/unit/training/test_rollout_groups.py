@@ -176,23 +176,6 @@ def test_nonsense_is_refused(wrong: dict[str, Any]) -> None:
         groups_of(ScriptedEngine(), **wrong)
 
 
-def test_a_training_loop_over_the_engine_with_its_versions() -> None:
-    engine = ScriptedEngine(latency=0.005)
-    with BatchesAhead(ShuffledPlan(6), groups_of(engine), groups_per_step=3, weights="in_flight") as batches:
-        for step in range(5):
-            batch = batches.next_batch(30)
-            for group, staleness in zip(batch.groups, batch.staleness, strict=True):
-                assert len(group.rewards) == 4
-                stamped = min(
-                    version for rollout in group.rollouts for _, version in rollout.final.policy_versions
-                )
-                assert stamped >= group.start == step - staleness
-            batches.trained(step)
-            batches.update_weights("weights")
-            assert engine.policy_version == step + 1
-    assert not engine.started  # closed
-
-
 def test_a_new_engine_is_given_the_weights_of_the_saved_step_and_their_version() -> None:
     """It stamps tokens with version 0, whatever it has loaded by itself."""
 
@@ -205,13 +188,16 @@ def test_a_new_engine_is_given_the_weights_of_the_saved_step_and_their_version()
             batch = batches.next_batch(30)
             versions = [version for rollout in batch.rollouts for _, version in rollout.final.policy_versions]
             assert max(versions) <= batch.step <= min(versions) + 1
+            assert all(len(group.rewards) == 4 for group in batch.groups)
             seen += [group.planned for group in batch.groups]
             batches.trained(batch.step)
             batches.update_weights("weights")
         return seen
 
-    with batches_of(ScriptedEngine()) as batches:
+    whole_engine = ScriptedEngine()
+    with batches_of(whole_engine) as batches:
         whole = train(batches, 5)
+    assert not whole_engine.started  # closed
     with batches_of(ScriptedEngine()) as batches:
         first = train(batches, 2)
         state = json.loads(json.dumps(batches.state_dict()))
