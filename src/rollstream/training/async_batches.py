@@ -132,15 +132,11 @@ class AsyncBatchGenerator:
         self._number = 0
         self._failures = 0  # one after the other
         self._times: deque[float] = deque(maxlen=TIMES_KEPT)
-        self._started = False
 
     def start(self) -> None:
         """Starts the thread. Again while it runs: nothing happens."""
-        with self._changed:
-            if self._started and not self._thread.over:
-                return
-            self._started = True
-        self._thread.start(self.async_generation_timeout)
+        if self._thread.over or not self._thread.alive:
+            self._thread.start(self.async_generation_timeout)
 
     def stop(self, timeout: float = 10.0) -> bool:
         """Cuts off what is in flight; who waits is told. Idempotent.
