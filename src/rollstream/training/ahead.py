@@ -42,7 +42,7 @@ from rollstream.errors import (
     WeightUpdateError,
 )
 from rollstream.rollout.retry import RetryPolicy
-from rollstream.training.generation_thread import RETRY, GenerationThread, logger
+from rollstream.training.generation_thread import RETRY, START_S, GenerationThread, logger
 from rollstream.training.group import (
     Group,
     GroupBatch,
@@ -131,7 +131,7 @@ class BatchesAhead:
         token_versions: `ignore` what an engine stamps on tokens that does not know versions.
         weights: whether weight updates wait for an idle engine.
         weight_timeout: seconds for a weight update, that wait included.
-        start_timeout: seconds for the generator to get ready: engines that load large models take minutes.
+        start_timeout: seconds for the generator to get ready.
         clock: of all figures; time limits go by the monotonic clock.
 
     Raises:
@@ -159,7 +159,7 @@ class BatchesAhead:
         token_versions: TokenVersions = "check",
         weights: WeightMode = "drain",
         weight_timeout: float = 300.0,
-        start_timeout: float = 600.0,
+        start_timeout: float = START_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value, there_is in (

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 from rollstream.daemon_threads import in_daemon_thread, is_async
 from rollstream.errors import BatchTimeoutError, ConfigError, GenerationFailedError, TrainingError
 from rollstream.rollout.retry import RetryPolicy
-from rollstream.training.generation_thread import RETRY, GenerationThread
+from rollstream.training.generation_thread import RETRY, START_S, GenerationThread
 from rollstream.training.timing import TIMES_KEPT, mean
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ class AsyncBatchGenerator:
     def start(self) -> None:
         """Starts the thread. Again while it runs: nothing happens."""
         if self._thread.over or not self._thread.alive:
-            self._thread.start(self.async_generation_timeout)
+            self._thread.start(START_S)
 
     def stop(self, timeout: float = 10.0) -> bool:
         """Cuts off what is in flight; who waits is told. Idempotent.

@@ -31,6 +31,9 @@ W = TypeVar("W")
 RETRY = RetryPolicy(max_attempts=3, delay=1.0, delay_max=30.0)
 """As the configuration's defaults for rollouts."""
 
+START_S = 600.0
+"""For a generator to get ready: engines that load large models take minutes."""
+
 _CLOSE_S = 20.0
 """For a generator to release what it holds; a server that is told to end gets about as long elsewhere."""
 

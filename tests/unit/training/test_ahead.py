@@ -506,10 +506,10 @@ def test_first_weights_that_are_not_taken_end_it(way: str) -> None:
         raise ValueError("no such file")
 
     batches = batches_of(update=update, weight_timeout=0.2)
-    with pytest.raises(WeightUpdateError, match=r"no such file|within 0\.2 s"):
+    with pytest.raises(WeightUpdateError, match=r"no such file|within"):
         batches.start(weights="checkpoint")
     assert batches.counters.begun == 0
-    with pytest.raises(GenerationFailedError, match=r"no such file|within 0\.2 s"):
+    with pytest.raises(GenerationFailedError, match=r"no such file|within"):
         batches.next_batch(LONG_S)
 
 
@@ -703,15 +703,16 @@ def test_an_update_that_hangs_or_is_refused_is_a_clear_error_and_may_be_tried_ag
             case "away":
                 raise ExceptionGroup("replicas", [EngineUnavailableError("no server is there")])
 
-    with batches_of(update=update) as batches:
+    with batches_of(update=update, weights="in_flight") as batches:
         batches.trained(batches.next_batch(LONG_S).step)
-        for message, left in (
-            (r"has not taken version 1 within 0.3 s", 5),
-            (r"version 1 has been on its way .* is cut off", 5),  # nothing was sent behind its back
-        ):
-            with pytest.raises(WeightUpdateError, match=message):
+        said = ""
+        while "has been on its way" not in said:
+            with pytest.raises(
+                WeightUpdateError, match=r"has not taken version 1 within|is cut off"
+            ) as raised:
                 batches.update_weights("w", timeout=0.3)
-            assert len(behaviours) == left
+            said = str(raised.value)
+            assert len(behaviours) == 5  # nothing is sent behind its back
         with pytest.raises(WeightUpdateError, match="shapes differ") as raised:
             batches.update_weights("w")
         assert isinstance(raised.value.__cause__, ValueError)
@@ -731,7 +732,7 @@ def test_an_engine_that_stays_away_is_an_error_of_the_update_in_time(first: bool
         asked.append(version)
         raise EngineUnavailableError("no server is there")
 
-    batches = batches_of(update=update, weight_timeout=1.0)
+    batches = batches_of(update=update, weights="in_flight", weight_timeout=2.0)
     with pytest.raises(WeightUpdateError, match=r"within \d\.\d s.*no server is there") as raised:
         if first:
             batches.start(weights="w")
@@ -758,7 +759,7 @@ def test_an_update_that_comes_late_never_overwrites_a_newer_one() -> None:
             await asyncio.sleep(0.005)
         answered.append(source)
 
-    with batches_of(update=update, max_staleness=2) as batches:
+    with batches_of(update=update, weights="in_flight", max_staleness=2) as batches:
         for step in range(2):
             batches.next_batch(LONG_S)
             batches.trained(step)
@@ -786,7 +787,7 @@ def test_an_update_that_is_slow_to_be_cut_off_is_waited_for() -> None:
                 await release.passed()
             ended.append(source)
 
-    with batches_of(update=update) as batches:
+    with batches_of(update=update, weights="in_flight") as batches:
         batches.trained(batches.next_batch(LONG_S).step)
         for _ in range(3):
             with pytest.raises(WeightUpdateError):
