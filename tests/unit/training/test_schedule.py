@@ -175,7 +175,7 @@ def test_never_too_stale_never_stuck_nothing_twice(
     assert all(len(batch) == rule.groups_per_step for batch in whole)
     settled = sorted({*trained, *play.dropped})
     assert settled[: play.schedule.watermark] == list(range(play.schedule.watermark))
-    if play.schedule.ended:
+    if play.schedule.ended and not play.taken:  # it may be stopped before the last batch is trained
         assert settled == list(range(rows * epochs))  # type: ignore[operator]
     if order == "plan":
         assert trained == sorted(trained)
