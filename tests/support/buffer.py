@@ -46,6 +46,20 @@ def group(instance_id: Any, rewards: Sequence[Any] = (0, 1, 0, 1), **more: Any) 
     return [item(instance_id, reward, f"{instance_id!r}-{n}", **more) for n, reward in enumerate(rewards)]
 
 
+def named_group(rewards: Sequence[Any], **extra: Any) -> tuple[str, list[dict[str, Any]]]:
+    """The group "q" as hooks get it."""
+    return "q", [
+        {
+            "uid": f"u{index}",
+            "instance_id": "q",
+            "messages": [{"role": "user", "content": 'say "reward":5'}],
+            "reward": reward,
+            "extra_info": {"round_number": index, **extra},
+        }
+        for index, reward in enumerate(rewards)
+    ]
+
+
 def until(check: Callable[[], Any], what: str = "", seconds: float = PATIENCE_S) -> Any:
     """What `check` gives, as soon as it is true."""
     deadline = time.monotonic() + seconds
@@ -106,6 +120,15 @@ class Served:
         assert status == 200, answer
         return answer  # type: ignore[no-any-return]
 
+    async def read_ids(self, **asked: Any) -> list[Any]:
+        """The instances of a native read's groups."""
+        return [one["instance_id"] for one in (await self.read(**asked))["groups"]]
+
+    async def counted(self, **states: int) -> bool:
+        """Whether so many groups are in these states."""
+        groups = (await self.stats())["groups"]
+        return all(groups[state] == count for state, count in states.items())
+
     async def stats(self) -> dict[str, Any]:
         """Counts of the store."""
         return (await self.get("/v1/stats"))[1]["store"]  # type: ignore[no-any-return]
@@ -150,6 +173,25 @@ async def served(
             yield Served(server, session)
     finally:
         await server.stop(grace_s)
+
+
+@contextlib.asynccontextmanager
+async def served_job(
+    folder: Path, hooks: str = "", *, repeats: int = 2, **options: Any
+) -> AsyncIterator[Served]:
+    """A server with a generator file of the task math, of which a job has been started."""
+    files = generator(folder / "files", hooks=hooks)
+    async with served(folder / "buffer", generators=(files,), **options) as buffer:
+        await buffer.start(num_repeat_per_sample=repeats)
+        yield buffer
+
+
+SPOILS_2 = """
+def filter_item(item, task_type):
+    if item["instance_id"] == 2:
+        raise ValueError("no 2")
+    return True
+"""
 
 
 class BufferProcess:

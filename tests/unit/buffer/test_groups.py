@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -30,8 +29,9 @@ from rollstream.buffer.groups import (
     pad_group_data,
     summarize_rewards,
 )
-from rollstream.buffer.items import Encoding
+from rollstream.buffer.items import Encoding, dump_item, load_item
 from rollstream.errors import ConfigError
+from tests.support.buffer import named_group
 
 ENCODINGS: list[Encoding] = ["json", "msgpack"]
 
@@ -40,32 +40,15 @@ any_reward = valid_reward | st.sampled_from([-1.0, 2, None]) | st.floats(-1e300,
 ratio = st.floats(0.01, 1.0)
 
 
-def a_group(rewards: list[Any], **more: Any) -> tuple[str, list[dict[str, Any]]]:
-    return "q", [
-        {
-            "uid": f"u{index}",
-            "instance_id": "q",
-            "messages": [{"role": "user", "content": 'say "reward":5'}],
-            "reward": reward,
-            "extra_info": {"round_number": index, **more},
-        }
-        for index, reward in enumerate(rewards)
-    ]
-
-
-def stored(items: list[dict[str, Any]], encoding: Encoding = "json") -> list[StoredItem]:
-    encode = json.dumps if encoding == "json" else msgspec.msgpack.encode
-    bodies = [body.encode() if isinstance(body := encode(one), str) else body for one in items]
-    return [
-        StoredItem(one["uid"], one["reward"], encoding, body) for one, body in zip(items, bodies, strict=True)
-    ]
+def encoded(items: list[dict[str, Any]], encoding: Encoding = "json") -> list[StoredItem]:
+    return [StoredItem(one["uid"], one["reward"], encoding, dump_item(one, encoding)) for one in items]
 
 
 def finished(
     items: list[dict[str, Any]], settings: GroupSettings, encoding: Encoding = "json"
 ) -> list[dict[str, Any]]:
-    decode = json.loads if encoding == "json" else msgspec.msgpack.decode
-    return [decode(body) for body in finish_group(stored(items, encoding), settings, None).items]
+    done = finish_group(encoded(items, encoding), settings, encoding)
+    return [load_item(body, encoding) for body in done.items]
 
 
 @st.composite
@@ -115,17 +98,15 @@ def test_settings_that_mean_nothing_are_refused(name: str, value: Any) -> None:
 def test_a_jobs_payload_counts() -> None:
     defaults = GroupSettings(8, 1.0, 0.5, 60.0, 0.5)
     assert defaults.for_job({"task_type": "x", "group_size": None}) == defaults
-    assert defaults.for_job({"num_repeat_per_sample": "4"}).group_size == 4
-    assert defaults.for_job({"group_size": 3, "num_repeat_per_sample": 3}).group_size == 3
+    assert defaults.for_job({"group_size": 3, "num_repeat_per_sample": "3"}).group_size == 3
     given_all = {
-        "group_size": "2", "min_valid_group_size_ratio": "0.9", "min_valid_item_size_ratio": 0.8,
+        "num_repeat_per_sample": "2", "min_valid_group_size_ratio": "0.9", "min_valid_item_size_ratio": 0.8,
         "group_timeout_seconds": "1.5", "min_timeout_group_size_ratio": 0.6, "raw": True,
     }  # fmt: skip
     assert defaults.for_job(given_all) == GroupSettings(2, 0.9, 0.8, 1.5, 0.6, True)
     for bad in (
         {"group_size": 2, "num_repeat_per_sample": 3},
-        {"num_repeat_per_sample": 0},
-        {"num_repeat_per_sample": "x"},
+        *({"num_repeat_per_sample": n} for n in (0, "x")),
     ):
         with pytest.raises(ConfigError, match="num_repeat_per_sample"):
             defaults.for_job(bad)
@@ -155,7 +136,7 @@ def test_the_default_verdict(
 ) -> None:
     settings = GroupSettings(group_size=4)
     assert judge_rewards(rewards, settings, timed_out=timed_out) == Verdict(*verdict)
-    assert is_valid_group(a_group(rewards), settings, timed_out=timed_out) == Verdict(*verdict)
+    assert is_valid_group(named_group(rewards), settings, timed_out=timed_out) == Verdict(*verdict)
     if reason:
         assert drop_reason(rewards, settings, failed=0, timed_out=timed_out) == reason
         raw = judge_rewards(rewards, replace(settings, raw=True), timed_out=timed_out)
@@ -169,13 +150,10 @@ def test_a_group_of_one_needs_a_valid_reward_only() -> None:
     settings = GroupSettings(group_size=1)
     for reward in (0, 1, 0.5):
         assert judge_rewards([reward], settings).valid
-        (item,) = finished(a_group([reward])[1], settings)
+        (item,) = finished(named_group([reward])[1], settings)
         assert item["reward"] == item["raw_reward"] == reward
-    assert (
-        judge_rewards([-1.0], settings)
-        == judge_rewards([None], settings)
-        == Verdict(valid=False, finished=True)
-    )
+    for bad in (-1.0, None):
+        assert judge_rewards([bad], settings) == Verdict(valid=False, finished=True)
 
 
 @given(st.lists(any_reward, max_size=20), a_settings(), st.booleans(), st.booleans(), st.randoms())
@@ -198,9 +176,9 @@ def test_meta_info() -> None:
     nothing = get_group_data_meta_info({})
     assert set(nothing.values()) == {0}
     groups: Any = {
-        7: a_group([1, 0, None, -1])[1],
-        "7": a_group([0.5])[1],
-        "f": a_group([0.9], failure="x")[1],
+        7: named_group([1, 0, None, -1])[1],
+        "7": named_group([0.5])[1],
+        "f": named_group([0.9], failure="x")[1],
     }
     assert get_group_data_meta_info(groups) == {
         "total_samples": 6, "num_groups": 3, "avg_group_size": 2.0, "avg_reward": 0.5,
@@ -218,11 +196,11 @@ def test_meta_info_of_any_rewards_is_finite(groups: list[list[float | None]], ra
 
 @given(any_reward, st.booleans())
 def test_the_filter_lets_valid_rewards_through(reward: Any, failed: bool) -> None:
-    (item,) = a_group([reward], **({"failure": {}} if failed else {}))[1]
+    (item,) = named_group([reward], **({"failure": {}} if failed else {}))[1]
     assert filter_item(item) == (reward is not None and 0 <= reward <= 1 and not failed)
 
 
-@given(st.lists(any_reward, min_size=1, max_size=20).map(a_group))
+@given(st.lists(any_reward, min_size=1, max_size=20).map(named_group))
 def test_normalised_rewards(group: Any) -> None:
     before = copy.deepcopy(group)
     _, items = normalize_group_data(group)
@@ -246,7 +224,7 @@ def test_normalised_rewards(group: Any) -> None:
         assert statistics.pstdev(new) == pytest.approx(std / (std + EPSILON), rel=1e-6)
 
 
-@given(st.lists(any_reward, min_size=1, max_size=20).map(a_group), st.integers(1, 40))
+@given(st.lists(any_reward, min_size=1, max_size=20).map(named_group), st.integers(1, 40))
 def test_padding_gives_the_exact_size_and_keeps_the_sum(group: Any, group_size: int) -> None:
     items = group[1]
     assume(all(item["reward"] is None or abs(item["reward"]) < 1e298 for item in items))
@@ -266,18 +244,11 @@ def test_padding_gives_the_exact_size_and_keeps_the_sum(group: Any, group_size: 
             assert math.fsum(shares) == pytest.approx(scaled, rel=1e-9, abs=1e-300)
 
 
-def test_a_copy_and_its_original_have_half_each() -> None:
-    items = pad_group_data(a_group([0.3, 0.6, 0.9]), 4)[1]
-    assert [item["reward"] for item in items] == pytest.approx([0.2, 0.8, 1.2, 0.2])
-    assert [item["uid"] for item in items] == ["u0", "u1", "u2", "u0"]
-    assert pad_group_data(a_group([]), 4)[1] == []
-
-
 @given(st.lists(any_reward, min_size=1, max_size=20), a_settings(), st.sampled_from(ENCODINGS), st.randoms())
 def test_a_group_from_its_bytes_is_the_default_hooks_one(
     rewards: list[Any], settings: GroupSettings, encoding: Encoding, order: random.Random
 ) -> None:
-    items = a_group(rewards)[1]
+    items = named_group(rewards)[1]
     done = finished(items, settings, encoding)
     kept = [item for item in items if filter_item(item)]
     if len(kept) < settings.min_valid_items:
@@ -285,15 +256,13 @@ def test_a_group_from_its_bytes_is_the_default_hooks_one(
         return
     normal = normalize_group_data(("q", kept)) if settings.group_size > 1 else ("q", kept)
     expected = pad_group_data(normal, settings.group_size)[1]
-    assert [one["reward"] for one in done] == [one["reward"] for one in expected]
-    assert [one["uid"] for one in done] == [one["uid"] for one in expected]
+    assert [(one["uid"], one["reward"]) for one in done] == [(one["uid"], one["reward"]) for one in expected]
     assert all(one["raw_reward"] == one["extra_info"]["raw_reward"] for one in done)
     assert all(
         one["messages"] == items[0]["messages"] and "round_number" in one["extra_info"] for one in done
     )
-    left_out = finish_group(stored(items, encoding), settings, None).left_out
-    assert {*left_out, *(one["uid"] for one in done)} == {one["uid"] for one in items}
-    assert not {*left_out} & {one["uid"] for one in done}
+    left_out = finish_group(encoded(items, encoding), settings, None).left_out
+    assert sorted([*left_out, *{one["uid"] for one in done}]) == sorted(one["uid"] for one in items)
     shuffled = list(items)
     order.shuffle(shuffled)
     assert as_multiset(finished(shuffled, settings, encoding)) == as_multiset(done)
@@ -301,27 +270,23 @@ def test_a_group_from_its_bytes_is_the_default_hooks_one(
 
 @given(st.lists(any_reward, min_size=1, max_size=6), st.sampled_from(ENCODINGS), st.sampled_from(ENCODINGS))
 def test_raw_changes_nothing(rewards: list[Any], came: Encoding, wanted: Encoding) -> None:
-    items = a_group(rewards)[1]
-    done = finish_group(stored(items, came), GroupSettings(4, raw=True), wanted)
-    decode = json.loads if wanted == "json" else msgspec.msgpack.decode
-    assert [decode(body) for body in done.items] == items and done.left_out == []
+    items = named_group(rewards)[1]
+    done = finish_group(encoded(items, came), GroupSettings(4, raw=True), wanted)
+    assert [load_item(body, wanted) for body in done.items] == items and done.left_out == []
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_what_becomes_of_an_odd_item(encoding: Encoding) -> None:
-    items = a_group([0, 1, -1])[1]
-    items[0] |= {"scores": {"reward": 9}, "extra_info": {}, 'a"reward': "ü\n"}
+    items = named_group([0, 1, -1])[1]
+    items[0] |= {"scores": {"reward": 9}, 'a"reward': "ü\n"}
     items[1] |= {"extra_info": {"raw_reward": "old", "reward": 3}, "raw_reward": 8}
     del items[0]["extra_info"]
     settings = GroupSettings(group_size=2, min_valid_item_size_ratio=0.5)
     first, second = finished(items, settings, encoding)
     assert (first["raw_reward"], second["raw_reward"]) == (0, 1)
-    assert (
-        first["extra_info"] == {"raw_reward": 0}
-        and first["scores"] == {"reward": 9}
-        and first['a"reward'] == "ü\n"
-    )
+    assert first["extra_info"] == {"raw_reward": 0}
+    assert (first["scores"], first['a"reward']) == ({"reward": 9}, "ü\n")
     assert second["extra_info"] == {"raw_reward": 1, "reward": 3}
-    assert finish_group(stored(items, encoding), settings, None).left_out == ["u2"]
-    mixed = stored(items[:1], "json") + stored(items[1:], "msgpack")
+    assert finish_group(encoded(items, encoding), settings, None).left_out == ["u2"]
+    mixed = encoded(items[:1], "json") + encoded(items[1:], "msgpack")
     assert len(finish_group(mixed, settings, encoding).items) == 2

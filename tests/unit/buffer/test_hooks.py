@@ -15,6 +15,7 @@ from rollstream.buffer.hooks import CONVENTIONS, HookError, Hooks
 from rollstream.buffer.items import dump_item, load_item
 from rollstream.errors import ConfigError
 from rollstream.user_code import run_file
+from tests.support.buffer import named_group
 
 SETTINGS = GroupSettings(group_size=4)
 
@@ -43,19 +44,6 @@ def is_valid_group(group, min_valid_group_size, task_type="math"):
 """
 
 
-def a_group(rewards: list[Any]) -> Group:
-    return "q", [
-        {
-            "uid": f"u{index}",
-            "instance_id": "q",
-            "messages": [{"role": "user", "content": str(index)}],
-            "reward": reward,
-            "extra_info": {"round_number": index},
-        }
-        for index, reward in enumerate(rewards)
-    ]
-
-
 def hooks_of(**functions: Any) -> Hooks:
     return Hooks(SimpleNamespace(**functions), "math", "/g/math_generator.py")  # type: ignore[arg-type]
 
@@ -70,24 +58,20 @@ def finish_by_default(group: Group) -> list[dict[str, Any]]:
     return [load_item(body, "msgpack") for body in finish_group(stored, SETTINGS, "msgpack").items]
 
 
-def test_raw_groups_are_not_judged_by_a_hook() -> None:
-    hooks = hooks_of(is_valid_group=lambda group: 1 / 0)
-    assert hooks.judge(a_group([7.0, None]), GroupSettings(group_size=2, raw=True)) == Verdict(True, True)
-
-
 def test_a_file_written_for_slime(tmp_path: Path) -> None:
     hooks = hooks_in(tmp_path, SLIME_STYLE)
     assert hooks.overridden == {"normalize_group_data", "is_valid_group"}
-    assert hooks.judge(a_group([0, 1, 1]), SETTINGS) == Verdict(False, False)
-    assert hooks.judge(a_group([0, 1, 1]), SETTINGS, timed_out=True) == Verdict(True, True)
-    assert hooks.judge(a_group([0, 1]), SETTINGS, timed_out=True) == Verdict(False, True)
-    assert hooks.judge(a_group([1, 1, 1, 1]), SETTINGS) == Verdict(True, True)
-    items = hooks.finish(a_group([0, 1, 1]), SETTINGS)
-    default = finish_by_default(a_group([0, 1, 1]))
+    assert hooks.judge(named_group([0, 1, 1]), SETTINGS) == Verdict(False, False)
+    assert hooks.judge(named_group([0, 1, 1]), SETTINGS, timed_out=True) == Verdict(True, True)
+    assert hooks.judge(named_group([0, 1]), SETTINGS, timed_out=True) == Verdict(False, True)
+    assert hooks.judge(named_group([1, 1, 1, 1]), SETTINGS) == Verdict(True, True)
+    items = hooks.finish(named_group([0, 1, 1]), SETTINGS)
+    default = finish_by_default(named_group([0, 1, 1]))
     assert [item["reward"] for item in items] == pytest.approx([item["reward"] for item in default])
+    assert hooks.judge(named_group([7.0, None]), GroupSettings(group_size=2, raw=True)) == Verdict(True, True)
 
 
-@given(st.lists(st.sampled_from([0, 0.25, 1, -1.0, None]), max_size=6).map(a_group), st.booleans())
+@given(st.lists(st.sampled_from([0, 0.25, 1, -1.0, None]), max_size=6).map(named_group), st.booleans())
 def test_hooks_that_only_call_the_default_ones_change_nothing(group: Any, timed_out: bool) -> None:
     hooks = hooks_of(
         is_valid_group=lambda group, settings, timed_out: groups.is_valid_group(group, settings, timed_out),
@@ -116,10 +100,10 @@ def test_default_hooks_say_what_they_were_called_with_in_vain() -> None:
     with pytest.raises(
         HookError, match=r"given 4: a hook that is a function of \(group, settings, timed_out\)"
     ):
-        slime.judge(a_group([0, 1]), SETTINGS)
+        slime.judge(named_group([0, 1]), SETTINGS)
     ppo = hooks_of(normalize_group_data=lambda group: groups.normalize_group_data(group, algo="ppo"))
     with pytest.raises(HookError, match="knows the algorithm grpo, not 'ppo'"):
-        ppo.finish(a_group([0, 1, 1, 1]), SETTINGS)
+        ppo.finish(named_group([0, 1, 1, 1]), SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +119,10 @@ def test_default_hooks_say_what_they_were_called_with_in_vain() -> None:
 )
 def test_a_verdict_may_be_one_word_or_two(said: Any, verdict: tuple[bool, bool]) -> None:
     hooks = hooks_of(is_valid_group=lambda group, n, task: said)
-    assert hooks.judge(a_group([0, 1]), SETTINGS) == Verdict(*verdict)
+    assert hooks.judge(named_group([0, 1]), SETTINGS) == Verdict(*verdict)
     # Nothing can come any more: finished, whatever it says.
-    assert hooks.judge(a_group([0, 1]), SETTINGS, timed_out=True).finished
-    assert hooks.judge(a_group([0, 1, 0, 1]), SETTINGS).finished
+    assert hooks.judge(named_group([0, 1]), SETTINGS, timed_out=True).finished
+    assert hooks.judge(named_group([0, 1, 0, 1]), SETTINGS).finished
 
 
 ASKING = """
@@ -167,12 +151,12 @@ def normalize_group_data(group, epsilon=0.5, algo="mine", task_type=""):
 def test_hooks_are_given_what_they_ask_for(tmp_path: Path) -> None:
     module = run_file(tmp_path / "a.py", key="hooks", source=ASKING.encode())
     hooks = Hooks(module, "math", "a.py")
-    hooks.judge(a_group([0, 1]), SETTINGS, timed_out=True)
-    hooks.finish(a_group([0, 1]), GroupSettings(group_size=4, min_valid_item_size_ratio=0.5))
+    hooks.judge(named_group([0, 1]), SETTINGS, timed_out=True)
+    hooks.finish(named_group([0, 1]), GroupSettings(group_size=4, min_valid_item_size_ratio=0.5))
     seen = {"filter": ("math", 4), "normalize": (1e-8, "grpo", 3, 5), "pad": (4,)}
     assert module.seen == {**seen, "valid": (3, True, SETTINGS)}
     module = run_file(tmp_path / "b.py", key="hooks", source=OWN_DEFAULTS.encode())
-    Hooks(module, "math", "b.py").finish(a_group([0, 1, 1]), SETTINGS)
+    Hooks(module, "math", "b.py").finish(named_group([0, 1, 1]), SETTINGS)
     assert module.seen["own"] == (0.5, "mine", "math")
 
 
@@ -216,19 +200,17 @@ def normalize_group_data(group):
 
 
 def test_items_have_their_raw_reward_in_both_places_whatever_hooks_do(tmp_path: Path) -> None:
-    items = hooks_in(tmp_path, TRANSFORM).finish(a_group([0, -1.0, 1]), SETTINGS)  # in place of the others
+    items = hooks_in(tmp_path, TRANSFORM).finish(
+        named_group([0, -1.0, 1]), SETTINGS
+    )  # in place of the others
     assert [(item["reward"], item["raw_reward"]) for item in items] == [(0, 0), (-2.0, -1.0)]
     assert [item["extra_info"]["raw_reward"] for item in items] == [0, -1.0]
     none = hooks_of(transform_group=lambda group, task_type: (group[0], []))
-    assert none.finish(a_group([1]), SETTINGS) == []
-    items = hooks_in(tmp_path, RAW_REWARD).finish(a_group([0, 1, 1, 1]), SETTINGS)
+    assert none.finish(named_group([1]), SETTINGS) == []
+    few = hooks_of(filter_item=lambda item, task_type: item["uid"] in ("u0", "u1"))  # of four, 0.7 must stay
+    assert few.finish(named_group([0, 1, 0.5, 0.7]), SETTINGS) == []
+    items = hooks_in(tmp_path, RAW_REWARD).finish(named_group([0, 1, 1, 1]), SETTINGS)
     assert {(item["raw_reward"], item["extra_info"]["raw_reward"]) for item in items} == {(9.0, 9.0)}
-
-
-@pytest.mark.parametrize(("stay", "size"), [(("u0", "u1"), 0), (("u0", "u1", "u2"), 4)])
-def test_too_few_left_by_a_filter_is_none(stay: tuple[str, ...], size: int) -> None:
-    hooks = hooks_of(filter_item=lambda item, task_type: item["uid"] in stay)
-    assert len(hooks.finish(a_group([0, 1, 0.5, 0.7]), SETTINGS)) == size
 
 
 def call_all(hooks: Hooks, group: Group) -> None:
@@ -243,7 +225,7 @@ def call_all(hooks: Hooks, group: Group) -> None:
 def test_a_hook_that_raises_is_named_with_its_traceback(tmp_path: Path, name: str) -> None:
     hooks = hooks_in(tmp_path, f"def {name}({', '.join(CONVENTIONS[name])}):\n    return 1 / 0\n")
     with pytest.raises(HookError, match=f"math_generator.py: {name} raised ZeroDivisionError") as caught:
-        call_all(hooks, a_group([0, 1, 1, 1]))
+        call_all(hooks, named_group([0, 1, 1, 1]))
     assert caught.value.hook == name
     assert f'math_generator.py", line 2, in {name}' in caught.value.traceback
 
@@ -269,7 +251,7 @@ def test_a_hook_that_raises_is_named_with_its_traceback(tmp_path: Path, name: st
 def test_what_cannot_be_handed_out_is_refused(name: str, give_back: Any, said: str) -> None:
     hooks = hooks_of(**{name: give_back})
     with pytest.raises(HookError, match=said) as caught:
-        call_all(hooks, a_group([0, 1, 1, 0.5]))
+        call_all(hooks, named_group([0, 1, 1, 0.5]))
     assert str(caught.value).startswith(f"/g/math_generator.py: {name} gave back")
     assert caught.value.traceback
 
@@ -293,7 +275,7 @@ def test_items_that_a_reader_cannot_use_are_refused(change: dict[str, Any], said
         return group[0], [{k: v for k, v in item.items() if k != "messages" or v} for item in items]
 
     with pytest.raises(HookError, match=rf"transform_group gave back items\[0\] {said}"):
-        hooks_of(transform_group=transform_group).finish(a_group([0, 1, 1, 0.5]), SETTINGS)
+        hooks_of(transform_group=transform_group).finish(named_group([0, 1, 1, 0.5]), SETTINGS)
 
 
 @pytest.mark.parametrize(

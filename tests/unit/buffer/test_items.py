@@ -62,23 +62,22 @@ def test_an_item_is_stored_as_it_came(encoding: Encoding) -> None:
     body = body_of(item, encoding)
     assert parse_item(body, encoding) == Item("u", 7, 1.0, False, None, body, encoding)
     assert load_item(body, encoding) == item
+    own = {"task_type": "math", "job": "j1", "policy_version": 3, "policy_versions": [[0, 3]], **TOKENS}
+    parsed = parse_item(body_of(an_item(instance_id="7", **own), encoding), encoding)
+    assert (parsed.instance_id, parsed.task, parsed.job, parsed.version) == ("7", "math", "j1", 3)
+    assert load_item(parsed.body, encoding) == an_item(instance_id="7", **own)
 
 
 @each_encoding
 def test_what_is_missing_and_may_be_is_made(encoding: Encoding) -> None:
     body = body_of({"instance_id": "q1", "messages": MESSAGES, "reward": None}, encoding)
+    if encoding == "json":
+        body = b" \n" + body
     first, second = parse_item(body, encoding), parse_item(body, encoding)
     assert first.uid != second.uid and first.reward is None
     stored = load_item(first.body, encoding)
     assert stored["uid"] == first.uid and stored["extra_info"] == {}
-
-
-@each_encoding
-def test_the_buffers_own_fields(encoding: Encoding) -> None:
-    item = an_item(task_type="math", job="j1", policy_version=3, policy_versions=[[0, 3]], **TOKENS)
-    parsed = parse_item(body_of(item, encoding), encoding)
-    assert (parsed.task, parsed.job, parsed.version) == ("math", "j1", 3)
-    assert load_item(parsed.body, encoding) == item
+    assert parse_item(first.body, encoding) == first
 
 
 @each_encoding
@@ -101,15 +100,11 @@ def test_tokens_of_msgpack_are_binary_or_lists() -> None:
     )
 
 
-def test_ids_of_numbers_and_texts_differ() -> None:
-    assert parse_item(body_of(an_item(instance_id=7))).instance_id == 7
-    assert parse_item(body_of(an_item(instance_id="7"))).instance_id == "7"
-
-
 @each_encoding
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
+        *(({name: ...}, "") for name in ("instance_id", "messages", "reward")),
         *each("instance_id", None, True, 1.5, "", [1], 1 << 63, "x" * (MAX_TEXT + 1)),
         *each("uid", 5, None, "", "x" * (MAX_TEXT + 1)),
         *each("reward", "1", True, [1]),
@@ -139,31 +134,20 @@ def test_ids_of_numbers_and_texts_differ() -> None:
     ],
 )
 def test_a_wrong_field_is_named(changes: dict[str, Any], where: str, encoding: Encoding) -> None:
+    item = {name: value for name, value in an_item(**changes).items() if value is not ...}
     with pytest.raises(ItemError) as caught:
-        parse_item(body_of(an_item(**changes), encoding), encoding)
-    assert caught.value.where == where
-    assert str(caught.value) == f"{where}: {caught.value.message}" and caught.value.message
-
-
-@each_encoding
-@pytest.mark.parametrize("name", ["instance_id", "messages", "reward"])
-def test_a_missing_field_is_named(name: str, encoding: Encoding) -> None:
-    item = an_item()
-    del item[name]
-    with pytest.raises(ItemError, match=name):
         parse_item(body_of(item, encoding), encoding)
+    assert caught.value.where == where and caught.value.message
+    assert str(caught.value) == (f"{where}: {caught.value.message}" if where else caught.value.message)
+    assert where or next(iter(changes)) in caught.value.message
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_finite_number_is_refused(value: float) -> None:
-    for item in (
-        an_item(reward=value),
-        an_item(extra_info={"score": [value]}),
-        an_item(deep=[{"null": value}]),
-    ):
+    for changes in ({"reward": value}, {"extra_info": {"score": [value]}}, {"deep": [{"null": value}]}):
         for encoding in ENCODINGS:
             with pytest.raises(ItemError):
-                parse_item(body_of(item, encoding), encoding)
+                parse_item(body_of(an_item(**changes), encoding), encoding)
     with pytest.raises(ItemError):
         parse_item(body_of(an_item(reward=0)).replace(b'"reward": 0', b'"reward": 1e999'))
     for name, bad in (("response_logprobs", struct.pack("<3f", 0, value, 0)), ("response_logprobs", b"12345"),
@@ -202,34 +186,25 @@ def test_what_is_taken_can_be_given_in_both_encodings(encoding: Encoding, levels
     for _ in range(levels):
         nest = [nest]
     try:
-        body = (
-            json.dumps(an_item(deep=nest)).encode()
-            if encoding == "json"
-            else msgspec.msgpack.encode(an_item(deep=nest))
-        )
-    except RecursionError:
-        return
-    try:
+        body = body_of(an_item(deep=nest), encoding)
         loaded = load_item(parse_item(body, encoding).body, encoding)
-    except ItemError:
+    except (RecursionError, ItemError):
         return
     for wanted in ENCODINGS:
         assert load_item(dump_item(loaded, wanted), wanted) == loaded
 
 
 @pytest.mark.parametrize(
-    "value",
-    [b"bytes", msgspec.msgpack.Ext(5, b"1234"), {1: 2}, 2**64 - 1 << 1, msgspec.Raw(b"\xd6\xff\0\0\0\0")],
+    "value", [b"bytes", msgspec.msgpack.Ext(5, b"1234"), {1: 2}, msgspec.Raw(b"\xd6\xff\0\0\0\0")]
 )
 def test_what_json_has_no_form_for_is_refused_in_msgpack(value: Any) -> None:
-    if isinstance(value, int):
-        body = body_of(an_item(odd=0)).replace(b'"odd": 0', b'"odd": %d' % value)
-        assert load_item(parse_item(body).body, "json")["odd"] == float(
-            value
-        )  # as every JSON reader of numbers
-        return
     with pytest.raises(ItemError, match="JSON has no form for"):
         parse_item(body_of(an_item(extra_info={"odd": [value]}), "msgpack"), "msgpack")
+
+
+def test_a_number_beyond_64_bits_is_read_as_every_json_reader_reads_it() -> None:
+    body = body_of(an_item(odd=0)).replace(b'"odd": 0', b'"odd": %d' % 2**65)
+    assert load_item(parse_item(body).body, "json")["odd"] == 2.0**65
 
 
 @pytest.mark.parametrize(
@@ -257,15 +232,6 @@ def test_a_batch_is_all_good_or_refused(encoding: Encoding) -> None:
     for wrong in ([], {}, [an_item(), 3], [1] * (MAX_ITEMS + 1), None, [None]):
         with pytest.raises(ItemError, match="items"):
             parse_items(body_of({"items": wrong}, encoding), encoding)
-
-
-@each_encoding
-@pytest.mark.parametrize("body", [b' \n{"instance_id":1,"messages":[{"role":"u"}],"reward":1}', None])
-def test_a_uid_is_put_into_any_body(encoding: Encoding, body: bytes | None) -> None:
-    if body is None or encoding == "msgpack":
-        body = body_of({"instance_id": 1, "messages": [{"role": "u"}], "reward": 1}, encoding)
-    parsed = parse_item(body, encoding)
-    assert parse_item(parsed.body, encoding) == parsed
 
 
 @each_encoding
@@ -299,7 +265,6 @@ def test_further_keys_survive_both_encodings(
     item = {**rest, **an_item()}
     loaded = load_item(parse_item(body_of(item, came), came).body, came)
     assert load_item(dump_item(loaded, given_as), given_as) == item
-    assert dump_list([body_of(item, came)] * 2, came) == dump_list([body_of(item, came)] * 2, came)
 
 
 @each_encoding

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import orjson
 import pytest
 
 from rollstream.buffer.folder import BufferFolder
 from rollstream.buffer.store.base import Limits
-from tests.support.buffer import Served, generator, group, item, served
+from tests.support.buffer import SPOILS_2, generator, group, item, served, served_job
 
 MSGPACK = "application/msgpack"
 TOKENS: dict[str, Any] = {
@@ -34,20 +33,17 @@ def frames(body: bytes) -> list[dict[str, Any]]:
 async def test_a_batch_in_json_and_in_msgpack(tmp_path: Path) -> None:
     async with served(tmp_path) as buffer:
         items = group("a")
-        assert await buffer.post("/v1/items", {"items": items[:3]}) == (
-            200,
-            {"stored": 3, "known": 0, "results": ["stored"] * 3},
-        )
+        answer = await buffer.post("/v1/items", {"items": items[:3]})
+        assert answer == (200, {"stored": 3, "known": 0, "results": ["stored"] * 3})
         packed = msgspec.msgpack.encode({"items": items[2:]})
-        for media in (MSGPACK, "application/x-msgpack; x=y"):
-            status, answer = await buffer.post("/v1/items", data=packed, headers={"content-type": media})
-            assert status == 200
-        assert answer == {"stored": 0, "known": 2, "results": ["known"] * 2}
+        for media, known in ((MSGPACK, 1), ("application/x-msgpack; x=y", 2)):
+            _, answer = await buffer.post("/v1/items", data=packed, headers={"content-type": media})
+            assert (answer["stored"], answer["known"], len(answer["results"])) == (2 - known, known, 2)
         assert (await buffer.post("/v1/items", data=b"x", headers={"content-type": "image/png"}))[0] == 415
-        uids = [one["uid"] for one in items]
-        assert (await buffer.post("/v1/uids/known", {"uids": [*uids, "?"]}))[1] == {
-            "known": [True] * 4 + [False]
-        }
+        known = await buffer.post("/v1/uids/known", {"uids": [*(one["uid"] for one in items), "?"]})
+        assert known == (200, {"known": [True] * 4 + [False]})
+        (given,) = (await buffer.read())["groups"]
+        assert [one["raw_reward"] for one in given["items"]] == [0, 1, 0, 1], "of both encodings"
 
 
 async def test_bad_items_are_named_and_nothing_of_the_batch_is_stored(tmp_path: Path) -> None:
@@ -64,11 +60,11 @@ async def test_bad_items_are_named_and_nothing_of_the_batch_is_stored(tmp_path: 
 async def test_a_read_in_both_forms(tmp_path: Path, stored: str) -> None:
     async with served(tmp_path, raw=True) as buffer:
         items = group(7, (0, 1, 0, 1), policy_version=3, **TOKENS)
-        encode, media = (
-            (orjson.dumps, "application/json") if stored == "json" else (msgspec.msgpack.encode, MSGPACK)
-        )
-        body = encode({"items": items})
-        assert (await buffer.post("/v1/items", data=body, headers={"content-type": media}))[0] == 200
+        if stored == "json":
+            await buffer.write(*items)
+        else:
+            packed = msgspec.msgpack.encode({"items": items})
+            await buffer.post("/v1/items", data=packed, headers={"content-type": MSGPACK})
         answer = await buffer.read(consumer="me")
         (given,) = answer["groups"]
         assert given.pop("items") == items
@@ -85,8 +81,7 @@ async def test_a_read_in_both_forms(tmp_path: Path, stored: str) -> None:
             head, one, end = frames(await response.read())
             assert response.headers["rollstream-lease"] == head["head"]["lease"]
         assert one["group"]["encoding"] == stored
-        given = msgspec.json.decode(one["group"]["items"]) if stored == "json" else one["group"]["items"]
-        assert stored == "msgpack" or given == items
+        assert stored == "msgpack" or msgspec.json.decode(one["group"]["items"]) == items
         assert end["end"]["items"] == 4
         whole = (await buffer.get("/v1/groups/1"))[1]
         assert whole["items"] == items and whole["group"]["state"] == "leased"
@@ -116,31 +111,25 @@ async def test_the_life_of_a_lease(tmp_path: Path) -> None:
         async def lease(verb: str, id: str, body: Any = None) -> tuple[int, Any]:
             return await buffer.post(f"/v1/leases/{id}/{verb}", body if body is not None else {})
 
-        first = (await buffer.read(max_groups=1))["head"]["lease"]
+        async def taken(**asked: Any) -> str:
+            return str((await buffer.read(max_groups=1, **asked))["head"]["lease"])
+
+        first = await taken()
         assert (await lease("extend", first, {"seconds": 5}))[1] == {"lease": first, "lease_seconds": 5}
         assert (await lease("nack", first))[0] == 200
         assert (await lease("extend", first, {"seconds": 5}))[0] == 409
-        second = (await buffer.read(max_groups=1))["head"]["lease"]
-        status, answer = await lease("ack", first)
-        assert status == 409 or answer["groups"] == 1  # its group is another lease's now
-        assert (await lease("ack", second))[1] == {
-            "lease": second,
-            "groups": 1,
-            "items": 4,
-            "repeated": False,
-        }
-        assert (await lease("ack", second))[1]["repeated"] is True
+        second = await taken()
+        assert (await lease("ack", first))[0] == 409  # its group is another lease's now
+        acked = {"lease": second, "groups": 1, "items": 4, "repeated": False}
+        assert (await lease("ack", second))[1] == acked
+        assert (await lease("ack", second))[1] == {**acked, "repeated": True}
         assert (await lease("nack", second))[0] == 409
         for verb in ("ack", "nack"):
             assert (await lease(verb, "nobody"))[0] == 404
         for bad in ({"seconds": 0}, {"seconds": "x"}, {"second": 1}, {}):
             assert (await lease("extend", second, bad))[0] == 400
-        await buffer.read(lease_seconds=0.2)
-        await buffer.until(lambda: _is_ready(buffer))
-
-
-async def _is_ready(buffer: Served) -> bool:
-    return bool((await buffer.stats())["groups"]["ready"] == 1)
+        await taken(lease_seconds=0.2)
+        await buffer.until(lambda: buffer.counted(ready=1))  # it has expired
 
 
 async def test_a_read_that_is_sent_again_takes_the_same_groups(tmp_path: Path) -> None:
@@ -155,51 +144,36 @@ async def test_a_read_that_is_sent_again_takes_the_same_groups(tmp_path: Path) -
 async def test_staleness(tmp_path: Path) -> None:
     async with served(tmp_path) as buffer:
         await buffer.write(*group("old", policy_version=1), *group("new", policy_version=5), *group("any"))
-        answer = await buffer.read(policy_version=6, max_staleness=2)
-        assert [one["instance_id"] for one in answer["groups"]] == ["new", "any"]
-        answer = await buffer.read(policy_version=6, max_staleness=2)
-        told = answer["head"]["notices"]
-        assert told[:2] == [
-            "1 groups are ready, 0 of them fit this read",
-            "1 groups are older than max_staleness allows",
-        ]
-        told = (await buffer.read(policy_version=6, max_staleness=2, drop_stale=True))["head"]["notices"]
+        stale: dict[str, Any] = {"policy_version": 6, "max_staleness": 2}
+        assert await buffer.read_ids(**stale) == ["new", "any"]
+        told = (await buffer.read(**stale))["head"]["notices"]
+        assert told[0] == "1 groups are ready, 0 of them fit this read"
+        assert told[1] == "1 groups are older than max_staleness allows"
+        told = (await buffer.read(**stale, drop_stale=True))["head"]["notices"]
         assert "1 stale" in told[0] and not any("older than max_staleness" in one for one in told[1:])
         assert (await buffer.stats())["groups_dropped"] == {"stale": 1}
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"max_groups": 0},
-        {"max_groups": "3"},
-        {"batch_size": 3},
-        {"batch_size": 4, "max_groups": 1},
-        {"timeout": -1},
-        {"timeout": 1e9},
-        {"policy_version": 3},
-        {"max_staleness": 3},
-        {"policy_version": 2**63, "max_staleness": 0},
-        {"policy_version": 0, "max_staleness": 2**63},
-        {"read_id": "short"},
-        {"lease_seconds": 0},
-        {"group": 1},
-        {"consumer": "x" * 2000},
-        [],
-        None,
-    ],
-)
-async def test_bad_reads(tmp_path: Path, asked: Any) -> None:
+BAD_READS: list[Any] = [
+    *({"max_groups": 0}, {"max_groups": "3"}, {"batch_size": 3}, {"batch_size": 4, "max_groups": 1}),
+    *({"timeout": -1}, {"timeout": 1e9}, {"policy_version": 3}, {"max_staleness": 3}, {"read_id": "short"}),
+    *({"policy_version": 2**63, "max_staleness": 0}, {"policy_version": 0, "max_staleness": 2**63}),
+    *({"lease_seconds": 0}, {"group": 1}, {"consumer": "x" * 2000}, [], None),
+]
+
+
+async def test_bad_reads(tmp_path: Path) -> None:
     async with served(tmp_path) as buffer:
         await buffer.write(*group("a"))
-        status, answer = await buffer.post("/v1/read", data=json.dumps(asked))
-        assert status == 400 and answer["error"]["message"], answer
+        for asked in BAD_READS:
+            status, answer = await buffer.post("/v1/read", data=json.dumps(asked))
+            assert status == 400 and answer["error"]["message"], (asked, answer)
         largest = 2**63 - 1
         for version, staleness in ((0, largest), (largest, 0)):
             await buffer.read(policy_version=version, max_staleness=staleness, job="none")
         for bad in (2**63, -1):
             assert (await buffer.post("/v1/quarantine/drop", {"groups": [bad]}))[0] == 400
-        assert (await buffer.stats())["groups"]["ready"] == 1
+        assert await buffer.counted(ready=1)
 
 
 async def test_lists_go_on_behind_a_number(tmp_path: Path) -> None:
@@ -227,18 +201,8 @@ async def test_lists_go_on_behind_a_number(tmp_path: Path) -> None:
             assert (await buffer.get(f"/v1/groups/{number}"))[0] == 404
 
 
-RAISING = """
-def filter_item(item, task_type):
-    if item["instance_id"] == 2:
-        raise ValueError("no 2")
-    return True
-"""
-
-
 async def test_quarantine(tmp_path: Path) -> None:
-    files = tmp_path / "files"
-    async with served(tmp_path / "buffer", generators=(generator(files, hooks=RAISING),)) as buffer:
-        await buffer.start(num_repeat_per_sample=2)
+    async with served_job(tmp_path, SPOILS_2) as buffer:
         await buffer.write(*group(1, (0, 1)), *group(2, (0, 1)), *group(3, (0, 1)))
         answer = await buffer.read()
         assert [one["instance_id"] for one in answer["groups"]] == [1, 3]
@@ -248,37 +212,31 @@ async def test_quarantine(tmp_path: Path) -> None:
         assert "1 groups are quarantined, the last one by filter_item: ValueError: no 2" in failure["message"]
         (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
         assert aside["instance_id"] == 2 and "ValueError: no 2" in aside["traceback"]
-        assert (await buffer.post("/v1/quarantine/retry", {"groups": [77]}))[1] == {
-            "groups": 0,
-            "unknown": [77],
-        }
-        generator(files, hooks=RAISING.replace("== 2", "== 9"))
+        retried = await buffer.post("/v1/quarantine/retry", {"groups": [77]})
+        assert retried[1] == {"groups": 0, "unknown": [77]}
+        generator(tmp_path / "files", hooks=SPOILS_2.replace("== 2", "== 9"))
         assert (await buffer.post("/v1/quarantine/retry", {}))[1] == {"groups": 1, "unknown": []}
-        assert [one["instance_id"] for one in (await buffer.read())["groups"]] == [2]
+        assert await buffer.read_ids() == [2]
 
 
 async def test_jobs_over_http(tmp_path: Path) -> None:
     async with served(tmp_path / "buffer", generators=(generator(tmp_path / "files"),)) as buffer:
         status, answer = await buffer.post("/v1/jobs", {"task_type": "chess"})
-        assert (
-            status == 400
-            and answer["error"]["where"] == "task_type"
-            and "Known: math" in answer["error"]["message"]
-        )
+        assert (status, answer["error"]["where"]) == (400, "task_type")
+        assert "Known: math" in answer["error"]["message"]
         job = await buffer.start(num_repeat_per_sample=2)
         assert job["state"] == "running" and job["warnings"] == []
+        path = f"/v1/jobs/{job['id']}"
         await buffer.write(*group("a", (0, 1)), item("open"))
-        assert (await buffer.post(f"/v1/jobs/{job['id']}/drop"))[0] == 409
-        assert (await buffer.post(f"/v1/jobs/{job['id']}/expected", {"items": 50}))[0] == 200
+        assert (await buffer.post(f"{path}/drop"))[0] == 409
+        assert (await buffer.post(f"{path}/expected", {"items": 50}))[0] == 200
         assert (await buffer.get("/v1/stats"))[1]["job"]["expected"] == 50
-        assert (await buffer.post(f"/v1/jobs/{job['id']}/stop"))[1]["state"] == "stopped"
-        assert (await buffer.get(f"/v1/jobs/{job['id']}"))[1]["state"] == "stopped"
-        assert (await buffer.post(f"/v1/jobs/{job['id']}/drop"))[1] == {"job": job["id"], "groups": 2}
+        assert (await buffer.post(f"{path}/stop"))[1]["state"] == "stopped"
+        assert (await buffer.get(path))[1]["state"] == "stopped"
+        assert (await buffer.post(f"{path}/drop"))[1] == {"job": job["id"], "groups": 2}
         assert (await buffer.stats())["groups_dropped"] == {"replaced": 2}
-        for path in ("stop", "drop", "expected"):
-            assert (await buffer.post(f"/v1/jobs/nobody/{path}", {"items": 1} if path == "expected" else {}))[
-                0
-            ] == 404
+        for verb, body in (("stop", {}), ("drop", {}), ("expected", {"items": 1})):
+            assert (await buffer.post(f"/v1/jobs/nobody/{verb}", body))[0] == 404
 
 
 async def test_a_full_buffer_says_so(tmp_path: Path) -> None:
