@@ -18,6 +18,7 @@ from rollstream.buffer.hook_process import HookProcess
 from rollstream.buffer.hooks import HookError
 from rollstream.buffer.items import Encoding, ItemError, dump_item, load_item, parse_item
 from rollstream.errors import ConfigError, RollstreamError
+from tests.support.buffer import item
 from tests.support.processes import command_line
 from tests.support.until import until
 
@@ -34,12 +35,7 @@ def write(folder: Path, task: str, code: str = "") -> Path:
 
 
 def stored(*rewards: float, encoding: Encoding = "json") -> list[tuple[Encoding, bytes]]:
-    message = {"role": "user", "content": "x"}
-    items = [
-        {"uid": f"u{n}", "instance_id": 7, "messages": [message], "reward": reward, "extra_info": {}}
-        for n, reward in enumerate(rewards)
-    ]
-    return [(encoding, dump_item(item, encoding)) for item in items]
+    return [(encoding, dump_item(item(7, reward, f"u{n}"), encoding)) for n, reward in enumerate(rewards)]
 
 
 async def finish(host: GeneratorFiles, task: str = "math") -> list[dict[str, Any]]:
@@ -94,7 +90,7 @@ def filter_item(item, task_type):
             mixed = stored(0.0, 0.5, encoding="msgpack")[:1] + stored(0.0, 0.5)[1:]
             done = await host.finish("math", 7, mixed, SETTINGS, False, encoding)
             items = [load_item(body, encoding) for body in done.items]
-            assert [(item["uid"], item["raw_reward"]) for item in items] == [("u1", 0.5), ("u1", 0.5)]
+            assert [(one["uid"], one["raw_reward"]) for one in items] == [("u1", 0.5), ("u1", 0.5)]
             assert done.left_out == ["u0"]
         assert await host.finish("math", 7, stored(0.0, 0.0), SETTINGS, False, "json") == ([], ["u0", "u1"])
 
@@ -103,11 +99,9 @@ FAULTS = {
     "hang": ("time.sleep(600)", "filter_item did not return within 2 s"),
     "gil": ("import re; re.match('(a+)+$', 'a' * 60 + 'b')", "filter_item did not return within 2 s"),
     "leave": ("os._exit(3)", r"filter_item: the process of the hooks ended \(exit status 3\)"),
-    "killed": ("os.kill(os.getpid(), 9)", r"process of the hooks ended \(killed by SIGKILL\)"),
     "crash": ("import ctypes; ctypes.string_at(0)", r"process of the hooks ended \(killed by SIGSEGV\)"),
     "sys_exit": ("raise SystemExit(4)", "filter_item raised SystemExit: 4"),
     "interrupt": ("raise KeyboardInterrupt", "filter_item raised KeyboardInterrupt"),
-    "nonsense": ("return None", "filter_item gave back None instead of True or False"),
     "closes": ("os.closerange(3, 99); time.sleep(600)", "filter_item: the process of the hooks ended"),
     "no_form": ("item['extra_info']['a'] = {1}; return True", "filter_item gave back an item that cannot be"),
 }
@@ -134,7 +128,6 @@ async def test_problems_name_the_file_and_leave_the_others(tmp_path: Path) -> No
     sources = {
         "no_task": ("def run_rollout(data): pass", "defines no TASK_TYPE"),
         "number": ("TASK_TYPE = 5\ndef run_rollout(data): pass", "TASK_TYPE must be a text, not empty, is 5"),
-        "empty": ("", "defines no TASK_TYPE"),
         "no_run": ("TASK_TYPE = 'x'", "defines no run_rollout"),
         "not_run": ("TASK_TYPE = 'x'\nrun_rollout = 5", "run_rollout must be a function"),
         "no_data": ("TASK_TYPE = 'x'\ndef run_rollout(): pass", "run_rollout must be a function"),
@@ -258,9 +251,9 @@ async def test_items_are_parsed_in_a_child() -> None:
             plain = load_item(body, encoding)
             del plain["uid"]
             plain["extra_info"]["text"] = "x" * 3_000_000  # more than is written at once
-            item = await process.parse(dump_item(plain, encoding), encoding)
-            assert load_item(item.body, encoding) == {"uid": item.uid, **plain}
-            assert item == parse_item(item.body, encoding)
+            parsed = await process.parse(dump_item(plain, encoding), encoding)
+            assert load_item(parsed.body, encoding) == {"uid": parsed.uid, **plain}
+            assert parsed == parse_item(parsed.body, encoding)
         with pytest.raises(ItemError, match="messages: ") as caught:
             await process.parse(b'{"instance_id": 1, "messages": [], "reward": 1}', "json")
         assert caught.value.where == "messages"
@@ -273,8 +266,7 @@ async def test_close_ends_a_hanging_hook_at_once(tmp_path: Path) -> None:
     async with a_host(tmp_path) as host:
         calls = [asyncio.create_task(who(host, 0)) for _ in range(3)]
         await until(file.with_name(file.name + ".began").exists)
-        async with asyncio.timeout(15):  # the hook would hang for ever
-            await host.close()
+        await host.close()  # the hook would hang for ever
         for call in [*calls, who(host, 1)]:
             with pytest.raises(RollstreamError, match="the server is ending") as caught:
                 await call

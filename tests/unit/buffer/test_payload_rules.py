@@ -94,7 +94,7 @@ def test_input_files_by_example(folders: Folders, monkeypatch: pytest.MonkeyPatc
         rules.check({"task_type": "math", "input_file": "../data/a.jsonl"}, False)
 
 
-def engine(url: Any, shown_token: bool = False) -> None:
+def check_engine(url: Any, shown_token: bool = False) -> None:
     engines = ["http://gpu-1:30000", "https://engine.example/v1", "http://[fd00::1]:80"]
     rules = PayloadRules(engines=engines, forbidden=NOWHERE)
     checked, _ = rules.check({"task_type": "math", "remote_engine_url": url}, shown_token)
@@ -123,16 +123,16 @@ NO_ENGINES: list[Any] = """
 
 def test_engines_by_example() -> None:
     for url in [*ALLOWED_ENGINES, ["http://127.0.0.1:1", "http://gpu-1:30000"]]:
-        engine(url)
+        check_engine(url)
     for url in [*OTHER_ENGINES, ["http://127.0.0.1", "http://evil"]]:
         with pytest.raises(ConfigError, match=r"--engines"):
-            engine(url)
-        engine(url, shown_token=True)
+            check_engine(url)
+        check_engine(url, shown_token=True)
     wrong = ["http://127.0.0.1\n.evil", "http://127.0.0.1\n", " http://127.0.0.1", "http://[::1] http://evil"]
     for url in [*NO_ENGINES, *wrong, "", [], [[]], 7, {"url": "http://127.0.0.1"}, True]:
         for shown_token in (False, True):
             with pytest.raises(ConfigError, match=r"^remote_engine_url: "):
-                engine(url, shown_token)
+                check_engine(url, shown_token)
     for url in ("gpu-1:30000", "http://gpu-1/x?y", "http://a b"):  # the operator's own
         with pytest.raises(ConfigError, match=r"^engines: "):
             PayloadRules(engines=[url], forbidden=NOWHERE)
@@ -146,7 +146,7 @@ PARTS = st.lists(st.sampled_from(HOSTS) | NOISE, max_size=5).map("".join)
 @given(url=st.sampled_from(["http://", "https://", "http:", ""]).flatmap(lambda s: PARTS.map(s.__add__)))
 def test_an_engine_that_passes_is_the_one_that_a_client_finds(url: str) -> None:
     try:
-        engine(url)
+        check_engine(url)
     except ConfigError as error:
         assert str(error).startswith("remote_engine_url: ")
         return

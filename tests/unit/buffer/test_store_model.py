@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -354,7 +355,13 @@ def run_machine(new_driver: Callable[[], Callable[[], Driver]], servers: int, ex
     )
 
 
-def test_sqlite_against_reference() -> None:
+def examples(few: int, many: int) -> pytest.MarkDecorator:
+    soak = pytest.param(many, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])
+    return pytest.mark.parametrize("examples", [few, soak])
+
+
+@examples(60, 3000)
+def test_sqlite_against_reference(examples: int) -> None:
     folder = Path(tempfile.mkdtemp(prefix="rollstream-store-", dir=SHM))
 
     def new_database() -> Callable[[], Driver]:
@@ -362,14 +369,15 @@ def test_sqlite_against_reference() -> None:
         return lambda: SqliteDriver(database)
 
     try:
-        run_machine(new_database, 1, 100)
+        run_machine(new_database, 1, examples)
     finally:
         shutil.rmtree(folder)
 
 
-def test_two_servers_on_postgres_against_reference(postgres: PostgresServer) -> None:
+@examples(15, 1000)
+def test_two_servers_on_postgres_against_reference(postgres: PostgresServer, examples: int) -> None:
     def new_database() -> Callable[[], Driver]:
         schema = new_schema()
         return lambda: PostgresDriver(postgres.url, schema)
 
-    run_machine(new_database, 2, 25)
+    run_machine(new_database, 2, examples)

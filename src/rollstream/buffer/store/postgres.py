@@ -26,7 +26,10 @@ _MANY_S: Final = 120.0
 """For many rows at once, 64 MiB of items on a slow network."""
 
 _TURN_S: Final = 15.0
-"""For the turns of other servers. One that froze or vanished loses its turn after ten seconds."""
+"""For the turns of other servers."""
+
+_FROZEN_S: Final = 10.0
+"""A server that froze or vanished loses its turn after it."""
 
 _SETTINGS: Final = {
     "application_name": "rollstream",
@@ -38,7 +41,6 @@ _SETTINGS: Final = {
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
     "jit": "off",
-    "idle_in_transaction_session_timeout": "10s",
     "lock_timeout": f"{_TURN_S:.0f}s",
     "tcp_user_timeout": "10s",
     "tcp_keepalives_idle": "4",
@@ -58,7 +60,7 @@ class PostgresDriver:
     connect again.
     """
 
-    def __init__(self, url: str, schema: str = "rollstream") -> None:
+    def __init__(self, url: str, schema: str = "rollstream", *, frozen_s: float = _FROZEN_S) -> None:
         """Raises `ConfigError`."""
         try:
             import asyncpg
@@ -70,6 +72,11 @@ class PostgresDriver:
             raise ConfigError(f"{schema!r:.100} cannot name a schema: use small letters, digits and _")
         self._asyncpg = asyncpg
         self._url, self._schema, self._database = url, schema, _without_password(url)
+        self._settings = {
+            **_SETTINGS,
+            "search_path": f'"{schema}"',
+            "idle_in_transaction_session_timeout": f"{frozen_s * 1000:.0f}ms",
+        }
         digest = hashlib.blake2b(f"rollstream:{schema}".encode(), digest_size=8).digest()
         self._lock = int.from_bytes(digest, signed=True)
         self._pool: Any = None
@@ -85,7 +92,7 @@ class PostgresDriver:
                     timeout=_CONNECT_S,
                     command_timeout=_COMMAND_S,
                     reset=_nothing_to_reset,
-                    server_settings={**_SETTINGS, "search_path": f'"{self._schema}"'},
+                    server_settings=self._settings,
                 )
                 await self._pool.release(await self._pool.acquire(timeout=_COMMAND_S))
             except ValueError as error:  # among them asyncpg's own, for an option
