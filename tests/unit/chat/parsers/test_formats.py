@@ -1,5 +1,6 @@
 """What holds for every format: calls, thinking and content are read as their templates write them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,20 +25,16 @@ TRICKY: Calls = [
 ]
 
 
-@pytest.fixture(params=FORMATS.values(), ids=FORMATS.keys())
-def form(request: pytest.FixtureRequest) -> Format:
-    result: Format = request.param
-    return result
+def form_fixture(where: Callable[[Format], bool] = lambda form: True) -> Any:
+    forms = {name: form for name, form in FORMATS.items() if where(form)}
+    return pytest.fixture(params=forms.values(), ids=forms.keys())(lambda request: request.param)
 
 
-JSON_FORMATS = {name: form for name, form in FORMATS.items() if form.parser not in ("qwen3_coder", "glm45")}
+form = form_fixture()
+json_form = form_fixture(lambda form: form.parser not in ("qwen3_coder", "glm45"))
 """The others write values as bare text."""
-
-
-@pytest.fixture(params=JSON_FORMATS.values(), ids=JSON_FORMATS.keys())
-def json_form(request: pytest.FixtureRequest) -> Format:
-    result: Format = request.param
-    return result
+thinking_form = form_fixture(lambda form: form.content_first and not form.next_call)
+"""Thinking may stand anywhere in its turns."""
 
 
 def read(form: Format, text: str, **kwargs: Any) -> ParsedOutput:
@@ -51,18 +48,11 @@ def executable(parsed: ParsedOutput) -> Calls:
     return [(call.name, call.arguments or {}) for call in parsed.calls]
 
 
-def test_one_call(form: Format) -> None:
-    parsed = read(form, form.turn(ONE))
-    assert executable(parsed) == ONE
-    assert parsed.content.strip() == "" and parsed.reasoning == ""
-    assert [segment.text for segment in parsed.segments if segment.kind == "call"] == [parsed.calls[0].text]
-
-
 def test_parallel_calls_with_difficult_values(form: Format) -> None:
     parsed = read(form, form.turn(TRICKY))
     assert executable(parsed) == TRICKY
     assert parsed.content.strip() == ""
-    assert all(call.text in form.turn(TRICKY) for call in parsed.calls)
+    assert [one.text for one in parsed.segments if one.kind == "call"] == [one.text for one in parsed.calls]
 
 
 def test_thinking_and_content_before_calls(form: Format) -> None:
@@ -106,39 +96,15 @@ def test_a_call_in_thinking_is_no_call(form: Format) -> None:
         assert executable(closed) == ONE
 
 
-THINKING_ANYWHERE = {
-    name: form for name, form in FORMATS.items() if form.content_first and not form.next_call
-}
-
-
-@pytest.mark.parametrize("form", THINKING_ANYWHERE.values(), ids=THINKING_ANYWHERE.keys())
-def test_a_call_in_later_thinking_is_no_call(form: Format) -> None:
-    thought = f"maybe {form.calls(ONE)} or not"
-    opening, closing = form.opened
-    later = read(form, f"Okay.\n{opening}{thought}{closing}{form.turn(ONE)}")
-    assert executable(later) == ONE
-    assert later.reasoning == thought and later.content.strip() == "Okay."
-    second = read(form, f"{opening}a{closing}b{opening}{thought}")
-    assert second.calls == () and second.reasoning == "a\n" + thought
-
-
-@pytest.mark.parametrize("form", THINKING_ANYWHERE.values(), ids=THINKING_ANYWHERE.keys())
-def test_a_broken_call_hides_no_thinking(form: Format) -> None:
+def test_a_broken_call_hides_no_thinking(thinking_form: Format) -> None:
     """However a call is cut, the block behind it is thinking."""
-    opening, closing = form.opened
-    written = form.calls(TRICKY[:1])
-    thought = f"maybe {form.calls([('hidden', {})])}"
+    opening, closing = thinking_form.opened
+    written = thinking_form.calls(TRICKY[:1])
+    thought = f"maybe {thinking_form.calls([('hidden', {})])}"
     for length in range(len(written)):
-        parsed = read(form, f"{written[:length]}{opening}{thought}{closing}")
+        parsed = read(thinking_form, f"{written[:length]}{opening}{thought}{closing}")
         assert "hidden" not in [call.name for call in parsed.calls]
         assert parsed.reasoning == thought
-
-
-def test_thinking_markers_in_a_call_are_its_text(form: Format) -> None:
-    calls: Calls = [("search", {"query": "<think> [THINK] </think> [/THINK]"}), ONE[0]]
-    parsed = read(form, form.turn(calls))
-    assert executable(parsed) == calls
-    assert parsed.reasoning == "" and parsed.content.strip() == ""
 
 
 @pytest.mark.parametrize("end", ["</s>", "<eos>", "[EOS]"])

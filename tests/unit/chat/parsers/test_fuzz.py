@@ -6,10 +6,10 @@ import orjson
 import pytest
 
 from rollstream.chat.parsers.base import ParsedOutput
-from rollstream.chat.parsers.registry import get_parser, parser_names
+from rollstream.chat.parsers.registry import get_parser
 from tests.unit.chat.parsers.formats import FORMATS, TOOLS, Calls, Format
 
-ROUNDS = 10_000
+SOAK = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 MARKERS = [
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<|python_tag|>", ";"),
@@ -25,19 +25,8 @@ MARKERS = [
 ]
 
 VALUES = [
-    "x",
-    "<think>",
-    "[THINK] </think>",
-    'a "b" {c}',
-    "日本🙂",
-    "</tool_call>",
-    7,
-    -1.5,
-    True,
-    None,
-    [1, [2]],
-    {"a": {"b": []}},
-    "",
+    *("x", "<think>", "[THINK] </think>", 'a "b" {c}', "日本🙂", "</tool_call>", ""),
+    *(7, -1.5, True, None, [1, [2]], {"a": {"b": []}}),
 ]
 
 
@@ -62,11 +51,8 @@ def thought(rng: random.Random, form: Format) -> str:
     """A thinking block with a call in it."""
     # The end of a call would end a message of harmony, thinking or not.
     text = "Or " + form.calls([("hidden", {"query": "x"})]).partition("<|call|>")[0]
-    return rng.choice(thinking_templates(form)).replace("{}", text)
-
-
-def thinking_templates(form: Format) -> list[str]:
-    return [form.thinking, "<think>{}</think>"] if form.parser == "mistral" else [form.thinking]
+    blocks = [form.thinking, "<think>{}</think>"] if form.parser == "mistral" else [form.thinking]
+    return rng.choice(blocks).replace("{}", text)
 
 
 def scattered_turn(rng: random.Random, form: Format) -> tuple[str, Calls, int]:
@@ -145,16 +131,19 @@ def check_thinking(name: str, parsed: ParsedOutput, in_thinking: bool) -> None:
             assert call.text.endswith(CALL_ENDS) or not any(mark in call.text for mark in closings)
 
 
+@pytest.mark.parametrize("rounds", [3_000, pytest.param(100_000, marks=SOAK)])
 @pytest.mark.parametrize("name", sorted({form.parser for form in FORMATS.values()}))
-def test_mutated_turns(name: str) -> None:
+def test_mutated_turns(name: str, rounds: int) -> None:
     rng = random.Random(f"parsers {name}")
     forms = [form for form in FORMATS.values() if form.parser == name]
     others = list(FORMATS.values())
     parser = get_parser(name)
     fine = broken = thoughts = 0
-    for _ in range(ROUNDS):
+    for number in range(rounds):
         form = rng.choice(forms)
         text = mutate(rng, random_turn(rng, form), random_turn(rng, rng.choice(others)))
+        if number % 10 == 0:
+            text = "".join(rng.choices(MARKERS, k=rng.randint(0, 30)))
         in_thinking = rng.random() < 0.1
         parsed = parser.parse(text, in_thinking=in_thinking, tools=TOOLS)
         check(text, parsed)
@@ -163,7 +152,7 @@ def test_mutated_turns(name: str) -> None:
         broken += any(call.error is not None for call in parsed.calls)
         thoughts += bool(parsed.reasoning)
     # Mutations that left nothing to read, or broke nothing, would prove nothing.
-    assert min(fine, broken, thoughts) > ROUNDS // 20
+    assert min(fine, broken, thoughts) > rounds // 20
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -182,47 +171,22 @@ def test_thinking_anywhere_hides_its_calls(name: str) -> None:
     assert several > 100
 
 
-@pytest.mark.parametrize("name", parser_names())
-@pytest.mark.parametrize("in_thinking", [False, True])
-def test_text_of_markers_only(name: str, in_thinking: bool) -> None:
-    rng = random.Random(0)
-    parser = get_parser(name)
-    for _ in range(500):
-        text = "".join(rng.choices(MARKERS, k=rng.randint(0, 30)))
-        parsed = parser.parse(text, in_thinking=in_thinking, tools=TOOLS)
-        check(text, parsed)
-        check_thinking(name.replace("-", "_"), parsed, in_thinking)
-
-
-PATHOLOGICAL = {
+DS, DS1, KIMI = "<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<|tool_call_begin|>"
+PATHOLOGICAL: dict[str, list[str]] = {
     "hermes": [
-        "<tool_call>",
-        "<tool_call><think></think>",
-        '<tool_call>{"a": "',
-        '<tool_call>{"</tool_call>',
-        '<tool_call>"</tool_call>"',
+        *("<tool_call>", "<tool_call><think></think>", '<tool_call>{"a": "', '<tool_call>{"</tool_call>'),
+        *("<think>", "<think></think>", "<think>x</think>x", "<|im_end|>", "<|im_end|>x", " ", " x"),
     ],
     "qwen3_coder": ["<tool_call>", "<tool_call><function=f><parameter=a>", "<function=f></parameter>"],
     "glm45": ["<tool_call>", "<tool_call>f<arg_key>a</arg_key><arg_value>", "<tool_call>f<arg_key>"],
     "llama3_json": ["<|python_tag|>", '<|python_tag|>{"a": "', '{"name": "f", "parameters": {}};'],
     "mistral": [
-        "[TOOL_CALLS] [",
-        '[TOOL_CALLS] [{"',
-        '[TOOL_CALLS]f[ARGS]{"]',
-        "[THINK]",
-        "[THINK][/THINK]",
-        "[THINK]<think>",
+        *("[TOOL_CALLS] [", '[TOOL_CALLS] [{"', '[TOOL_CALLS]f[ARGS]{"]'),
+        *("[THINK]", "[THINK][/THINK]", "[THINK]<think>"),
     ],
-    "deepseek_v3": [
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜><｜tool▁sep｜>f\n```\n{",
-    ],
-    "deepseek_v3_1": [
-        '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"',
-        '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"<｜tool▁call▁end｜>',
-    ],
-    "kimi_k2": ["<|tool_call_begin|>", '<|tool_call_begin|>f<|tool_call_argument_begin|>{"<|tool_call_end|>'],
+    "deepseek_v3": [DS, "<｜tool▁calls▁begin｜>", DS + "<｜tool▁sep｜>f\n```\n{"],
+    "deepseek_v3_1": [DS1 + '{"', DS1 + '{"<｜tool▁call▁end｜>'],
+    "kimi_k2": [KIMI, KIMI + 'f<|tool_call_argument_begin|>{"<|tool_call_end|>'],
     "gpt_oss": ["<|channel|>", "<|end|>", "{<|call|>", '<|channel|>final to=f<|message|>{"a": "<|call|>'],
 }
 """What, repeated, would make a careless reader read the rest of the text at each repetition."""
@@ -236,23 +200,14 @@ BEFORE = {
 """What makes JSON of what follows."""
 
 
-@pytest.mark.parametrize(
-    "unit",
-    ["</s>", "<|im_end|>", " ", "<think>", "<think></think>", "<think>x</think>x", "<|im_end|>x", " x"],
-)
-def test_a_megabyte_that_every_format_reads_alike(unit: str) -> None:
-    text = unit * (1_000_000 // len(unit))
-    parsed = get_parser("hermes").parse(text)
-    assert sum(len(segment.text) for segment in parsed.segments) == len(text)
-
-
+@pytest.mark.parametrize("length", [100_000, pytest.param(3_000_000, marks=SOAK)])
 @pytest.mark.parametrize("name", PATHOLOGICAL)
-def test_a_megabyte_of_anything_is_read(name: str) -> None:
+def test_a_long_answer_of_anything_is_read(name: str, length: int) -> None:
     parser = get_parser(name)
     units = [(unit, "") for unit in PATHOLOGICAL[name]]
     units += [(unit, BEFORE[name]) for unit in ("[", '{"a":', "1", '"\\', "\n") if name in BEFORE]
     for unit, before in units:
-        text = before + unit * (1_000_000 // len(unit))
+        text = before + unit * (length // len(unit))
         parsed = parser.parse(text)
         assert sum(len(segment.text) for segment in parsed.segments) == len(text)
         assert all(call.error or unit.startswith('{"name"') for call in parsed.calls)

@@ -1,6 +1,7 @@
 """Each format by examples: what is read, what is a broken call, what is neither."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,47 +72,61 @@ def test_segments_of_a_section() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "calls", "content"),
-    [
-        ("hermes", "no <tool_response> call", [], "no <tool_response> call"),
+TOOL_CALLS = (
+    '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "[TOOL_CALLS]"}}, {"name": "g", "arguments": {}}]'
+)
+CODE = "\n def f():\n    return '</function>'\n"
+TYPED = (
+    "<tool_call>search<arg_key>query</arg_key><arg_value>5 </arg_value>"
+    "<arg_key>limit</arg_key><arg_value>5</arg_value>"
+    '<arg_key>where</arg_key><arg_value>{"a": "</tool_call>"}</arg_value>'
+    "<arg_key>other</arg_key><arg_value>[1]</arg_value>"
+    "<arg_key>free</arg_key><arg_value>[1</arg_value></tool_call>"
+)
+MISTRAL_CALLS = 'Hm.[TOOL_CALLS]f[CALL_ID]abc[ARGS]{"a": "[TOOL_CALLS]"}[TOOL_CALLS]g[ARGS]{}[TOOL_CALLS]h{}'
+NO_LLAMA_CALLS = [
+    *(
+        "Call " + LLAMA,
+        '{"name": "Ann", "age": 7}',
+        '{"parameters": {}}',
+        '{"name": "Ann"',
+        '{"a": 1}',
+        '"name"',
+    ),
+    *("{x | x > 0} is a set; {y} too", f"[{LLAMA}]", "{" * 2000, f"```json\n{LLAMA}\n```"),
+]
+FIRST, THEN = (
+    "<|channel|>commentary<|message|>First.<|end|>",
+    "<|start|>assistant<|channel|>final<|message|> Then.",
+)
+INVENTED = "<|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|>"
+READ: dict[str, list[tuple[str, list[tuple[str, dict[str, Any]]], str]]] = {
+    "hermes": [
+        ("no <tool_response> call", [], "no <tool_response> call"),
+        (HERMES.replace("1", '"<tool_call>x</tool_call>"'), [("f", {"a": "<tool_call>x</tool_call>"})], ""),
+        (HERMES.replace("1", r'1, "a": "\u00e9\ud83d\ude42"'), [("f", {"a": "é🙂"})], ""),  # the last one
+    ],
+    "qwen3_coder": [
+        ("Sure. <function=now>\n</function>\n</tool_call>", [("now", {})], "Sure. "),
         (
-            "hermes",
-            HERMES.replace("1", '"<tool_call>x</tool_call>"'),
-            [("f", {"a": "<tool_call>x</tool_call>"})],
+            f"<tool_call>\n<function=search>\n<parameter=query>\n{CODE}\n</parameter>\n"
+            "<parameter=limit>\n7\n</parameter>\n</function>\n</tool_call>",
+            [("search", {"query": CODE, "limit": 7})],
             "",
         ),
-        (
-            "hermes",
-            HERMES.replace("1", r'1, "a": "\u00e9\ud83d\ude42"'),
-            [("f", {"a": "é🙂"})],
-            "",
-        ),  # the last one
-        ("qwen3_coder", "Sure. <function=now>\n</function>\n</tool_call>", [("now", {})], "Sure. "),
-        (
-            "qwen3_coder",
-            "<tool_call>\n<function=search>\n<parameter=query>\n\n def f():\n    return '</function>'\n\n"
-            "</parameter>\n<parameter=limit>\n7\n</parameter>\n</function>\n</tool_call>",
-            [("search", {"query": "\n def f():\n    return '</function>'\n", "limit": 7})],
-            "",
-        ),
-        *(
+        *(  # does not fit; has no type
             (
-                "qwen3_coder",
                 qwen(f"<function={tool}><parameter=limit>{value}</parameter></function>"),
                 [(tool, {"limit": value})],
                 "",
             )
-            for tool, value in [("search", "many"), ("other", "7")]  # does not fit; has no type
+            for tool, value in [("search", "many"), ("other", "7")]
         ),
-        ("glm45", "\n<think></think>\nSure.\n<tool_call>now\n</tool_call>", [("now", {})], "\nSure.\n"),
+    ],
+    "glm45": [
+        ("\n<think></think>\nSure.\n<tool_call>now\n</tool_call>", [("now", {})], "\nSure.\n"),
         (
-            "glm45",
-            "<tool_call>search<arg_key>query</arg_key><arg_value>5 </arg_value>"
-            "<arg_key>limit</arg_key><arg_value>5</arg_value>"
-            '<arg_key>where</arg_key><arg_value>{"a": "</tool_call>"}</arg_value>'
-            "<arg_key>other</arg_key><arg_value>[1]</arg_value>"
-            "<arg_key>free</arg_key><arg_value>[1</arg_value></tool_call>",
+            TYPED,
             [
                 (
                     "search",
@@ -120,8 +135,10 @@ def test_segments_of_a_section() -> None:
             ],
             "",
         ),
+    ],
+    "llama3_json": [
         *(
-            ("llama3_json", text, [("f", {"a": "x; y"})], "")
+            (text, [("f", {"a": "x; y"})], "")
             for text in [
                 LLAMA,
                 f"\n {LLAMA}",
@@ -130,78 +147,43 @@ def test_segments_of_a_section() -> None:
                 LLAMA.replace("{", '{"type": "function", ', 1),
             ]
         ),
-        ("llama3_json", f"{LLAMA}; {LLAMA} ;\n{LLAMA}; done", [("f", {"a": "x; y"})] * 3, "; done"),
+        (f"{LLAMA}; {LLAMA} ;\n{LLAMA}; done", [("f", {"a": "x; y"})] * 3, "; done"),
+        (f"See.<|python_tag|>{LLAMA}<|python_tag|>{LLAMA}", [("f", {"a": "x; y"})] * 2, "See."),
+        (LLAMA.replace("x; y", "<|python_tag|>"), [("f", {"a": "<|python_tag|>"})], ""),
+        *((text, [], text) for text in NO_LLAMA_CALLS),
+    ],
+    "mistral": [
+        (TOOL_CALLS, [("f", {"a": "[TOOL_CALLS]"}), ("g", {})], ""),
+        (MISTRAL_CALLS, [("f", {"a": "[TOOL_CALLS]"}), ("g", {}), ("h", {})], "Hm."),
+        ("Done.[TOOL_CALLS] []</s>", [], "Done."),
+    ],
+    "deepseek_v3": [
         (
-            "llama3_json",
-            f"See.<|python_tag|>{LLAMA}<|python_tag|>{LLAMA}",
-            [("f", {"a": "x; y"})] * 2,
-            "See.",
-        ),
-        ("llama3_json", LLAMA.replace("x; y", "<|python_tag|>"), [("f", {"a": "<|python_tag|>"})], ""),
-        *(
-            ("llama3_json", text, [], text)
-            for text in [
-                "Call " + LLAMA,
-                '{"name": "Ann", "age": 7}',
-                '{"parameters": {}}',
-                '{"name": "Ann"',
-                '{"a": 1}',
-                "{x | x > 0} is a set; {y} too",
-                '"name"',
-                f"[{LLAMA}]",
-                "{" * 2000,
-                f"```json\n{LLAMA}\n```",
-            ]
-        ),
-        (
-            "mistral",
-            '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "[TOOL_CALLS]"}}, {"name": "g", "arguments": {}}]',
-            [("f", {"a": "[TOOL_CALLS]"}), ("g", {})],
-            "",
-        ),
-        (
-            "mistral",
-            'Hm.[TOOL_CALLS]f[CALL_ID]abc[ARGS]{"a": "[TOOL_CALLS]"}[TOOL_CALLS]g[ARGS]{}[TOOL_CALLS]h{}',
-            [("f", {"a": "[TOOL_CALLS]"}), ("g", {}), ("h", {})],
-            "Hm.",
-        ),
-        ("mistral", "Done.[TOOL_CALLS] []</s>", [], "Done."),
-        (
-            "deepseek_v3",
             v3('f\n```json\n{"a": "```<｜tool▁call▁end｜>```"}\n```'),
             [("f", {"a": "```<｜tool▁call▁end｜>```"})],
             "",
-        ),
-        (
-            "deepseek_v3_1",
-            v3_1('f<｜tool▁sep｜>{"a": "<｜tool▁call▁end｜>"}'),
-            [("f", {"a": "<｜tool▁call▁end｜>"})],
-            "",
-        ),
-        (
-            "gpt_oss",
-            "<|channel|>commentary<|message|>First.<|end|>"
-            "<|start|>assistant<|channel|>final<|message|> Then.<|return|>",
-            [],
-            "First. Then.",
-        ),
-        ("gpt_oss", "Hello <b>there</b>", [], "Hello <b>there</b>"),
-        ("gpt_oss", "Hello<|channel|>final<|message|>, you<|return|>", [], "Hello, you"),
-        (
-            "gpt_oss",
-            "<|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|>",
-            [],
-            "7",
-        ),  # invented
-        ("gpt_oss", "<|channel|>analysis<|message|>I call<|start|>assistant" + OSS + "<|message|>{}", [], ""),
-        ("gpt_oss", "<|channel|>analysis<|message|>I write to=functions.f {}<|call|>", [], ""),
+        )
     ],
+    "deepseek_v3_1": [
+        (v3_1('f<｜tool▁sep｜>{"a": "<｜tool▁call▁end｜>"}'), [("f", {"a": "<｜tool▁call▁end｜>"})], "")
+    ],
+    "gpt_oss": [
+        (f"{FIRST}{THEN}<|return|>", [], "First. Then."),
+        ("Hello <b>there</b>", [], "Hello <b>there</b>"),
+        ("Hello<|channel|>final<|message|>, you<|return|>", [], "Hello, you"),
+        (INVENTED, [], "7"),
+        ("<|channel|>analysis<|message|>I call<|start|>assistant" + OSS + "<|message|>{}", [], ""),
+        ("<|channel|>analysis<|message|>I write to=functions.f {}<|call|>", [], ""),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls", "content"), [(name, *row) for name, rows in READ.items() for row in rows]
 )
 def test_what_is_read(name: str, text: str, calls: list[tuple[str, dict[str, Any]]], content: str) -> None:
     parsed = read(name, text)
-    assert [(call.name, call.arguments, call.error) for call in parsed.calls] == [
-        (*call, None) for call in calls
-    ]
+    assert [(one.name, one.arguments, one.error) for one in parsed.calls] == [(*call, None) for call in calls]
     assert parsed.content == content
 
 
@@ -245,10 +227,10 @@ JSON = "the arguments are not valid JSON: "
 OBJECT = "the arguments are not a JSON object"
 WHOLE = "the call is not valid JSON: "
 NEITHER = "neither a list of calls nor a name and [ARGS]"
-BROKEN = [
-    *(
-        ("hermes", qwen(written), tool, error)
-        for written, tool, error in [
+BROKEN: dict[str, tuple[Callable[[str], str], list[tuple[str, str, str]]]] = {
+    "hermes": (
+        qwen,
+        [
             ('{"name": "f", "arguments": {"a": 1}', "", WHOLE + "Expecting ',' delimiter"),
             ('{"name": "f", "arguments": {"a": 1}}}', "", WHOLE + "Extra data: line 1 column 37"),
             ('{"a": "1', "", WHOLE + "Unterminated string starting at: line 1 column 7"),
@@ -263,11 +245,11 @@ BROKEN = [
             ('{"name": "f", "parameters": {}}', "f", 'the call has no "arguments"'),
             ('{"name": "f", "arguments": [1]}', "f", OBJECT),
             ('{"name": "f\\ud800", "arguments": {}}', "", "the call holds half a surrogate pair"),
-        ]
+        ],
     ),
-    *(
-        ("qwen3_coder", qwen(written), tool, error)
-        for written, tool, error in [
+    "qwen3_coder": (
+        qwen,
+        [
             *(
                 (text, "", "no <function=name> where the call begins")
                 for text in ("", '{"name": "now"}', "<function=></function>")
@@ -280,11 +262,11 @@ BROKEN = [
                 "now",
                 "parameter 'a' is not closed",
             ),
-        ]
+        ],
     ),
-    *(
-        ("glm45", qwen(written), tool, error)
-        for written, tool, error in [
+    "glm45": (
+        qwen,
+        [
             *((text, "", "no name of a tool where the call begins") for text in ("", '{"name": "now"}')),
             ("now\n<arg_key>a", "now", "a key is not closed by </arg_key>"),
             ("now<arg_key>a</arg_key>", "now", "no <arg_value> for the key 'a'"),
@@ -299,49 +281,49 @@ BROKEN = [
                 "now",
                 "the call is not closed by </tool_call>",
             ),
-        ]
+        ],
     ),
-    *(
-        ("deepseek_v3", v3(written), tool, error)
-        for written, tool, error in [
+    "deepseek_v3": (
+        v3,
+        [
             *((text, "", "no name and ```json block in the call") for text in ("f", 'f\n{"a": 1}')),
             ("\n```json\n{}\n```", "", NAME),
             ('f\n```json\n{"a": \n```', "f", JSON + "Expecting value: line 2 column 1"),
             ("f\n```json\n{}\n``` and", "f", JSON + "Extra data"),
             ("f\n```json\n7\n```", "f", OBJECT),
-        ]
+        ],
     ),
-    *(
-        ("deepseek_v3_1", v3_1(written), tool, error)
-        for written, tool, error in [
+    "deepseek_v3_1": (
+        v3_1,
+        [
             ('f{"a": 1}', "", "no <｜tool▁sep｜> in the call"),
             ("<｜tool▁sep｜>{}", "", NAME),
             ("f<｜tool▁sep｜>", "f", JSON + "Expecting value"),
             ("f<｜tool▁sep｜>{}}", "f", JSON + "Extra data: line 1 column 3"),
-        ]
+        ],
     ),
-    *(
-        ("kimi_k2", kimi(written), tool, error)
-        for written, tool, error in [
+    "kimi_k2": (
+        kimi,
+        [
             ("functions.f:0{}", "", "no <|tool_call_argument_begin|> in the call"),
             (f"functions.:0{ARGS}{{}}", "", NAME),
             (f"functions.f:0{ARGS}{{", "f", JSON + "Expecting property name"),
             (f"functions.f:0{ARGS}[]", "f", OBJECT),
-        ]
+        ],
     ),
-    *(
-        ("mistral", "[TOOL_CALLS]" + written, tool, error)
-        for written, tool, error in [
+    "mistral": (
+        "[TOOL_CALLS]".__add__,
+        [
             *((text, "", NEITHER) for text in ("", "f", "f[CALL_ID]abc", '{"name": "f"}')),
             (" [", "", "the list of calls is not valid JSON: Expecting value"),
             (' [{"name": "f"', "", "the list of calls is not valid JSON: Expecting ','"),
             *((text, "f", JSON + "Expecting value") for text in ("f[ARGS]", 'f[ARGS]{"a": ')),
             ("f[ARGS][1]", "f", OBJECT),
-        ]
+        ],
     ),
-    *(
-        ("llama3_json", text, tool, error)
-        for text, tool, error in [
+    "llama3_json": (
+        str,
+        [
             ('{"name": "f", "parameters": {"a": "x', "", WHOLE + "Unterminated string"),
             ('{"type": "function", "name": "f", "parameters": {"a" 1}}', "", WHOLE + "Expecting ':'"),
             ('{"name": 7, "parameters": {}}', "", 'the call has no "name" that is a string'),
@@ -351,19 +333,19 @@ BROKEN = [
                 for text in ("<|python_tag|>", '<|python_tag|>search.call(query="x")')
             ),
             ('<|python_tag|>{"name": "f"}', "f", 'the call has no "parameters"'),
-        ]
+        ],
     ),
-    *(
-        ("gpt_oss", text, tool, error)
-        for text, tool, error in [
+    "gpt_oss": (
+        str,
+        [
             *((OSS + rest, "f", "no <|message|> in the call") for rest in (" <|constrain|>js", "<|call|>")),
             (OSS + "<|message|>{<|call|>", "f", JSON),
             ("<|channel|>analysis to=python<|message|>print(1)<|call|>", "python", JSON),
             ("<|channel|>commentary to=functions.<|message|>{}<|call|>", "", NAME),
             ("<|channel|>commentary<|message|>{}<|call|>", "", "the call has no recipient"),
-        ]
+        ],
     ),
-]
+}
 GOOD = {
     "hermes": HERMES,
     "qwen3_coder": qwen("<function=f><parameter=b>2</parameter></function>"),
@@ -376,7 +358,14 @@ GOOD = {
 """A call that may follow a broken one."""
 
 
-@pytest.mark.parametrize(("name", "text", "tool", "error"), BROKEN)
+@pytest.mark.parametrize(
+    ("name", "text", "tool", "error"),
+    [
+        (name, whole(written), tool, error)
+        for name, (whole, rows) in BROKEN.items()
+        for written, tool, error in rows
+    ],
+)
 def test_broken_calls(name: str, text: str, tool: str, error: str) -> None:
     good = GOOD.get(name, "")
     broken, *others = read(name, text + good).calls
