@@ -1,8 +1,10 @@
+import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rollstream.chat.images import encode_for_engine
 from rollstream.chat.processor import ChatProcessor, load_processor
@@ -37,47 +39,41 @@ def user(*content: object) -> list[dict[str, object]]:
     return [{"role": "user", "content": parts}]
 
 
-def grid_tokens(processor: ChatProcessor, *images: object) -> list[int]:
+def grid_tokens(model: Path, *images: object) -> list[int]:
     """How many tokens the image processor says each image is."""
-    grids = processor._processor.image_processor(images)["image_grid_thw"]
+    grids = Qwen2VLImageProcessorPil.from_pretrained(model)(images)["image_grid_thw"]
     return [int(time * height * width) // MERGE**2 for time, height, width in grids]
 
 
 def runs(ids: list[int]) -> list[int]:
     """Lengths of the runs of placeholders."""
-    found, last = [], -1
-    for token_id in ids:
-        if token_id == IMAGE_PAD:
-            if last != IMAGE_PAD:
-                found.append(0)
-            found[-1] += 1
-        last = token_id
-    return found
+    return [len([*run]) for token_id, run in itertools.groupby(ids) if token_id == IMAGE_PAD]
 
 
 def test_an_image_has_as_many_placeholders_as_its_grid_says(
-    tokenizer: ChatTokenizer, processor: ChatProcessor
+    model: Path, tokenizer: ChatTokenizer, processor: ChatProcessor
 ) -> None:
     image = picture(140, 84)
     ids = processor.render(user("look at", IMAGE, "."), [image])
-    assert runs(ids) == grid_tokens(processor, image) == [5 * 3]
+    assert runs(ids) == grid_tokens(model, image) == [5 * 3]
     # All else is as the tokenizer has it.
     plain = tokenizer.render(user("look at", IMAGE, "."))
     at = plain.index(IMAGE_PAD)
     assert ids == plain[:at] + [IMAGE_PAD] * 15 + plain[at + 1 :]
+    only_text = [{"role": "user", "content": "look at this ."}]
+    assert processor.render(only_text, []) == tokenizer.render(only_text)
+    large = picture(2000, 1000)  # is shrunk as the processor does it
+    (tokens,) = runs(processor.render(user(IMAGE), [large]))
+    assert [tokens] == grid_tokens(model, large) and 32 < tokens <= 64
 
 
-def test_two_images_keep_their_order(processor: ChatProcessor) -> None:
+def test_images_keep_their_order(model: Path, processor: ChatProcessor) -> None:
     wide, tall = picture(280, 28), picture(56, 84)
-    messages = user(IMAGE, "and", IMAGE)
-    assert grid_tokens(processor, wide, tall) == [10, 6]
-    assert runs(processor.render(messages, [wide, tall])) == [10, 6]
-    assert runs(processor.render(messages, [tall, wide])) == [6, 10]
-
-
-def test_images_of_several_messages(processor: ChatProcessor) -> None:
-    messages = [*user(IMAGE), {"role": "assistant", "content": "."}, *user("and", IMAGE)]
-    assert runs(processor.render(messages, [picture(28, 28), picture(56, 28)])) == [1, 2]
+    assert grid_tokens(model, wide, tall) == [10, 6]
+    several = [*user(IMAGE), {"role": "assistant", "content": "."}, *user("and", IMAGE)]
+    for messages in (user(IMAGE, "and", IMAGE), several):
+        assert runs(processor.render(messages, [wide, tall])) == [10, 6]
+        assert runs(processor.render(messages, [tall, wide])) == [6, 10]
 
 
 def test_a_later_message_alone(tokenizer: ChatTokenizer, processor: ChatProcessor) -> None:
@@ -90,17 +86,6 @@ def test_a_later_message_alone(tokenizer: ChatTokenizer, processor: ChatProcesso
     tail = processor.encode(tokenizer.render_text(added), [large])
     assert runs(tail) == [12]
     assert head + tail == whole
-
-
-def test_text_alone_is_as_the_tokenizer_has_it(tokenizer: ChatTokenizer, processor: ChatProcessor) -> None:
-    messages = [{"role": "user", "content": "look at this ."}]
-    assert processor.render(messages, []) == tokenizer.render(messages)
-
-
-def test_a_large_image_is_shrunk_as_the_processor_does(processor: ChatProcessor) -> None:
-    image = picture(2000, 1000)
-    (tokens,) = runs(processor.render(user(IMAGE), [image]))
-    assert [tokens] == grid_tokens(processor, image) and 32 < tokens <= 64
 
 
 @pytest.mark.parametrize(
@@ -140,30 +125,25 @@ def test_many_threads_at_once(processor: ChatProcessor) -> None:
     assert found == [[1 + i % 8] for i in range(64)]
 
 
-def test_a_folder_without_a_processor_is_of_a_model_for_text(tmp_path: Path) -> None:
+def test_a_processor_that_cannot_be_loaded_and_models_for_text(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
-    (folder / "preprocessor_config.json").unlink()
-    (folder / "processor_config.json").unlink(missing_ok=True)
-    assert load_processor(str(folder), load_tokenizer(str(folder))) is None
-
-
-def test_a_processor_that_cannot_be_loaded(tmp_path: Path) -> None:
-    folder = write_model(tmp_path)
-    tokenizer = load_tokenizer(str(folder))
-    (folder / "preprocessor_config.json").write_text("{")
+    tokenizer, file = load_tokenizer(str(folder)), folder / "preprocessor_config.json"
+    file.write_text("{")
     with pytest.raises(ConfigError, match=r"the image processor of .* cannot be loaded"):
         load_processor(str(folder), tokenizer)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"feature_extractor_type": "WhatHears"}))
+    file.write_text(json.dumps({"feature_extractor_type": "WhatHears"}))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert load_processor(str(folder), tokenizer) is None
+    file.unlink()
+    (folder / "processor_config.json").unlink(missing_ok=True)
     assert load_processor(str(folder), tokenizer) is None
 
 
 def test_the_digest_tells_settings_apart(tmp_path: Path, processor: ChatProcessor) -> None:
-    (tmp_path / "other").mkdir()
-    other = load_model(write_model(tmp_path / "other", max_pixels=28 * 28 * 32))[1]
-    (tmp_path / "same").mkdir()
-    same = load_model(write_model(tmp_path / "same"))[1]
-    assert processor.digest() == same.digest() != other.digest()
+    for name, pixels in (("same", 64), ("other", 32)):
+        (tmp_path / name).mkdir()
+        found = load_model(write_model(tmp_path / name, max_pixels=28 * 28 * pixels))[1]
+        assert (found.digest() == processor.digest()) == (name == "same")
 
 
 @pytest.mark.parametrize("server_token", [IMAGE_PAD, None])

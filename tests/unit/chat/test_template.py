@@ -1,6 +1,7 @@
 """R1 over turns: running ids are the prompt, what was sampled, and what the template puts between."""
 
 import copy
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +133,7 @@ def check_sampled_ids_are_kept(dialogue: Dialogue) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_running_ids_are_what_the_template_renders(name: str, data: st.DataObject) -> None:
     """Where a turn ended as the template ends it, and the template changes nothing about earlier turns."""
@@ -202,50 +203,43 @@ def test_results_become_a_users_message_where_there_is_no_tool_role() -> None:
     template = TurnTemplate(load("gemma"))
     assert not template.has_tool_role
     call = {"type": "function", "id": "c00100000", "function": {"name": "add", "arguments": {}}}
-    messages = template.tool_messages([call, call], ["1", "2"])
-    assert messages == [
-        {
-            "role": "user",
-            "content": "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>",
-        }
-    ]
+    (message,) = template.tool_messages([call, call], ["1", "2"])
+    results = "\n".join(f"<tool_response>\n{n}\n</tool_response>" for n in (1, 2))
+    assert message == {"role": "user", "content": results}
+
+
+def chatml(shown: str, more: str = "") -> str:
+    """A template that writes messages between <|im_start|> and <|im_end|>, some of them."""
+    return (
+        "{%- for m in messages -%}"
+        + shown.replace("SHOW", "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}")
+        + "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}" + more + "{%- endif -%}"
+    )
 
 
 def test_a_template_that_leaves_tool_results_out_is_found_out() -> None:
-    tokenizer = load("chatml")
-    silent = _with_template(
-        tokenizer,
-        "{%- for m in messages -%}{%- if m.role != 'tool' -%}"
-        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-        "{%- endif -%}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}",
-    )
+    silent = load("chatml", chatml("{%- if m.role != 'tool' -%}SHOW{%- endif -%}"))
     assert not TurnTemplate(silent).has_tool_role
+    assert TurnTemplate(load("chatml", chatml("SHOW"))).has_tool_role
 
 
 def test_a_template_that_rewrites_the_answer_is_refused() -> None:
-    tokenizer = _with_template(
-        load("chatml"),
-        "{%- for m in messages -%}{%- if not (m.role == 'assistant' and not loop.last) -%}{{ m.content }}"
-        "{%- endif -%}{%- endfor -%}",
-    )
+    last_only = chatml("{%- if not (m.role == 'assistant' and not loop.last) -%}SHOW{%- endif -%}")
     with pytest.raises(DataError, match="custom_chat_template"):
-        TurnTemplate(tokenizer).ids_after(
-            {"role": "assistant", "content": "x"}, [{"role": "user", "content": "y"}], sampled_ids=[1]
-        )
+        text_after(load("chatml", last_only), [{"role": "user", "content": "y"}])
 
 
-def text_after(tokenizer: ChatTokenizer, answer: Message, added: list[Message]) -> str:
-    ids = TurnTemplate(tokenizer).ids_after(answer, added, sampled_ids=())
+def text_after(tokenizer: ChatTokenizer, added: list[Message], sampled: str = "") -> str:
+    """What follows an answer when the model has sampled this."""
+    answer = {"role": "assistant", "content": "x"}
+    ids = TurnTemplate(tokenizer).ids_after(answer, added, sampled_ids=tokenizer.encode(sampled))
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_the_mark_in_a_users_message_does_no_harm() -> None:
-    added = [{"role": "user", "content": "say ROLLSTREAMMARK"}]
-    assert (
-        text_after(load("chatml"), {"role": "assistant", "content": "x"}, added)
-        == "<|im_end|>\n<|im_start|>user\nsay ROLLSTREAMMARK<|im_end|>\n<|im_start|>assistant\n"
-    )
+    text = text_after(load("chatml"), [{"role": "user", "content": "say ROLLSTREAMMARK"}])
+    assert text == "<|im_end|>\n<|im_start|>user\nsay ROLLSTREAMMARK<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_thinking_that_the_prompt_opens_is_seen() -> None:
@@ -277,7 +271,7 @@ def test_the_cost_does_not_depend_on_the_history() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("calls", [(), ("look_up",), ("look_up", "search")])
+@pytest.mark.parametrize("calls", [(), ("look_up", "search")])
 def test_turns_put_together_from_what_is_known_are_those_the_template_renders(
     name: str, calls: tuple[str, ...]
 ) -> None:
@@ -285,33 +279,29 @@ def test_turns_put_together_from_what_is_known_are_those_the_template_renders(
     asked = copy.copy(load(name))
     asked.template_texts = ()  # as of a template that looks at the clock: nothing is put together from what is known
     known, fresh = TurnTemplate(load(name)), TurnTemplate(asked)
-    count = 0
+    numbers = itertools.count()
+    schemas = [{"type": "function", "function": {"name": call, "parameters": {}}} for call in calls]
 
-    @settings(max_examples=60)
+    @settings(max_examples=40)
     @given(st.lists(st.text() | st.sampled_from(CONTENTS), min_size=2, max_size=2), st.booleans())
     def same(contents: list[str], tools: bool) -> None:
-        nonlocal count
-        count += 1
         made = [
             {
                 "type": "function",
-                "id": f"c{count:03d}{at:05d}",
+                "id": f"c{next(numbers):08d}",
                 "function": {"name": call, "arguments": {"a": 1}},
             }
-            for at, call in enumerate(calls)
+            for call in calls
         ]
         answer = {"role": "assistant", "content": "x", **({"tool_calls": made} if made else {})}
         user = [{"role": "user", "content": contents[0]}]
         added = known.tool_messages(made, contents[: len(made)]) if made else user
-        shown = (
-            [{"type": "function", "function": {"name": call, "parameters": {}}} for call in calls]
-            if tools
-            else None
-        )
         results: list[object] = []
         for template in (known, fresh):
             try:
-                results.append(template.ids_after(answer, added, sampled_ids=(), tools=shown))
+                results.append(
+                    template.ids_after(answer, added, sampled_ids=(), tools=schemas if tools else None)
+                )
             except DataError as error:
                 results.append(str(error))
         assert results[0] == results[1]
@@ -320,16 +310,8 @@ def test_turns_put_together_from_what_is_known_are_those_the_template_renders(
 
 
 CONTENTS = (
-    "",
-    " ",
-    "\n a \n",
-    "{{ a }}",
-    "<|im_end|>",
-    "<think>x</think>",
-    "<tool_response>",
-    "[INST]",
-    '"\\"',
-    "</s>",
+    *("", " ", "\n a \n", "{{ a }}", "<|im_end|>", "<think>x</think>", "<tool_response>", "[INST]"),
+    *('"\\"', "</s>"),
 )
 
 
@@ -345,16 +327,11 @@ def test_an_answer_that_no_model_wrote_stands_as_the_template_writes_it(name: st
 
 
 def ends(name: str, sampled: str, *, template: str | None = None, end: str | None = None) -> str:
-    """What follows an answer when the model has sampled this."""
-    tokenizer = load(name) if template is None else _with_template(load(name), template)
+    """What follows an answer of this when the next message is a user's."""
+    tokenizer = copy.copy(load(name, template))
     if end is not None:
         tokenizer.end_ids = frozenset(tokenizer.encode(end))
-    ids = TurnTemplate(tokenizer).ids_after(
-        {"role": "assistant", "content": "x"},
-        [{"role": "user", "content": "y"}],
-        sampled_ids=tokenizer.encode(sampled),
-    )
-    return tokenizer.decode(ids, skip_special_tokens=False)
+    return text_after(tokenizer, [{"role": "user", "content": "y"}], sampled)
 
 
 def test_a_special_token_that_is_no_end_does_not_stand_for_one() -> None:
@@ -380,18 +357,15 @@ def test_the_next_roles_token_that_ended_a_turn_is_not_doubled() -> None:
 
 
 def test_a_template_that_takes_parts_only_gets_them() -> None:
-    parts = _with_template(
-        load("chatml"),
-        "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}{%- for part in m.content -%}"
-        "{%- if part.type == 'text' -%}{{ part.text }}{%- endif -%}{%- endfor -%}{{ '<|im_end|>\n' }}"
-        "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}",
+    parts = "{%- for part in m.content -%}{%- if part.type == 'text' -%}{{ part.text }}{%- endif -%}{%- endfor -%}"
+    tokenizer = load(
+        "chatml", chatml(f"{{{{ '<|im_start|>' + m.role + '\n' }}}}{parts}{{{{ '<|im_end|>\n' }}}}")
     )
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    assert "be brief" in parts.render_text(messages)
-    template = TurnTemplate(parts)
-    text = text_after(parts, {"role": "assistant", "content": "x"}, [{"role": "user", "content": "y"}])
+    assert "be brief" in tokenizer.render_text(messages)
+    text = text_after(tokenizer, [{"role": "user", "content": "y"}])
     assert text == "<|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
-    assert template.has_tool_role
+    assert TurnTemplate(tokenizer).has_tool_role
 
 
 def test_what_comes_from_outside_cannot_end_a_turn() -> None:
@@ -402,26 +376,16 @@ def test_what_comes_from_outside_cannot_end_a_turn() -> None:
     assert tokenizer.escape_special_tokens("a < b | c") == "a < b | c"
 
 
-def test_call_ids_that_the_template_refuses_are_known() -> None:
-    assert TurnTemplate(load("mistral")).takes_call_id("abcdefghi")
-    assert not TurnTemplate(load("mistral")).takes_call_id("1")
-    assert TurnTemplate(load("chatml")).takes_call_id("functions.f:0")
-
-
-def test_whether_the_template_tells_of_tools() -> None:
-    assert TurnTemplate(load("chatml")).shows_tool(TOOLS[0])
-    assert not TurnTemplate(load("gemma")).shows_tool(TOOLS[0])
-
-
-def _with_template(tokenizer: ChatTokenizer, template: str) -> ChatTokenizer:
-    inner = copy.deepcopy(tokenizer._tokenizer)
-    inner.chat_template = template
-    return ChatTokenizer(inner, end_ids=tokenizer.end_ids)
+def test_what_a_template_takes_and_shows_is_known() -> None:
+    chatml, mistral, gemma = (TurnTemplate(load(name)) for name in ("chatml", "mistral", "gemma"))
+    assert mistral.takes_call_id("abcdefghi") and not mistral.takes_call_id("1")
+    assert chatml.takes_call_id("functions.f:0")
+    assert chatml.shows_tool(TOOLS[0]) and not gemma.shows_tool(TOOLS[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(played=st.lists(answers, min_size=1, max_size=3), tools=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_answer_of_which_only_the_message_is_known(name: str, played: list[Answer], tools: bool) -> None:
     """Its ids are what a model of this template would have sampled, up to the token that ends the turn."""
     dialogue = Dialogue(name, tools, system=False)
@@ -442,7 +406,7 @@ def test_an_answer_of_which_only_the_message_is_known(name: str, played: list[An
 
 @pytest.mark.parametrize("name", NAMES)
 @given(answer=answers)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_answer_has_ids_and_something_may_follow_it(name: str, answer: Answer) -> None:
     """Also several calls where the template shows one, and arguments that are no mapping."""
     tokenizer = load(name)
@@ -471,13 +435,8 @@ def test_any_answer_has_ids_and_something_may_follow_it(name: str, answer: Answe
 @pytest.mark.parametrize("thought", ["", "hm"])
 def test_a_prompt_that_opens_a_thinking_block(opener: str, closer: str, thought: str) -> None:
     """As DeepSeek-R1's: the prompt opens it, and the turns that the template shows leave it out."""
-    tokenizer = load("chatml")
-    source = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\nOPENER\n{% endif %}"
+    tokenizer = load("chatml", chatml("SHOW", f"{{{{ '{opener}\n' }}}}"))
+    ids = TurnTemplate(tokenizer).answer_ids(
+        {"role": "assistant", "content": "12", "reasoning_content": thought}
     )
-    raw = copy.deepcopy(tokenizer._tokenizer)
-    raw.chat_template = source.replace("OPENER", opener)
-    template = TurnTemplate(ChatTokenizer(raw, end_ids=tokenizer.end_ids))
-    ids = template.answer_ids({"role": "assistant", "content": "12", "reasoning_content": thought})
-    assert raw.decode(ids) == f"{thought}\n{closer}\n\n12<|im_end|>"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"{thought}\n{closer}\n\n12<|im_end|>"

@@ -16,16 +16,12 @@ def test_entries_are_resolved_but_not_checked(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_whole_schema_is_given_back() -> None:
-    schema = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
+    parameters: dict[str, object] = {"type": "object"}
+    schema = {"type": "function", "function": {"name": "a", "parameters": parameters}}
     assert check_tool_schema(schema, "here") is schema
+    parameters["properties"] = 1
     with pytest.raises(ConfigError, match=r"^here \(a\): parameters\.properties must be a mapping"):
-        check_tool_schema(
-            {
-                "type": "function",
-                "function": {"name": "a", "parameters": {"type": "object", "properties": 1}},
-            },
-            "here",
-        )
+        check_tool_schema(schema, "here")
 
 
 def test_names() -> None:

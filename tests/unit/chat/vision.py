@@ -16,25 +16,11 @@ PATCH, MERGE = 14, 2
 CALL = '<tool_call> {"name": "look", "arguments": {}} </tool_call>'
 WORDS = [
     "[UNK]",
-    "system",
-    "user",
-    "assistant",
-    "tool",
-    "look",
-    "at",
-    "this",
-    "and",
-    "that",
-    ".",
+    *["system", "user", "assistant", "tool", "look", "at", "this", "and", "that", "."],
     *CALL.split(),
 ]
 SPECIAL = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    f"<|{name}|>" for name in ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
 ]
 IMAGE_PAD = len(WORDS) + SPECIAL.index("<|image_pad|>")
 

@@ -82,13 +82,8 @@ def test_schemas_of_any_shape() -> None:
     named = {"name": "f", "parameters": PARAMETERS}
     assert parameters_of([{"type": "function", "function": named}], "f") == PARAMETERS
     assert parameters_of([named], "f") == PARAMETERS
-    for odd in (
-        {},
-        {"function": None},
-        {"function": {"name": "f"}},
-        {"function": {"name": "f", "parameters": 3}},
-        7,
-    ):
+    functions = (None, {"name": "f"}, {"name": "f", "parameters": 3})
+    for odd in ({}, 7, *({"function": one} for one in functions)):
         assert parameters_of([odd], "f") == {}  # type: ignore[list-item]
     assert declared_types({"properties": []}, "a") == set()
 

@@ -49,10 +49,13 @@ _ADDED = [
 
 
 @cache
-def load(name: str) -> ChatTokenizer:
-    """A byte-level BPE tokenizer with merges over letters, digits and white space, and the named template."""
+def load(name: str, template: str | None = None) -> ChatTokenizer:
+    """A byte-level BPE tokenizer with merges over letters, digits and white space, and the named template.
+
+    `template` stands in its place, with the tokens of the named one.
+    """
     tokenizer = _build()
-    tokenizer.chat_template = (Path(__file__).parent / f"{name}.jinja").read_text()
+    tokenizer.chat_template = template or (Path(__file__).parent / f"{name}.jinja").read_text()
     return ChatTokenizer(
         tokenizer, end_ids=[tokenizer.convert_tokens_to_ids(end) for end in END_TOKENS[name]]
     )
