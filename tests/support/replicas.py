@@ -35,6 +35,8 @@ class FakeReplica:
     paused: bool = False
     """Is not healthy, but takes weights, which end the pause."""
     deaf_while_loading: bool = False
+    mistake: Exception | None = None
+    """What its answers to questions raise."""
     load_errors: list[Exception] = field(default_factory=list)
     """Of the next loads."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -55,6 +57,8 @@ class FakeReplica:
 
     async def describe(self) -> Capabilities:
         self.described += 1
+        if self.mistake is not None:
+            raise self.mistake
         if self.away or self.hangs:
             raise ReplicaUnavailableError(f"{self.name} is away")
         return self.capabilities

@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.engine import continuation
 from rollstream.engine.base import Capabilities, Engine, EngineLoad, ReportsLoad
 from rollstream.engine.continuation import ContinuingEngine, OnUpdate, PartialCompletion
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import Completion, SamplingParams
 
+pytestmark = pytest.mark.virtual_time
+
 LONG = SamplingParams(40)
+ENDLESS = SamplingParams(10**9, ignore_eos=True)
 
 
 def next_token(context: list[int], version: int) -> tuple[int, float]:
@@ -50,8 +52,9 @@ class Stepper:
         self.aborts = 0
         self.deaf = False
         """Ignores aborts."""
-        self.stuck = False
-        """Ends everything without a token."""
+        self.token_s = 0.0
+        self.stuck: set[str] = set()
+        """Requests that it ends without a token."""
         self.away = False
         self.closed = False
         self.loading: Callable[[], Any] | None = None
@@ -74,7 +77,7 @@ class Stepper:
         one = self.inside[request_id] = _Inside()
         try:
             async with self.slots:
-                while not (one.ended or self.stuck):
+                while not (one.ended or request_id in self.stuck):
                     if self.closed or self.away:
                         raise EngineUnavailableError("away")
                     token, logprob = next_token(prompt_ids + one.ids, self.version)
@@ -83,7 +86,7 @@ class Stepper:
                     if len(one.ids) == sampling.max_tokens or (token % 50 == 0 and not sampling.ignore_eos):
                         how = "length" if len(one.ids) == sampling.max_tokens else "stop"
                         return Completion(one.ids, one.logprobs, how, [(0, self.version)])  # type: ignore[arg-type]
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(self.token_s)
                 await asyncio.sleep(0)
                 return Completion(one.ids, one.logprobs, "abort", [(0, self.version)])
         finally:
@@ -336,16 +339,13 @@ async def test_an_update_that_fails_or_is_given_up_lets_requests_go_on() -> None
     assert (answer.policy_versions, inner.version) == ([(0, 0)], 0)
 
 
-async def test_an_engine_that_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(continuation, "_DRAIN_S", 0.05)
-    monkeypatch.setattr(continuation, "_ABORT_AGAIN_S", 0.01)
+async def test_an_engine_that_does_not_let_go() -> None:
     inner = Stepper()
-    inner.deaf = True
+    inner.deaf, inner.token_s = True, 1.0
     engine = ContinuingEngine(inner)
-    endless = SamplingParams(10**9, ignore_eos=True)
-    asked = asyncio.create_task(engine.generate([1], endless, request_id="a"))
+    asked = asyncio.create_task(engine.generate([1], ENDLESS, request_id="a"))
     await turns(2)
-    with pytest.raises(EngineError, match="1 requests did not end within"):
+    with pytest.raises(EngineError, match="1 requests did not end within 60 s"):
         await engine.update_weights("/new", 1)
     assert inner.version == 0 and inner.aborts > 1
     inner.deaf = False
@@ -354,34 +354,27 @@ async def test_an_engine_that_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("others_go_on", [False, True])
-async def test_an_engine_that_ends_everything_is_not_asked_in_a_hot_loop(
-    monkeypatch: pytest.MonkeyPatch, others_go_on: bool
-) -> None:
-    monkeypatch.setattr(continuation, "_FIRST_PAUSE_S", 0.0005)
-    monkeypatch.setattr(continuation, "_PAUSE_S_MAX", 0.002)
+async def test_an_engine_that_ends_everything_is_not_asked_in_a_hot_loop(others_go_on: bool) -> None:
     inner = Stepper()
-    inner.stuck = True
+    inner.stuck = {"a"}
     engine = ContinuingEngine(inner)
     asked = asyncio.create_task(engine.generate([1], LONG, request_id="a"))
+    await asyncio.sleep(10)
+    assert 10 < inner.calls < 20  # a pause of a second between two calls
     if others_go_on:
-        while inner.calls < 10:
-            await asyncio.sleep(0.001)
-        engine._progress_at = asyncio.get_running_loop().time()  # another request got a token
+        await engine.generate([2], LONG, request_id="b")
     expected = TransientEngineError if others_go_on else EngineUnavailableError
     with pytest.raises(expected, match="64 times without a token") as caught:
         await asked
     assert type(caught.value) is expected
-    assert inner.calls == 64
 
 
-async def test_a_pause_ends_with_an_abort_or_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(continuation, "_FIRST_PAUSE_S", 1000.0)
-    monkeypatch.setattr(continuation, "_PAUSE_S_MAX", 1000.0)
+async def test_a_pause_ends_with_an_abort_or_the_engine() -> None:
     inner = Stepper()
-    inner.stuck = True
+    inner.stuck = {"0", "1"}
     engine = ContinuingEngine(inner)
     asked = [asyncio.create_task(engine.generate([i], LONG, request_id=str(i))) for i in range(2)]
-    await turns(9)
+    await asyncio.sleep(5)  # the pauses are of a second by now
     await engine.abort("0")
     assert (await asked[0]).finish_reason == "abort"
     await engine.close()
@@ -397,8 +390,7 @@ async def test_closing_during_an_update_ends_it() -> None:
     inner = Stepper()
     inner.deaf = True
     engine = ContinuingEngine(inner)
-    endless = SamplingParams(10**9, ignore_eos=True)
-    asked = asyncio.create_task(engine.generate([1], endless, request_id="a"))
+    asked = asyncio.create_task(engine.generate([1], ENDLESS, request_id="a"))
     await turns(2)
     update = asyncio.create_task(engine.update_weights("/new", 1))
     late = asyncio.create_task(engine.generate([2], LONG, request_id="late"))
@@ -509,13 +501,6 @@ def test_the_last_piece_says_how_it_ended() -> None:
     )  # of the first piece: the later ones' cover the request's own tokens
 
 
-def test_tokens_without_their_logprobs_are_refused() -> None:
-    partial = PartialCompletion(PROMPT, SamplingParams(10))
-    with pytest.raises(ValueError, match="2 sampled ids came with 1 log-probs"):
-        partial.add(Completion([1, 2], [-1.0], "abort"))
-    assert len(partial) == 0
-
-
 @pytest.mark.parametrize(
     ("options", "goes_on"),
     [
@@ -527,12 +512,12 @@ def test_tokens_without_their_logprobs_are_refused() -> None:
     ],
 )
 def test_what_cannot_go_on_says_so(options: dict[str, Any], goes_on: bool) -> None:
-    partial = PartialCompletion(PROMPT, SamplingParams(2, logprobs=False, **options))
+    partial = PartialCompletion(PROMPT, SamplingParams(2, **options))
     assert partial.can_go_on
-    partial.add(Completion([1], None, "abort"))
-    assert partial.can_go_on == goes_on
-    assert not partial.is_full
-    partial.add(Completion([1], None, "abort"))
-    assert partial.is_full
+    for length in (1, 2):
+        with pytest.raises(ValueError, match="1 sampled ids came with 2 log-probs"):
+            partial.add(Completion([1], [-1.0, -2.0], "abort"))
+        partial.add(Completion([1], [-1.0], "abort"))
+        assert (len(partial), partial.can_go_on, partial.is_full) == (length, goes_on, length == 2)
     partial.clear()
     assert partial.can_go_on

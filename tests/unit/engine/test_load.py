@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.engine import load as load_module
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.load import (
     SGLANG_METRICS,
@@ -146,10 +145,8 @@ class Odd:
         Odd(EngineLoad(1, 0, 93.0)),
     ],
 )
-async def test_an_engine_that_says_nothing_of_use_has_no_load(
-    engine: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(load_module, "ASK_TIMEOUT_S", 0.02)
+@pytest.mark.virtual_time
+async def test_an_engine_that_says_nothing_of_use_has_no_load(engine: object) -> None:
     assert await ask_load(engine) is None
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from rollstream.engine import pool, readiness
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.pool import PoolEngine
 from rollstream.engine.replica import WeightsLostError
@@ -17,12 +16,7 @@ from rollstream.trajectory import SamplingParams
 from tests.support.replicas import CAPABILITIES, FakeReplica
 from tests.support.until import until
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_TRY_WAIT_S", 0.05)
-    monkeypatch.setattr(readiness, "_FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(readiness, "_PAUSE_S_MAX", 0.1)
+pytestmark = pytest.mark.virtual_time
 
 
 @pytest.fixture
@@ -37,11 +31,10 @@ def b() -> FakeReplica:
 
 @pytest.fixture
 async def engine(a: FakeReplica, b: FakeReplica) -> AsyncIterator[PoolEngine]:
-    async with asyncio.timeout(30):
-        one = PoolEngine([a, b], kwargs={"probe_after": 0.05})
-        await one.start()
-        yield one
-        await one.close()
+    one = PoolEngine([a, b])
+    await one.start()
+    yield one
+    await one.close()
 
 
 async def versions(engine: PoolEngine | ContinuingEngine, count: int = 8) -> set[int]:
@@ -147,7 +140,7 @@ async def test_an_update_and_a_request_do_not_wait_for_a_load_of_before(
     await until(lambda: b.loading == 1)
     assert engine.is_loading("b") and not engine.is_loading("a")
     assert await versions(engine) == {1}
-    await asyncio.wait_for(engine.update_weights("/2", 2), 5)
+    await engine.update_weights("/2", 2)
     assert await versions(engine) == {2}
     a.away = True
     with pytest.raises(EngineUnavailableError):  # nobody waits for a load, which may take minutes
@@ -184,10 +177,8 @@ async def test_a_replica_that_comes_back_as_another_gets_no_work(
 
 
 async def test_a_replica_that_answers_questions_but_no_requests_is_not_asked_in_a_hot_loop(
-    engine: PoolEngine, b: FakeReplica, monkeypatch: pytest.MonkeyPatch
+    engine: PoolEngine, b: FakeReplica
 ) -> None:
-    monkeypatch.setattr(readiness, "_FIRST_PAUSE_S", 1000.0)
-    monkeypatch.setattr(readiness, "_PAUSE_S_MAX", 1000.0)
     late = FakeReplica("c", drops=True)
     await engine.add_replica(late)
     for _ in range(20):
@@ -201,54 +192,44 @@ async def test_a_hanging_replica_lets_its_requests_go_and_keeps_no_update(
     b.hangs = True
     assert await versions(engine) == {0}
     assert engine.ready == ["a"] and a.served == 8
-    await asyncio.wait_for(engine.update_weights("/1", 1), 5)
+    await engine.update_weights("/1", 1)
     assert b.loads == []
     b.hangs = False
     await until(lambda: len(engine.ready) == 2)
     assert (await versions(engine), b.loads) == ({1}, [1])
 
 
-async def test_an_update_does_not_wait_for_a_server_that_ends_nothing(
-    a: FakeReplica, b: FakeReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "_ABORT_TIMEOUT_S", 0.05)
+async def test_an_update_does_not_wait_for_a_server_that_ends_nothing(a: FakeReplica, b: FakeReplica) -> None:
     inner = PoolEngine([a, b], kwargs={"probe_after": 0})
     await inner.start()
     engine = ContinuingEngine(inner)
     b.hangs = True
     asked = asyncio.create_task(versions(engine))
     await until(lambda: b.in_flight == 4 and a.served == 4)
-    await asyncio.wait_for(engine.update_weights("/1", 1), 5)
-    assert await asyncio.wait_for(asked, 5) == {0, 1}
+    await engine.update_weights("/1", 1)
+    assert await asked == {0, 1}
     await inner.close()
 
 
 async def test_closing_waits_for_a_load_but_not_for_ever(
-    engine: PoolEngine, b: FakeReplica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: PoolEngine, b: FakeReplica, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(readiness, "_CLOSE_WAIT_S", 0.05)
     b.load_errors = [TransientEngineError("busy")]
     await engine.update_weights("/1", 1)
     b.gate.clear()
     await until(lambda: b.loading == 1)
-    await asyncio.wait_for(engine.close(), 5)
+    await engine.close()
     await until(lambda: b.cut_off_loads == 1)
     assert "still loads weights, and is left alone" in caplog.text
 
 
 async def test_an_unexpected_error_is_said_and_tried_again(
-    engine: PoolEngine, b: FakeReplica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: PoolEngine, b: FakeReplica, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken() -> None:
-        raise KeyError("a mistake")
-
-    describe = b.describe
-    b.away = True
-    monkeypatch.setattr(b, "describe", broken)
+    b.away, b.mistake = True, KeyError("a mistake")
     await versions(engine)
     await until(lambda: "b cannot be made ready" in caplog.text)
-    monkeypatch.setattr(b, "describe", describe)
-    b.away = False
+    b.away, b.mistake = False, None
     await until(lambda: len(engine.ready) == 2)
 
 
@@ -257,7 +238,7 @@ async def test_whatever_happens_no_answer_has_other_weights_than_the_wanted(seed
     rng = random.Random(seed)
     replicas = [FakeReplica(name) for name in "abc"]
     failures = (EngineError("refused"), TransientEngineError("cut off"), WeightsLostError("halfway"))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(3600):
         engine = PoolEngine(replicas)
         await engine.start()
         wanted = 0
