@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
@@ -15,11 +16,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rollstream.engine.base import Engine
+from rollstream.engine.kind import EngineOptions
 from rollstream.engine.registry import create_engine, data_deciding_kwargs
 from rollstream.engine.vllm import (
     COMPLETIONS,
     GENERATE,
     VLLMEngine,
+    VLLMReplica,
     read_probe,
     request_body,
     server_request_id,
@@ -31,17 +34,18 @@ from rollstream.errors import (
     EngineUnavailableError,
     TransientEngineError,
 )
-from rollstream.trajectory import SamplingParams
+from rollstream.trajectory import Completion, SamplingParams
+from tests.support.engines import started
 from tests.support.until import until
 
 SAMPLING = SamplingParams(5, seed=1)
 
-CACHED = {"cached_tokens": 3, "created_cache_tokens": None, "multimodal_tokens": None}
+
 USAGE = {
     "prompt_tokens": 4,
     "total_tokens": 9,
     "completion_tokens": 5,
-    "prompt_tokens_details": CACHED,
+    "prompt_tokens_details": {"cached_tokens": 3, "created_cache_tokens": None, "multimodal_tokens": None},
     "completion_tokens_details": None,
 }
 IDS = [374, 129, 350, 19, 19]
@@ -52,62 +56,36 @@ LOGPROBS = [
     -0.9532407522201538,
     -1.842869758605957,
 ]
+VERSIONS = [{"version": "default", "start": 0, "end": 2}, {"version": "7", "start": 2, "end": 5}]
+SCORED = [
+    {"token_id": token, "logprob": value, "rank": 129} for token, value in zip(IDS, LOGPROBS, strict=True)
+]
 GENERATE_REPLY: dict[str, Any] = {
     "request_id": "generate-tokens-abc.1",
-    "model": "org/demo",
-    "created": 1795268398,
-    "usage": USAGE,
-    "prompt_logprobs": None,
-    "prompt_token_ids": None,
-    "output_mode": "tokens",
+    **{"model": "org/demo", "created": 1795268398, "usage": USAGE, "output_mode": "tokens"},
+    **{"prompt_logprobs": None, "prompt_token_ids": None},
     "choices": [
         {
-            "index": 0,
-            "finish_reason": "length",
-            "stop_reason": None,
-            "token_ids": IDS,
-            "weight_versions": [
-                {"version": "default", "start": 0, "end": 2},
-                {"version": "7", "start": 2, "end": 5},
-            ],
-            "logprobs": {
-                "content": [
-                    {
-                        "token_id": token,
-                        "logprob": value,
-                        "rank": 129,
-                        "top_logprobs": [{"token_id": token, "logprob": value, "rank": 129}],
-                    }
-                    for token, value in zip(IDS, LOGPROBS, strict=True)
-                ]
-            },
+            **{"index": 0, "finish_reason": "length", "stop_reason": None, "token_ids": IDS},
+            "weight_versions": VERSIONS,
+            "logprobs": {"content": [{**one, "top_logprobs": [one]} for one in SCORED]},
         }
     ],
 }
+NAMES = [f"token_id:{token}" for token in IDS]
 COMPLETION_REPLY: dict[str, Any] = {
     "id": "cmpl-abc.1",
-    "object": "text_completion",
-    "created": 1795268426,
-    "model": "org/demo",
+    **{"object": "text_completion", "created": 1795268426, "model": "org/demo", "usage": USAGE},
     "choices": [
         {
-            "index": 0,
-            "text": 'des�"}}11',
+            **{"index": 0, "finish_reason": "length", "stop_reason": None, "token_ids": IDS},
+            **{"text": 'des�"}}11', "prompt_token_ids": [1, 5, 6, 7]},
             "logprobs": {
-                "text_offset": [0, 12, 24, 36, 47],
-                "token_logprobs": LOGPROBS,
-                "tokens": [f"token_id:{token}" for token in IDS],
-                "top_logprobs": [
-                    {f"token_id:{token}": value} for token, value in zip(IDS, LOGPROBS, strict=True)
-                ],
+                **{"text_offset": [0, 12, 24, 36, 47], "token_logprobs": LOGPROBS, "tokens": NAMES},
+                "top_logprobs": [{name: value} for name, value in zip(NAMES, LOGPROBS, strict=True)],
             },
-            "finish_reason": "length",
-            "stop_reason": None,
-            "token_ids": IDS,
-            "prompt_token_ids": [1, 5, 6, 7],
         }
     ],
-    "usage": USAGE,
 }
 RAW_TOPS = [-5.257299423217773, -5.306367874145508, -5.329089641571045, -5.396659851074219]
 PROCESSED_TOPS = [0.0, -9999.0, -9999.0, -9999.0]
@@ -246,21 +224,21 @@ async def server(request: pytest.FixtureRequest) -> AsyncIterator[FakeServer]:
 
 @pytest.fixture
 async def engine(server: FakeServer) -> AsyncIterator[VLLMEngine]:
-    engine = VLLMEngine([server.url])
-    await engine.start()
-    yield engine
-    await engine.close()
+    async with started(VLLMEngine([server.url])) as engine:
+        yield engine
+
+
+async def ask(engine: VLLMEngine, *, request_id: str = "a", **changes: Any) -> Completion:
+    return await engine.generate([1, 5, 6, 7], replace(SAMPLING, **changes), request_id=request_id)
 
 
 async def test_ids_and_logprobs_are_those_of_the_server(server: FakeServer, engine: VLLMEngine) -> None:
     assert isinstance(engine, Engine)
-    completion = await engine.generate([1, 5, 6, 7], SAMPLING, request_id="abc")
-    assert completion.token_ids == IDS
-    assert completion.logprobs == LOGPROBS
-    assert completion.finish_reason == "length"
-    assert completion.cached_prompt_tokens == 3
+    completion = await ask(engine)
+    assert (completion.token_ids, completion.logprobs) == (IDS, LOGPROBS)
+    assert (completion.finish_reason, completion.cached_prompt_tokens) == ("length", 3)
     assert completion.policy_versions == ([(0, 0), (2, 7)] if server.scale_out else [(0, 0)])
-    plain = await engine.generate([1, 5, 6, 7], replace(SAMPLING, logprobs=False), request_id="abc")
+    plain = await ask(engine, logprobs=False)
     assert plain.logprobs is None and plain.token_ids == IDS
     first, second = (body.get("sampling_params", body) for body in server.asked)
     assert first["logprobs"] == 0 and "logprobs" not in second
@@ -268,43 +246,29 @@ async def test_ids_and_logprobs_are_those_of_the_server(server: FakeServer, engi
 
 
 def test_bodies_say_all_that_was_asked_for() -> None:
-    how = SamplingParams(
-        9, 0.7, 0.9, 20, seed=3, stop=("a", "<|im_end|>"), stop_token_ids=(4, 5), ignore_eos=True
-    )
+    stop = ("a", "<|im_end|>")
+    how = SamplingParams(9, 0.7, 0.9, 20, seed=3, stop=stop, stop_token_ids=(4, 5), ignore_eos=True)
     params = {
-        "max_tokens": 9,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 20,
-        "logprobs": 0,
-        "seed": 3,
-        "stop": ("a", "<|im_end|>"),
-        "skip_special_tokens": False,
-        "stop_token_ids": (4, 5),
-        "ignore_eos": True,
+        **{"max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "logprobs": 0, "seed": 3},
+        **{"stop": stop, "skip_special_tokens": False, "stop_token_ids": (4, 5), "ignore_eos": True},
     }
+    about = {"request_id": "r", "model": "m"}
     assert request_body(GENERATE, [1, 2], how, "r", "m") == {
-        "request_id": "r",
-        "model": "m",
+        **about,
         "token_ids": [1, 2],
         "sampling_params": {**params, "detokenize": True},
     }
     completions = request_body(COMPLETIONS, [1, 2], how, "r", "m")
-    assert completions == {**completions, **params, "request_id": "r", "model": "m", "prompt": [1, 2]}
+    assert completions == {**completions, **params, **about, "prompt": [1, 2]}
     assert completions["return_token_ids"] and completions["min_p"] == 0.0
     extra = {"min_p": 0.1, "min_tokens": 2}
-    for route, get in ((GENERATE, lambda body: body["sampling_params"]), (COMPLETIONS, lambda body: body)):
-        body = get(request_body(route, [1], replace(how, extra=extra), "r", "m"))
+    for route in (GENERATE, COMPLETIONS):
+        body = request_body(route, [1], replace(how, extra=extra), "r", "m")
+        body = body["sampling_params"] if route == GENERATE else body
         assert body == {**body, **extra}
     quiet = request_body(GENERATE, [1], SamplingParams(2), "r", "m")["sampling_params"]
-    assert quiet == {
-        "max_tokens": 2,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "logprobs": 0,
-        "detokenize": False,
-    }
+    defaults = {"max_tokens": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": 0}
+    assert quiet == {**defaults, "detokenize": False}
 
 
 async def test_capabilities_come_from_the_server(server: FakeServer, tmp_path: Path) -> None:
@@ -313,14 +277,13 @@ async def test_capabilities_come_from_the_server(server: FakeServer, tmp_path: P
     engine = VLLMEngine([server.url], model_path=str(tmp_path), engine_kwargs={"check_model": False})
     with pytest.raises(EngineError, match="not been started"):
         _ = engine.capabilities
-    await engine.start()
-    found = engine.capabilities
+    async with started(engine):
+        found = engine.capabilities
     assert found.logprobs == "processed"
     assert not found.stop_strings and not found.images
     assert found.seeds and found.stop_token_ids and found.stop_token_ids_with_ignore_eos
     assert found.update_weights is server.scale_out
     assert (found.max_model_len, found.vocab_size) == (48, 500)
-    await engine.close()
 
 
 @pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
@@ -345,23 +308,18 @@ def test_what_logprobs_are_of(route: str, tops: list[float], kind: str) -> None:
 
 async def test_a_server_without_a_tokenizer_sees_no_stop_strings(server: FakeServer) -> None:
     server.has_tokenizer = False  # and it takes them without a word
-    engine = VLLMEngine([server.url])
-    await engine.start()
-    assert not engine.capabilities.stop_strings
-    assert engine.capabilities.logprobs == "raw"
-    with pytest.raises(EngineError, match="cannot stop at texts"):
-        await engine.generate([1, 5, 6, 7], replace(SAMPLING, stop=("a",)), request_id="a")
-    assert server.asked == []
-    await engine.close()
+    async with started(VLLMEngine([server.url])) as engine:
+        assert (engine.capabilities.stop_strings, engine.capabilities.logprobs) == (False, "raw")
+        with pytest.raises(EngineError, match="cannot stop at texts"):
+            await ask(engine, stop=("a",))
+        assert server.asked == []
 
 
 async def test_logits_are_no_logprobs(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
     server.tops = [14.2, 11.0, 9.5, 3.0]
-    engine = VLLMEngine([server.url])
-    await engine.start()
-    assert engine.capabilities.logprobs == "none"
-    assert "--logprobs-mode" in caplog.text
-    await engine.close()
+    async with started(VLLMEngine([server.url])) as engine:
+        assert engine.capabilities.logprobs == "none"
+        assert "--logprobs-mode" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -388,18 +346,13 @@ async def test_the_model_that_is_meant(
     if warned:
         with pytest.raises(EngineError, match=r"serves '/models/demo', but .*check_model"):
             await VLLMEngine([server.url], model_path=model_path).start()
-    engine = VLLMEngine([server.url], model_path=model_path, engine_kwargs={"check_model": not warned})
-    await engine.start()
-    await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
-    assert server.asked[0]["model"] == asked_for
-    assert engine.capabilities.max_model_len == 64
+    options = {"check_model": not warned}
+    async with started(VLLMEngine([server.url], model_path=model_path, engine_kwargs=options)) as engine:
+        await ask(engine)
+        assert server.asked[0]["model"] == asked_for
+        assert engine.capabilities.max_model_len == 64
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert bool(warnings) is warned
-    await engine.close()
-
-
-def broken_versions(reply: dict[str, Any]) -> None:
-    reply["choices"][0]["weight_versions"] = [{"version": "7", "start": 1, "end": 5}]
 
 
 def fewer_logprobs(reply: dict[str, Any]) -> None:
@@ -408,35 +361,28 @@ def fewer_logprobs(reply: dict[str, Any]) -> None:
         logprobs[key] = values[:-1]
 
 
-def no_logprob(reply: dict[str, Any]) -> None:
+def third_logprob(reply: dict[str, Any], value: float | None) -> None:
     logprobs = reply["choices"][0]["logprobs"]
     if "content" in logprobs:
-        logprobs["content"][2]["logprob"] = -9999.0
+        logprobs["content"][2]["logprob"] = -9999.0 if value is None else value
     else:
-        logprobs["token_logprobs"][2] = None
+        logprobs["token_logprobs"][2] = value
 
 
-def high_logprob(reply: dict[str, Any]) -> None:
-    logprobs = reply["choices"][0]["logprobs"]
-    if "content" in logprobs:
-        logprobs["content"][2]["logprob"] = 0.5
-    else:
-        logprobs["token_logprobs"][2] = 0.5
+def choice(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda reply: reply["choices"][0].update(changes)
 
 
 BROKEN: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (fewer_logprobs, "5 ids do not match 4 log-probs"),
-    (no_logprob, "lacks the log-probs of 1 token"),
+    (lambda reply: third_logprob(reply, None), "lacks the log-probs of 1 token"),
+    (lambda reply: third_logprob(reply, 0.5), "log-probs above 0"),
     (lambda reply: reply["choices"][0].pop("logprobs"), "5 ids do not match 0 log-probs"),
     (lambda reply: reply["choices"][0].pop("token_ids"), "no token_ids"),
-    (
-        lambda reply: reply["choices"][0].update(token_ids=[1, 2, 3, -4, 5]),
-        "outside the vocabulary",
-    ),
-    (lambda reply: reply["choices"][0].update(finish_reason="error"), "finish reason is 'error'"),
+    (choice(token_ids=[1, 2, 3, -4, 5]), "outside the vocabulary"),
+    (choice(finish_reason="error"), "finish reason is 'error'"),
+    (choice(token_ids=[1] * 6), "6 tokens, more than max_tokens 5"),
     (lambda reply: reply["choices"].clear(), "0 answers"),
-    (high_logprob, "log-probs above 0"),
-    (lambda reply: reply["choices"][0].update(token_ids=[1] * 6), "6 tokens, more than max_tokens 5"),
     (lambda reply: reply.update(usage={"prompt_tokens": 5}), "a prompt of 5 tokens, not 4"),
     (lambda reply: reply.update(id="cmpl-other", request_id="generate-tokens-other"), "instead of"),
     (lambda reply: reply.pop("choices"), "cannot be read"),
@@ -449,30 +395,27 @@ async def test_a_broken_reply_is_tried_again(
 ) -> None:
     server.edit = edit  # type: ignore[assignment]
     with pytest.raises(TransientEngineError, match=message) as caught:
-        await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
+        await ask(engine)
     assert type(caught.value) is TransientEngineError
     server.healthy = False  # what a server says while it goes is no fault of the request
     with pytest.raises(EngineUnavailableError, match="not healthy"):
-        await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
+        await ask(engine)
 
 
 async def test_an_abort_by_somebody_else_keeps_what_was_sampled(
     server: FakeServer, engine: VLLMEngine
 ) -> None:
-    whole = await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
-    server.edit = lambda reply: reply["choices"][0].update(finish_reason="abort")
-    part = await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
+    whole = await ask(engine)
+    server.edit = choice(finish_reason="abort")  # type: ignore[assignment]
+    part = await ask(engine)
     assert (part.finish_reason, part.token_ids) == ("abort", whole.token_ids)
 
 
 async def test_versions_of_other_tokens_are_a_broken_reply() -> None:
-    async with FakeServer() as server:
-        engine = VLLMEngine([server.url])
-        await engine.start()
-        server.edit = broken_versions
+    async with FakeServer() as server, started(VLLMEngine([server.url])) as engine:
+        server.edit = choice(weight_versions=[{"version": "7", "start": 1, "end": 5}])  # type: ignore[assignment]
         with pytest.raises(TransientEngineError, match="weight versions"):
-            await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
-        await engine.close()
+            await ask(engine)
 
 
 @pytest.mark.parametrize(
@@ -502,56 +445,50 @@ async def test_every_fault_has_its_error(
 ) -> None:
     server.answer, server.healthy = answer, healthy
     with pytest.raises(expected, match=message) as caught:
-        await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")
+        await ask(engine)
     assert type(caught.value) is expected
     assert await engine.health() is healthy
     server.answer, server.healthy = None, True
-    assert (await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")).token_ids == IDS
+    assert (await ask(engine)).token_ids == IDS
 
 
 async def test_a_router_that_renames_requests(server: FakeServer) -> None:
     server.renames = True
-    engine = VLLMEngine([server.url])
-    await engine.start()
-    assert (await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")).token_ids == IDS
-    await engine.close()
+    async with started(VLLMEngine([server.url])) as engine:
+        assert (await ask(engine)).token_ids == IDS
+
+
+async def asked_and_in_the_server(server: FakeServer, engine: VLLMEngine) -> "asyncio.Task[Completion]":
+    server.hang = True
+    task = asyncio.create_task(ask(engine))
+    await until(lambda: len(server.waiting) == 1)
+    return task
 
 
 async def test_abort_returns_what_the_server_gives(server: FakeServer) -> None:
     server.dev = True
-    engine = VLLMEngine([server.url])
-    await engine.start()
-    server.hang = True
-    task = asyncio.create_task(engine.generate([1, 5, 6, 7], SAMPLING, request_id="a"))
-    await until(lambda: len(server.waiting) == 1)
-    await engine.abort("a")
-    completion = await asyncio.wait_for(task, 5)
-    assert (completion.finish_reason, completion.token_ids) == ("abort", IDS)
-    path = "/inference/v1/abort_requests" if server.scale_out else "/abort_requests"
-    assert [told[0] for told in server.told] == [path]
-    await engine.abort("unknown")
-    await engine.close()
+    async with started(VLLMEngine([server.url])) as engine:
+        task = await asked_and_in_the_server(server, engine)
+        await engine.abort("a")
+        completion = await task
+        assert (completion.finish_reason, completion.token_ids) == ("abort", IDS)
+        path = "/inference/v1/abort_requests" if server.scale_out else "/abort_requests"
+        assert [told[0] for told in server.told] == [path]
+        await engine.abort("unknown")
 
 
 async def test_abort_without_a_route_closes_the_connection() -> None:
-    async with FakeServer(scale_out=False) as server:
-        engine = VLLMEngine([server.url])
-        await engine.start()
-        server.hang = True
-        task = asyncio.create_task(engine.generate([1, 5, 6, 7], SAMPLING, request_id="a"))
-        await until(lambda: len(server.waiting) == 1)
+    async with FakeServer(scale_out=False) as server, started(VLLMEngine([server.url])) as engine:
+        task = await asked_and_in_the_server(server, engine)
         await engine.abort("a")
-        completion = await asyncio.wait_for(task, 5)
+        completion = await task
         assert (completion.finish_reason, completion.token_ids, completion.logprobs) == ("abort", [], [])
         server.hang = False
-        assert (await engine.generate([1, 5, 6, 7], SAMPLING, request_id="a")).token_ids == IDS
-        await engine.close()
+        assert (await ask(engine)).token_ids == IDS
 
 
 async def test_cancelling_aborts_in_the_server(server: FakeServer, engine: VLLMEngine) -> None:
-    server.hang = True
-    task = asyncio.create_task(engine.generate([1, 5, 6, 7], SAMPLING, request_id="a"))
-    await until(lambda: len(server.waiting) == 1)
+    task = await asked_and_in_the_server(server, engine)
     (name,) = server.waiting
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -561,9 +498,11 @@ async def test_cancelling_aborts_in_the_server(server: FakeServer, engine: VLLME
 
 
 async def test_other_weights_are_loaded_in_order() -> None:
-    async with FakeServer(dev=True) as server:
-        engine = VLLMEngine([server.url], engine_kwargs={"update_timeout": 30})
-        await engine.start()
+    options = {"update_timeout": 30}
+    async with (
+        FakeServer(dev=True) as server,
+        started(VLLMEngine([server.url], engine_kwargs=options)) as engine,
+    ):
         await engine.update_weights("/weights/8", 8)
         reload = {"method": "reload_weights", "kwargs": {"weights_path": "/weights/8"}, "timeout": 30.0}
         steps = [
@@ -581,69 +520,58 @@ async def test_other_weights_are_loaded_in_order() -> None:
                 await engine.update_weights("/weights/8", 8)
             assert server.told == steps[:done]
             assert not await engine.health()
-        other = VLLMEngine([server.url])
         with pytest.raises(EngineUnavailableError, match="is paused"):
-            await other.start()
+            await VLLMEngine([server.url]).start()
         server.failing_path = ""
         await engine.update_weights("/weights/8", 8)
         assert await engine.health()
-        await engine.close()
 
 
 async def test_a_server_that_our_update_paused_comes_back_by_loading() -> None:
-    async with FakeServer(dev=True) as server, FakeServer(dev=True) as other:
-        engine = VLLMEngine([server.url, other.url], engine_kwargs={"update_timeout": 30})
-        await engine.start()
+    async with (
+        FakeServer(dev=True) as server,
+        FakeServer(dev=True) as other,
+        started(VLLMEngine([server.url, other.url], engine_kwargs={"update_timeout": 30})) as engine,
+    ):
         server.failing_path = "/collective_rpc"
         await engine.update_weights("/weights/8", 8)
-        assert server.paused
-        assert not other.paused
+        assert (server.paused, other.paused) == (True, False)
         server.failing_path = ""
-        edit_version(server, other, version="8")
+        server.edit = other.edit = choice(weight_versions=[{"version": "8", "start": 0, "end": 5}])  # type: ignore[assignment]
         await until(lambda: len(engine.ready) == 2)
-        for number in range(8):
-            await engine.generate([1, 5, 6, 7], SAMPLING, request_id=str(number))
-        assert server.asked
+        for number in itertools.count():
+            await ask(engine, request_id=f"r{number}")
+            if server.asked:
+                break
         assert not server.paused
         assert server.probes == 1
-        await engine.close()
 
 
 async def test_weights_are_not_given_to_a_server_that_was_never_asked_what_it_is() -> None:
     async with FakeServer(dev=True) as server, FakeServer(dev=True) as other:
         other.paused = True  # by somebody else
-        engine = VLLMEngine([server.url, other.url])
-        await engine.start()
-        await engine.update_weights("/weights/8", 8)
-        assert (server.paused, other.paused, other.told) == (False, True, [])
-        assert engine.ready == [server.url]
-        await engine.close()
+        async with started(VLLMEngine([server.url, other.url])) as engine:
+            await engine.update_weights("/weights/8", 8)
+            assert (server.paused, other.paused, other.told) == (False, True, [])
+            assert engine.ready == [server.url]
 
 
 async def test_a_cancelled_load_comes_to_its_end_and_leaves_no_pause() -> None:
     async with FakeServer(dev=True) as server:
-        engine = VLLMEngine([server.url])
-        await engine.start()
-        replica = engine._readiness.members[server.url].replica
+        replica = VLLMReplica(server.url, EngineOptions(None))
+        await replica.describe()
         server.gate = asyncio.Event()
         load = asyncio.create_task(replica.update_weights("/weights/8", 8))
         await until(lambda: len(server.told) == 2)
         load.cancel()
-        await asyncio.sleep(0.02)
+        await asyncio.wait([load], timeout=0)
         assert server.paused and not load.done()
         server.gate.set()
         with pytest.raises(asyncio.CancelledError):
             await load
         assert not server.paused
         assert server.told[-1] == ("/resume", None)
-        await engine.close()
-
-
-def edit_version(*servers: FakeServer, version: str) -> None:
-    for server in servers:
-        server.edit = lambda reply: reply["choices"][0].update(
-            weight_versions=[{"version": version, "start": 0, "end": 5}]
-        )
+        await replica.close()
 
 
 async def test_weights_of_a_server_in_production_stay(server: FakeServer, engine: VLLMEngine) -> None:
@@ -675,18 +603,14 @@ async def test_a_server_that_comes_later_is_asked_what_it_is(server: FakeServer)
     async with FakeServer() as late:
         late.paused, late.dev = True, True
         late.cards[0]["id"] = "org/late"
-        engine = VLLMEngine([server.url, late.url])
-        await engine.start()
-        late.paused = False
-        server.answer = lambda: failure(500, DEAD, "InternalServerError")
-        server.healthy = False
-        answers = await asyncio.gather(
-            *(engine.generate([1, 5, 6, 7], SAMPLING, request_id=str(i)) for i in range(8))
-        )
-        assert [c.token_ids for c in answers] == [IDS] * 8
-        assert {body["model"] for body in late.asked} == {"org/late"}
-        assert late.probes >= 1
-        await engine.close()
+        async with started(VLLMEngine([server.url, late.url])) as engine:
+            late.paused = False
+            server.answer = lambda: failure(500, DEAD, "InternalServerError")
+            server.healthy = False
+            answers = await asyncio.gather(*(ask(engine, request_id=f"r{i}") for i in range(8)))
+            assert [c.token_ids for c in answers] == [IDS] * 8
+            assert {body["model"] for body in late.asked} == {"org/late"}
+            assert late.probes >= 1
 
 
 async def test_a_server_that_is_something_else() -> None:
@@ -698,16 +622,13 @@ async def test_a_server_that_is_something_else() -> None:
 
 
 async def test_a_killed_server_is_away(server: FakeServer, engine: VLLMEngine) -> None:
-    server.hang = True
-    task = asyncio.create_task(engine.generate([1, 5, 6, 7], SAMPLING, request_id="a"))
-    await until(lambda: len(server.waiting) == 1)
+    task = await asked_and_in_the_server(server, engine)
     server.answer = lambda: web.Response()
     await engine.close()
     with pytest.raises(EngineUnavailableError):
-        await asyncio.wait_for(task, 5)
-    nobody = VLLMEngine(["http://127.0.0.1:1"])
+        await task
     with pytest.raises(EngineUnavailableError, match="names vLLM servers"):
-        await nobody.start()
+        await VLLMEngine(["http://127.0.0.1:1"]).start()
 
 
 def test_wrong_configuration(tmp_path: Path) -> None:
