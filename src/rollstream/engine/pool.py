@@ -112,8 +112,9 @@ class Router:
     replicas that are alike it is the one with the least in flight, and one that is slow gets less.
     """
 
-    def __init__(self, rng: random.Random | None = None) -> None:
-        self._rng = rng or random.Random()
+    def __init__(self, remembered: int = _REMEMBERED_SESSIONS) -> None:
+        self._rng = random.Random()
+        self._remembered = remembered
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def pick(self, candidates: Sequence[Member], session: str) -> Member:
@@ -141,7 +142,7 @@ class Router:
         """From now on the session's next request goes there, unless that has much more to do."""
         self._sessions[session] = home.name
         self._sessions.move_to_end(session)
-        if len(self._sessions) > _REMEMBERED_SESSIONS:
+        if len(self._sessions) > self._remembered:
             self._sessions.popitem(last=False)
 
 

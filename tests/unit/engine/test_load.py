@@ -23,6 +23,8 @@ from rollstream.engine.sglang import SGLangEngine
 from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubServer
 from rollstream.trajectory import SamplingParams
+from tests.support.engines import started
+from tests.support.until import until
 
 VLLM_PAGE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -161,23 +163,18 @@ async def servers() -> AsyncIterator[list[StubServer]]:
 async def test_a_pool_says_what_its_servers_say(servers: list[StubServer], metrics: bool) -> None:
     for server in servers:
         server.faults = Faults(no_metrics=not metrics)
-    engine = SGLangEngine([server.url for server in servers])
-    await engine.start()
-    assert await ask_load(engine) == EngineLoad(0, 0)
-    tasks = [
-        asyncio.create_task(engine.generate([1], SamplingParams(4), request_id=f"r{number}"))
-        for number in range(10)
-    ]
-    async with asyncio.timeout(10):
-        while sum(server.stats.in_flight for server in servers) < 10:
-            await asyncio.sleep(0.001)
+    async with started(SGLangEngine([server.url for server in servers])) as engine:
+        assert await ask_load(engine) == EngineLoad(0, 0)
+        tasks = [
+            asyncio.create_task(engine.generate([1], SamplingParams(4), request_id=f"r{number}"))
+            for number in range(10)
+        ]
+        await until(lambda: sum(server.stats.in_flight for server in servers) == 10)
         assert await ask_load(engine) == EngineLoad(4, 6)
         servers[0].kill()
-        while servers[1].stats.in_flight < 10:  # its requests have moved
-            await asyncio.sleep(0.001)
+        await until(lambda: servers[1].stats.in_flight == 10)  # its requests have moved
         assert await ask_load(engine) == EngineLoad(2, 8)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await engine.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     assert await ask_load(engine) is None

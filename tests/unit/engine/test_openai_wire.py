@@ -190,13 +190,8 @@ def test_calls_without_an_index_and_with_arguments_as_an_object() -> None:
 
 
 def test_ends() -> None:
-    for said, meant in [
-        ("stop", "stop"),
-        ("length", "length"),
-        ("tool_calls", "stop"),
-        ("abort", None),
-        (None, None),
-    ]:
+    meanings = {"stop": "stop", "length": "length", "tool_calls": "stop", "abort": None, None: None}
+    for said, meant in meanings.items():
         assert finish_reason(Turn(finish_reason=said), "s") == meant
     with pytest.raises(EngineError, match="content_filter") as caught:
         finish_reason(Turn(finish_reason="content_filter"), "s")

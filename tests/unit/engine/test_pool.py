@@ -2,13 +2,12 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 
-from rollstream.engine import pool as pool_module
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.kind import EngineOptions
 from rollstream.engine.pool import Router, common_capabilities
@@ -19,6 +18,7 @@ from rollstream.testing.stub_answers import book_rule
 from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.trajectory import Completion, SamplingParams
+from tests.support.engines import started
 from tests.support.replicas import FakeReplica
 from tests.support.until import until
 
@@ -27,20 +27,14 @@ SAMPLING = SamplingParams(max_tokens=16, seed=5)
 
 @pytest.fixture
 async def servers() -> AsyncIterator[list[StubServer]]:
-    async with (
-        StubServer(response_tokens=16) as a,
-        StubServer(response_tokens=16) as b,
-        StubServer(response_tokens=16) as c,
-    ):
-        yield [a, b, c]
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(StubServer(response_tokens=16)) for _ in range(3)]
 
 
 @pytest.fixture
 async def pool(servers: list[StubServer]) -> AsyncIterator[SGLangEngine]:
-    engine = SGLangEngine([server.url for server in servers])
-    await engine.start()
-    yield engine
-    await engine.close()
+    async with started(SGLangEngine([server.url for server in servers])) as engine:
+        yield engine
 
 
 def members(**in_flight: int) -> dict[str, Member]:
@@ -51,38 +45,39 @@ def picks(router: Router, among: Iterable[Member], count: int = 60) -> Counter[s
     return Counter(router.pick([*among], f"session {number}").name for number in range(count))
 
 
-class TestRouter:
-    def test_the_least_in_flight_gets_it_and_ties_are_random(self) -> None:
-        found = members(a=1, b=1, c=2)
-        taken = picks(Router(), found.values())
-        assert set(taken) == {"a", "b"} and min(taken.values()) > 10
+def test_router_the_least_in_flight_gets_it_and_ties_are_random() -> None:
+    found = members(a=1, b=1, c=2)
+    taken = picks(Router(), found.values())
+    assert set(taken) == {"a", "b"} and min(taken.values()) > 10
 
-    def test_a_slow_one_gets_less(self) -> None:
-        found = members(slow=3, fast=9, new=20)
-        found["slow"].tokens, found["slow"].seconds = 100, 3.0
-        found["fast"].tokens, found["fast"].seconds = 100, 1.0
-        assert set(picks(Router(), found.values())) == {"fast"}
-        found["fast"].in_flight = 12
-        assert set(picks(Router(), found.values())) == {"slow"}
-        found["new"].in_flight = 4  # taken for one as fast as the others
-        assert set(picks(Router(), found.values())) == {"new"}
 
-    def test_a_session_stays_unless_another_is_much_less_busy(self) -> None:
-        router, found = Router(), members(a=0, b=0, c=0)
-        home = router.pick([*found.values()], "s")
-        home.in_flight = 3
-        assert all(router.pick([*found.values()], "s") is home for _ in range(20))
-        assert router.pick([one for one in found.values() if one is not home], "s") is not home
-        home.in_flight = 4
-        assert router.pick([*found.values()], "s") is not home
+def test_router_a_slow_one_gets_less() -> None:
+    found = members(slow=3, fast=9, new=20)
+    found["slow"].tokens, found["slow"].seconds = 100, 3.0
+    found["fast"].tokens, found["fast"].seconds = 100, 1.0
+    assert set(picks(Router(), found.values())) == {"fast"}
+    found["fast"].in_flight = 12
+    assert set(picks(Router(), found.values())) == {"slow"}
+    found["new"].in_flight = 4  # taken for one as fast as the others
+    assert set(picks(Router(), found.values())) == {"new"}
 
-    def test_only_the_newest_sessions_are_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pool_module, "_REMEMBERED_SESSIONS", 4)
-        router, found = Router(), members(a=0, b=1)
-        assert router.pick([*found.values()], "s").name == "a"
-        picks(router, found.values(), 4)
-        found["a"].in_flight = 2  # few enough to stay
-        assert router.pick([*found.values()], "s").name == "b"
+
+def test_router_a_session_stays_unless_another_is_much_less_busy() -> None:
+    router, found = Router(), members(a=0, b=0, c=0)
+    home = router.pick([*found.values()], "s")
+    home.in_flight = 3
+    assert all(router.pick([*found.values()], "s") is home for _ in range(20))
+    assert router.pick([one for one in found.values() if one is not home], "s") is not home
+    home.in_flight = 4
+    assert router.pick([*found.values()], "s") is not home
+
+
+def test_router_only_the_newest_sessions_are_remembered() -> None:
+    router, found = Router(remembered=4), members(a=0, b=1)
+    assert router.pick([*found.values()], "s").name == "a"
+    picks(router, found.values(), 4)
+    found["a"].in_flight = 2  # few enough to stay
+    assert router.pick([*found.values()], "s").name == "b"
 
 
 def ask(pool: SGLangEngine, number: int, session: str | None = None) -> "asyncio.Task[Completion]":
@@ -202,14 +197,11 @@ async def test_an_aborted_request_is_not_sent_elsewhere(
     pool: SGLangEngine, servers: list[StubServer]
 ) -> None:
     for server in servers:
-        server.latency = Latency("fixed", 30.0)
+        server.latency = Latency("fixed", 1e6)
     task = ask(pool, 1, session="a")
-    async with asyncio.timeout(5):
-        while not sum(server.stats.in_flight for server in servers):
-            await asyncio.sleep(0.005)
+    await until(lambda: sum(server.stats.in_flight for server in servers))
     await pool.abort("a")
-    completion = await asyncio.wait_for(task, 5)
-    assert completion.finish_reason == "abort"
+    assert (await task).finish_reason == "abort"
     assert sum(server.stats.requests for server in servers) == 1
 
 
@@ -217,67 +209,52 @@ async def test_a_pool_can_do_what_all_of_it_can() -> None:
     async with (
         StubServer(model=StubModel(images=True, context_length=50)) as a,
         StubServer(model=StubModel(seeds=False)) as b,
+        started(SGLangEngine([a.url, b.url])) as pool,
     ):
-        pool = SGLangEngine([a.url, b.url])
-        await pool.start()
-        assert (pool.capabilities.images, pool.capabilities.seeds) == (False, False)
-        assert pool.capabilities.max_model_len == 50
         raw = pool.capabilities
-        await pool.close()
+        assert (raw.images, raw.seeds, raw.max_model_len) == (False, False, 50)
     assert common_capabilities([raw, replace(raw, logprobs="raw")]).logprobs == "none"
 
 
-FULL = SamplingParams(max_tokens=500)
-
-
-def stub(speed: float = 1.0) -> StubServer:
-    """Answers of 200 tokens, 1 s at speed 1."""
-    return StubServer(book_rule(200, prompt_tokens=4), latency=Latency(token_s=0.005 / speed))
-
-
 def ask_long(pool: SGLangEngine, number: int) -> "asyncio.Task[Completion]":
-    return asyncio.create_task(pool.generate([number, 1, 2, 3], FULL, request_id=f"r{number}"))
+    sampling = SamplingParams(max_tokens=500)
+    return asyncio.create_task(pool.generate([number, 1, 2, 3], sampling, request_id=f"r{number}"))
 
 
-def whole(server: StubServer, number: int) -> tuple[list[int], list[float]]:
-    return server.book.answer([number, 1, 2, 3], None, 200)
+def watched(token_s: float, **kwargs: float) -> tuple[StubServer, Callable[[], SGLangEngine]]:
+    """A server with answers of 200 tokens, and what makes a pool of it that asks soon whether it is healthy."""
+    server = StubServer(book_rule(200, prompt_tokens=4), latency=Latency(token_s=token_s))
+    options = {"probe_after": 0.1, "health_timeout": 1.0, **kwargs}
+    return server, lambda: SGLangEngine([server.url], engine_kwargs=options)
 
 
-class TestHealthMonitor:
-    kwargs: ClassVar = {"probe_after": 0.1, "health_timeout": 1.0}
+async def test_when_all_are_frozen_that_is_an_outage() -> None:
+    server, make = watched(0.0)
+    async with server, started(make()) as pool:
+        server.faults = Faults(frozen=True)
+        for task in [ask_long(pool, number) for number in range(8)]:
+            with pytest.raises(EngineUnavailableError, match="does not answer, and it is not healthy"):
+                await task
+        assert not await pool.health()
+        server.faults = Faults()
+        await until(lambda: len(pool.ready) == 1)
+        assert await pool.health()
+        assert (await ask_long(pool, 10)).token_ids == server.book.answer([10, 1, 2, 3], None, 200)[0]
 
-    async def test_when_all_are_frozen_that_is_an_outage(self) -> None:
-        async with stub(20.0) as server:
-            pool = SGLangEngine([server.url], engine_kwargs=self.kwargs)
-            await pool.start()
-            server.faults = Faults(frozen=True)
-            tasks = [ask_long(pool, number) for number in range(8)]
-            for task in tasks:
-                with pytest.raises(EngineUnavailableError, match="does not answer, and it is not healthy"):
-                    await asyncio.wait_for(task, 60)
-            assert not await pool.health()
-            server.faults = Faults()
-            await until(lambda: len(pool.ready) == 1)
-            assert await pool.health()
-            assert (await asyncio.wait_for(ask_long(pool, 10), 5)).token_ids == whole(server, 10)[0]
-            await pool.close()
 
-    async def test_a_long_answer_of_a_healthy_replica_is_waited_for(self) -> None:
-        async with stub() as server:
-            pool = SGLangEngine([server.url], engine_kwargs=self.kwargs)
-            await pool.start()
-            assert (await ask_long(pool, 1)).token_ids == whole(server, 1)[0]
-            assert server.stats.health_checks >= 2
-            await pool.close()
+async def test_a_long_answer_of_a_healthy_replica_is_waited_for() -> None:
+    server, make = watched(0.005, health_timeout=60.0)
+    async with server, started(make()) as pool:
+        assert (await ask_long(pool, 1)).token_ids == server.book.answer([1, 1, 2, 3], None, 200)[0]
+        assert server.stats.health_checks >= 2
 
-    async def test_close_ends_health_checks_and_requests(self) -> None:
-        async with stub(20.0) as server:
-            pool = SGLangEngine([server.url], engine_kwargs={"probe_after": 0.05, "health_timeout": 30})
-            await pool.start()
-            server.faults = Faults(frozen=True)
-            task = ask_long(pool, 1)
-            await until(lambda: server.stats.in_flight > 0)
-            await asyncio.sleep(0.2)
-            await asyncio.wait_for(pool.close(), 5)
-            with pytest.raises(EngineUnavailableError):
-                await asyncio.wait_for(task, 60)
+
+async def test_close_ends_health_checks_and_requests() -> None:
+    server, make = watched(0.0, health_timeout=600.0)
+    async with server, started(make()) as pool:
+        server.faults = Faults(frozen=True)
+        task = ask_long(pool, 1)
+        await until(lambda: server.stats.health_checks > 0)
+        await pool.close()
+        with pytest.raises(EngineUnavailableError):
+            await task

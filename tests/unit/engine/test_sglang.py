@@ -1,8 +1,8 @@
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import orjson
@@ -20,7 +20,8 @@ from rollstream.errors import (
 )
 from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubModel, StubServer
-from rollstream.trajectory import SamplingParams
+from rollstream.trajectory import Completion, SamplingParams
+from tests.support.engines import started
 from tests.support.until import until
 
 SAMPLING = SamplingParams(max_tokens=24, seed=5)
@@ -35,80 +36,63 @@ async def server() -> AsyncIterator[StubServer]:
 
 @pytest.fixture
 async def engine(server: StubServer) -> AsyncIterator[SGLangEngine]:
-    engine = SGLangEngine([server.url])
-    await engine.start()
-    yield engine
-    await engine.close()
+    async with started(SGLangEngine([server.url])) as engine:
+        yield engine
 
 
-def free_url() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{sock.getsockname()[1]}"
+async def ask(engine: SGLangEngine, **changes: Any) -> Completion:
+    return await engine.generate([1], replace(SAMPLING, **changes), request_id="a")
+
+
+NOBODY = "http://127.0.0.1:1"
 
 
 async def test_tokens_and_logprobs_are_those_of_the_server(server: StubServer, engine: SGLangEngine) -> None:
     assert isinstance(engine, Engine)
-    completion = await engine.generate([1, 2, 3], SAMPLING, request_id="a")
-    ids, logprobs = server.book.answer([1, 2, 3], 5, 16)
-    assert completion.token_ids == ids
-    assert completion.logprobs == logprobs
-    assert completion.finish_reason == "stop"
-    assert completion.policy_versions == [(0, 7)]
-    without = await engine.generate([1, 2, 3], SamplingParams(8, seed=5, logprobs=False), request_id="a")
-    assert without.token_ids == ids[:8]
-    assert without.logprobs is None
-    assert without.finish_reason == "length"
+    completion = await ask(engine)
+    ids, logprobs = server.book.answer([1], 5, 16)
+    assert (completion.token_ids, completion.logprobs) == (ids, logprobs)
+    assert (completion.finish_reason, completion.policy_versions) == ("stop", [(0, 7)])
+    without = await ask(engine, max_tokens=8, logprobs=False)
+    assert (without.token_ids, without.logprobs, without.finish_reason) == (ids[:8], None, "length")
 
 
-async def test_capabilities_come_from_the_server(server: StubServer, engine: SGLangEngine) -> None:
-    assert engine.capabilities.max_model_len == 64
-    assert engine.capabilities.vocab_size == 512
-    assert engine.capabilities.seeds
-    assert not engine.capabilities.stop_token_ids_with_ignore_eos
+async def test_capabilities_come_from_the_server_and_a_models_folder(
+    server: StubServer, engine: SGLangEngine, tmp_path: Path
+) -> None:
+    found = engine.capabilities
+    assert (found.max_model_len, found.vocab_size, found.seeds) == (64, 512, True)
+    assert not found.stop_token_ids_with_ignore_eos
     server.model = replace(server.model, seeds=False)
-    other = SGLangEngine([server.url], max_model_len=32)
-    await other.start()
-    assert not other.capabilities.seeds
-    assert other.capabilities.max_model_len == 32
-    await other.close()
-
-
-async def test_a_models_folder_says_what_the_server_does_not(server: StubServer, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 48}')
-    engine = SGLangEngine([server.url], model_path=str(tmp_path))
-    await engine.start()
-    assert engine.capabilities.vocab_size == 100
-    assert engine.capabilities.max_model_len == 48
-    await engine.close()
+    async with started(SGLangEngine([server.url], max_model_len=32)) as other:
+        assert (other.capabilities.seeds, other.capabilities.max_model_len) == (False, 32)
+    (tmp_path / "config.json").write_text('{"vocab_size": 8, "max_position_embeddings": 48}')
+    async with started(SGLangEngine([server.url], model_path=str(tmp_path))) as small:
+        assert (small.capabilities.vocab_size, small.capabilities.max_model_len) == (8, 48)
+        with pytest.raises(TransientEngineError, match="outside the vocabulary"):
+            await ask(small)
 
 
 async def test_another_model_is_refused(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
     server.model = replace(server.model, path="/models/Qwen2.5-0.5B")
-    for wanted in ("Qwen/Qwen2.5-0.5B", "/elsewhere/Qwen2.5-0.5B/", None):
-        engine = SGLangEngine([server.url], model_path=wanted)
-        await engine.start()
-        await engine.close()
-    with pytest.raises(
-        EngineError, match=r"serves '/models/Qwen2\.5-0\.5B', but .*model\.path is 'other'.*check_model"
-    ):
+    async with started(SGLangEngine([server.url], model_path="Qwen/Qwen2.5-0.5B")):
+        assert not caplog.records
+    with pytest.raises(EngineError, match=r"serves '/models/Qwen2\.5-0\.5B', but .*is 'other'.*check_model"):
         await SGLangEngine([server.url], model_path="other").start()
-    assert not caplog.records
-    engine = SGLangEngine([server.url], model_path="other", engine_kwargs={"check_model": False})
-    await engine.start()
-    await engine.close()
-    assert "serves '/models/Qwen2.5-0.5B'" in caplog.text
+    unchecked = SGLangEngine([server.url], model_path="other", engine_kwargs={"check_model": False})
+    async with started(unchecked):
+        assert "serves '/models/Qwen2.5-0.5B'" in caplog.text
 
 
 async def test_an_abort_by_somebody_else_keeps_what_was_sampled(
     server: StubServer, engine: SGLangEngine
 ) -> None:
     """Whoever wants to go on from it does so: see `ContinuingEngine`."""
-    whole = await engine.generate([1], SAMPLING, request_id="a")
+    whole = await ask(engine)
     server.faults = Faults(abort=1.0)
     # The server sends 8 tokens. The last one may be an end token that it has not looked at.
     for ignore_eos, kept in ((False, 7), (True, 8)):
-        part = await engine.generate([1], replace(SAMPLING, ignore_eos=ignore_eos), request_id="a")
+        part = await ask(engine, ignore_eos=ignore_eos)
         assert (part.finish_reason, part.token_ids) == ("abort", whole.token_ids[:kept])
         assert part.logprobs == (whole.logprobs or [])[:kept]
         assert part.policy_versions == whole.policy_versions
@@ -171,24 +155,15 @@ async def test_every_fault_has_its_error(
 ) -> None:
     server.faults = faults
     with pytest.raises(expected, match=message) as caught:
-        await engine.generate([1], SAMPLING, request_id="a")
+        await ask(engine)
     assert type(caught.value) is expected
     server.faults = Faults()
-    assert len((await engine.generate([1], SAMPLING, request_id="a")).token_ids) == 16
-
-
-async def test_ids_outside_the_vocabulary_in_a_reply(server: StubServer, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
-    engine = SGLangEngine([server.url], model_path=str(tmp_path))
-    await engine.start()
-    with pytest.raises(TransientEngineError, match="outside the vocabulary"):
-        await engine.generate([1], SAMPLING, request_id="a")
-    await engine.close()
+    assert len((await ask(engine)).token_ids) == 16
 
 
 async def test_cancelling_aborts_in_the_server(server: StubServer, engine: SGLangEngine) -> None:
     server.faults = Faults(hang=1.0)
-    task = asyncio.create_task(engine.generate([1], SAMPLING, request_id="a"))
+    task = asyncio.create_task(ask(engine))
     await until(lambda: server.stats.in_flight == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -196,7 +171,7 @@ async def test_cancelling_aborts_in_the_server(server: StubServer, engine: SGLan
     await until(lambda: server.stats.in_flight == 0)
     assert server.stats.aborts == 1
     server.faults = Faults()
-    await engine.generate([1], SAMPLING, request_id="a")
+    await ask(engine)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +195,7 @@ async def test_requests_that_fail_together_share_one_health_check(
     assert {type(result) for result in results} == {EngineUnavailableError}
     assert server.stats.health_checks < 16
     server.faults = Faults()
-    assert len((await engine.generate([1], SAMPLING, request_id="a")).token_ids) == 16
+    assert len((await ask(engine)).token_ids) == 16
 
 
 async def test_aborting_everything_at_the_server_costs_no_token(
@@ -234,7 +209,7 @@ async def test_aborting_everything_at_the_server_costs_no_token(
     server.latency = Latency()
     async with aiohttp.ClientSession(server.url) as client:
         await client.post("/abort_request", json={"abort_all": True})
-    answer = await asyncio.wait_for(task, 5)
+    answer = await task
     assert (len(answer.token_ids), answer.finish_reason) == (16, "stop")
 
 
@@ -245,15 +220,12 @@ async def test_what_is_no_sglang_server_is_found_out_at_start(server: StubServer
 
 
 async def test_start_needs_one_server(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
-    nobody = SGLangEngine([free_url()])
     with pytest.raises(EngineUnavailableError, match="no SGLang server answers"):
-        await nobody.start()
-    half = SGLangEngine([free_url(), server.url])
-    await half.start()
-    assert "going on without it" in caplog.text
-    assert half.capabilities.max_model_len == 64
-    assert len((await half.generate([1], SAMPLING, request_id="a")).token_ids) == 16
-    await half.close()
+        await SGLangEngine([NOBODY]).start()
+    async with started(SGLangEngine([NOBODY, server.url])) as half:
+        assert "going on without it" in caplog.text
+        assert half.capabilities.max_model_len == 64
+        assert len((await ask(half)).token_ids) == 16
 
 
 @pytest.mark.parametrize(
@@ -273,11 +245,8 @@ async def test_start_at_a_server_that_is_not_there_yet(
         await engine.start()
     assert server.url in str(caught.value)
     assert not await engine.health()
-    async with StubServer(response_tokens=16) as second:
-        both = SGLangEngine([server.url, second.url])
-        await both.start()
+    async with StubServer() as second, started(SGLangEngine([server.url, second.url])):
         assert "going on without it" in caplog.text
-        await both.close()
 
 
 async def test_a_server_that_is_something_else() -> None:

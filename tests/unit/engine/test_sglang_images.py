@@ -17,6 +17,7 @@ from rollstream.engine.sglang import (
 from rollstream.errors import EngineError
 from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.trajectory import SamplingParams
+from tests.support.engines import started
 
 SAMPLING = SamplingParams(max_tokens=4, seed=5)
 
@@ -33,37 +34,28 @@ async def server() -> AsyncIterator[StubServer]:
 
 async def test_a_server_says_whether_it_sees_images(server: StubServer) -> None:
     async with StubServer() as other:
-        for urls, sees in (
-            ([server.url], True),
-            ([other.url], False),
-            ([server.url, other.url], False),
-        ):
-            engine = SGLangEngine(urls)
-            await engine.start()
-            assert engine.capabilities.images is sees
-            await engine.close()
+        for urls, sees in (([server.url], True), ([other.url], False), ([server.url, other.url], False)):
+            async with started(SGLangEngine(urls)) as engine:
+                assert engine.capabilities.images is sees
 
 
 async def test_what_is_no_data_url_never_reaches_a_server(server: StubServer) -> None:
-    engine = SGLangEngine([server.url])
-    await engine.start()
-    for image in ("/etc/passwd.png", "http://example.com/a.png", b"bytes", object()):
-        with pytest.raises(EngineError, match="takes images as data: URLs"):
-            await engine.generate([1], SAMPLING, request_id="a", images=[data_url(b"x"), image])
-    await engine.close()
+    async with started(SGLangEngine([server.url])) as engine:
+        for image in ("/etc/passwd.png", "http://example.com/a.png", b"bytes", object()):
+            with pytest.raises(EngineError, match="takes images as data: URLs"):
+                await engine.generate([1], SAMPLING, request_id="a", images=[data_url(b"x"), image])
     assert server.stats.requests == 0
 
 
 async def test_a_prompt_without_images_is_answered_as_ever(server: StubServer) -> None:
-    engine = SGLangEngine([server.url])
-    await engine.start()
-    ids = server.book.answer([1, 2], 5, 4)[0]
-    assert (await engine.generate([1, 2], SAMPLING, request_id="a")).token_ids == ids
-    assert (await engine.generate([1, 2], SAMPLING, request_id="a", images=[])).token_ids == ids
-    seen = await engine.generate([1, 2], SAMPLING, request_id="a", images=[data_url(b"x")])
-    again = await engine.generate([1, 2], SAMPLING, request_id="a", images=[data_url(b"x")])
-    assert seen.token_ids == again.token_ids != ids
-    await engine.close()
+    images: list[list[object] | None] = [None, [], [data_url(b"x")], [data_url(b"x")]]
+    async with started(SGLangEngine([server.url])) as engine:
+        plain, none, seen, again = [
+            (await engine.generate([1, 2], SAMPLING, request_id="a", images=some)).token_ids
+            for some in images
+        ]
+    assert plain == none == server.book.answer([1, 2], 5, 4)[0]
+    assert seen == again != plain
 
 
 def test_the_body_holds_the_images_in_order() -> None:
@@ -98,24 +90,16 @@ def test_one_placeholder_is_sent_for_each_image(ids: list[int], images: int, sen
 
 
 def reply(prompt_tokens: int | None, finish: str = "stop") -> bytes:
-    meta = {"id": "r", "finish_reason": {"type": finish}, "output_token_logprobs": [[-0.5, 7, None]]}
-    return orjson.dumps(
-        {
-            "output_ids": [7],
-            "meta_info": meta | ({} if prompt_tokens is None else {"prompt_tokens": prompt_tokens}),
-        }
+    meta: dict[str, object] = {"id": "r", "output_token_logprobs": [[-0.5, 7, None]]}
+    meta |= {"finish_reason": {"type": finish}} | (
+        {} if prompt_tokens is None else {"prompt_tokens": prompt_tokens}
     )
+    return orjson.dumps({"output_ids": [7], "meta_info": meta})
 
 
-def read(payload: bytes, image_prompt_tokens: int | None) -> list[int]:
-    return read_reply(
-        "server",
-        payload,
-        SAMPLING,
-        rid="r",
-        vocab_size=9,
-        image_prompt_tokens=image_prompt_tokens,
-    ).token_ids
+def read(payload: bytes, tokens: int | None) -> list[int]:
+    found = read_reply("server", payload, SAMPLING, rid="r", vocab_size=9, image_prompt_tokens=tokens)
+    return found.token_ids
 
 
 def test_a_server_that_made_another_prompt_of_the_images_is_found_out() -> None:
