@@ -34,20 +34,20 @@ class Devices:
     """Environment variables that choose devices for a process; all are set alike."""
 
 
-def run_tool(command: Sequence[str]) -> str:
+def run_tool(command: Sequence[str], timeout_s: float = _TOOL_TIMEOUT_S) -> str:
     """What a vendor's tool prints; nothing where there is no such tool. Raises `DeviceToolError`."""
     if shutil.which(command[0]) is None:
         return ""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_TOOL_TIMEOUT_S, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
         )
         said = f"{done.stdout}\n{done.stderr}".strip()
         if done.returncode == 0 or _NO_DEVICES.search(said):
             return done.stdout
         what = f"fails with exit code {done.returncode}: {said[:_SHOWN] or '(it says nothing)'}"
     except subprocess.TimeoutExpired:
-        what = f"has not answered within {_TOOL_TIMEOUT_S:g} s"
+        what = f"has not answered within {timeout_s:g} s"
     except OSError as error:
         what = f"cannot be run: {error}"
     raise DeviceToolError(

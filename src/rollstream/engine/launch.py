@@ -99,7 +99,7 @@ def launch_plan(
 
 def _devices_for(request: LaunchRequest) -> Devices | None:
     try:
-        return _machine_devices()  # for 0, too: so that they can be hidden from the server
+        return machine_devices()  # for 0, too: so that they can be hidden from the server
     except DeviceToolError:
         if request.devices_per_node == 0:
             return None
@@ -107,8 +107,8 @@ def _devices_for(request: LaunchRequest) -> Devices | None:
 
 
 @cache
-def _machine_devices() -> Devices | None:
-    # They do not change while a process runs, and asking takes up to seconds.
+def machine_devices() -> Devices | None:
+    """Asked for once: they do not change while a process runs, and asking takes up to seconds."""
     return find_devices(os.environ)
 
 

@@ -7,7 +7,7 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -245,33 +245,48 @@ def test_what_cannot_be_launched_shows_without_a_start(tmp_path: Path) -> None:
 
     rollstream = {"server": "rollstream"}
     check(**rollstream)
-    with pytest.raises(ConfigError, match=r"needs actor_rollout_ref\.model\.path"):
-        check(None, **rollstream)
-    with pytest.raises(ConfigError, match="there is no folder"):
-        check("/no/such/model")
-    with pytest.raises(ConfigError, match=r"has no openvino_model\.xml"):
-        check(tmp_path, **rollstream)
-    with pytest.raises(ConfigError, match="did you mean 'num_threads'"):
-        check(**rollstream, args={"engine_kwargs": {"num_thread": 1}})
-    with pytest.raises(ConfigError, match=r"launch\.python: /no/python is no program"):
-        check(**rollstream, python="/no/python")
-    with pytest.raises(ConfigError, match="this environment has no 'sglang'"):
-        check()
-    with pytest.raises(ConfigError, match=r"n_gpus_per_node is 99, but \d+ devices"):
-        check("org/model", devices_per_node=99)
-    with pytest.raises(ConfigError, match="speaks to vllm"):
-        check(name="vllm", **rollstream)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"model_path": None, **rollstream}, r"needs actor_rollout_ref\.model\.path"),
+        ({"model_path": "/no/such/model"}, "there is no folder"),
+        ({"model_path": tmp_path, **rollstream}, r"has no openvino_model\.xml"),
+        ({**rollstream, "args": {"engine_kwargs": {"num_thread": 1}}}, "did you mean 'num_threads'"),
+        ({**rollstream, "python": "/no/python"}, r"launch\.python: /no/python is no program"),
+        ({}, "this environment has no 'sglang'"),
+        ({"model_path": "org/model", "devices_per_node": 99}, r"n_gpus_per_node is 99, but \d+ devices"),
+        ({"name": "vllm", **rollstream}, "speaks to vllm"),
+    ]
+    for asked, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            check(**asked)
     with pytest.raises(ConfigError, match="unknown key in engine_kwargs"):
         create_engine(
             "sglang",
             model_path=MODEL_PATH,
             engine_kwargs={"x": 1},
-            launch=LaunchRequest(server="rollstream"),
+            launch=LaunchRequest(**rollstream),
             log_dir=tmp_path,
         )
     assert not list(tmp_path.iterdir())
 
 
+def plan(log_dir: Path, **request: Any) -> list[ReplicaPlan]:
+    return launch_plan(
+        "sglang",
+        model_path=str(MODEL_PATH),
+        max_model_len=512,
+        request=LaunchRequest(**{"python": sys.executable, **request}),
+        log_dir=log_dir,
+    )
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    launch.machine_devices.cache_clear()
+    yield
+    launch.machine_devices.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_anew")
 def test_a_broken_driver_is_no_machine_without_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,30 +294,16 @@ def test_a_broken_driver_is_no_machine_without_devices(
     tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(launch, "_machine_devices", launch._machine_devices.__wrapped__)  # not the cached one
-
-    def plan(server: Any, devices: int | None) -> list[ReplicaPlan]:
-        return launch_plan(
-            "sglang",
-            model_path=str(MODEL_PATH),
-            max_model_len=None,
-            request=LaunchRequest(server=server, devices_per_node=devices, python=sys.executable),
-            log_dir=tmp_path,
-        )
-
     for wanted in (None, 8):
         with pytest.raises(ConfigError, match=r"nvidia-smi -L` fails with exit code 18: Failed to init"):
-            plan("auto", wanted)
-    assert len(plan("auto", 0)) == 1
-    assert len(plan("rollstream", None)) == 1
+            plan(tmp_path, server="auto", devices_per_node=wanted)
+    assert len(plan(tmp_path, server="auto", devices_per_node=0)) == 1
+    assert len(plan(tmp_path, server="rollstream")) == 1
 
 
 def test_the_plan_is_what_is_launched(tmp_path: Path) -> None:
-    request = LaunchRequest(server="rollstream", replicas=2, env={"A": "b"})
-    plans = launch_plan(
-        "sglang", model_path=str(MODEL_PATH), max_model_len=512, request=request, log_dir=tmp_path
-    )
-    assert [plan.index for plan in plans] == [0, 1]
+    plans = plan(tmp_path, server="rollstream", replicas=2, env={"A": "b"})
+    assert [one.index for one in plans] == [0, 1]
     command = plans[1].command(7)
     assert command[0] == sys.executable
     assert command[command.index("--model") + 1] == str(MODEL_PATH)

@@ -49,54 +49,57 @@ def test_wrong_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         make(tmp_path)
 
 
-class Outbox:
-    """Stands in for the worker's channel."""
+class Script:
+    """Stands in for the worker's channel: gives it these orders, batch by batch when it is idle, then ends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *batches: list[protocol.Add]) -> None:
+        self.batches = list(batches)
         self.done: list[protocol.Done] = []
 
-    def send(self, message: Any) -> None:
+    def send(self, message: protocol.Results) -> None:
         self.done += message.done
 
-
-class FailingPipeline:
-    def __init__(self, pipeline: Any) -> None:
-        self.add_request = pipeline.add_request
-
-    def step(self) -> None:
-        raise RuntimeError("the model broke")
+    def receive(self, *, wait: bool) -> list[protocol.Orders]:
+        if wait and not self.batches:
+            raise EOFError
+        return [protocol.Orders(self.batches.pop(0), [], [])] if wait else []
 
 
 def order(number: int, prompt: list[int]) -> protocol.Add:
     return protocol.Add(number, prompt, SamplingParams(4, seed=1, ignore_eos=True))
 
 
-def turn(worker: Worker, *orders: protocol.Add) -> None:
-    worker._obey(protocol.Orders(list(orders), [], []))
-    worker._admit()
-    while worker._running:
-        worker._step()
-        worker._admit()
-    worker._flush()
+def test_the_worker_survives_what_the_pipeline_cannot_do(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    genai = pytest.importorskip("openvino_genai")
+    # The engine refuses the first two before they get here; the last one fills the cache.
+    script = Script(
+        [order(0, []), order(1, [1] * 300), order(2, [1])],
+        [order(3, [1]), order(4, [2])],
+        [order(5, [3] * 240)],
+    )
 
+    class Pipeline(genai.ContinuousBatchingPipeline):  # type: ignore[misc]
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.breaks = len(script.batches) == 3  # the first one, at the second batch
 
-def test_the_worker_survives_what_the_pipeline_cannot_do(capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("openvino_genai")
-    outbox = Outbox()
-    scheduler: dict[str, int | bool] = {"num_kv_blocks": 8, "max_num_seqs": 4}
-    worker = Worker(protocol.Load(str(MODEL_PATH), {}, scheduler, str(MODEL_PATH)), outbox)  # type: ignore[arg-type]
+        def step(self) -> None:
+            if self.breaks and len(script.batches) == 1:
+                raise RuntimeError("the model broke")
+            super().step()
+
+    monkeypatch.setattr(genai, "ContinuousBatchingPipeline", Pipeline)
+    load = protocol.Load(str(MODEL_PATH), {}, {"num_kv_blocks": 8, "max_num_seqs": 4}, str(MODEL_PATH))
+    worker = Worker(load, script)  # type: ignore[arg-type]
     assert worker.cache_blocks == 8
-    # The engine refuses these two before they get here.
-    turn(worker, order(0, []), order(1, [1] * 300), order(2, [1]))
-    assert [(d.id, d.reason) for d in outbox.done] == [(0, "refused"), (1, "refused"), (2, "length")]
-    assert "do not fit the KV cache of 256" in outbox.done[1].error
-    outbox.done.clear()
-    worker._pipeline = FailingPipeline(worker._pipeline)
-    turn(worker, order(3, [1]), order(4, [2]))
-    turn(worker, order(5, [3]))
-    assert [(d.id, d.reason) for d in outbox.done] == [(3, "broken"), (4, "broken"), (5, "length")]
-    assert "the model broke" in outbox.done[0].error
-    assert worker._free_blocks == 8
+    with pytest.raises(EOFError):
+        worker.run()
+    refused, broken = [(0, "refused"), (1, "refused")], [(3, "broken"), (4, "broken")]
+    assert [(d.id, d.reason) for d in script.done] == [*refused, (2, "length"), *broken, (5, "length")]
+    assert "do not fit the KV cache of 256" in script.done[1].error
+    assert "the model broke" in script.done[3].error
     assert "Traceback" in capfd.readouterr().err
 
 

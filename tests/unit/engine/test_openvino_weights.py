@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rollstream.demo import MODEL_PATH
-from rollstream.engine import openvino_weights
 from rollstream.engine.openvino_weights import BIN, XML, find_places, lay_out_weights, read_safetensors
 from rollstream.errors import EngineError
 
@@ -111,31 +110,6 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, target: Path) -> N
     (other / "config.json").unlink()
     with pytest.raises(EngineError, match="No such file"):
         lay_out_weights(MODEL_PATH, other, target)
-
-
-def test_each_constant_is_read_once_and_places_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Comparing each tensor with each constant takes the square of the layers."""
-    layers, size = 40, 256
-    tensors = {f"layer{n}": np.full(size, n + 0.5) for n in range(layers)}
-    model = save(tmp_path / "model", tensors)
-    order = [7 * n % layers for n in range(layers)]
-    (model / BIN).write_bytes(b"".join(np.full(size, n + 0.5, "<f4").tobytes() for n in order))
-    const = '<layer type="Const"><data element_type="f32" size="{}" offset="{}"/></layer>'
-    layout = "".join(const.format(4 * size, 4 * size * at) for at in range(layers))
-    (model / XML).write_text(f"<net><layers>{layout}</layers></net>")
-    digests = []
-    digest = openvino_weights._digest
-    monkeypatch.setattr(openvino_weights, "_digest", lambda data: digests.append(1) or digest(data))
-    expected = {f"layer{n}": ((size,), [4 * size * at]) for at, n in enumerate(order)}
-    assert find_places(model) == expected
-    assert len(digests) == 2 * layers
-    assert find_places(model) == expected
-    assert len(digests) == 2 * layers
-    save(model, tensors | {"more": np.zeros(1)})
-    with pytest.raises(EngineError, match="does not hold 'more'"):
-        find_places(model)
 
 
 def test_an_export_without_clear_places_is_refused(tmp_path: Path) -> None:
