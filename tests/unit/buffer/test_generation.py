@@ -131,8 +131,7 @@ class World:
     async def run(
         self, run: Callable[..., None] = run_generation, /, data: Any = None, **options: Any
     ) -> None:
-        async with asyncio.timeout(60):
-            await asyncio.to_thread(run, data or self.payload(), **options)
+        await asyncio.to_thread(run, data or self.payload(), **options)
 
     async def generate(self, options: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         await self.run(data=self.payload(**more), **{"reward": compute_score, **(options or {})})
@@ -423,8 +422,7 @@ def test_results_of_an_epoch_pass_when_the_one_before_is_written(
                 written.append((result.index, result.repeat // repeats))
                 order.written(result)
 
-        async with asyncio.timeout(10):
-            await asyncio.gather(*(slot() for _ in range(slots)))
+        await asyncio.gather(*(slot() for _ in range(slots)))
 
     asyncio.run(run())
     for row in range(rows):

@@ -25,7 +25,6 @@ from rollstream.errors import (
     BufferFullError,
     ConfigError,
     ConflictError,
-    DamageError,
     DataError,
     NotFoundError,
     StorageError,
@@ -375,25 +374,6 @@ async def test_no_statement_reads_a_whole_table(new_driver: Callable[[], Driver]
 # -- damage
 
 
-def change_bytes(path: Path, old: bytes, new: bytes) -> None:
-    content = path.read_bytes()
-    assert content.count(old) == 1
-    path.write_bytes(content.replace(old, new))
-
-
-async def test_a_damaged_item_is_reported_and_others_are_read(tmp_path: Path) -> None:
-    async with opened(SqliteDriver(tmp_path)) as store:
-        await store.write(
-            pair("a", body=b"A" * 50) + pair("b", body=b"B" * 50) + [item("b-2", "c", body=b"here it is")]
-        )
-    change_bytes(tmp_path / FILE, b"here it is", b"here it was"[:10])
-    async with opened(SqliteDriver(tmp_path)) as store:
-        groups = await store.groups()
-        loaded = await store.load([group.id for group in groups])
-        assert [isinstance(one, str) for one in loaded.values()] == [False, False, True]
-        assert "b-2" in str(loaded[groups[2].id]) and "checksum" in str(loaded[groups[2].id])
-
-
 async def test_a_damaged_page_hurts_only_what_is_on_it(tmp_path: Path) -> None:
     body = os.urandom(20_000)  # so each is on pages of its own
     async with opened(SqliteDriver(tmp_path)) as store:
@@ -411,13 +391,6 @@ async def test_a_damaged_page_hurts_only_what_is_on_it(tmp_path: Path) -> None:
         bad = [Removal(group, "damaged") for group, one in loaded.items() if isinstance(one, str)]
         await store.finish(taken.lease.id, bad, {})
         assert (await store.ack([taken.lease.id])).groups == 2
-
-
-async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(b"something else, and long enough" * 100)
-    store = SqlStore(SqliteDriver(tmp_path), FixedPolicy())
-    with pytest.raises(DamageError, match=FILE):
-        await store.open()
 
 
 # -- full disks and kills

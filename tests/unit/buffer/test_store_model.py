@@ -110,7 +110,7 @@ class StoreMachine(RuleBasedStateMachine):
         await asyncio.gather(*(store.open() for store in self.stores))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 30))
+        return self.loop.run_until_complete(asyncio.wait_for(work, 200))
 
     @property
     def store(self) -> SqlStore:

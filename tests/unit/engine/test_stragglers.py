@@ -81,7 +81,7 @@ async def straggler(
     slow_speed: float = 0.05, *, moves: bool = True, **changes: Any
 ) -> AsyncIterator[Straggler]:
     """Answers of 200 tokens take 1 s at speed 1; both servers have shown how fast they are."""
-    kwargs = {"health_timeout": 1.0, "probe_after": 0.2}
+    kwargs = {"health_timeout": 60.0, "probe_after": 0.2}
     async with (
         StubServer(SHORT, latency=at_speed(10 * slow_speed)) as slow,
         StubServer(SHORT, latency=at_speed(10.0)) as fast,
