@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import math
 import re
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from rollstream.buffer.generation import EpochOrder, Plan, Progress, make_item, 
 from rollstream.buffer.items import MAX_TEXT, load_item
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
+from rollstream.engine.launch_process import reserve_port
 from rollstream.errors import ConfigError, DataError, EngineLostError
 from rollstream.testing.scripted import ScriptedRequest
 from rollstream.testing.stub_answers import book_rule
@@ -310,17 +310,17 @@ async def test_an_engine_that_speaks_messages_gives_items_without_tokens(world: 
 
 async def test_a_server_is_waited_for_and_one_that_stays_away_is_not(world: World) -> None:
     world.write(1)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    with pytest.raises(EngineLostError, match="nothing answers"):
-        await world.generate(remote_engine_url=url, engine_timeout=0.1)
-    await world.generate(remote_engine_url=[url, world.engine.url], num_epoch=1)  # one of two is enough
-    assert len(world.items) == 4
-    generating = asyncio.create_task(world.generate(remote_engine_url=url))
-    async with StubServer(answer_by_text(TOKENIZER, add), port=port):
-        await generating
+    with reserve_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        with pytest.raises(EngineLostError, match="nothing answers"):
+            await world.generate(remote_engine_url=url, engine_timeout=0.1)
+        # One of two is enough.
+        await world.generate(remote_engine_url=[url, world.engine.url], num_epoch=1)
+        assert len(world.items) == 4
+        generating = asyncio.create_task(world.generate(remote_engine_url=url))
+        async with StubServer(answer_by_text(TOKENIZER, add), port=port):
+            await generating
     assert len(world.items) == 8
 
 

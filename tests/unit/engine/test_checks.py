@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.engine.base import Capabilities
 from rollstream.engine.checks import (
     ModelLimits,
     check_request,
@@ -16,18 +15,9 @@ from rollstream.engine.checks import (
 )
 from rollstream.errors import ConfigError, EngineError
 from rollstream.trajectory import SamplingParams
+from tests.support.replicas import CAPABILITIES
 
-ALL = Capabilities(
-    token_ids=True,
-    logprobs="raw",
-    seeds=True,
-    stop_strings=True,
-    stop_token_ids=True,
-    images=False,
-    update_weights=False,
-    max_model_len=100,
-    vocab_size=50,
-)
+ALL = replace(CAPABILITIES, max_model_len=100, vocab_size=50)
 
 
 @given(st.lists(st.integers(-(2**70), 2**70) | st.integers(-2, 60)), st.none() | st.integers(1, 60))

@@ -16,18 +16,10 @@ from rollstream.engine.registry import (
 )
 from rollstream.errors import ConfigError
 from rollstream.trajectory import SamplingParams
+from tests.support.replicas import CAPABILITIES
 
-WEAK = Capabilities(
-    token_ids=True,
-    logprobs="none",
-    seeds=False,
-    stop_strings=False,
-    stop_token_ids=False,
-    images=False,
-    update_weights=False,
-    max_model_len=100,
-)
-STRONG = replace(WEAK, logprobs="raw", seeds=True, stop_strings=True, stop_token_ids=True)
+STRONG = replace(CAPABILITIES, max_model_len=100)
+WEAK = replace(STRONG, logprobs="none", seeds=False, stop_strings=False, stop_token_ids=False)
 
 
 def check(capabilities: Capabilities, sampling: SamplingParams, *, limit: int | None = None) -> None:
