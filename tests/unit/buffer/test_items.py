@@ -19,7 +19,6 @@ from rollstream.buffer.items import (
     Item,
     ItemError,
     dump_item,
-    dump_list,
     load_item,
     parse_item,
     parse_items,
@@ -265,11 +264,3 @@ def test_further_keys_survive_both_encodings(
     item = {**rest, **an_item()}
     loaded = load_item(parse_item(body_of(item, came), came).body, came)
     assert load_item(dump_item(loaded, given_as), given_as) == item
-
-
-@each_encoding
-def test_a_list_of_items(encoding: Encoding) -> None:
-    bodies = [body_of(an_item(uid=f"u{n}"), encoding) for n in range(3)]
-    decode = json.loads if encoding == "json" else msgspec.msgpack.decode
-    assert decode(dump_list(bodies, encoding)) == [an_item(uid=f"u{n}") for n in range(3)]
-    assert decode(dump_list([], encoding)) == []

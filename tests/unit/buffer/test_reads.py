@@ -65,12 +65,6 @@ async def test_a_waiting_reader_that_goes_away_takes_nothing(tmp_path: Path) -> 
         assert await buffer.counted(ready=1, leased=0)
 
 
-async def test_a_timeout_ends_a_wait(tmp_path: Path) -> None:
-    async with served(tmp_path) as buffer:
-        answer = await buffer.read(timeout=0.3)
-        assert (answer["head"]["lease"], answer["groups"]) == (None, [])
-
-
 async def test_readers_are_answered_when_the_server_stops(tmp_path: Path) -> None:
     async with served(tmp_path) as buffer:
         readers = await waiting(buffer, 3)
