@@ -10,6 +10,7 @@
 # make test-vllm   real vLLM servers on this CPU, in an environment of their own (3.4 GB), and their tests
 # make test-verl   verl in an environment of its own (2.5 GB), and the tests of its loops and of its files, and of Trackio
 # make test-verifiers   environments of verifiers 0.2 and 0.4, in environments of their own (1.1 GB each), and their tests
+# make test-transformers   engine hf with the oldest transformers that pyproject.toml allows and the newest (1.3 GB each)
 # make check  formatting, lint, types (what .ci/run checks besides the tests)
 # make bench-quick  every benchmark, small
 # make demo-model   trains and exports the demo model anew (about half an hour)
@@ -20,7 +21,7 @@ DEMO_ARGS ?=
 EXECUTOR ?= local
 STORE ?= sqlite
 
-.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers check bench-quick demo-model clean
+.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers test-transformers check bench-quick demo-model clean
 
 env: .venv/.done
 demo: .venv-demo/.done $(if $(filter ray,$(EXECUTOR)),.venv-demo/.ray)
@@ -47,6 +48,8 @@ test-verl: .venv-verl/.done
 	.venv-verl/bin/python -m pytest tests/compat/verl tests/unit/integrations/tracking $(TEST_ARGS)
 test-verifiers: .venv-verifiers0/.done .venv-verifiers1/.done
 	for version in 0 1; do .venv-verifiers$$version/bin/python -m pytest tests/compat/verifiers $(TEST_ARGS) || exit 1; done
+test-transformers: .venv-transformers0/.done .venv-transformers1/.done
+	for end in 0 1; do .venv-transformers$$end/bin/python -m pytest tests/unit/engine/test_hf*.py tests/integration/test_hf_engine.py $(TEST_ARGS) || exit 1; done
 check: .venv/.done
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
@@ -105,5 +108,13 @@ demo-model: .venv/.done
 	$(@D)/bin/python -m pip --disable-pip-version-check install -q verifiers==$(VERIFIERS) pytest pytest-asyncio pytest-timeout hypothesis -e '.[verifiers,openvino]'
 	touch $@
 
+# The end of the range that pyproject.toml begins, and what pip takes without constraints.
+.venv-transformers0/.done: TRANSFORMERS = transformers==5.5.0
+.venv-transformers1/.done: TRANSFORMERS = transformers
+.venv-transformers0/.done .venv-transformers1/.done: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0 '$(TRANSFORMERS)' pytest pytest-asyncio pytest-timeout hypothesis -e '.[hf]'
+	touch $@
+
 clean:
-	rm -rf .venv .venv-demo .venv-train .venv-vllm .venv-verl .venv-verifiers0 .venv-verifiers1 build
+	rm -rf .venv .venv-demo .venv-train .venv-vllm .venv-verl .venv-verifiers0 .venv-verifiers1 .venv-transformers0 .venv-transformers1 build

@@ -18,7 +18,6 @@ from tests.support.forward import answer, requests, worst_error
 from tests.support.until import until
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("psutil")
 pytest.importorskip("openvino_genai")
 
 LONG = SamplingParams(3000, ignore_eos=True, seed=1)

@@ -1,4 +1,4 @@
-"""The `hf` engine with the demo model: real steps, real thread deaths."""
+"""The `hf` engine with the demo model: real steps, real thread deaths. See also test_embedded_engines.py."""
 
 import asyncio
 import copy
@@ -7,7 +7,7 @@ import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,25 +25,73 @@ from tests.support.forward import Asked, answer, error_of, logits_of, requests, 
 from tests.support.until import until
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("psutil")
 
 LONG = SamplingParams(3000, ignore_eos=True, seed=1)
-EOS = 2
+FEW = SamplingParams(3)
+IDLE = EngineLoad(0, 0, 0.0, 0)
 
 
-async def started(model: Any = None, **kwargs: Any) -> HFEngine:
-    # A small cache, for speed: 64 x 8 blocks of 32 tokens.
-    given = {"num_threads": 1, "num_kv_blocks": 512} | kwargs
-    engine = HFEngine(MODEL_PATH, model=model, engine_kwargs=given)
-    await engine.start()
-    return engine
+class Steps:
+    """A hook on the engine's model, with which a test decides at which token something happens.
+
+    Those steps count that give a token to each of `rows` sequences, or more.
+    """
+
+    def __init__(self, rows: int = 1) -> None:
+        self.error: BaseException | None = None
+        """Breaks each step."""
+        self._rows = rows
+        self._left: float = float("inf")
+        self._changed = threading.Condition()
+
+    def __deepcopy__(self, memo: object) -> "Steps":
+        return self  # the engine's copy of the modules gets the same one
+
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        if kwargs["input_ids"].shape[0] >= self._rows and kwargs["input_ids"].shape[1] == 1:
+            with self._changed:
+                self._changed.wait_for(lambda: self._left > 0)
+                self._left -= 1
+
+    def hold_after(self, count: float) -> None:
+        """So many more, then the next one waits."""
+        with self._changed:
+            self._left = count
+            self._changed.notify_all()
+
+    def free(self) -> None:
+        self.hold_after(float("inf"))
+
+    async def held(self) -> None:
+        await until(lambda: self._left == 0, 120)
+
+
+Start = Callable[..., Awaitable[HFEngine]]
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[HFEngine]:
-    engine = await started()
-    yield engine
-    await engine.close()
+async def start() -> AsyncIterator[Start]:
+    """Starts engines; closes them at the end."""
+    engines: list[tuple[HFEngine, Steps | None]] = []
+
+    async def start(model: Any = None, steps: Steps | None = None, **kwargs: Any) -> HFEngine:
+        # A small cache, for speed: 16 Ki tokens.
+        given = {"num_threads": 1, "num_kv_blocks": 512} | kwargs
+        engine = HFEngine(MODEL_PATH, model=model, engine_kwargs=given)
+        engines.append((engine, steps))
+        hook = model.register_forward_pre_hook(steps, with_kwargs=True) if steps else None
+        await engine.start()
+        if hook:
+            hook.remove()  # the engine's copy of the modules keeps it
+        return engine
+
+    yield start
+    for engine, steps in engines:
+        if steps is not None:
+            steps.free()
+        await engine.close()
 
 
 @pytest.fixture
@@ -63,19 +111,8 @@ def other(module: Any) -> Any:
     return other
 
 
-def sampled(engine: HFEngine) -> list[int]:
-    assert engine._life.backend is not None
-    return [len(request.sampled) for request in engine._life.backend.in_flight.values()]
-
-
-async def nothing_is_left(engine: HFEngine) -> None:
-    """No request, and no block of the manager's cache."""
-    batch = engine._life.backend
-    assert batch is not None
-    assert not batch._running and not batch._waiting and not batch.in_flight
-    assert batch._free_blocks == batch._settings.cache.blocks
-    cache = batch._manager.batch_processor.cache
-    await until(lambda: cache.get_num_free_blocks() == cache.num_blocks)
+def ask(engine: Any, count: int, how: SamplingParams = LONG) -> list[asyncio.Task[Completion]]:
+    return [asyncio.create_task(engine.generate([1 + i], how, request_id=str(i))) for i in range(count)]
 
 
 SMALL: dict[str, Any] = {
@@ -85,145 +122,163 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 512,
     "eos_token_id": 2,
     "pad_token_id": 0,
     "bos_token_id": 1,
 }
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXED = {"sliding_window": 60, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+LATENT: dict[str, Any] = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "head_dim": 8},
+    **{"qk_nope_head_dim": 16, "v_head_dim": 12, "n_group": 2, "topk_group": 1, "n_routed_experts": 4},
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "more", "longest"),
-    [
-        ("LlamaConfig", {}, 512),
-        ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, 512),
-        ("MistralConfig", {"sliding_window": 60}, 60),
-        (
-            "Gemma3TextConfig",
-            {"sliding_window": 60, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
-            60,
-        ),
-    ],
-)
-async def test_other_architectures_are_exact_as_far_as_they_may_go(
-    kind: str, more: dict[str, Any], longest: int
-) -> None:
+def small(kind: str, more: dict[str, Any]) -> Any:
     import transformers
 
     torch.manual_seed(1)
-    module = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, kind)(**SMALL, **more)
-    ).eval()
-    engine = await started(module, max_num_batched_tokens=40, block_size=16)
-    assert engine.capabilities.max_model_len == longest
+    return transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, f"{kind}Config")(**SMALL | more)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("Llama", {}),
+        ("GPT2", {}),
+        ("Qwen3Moe", {"num_experts": 4} | EXPERTS),
+        ("DeepseekV3", EXPERTS | LATENT),
+        ("Mistral", {"sliding_window": 60}),
+        ("Gemma3Text", {"head_dim": 16} | MIXED),
+        ("GptOss", {"head_dim": 16, "num_local_experts": 4} | MIXED),
+    ],
+)
+async def test_other_architectures_are_exact(start: Start, kind: str, more: dict[str, Any]) -> None:
+    """Prompts of many lengths, split ones and longer ones than a sliding window among them."""
+    module = small(kind, more).eval()
+    engine = await start(module, max_num_batched_tokens=40)
     asked = [
         (
-            [3 + (7 * i + j) % 290 for j in range(1 + 3 * i)],
+            [3 + (7 * i + j) % 290 for j in range(1 + 11 * i)],
             SamplingParams(59 - 3 * i, ignore_eos=True, seed=i),
         )
         for i in range(16)
     ]
     assert worst_error(module, asked, await answer(engine, asked)) < 1e-4
-    await nothing_is_left(engine)
-    await engine.close()
 
 
-async def test_the_engine_says_how_busy_it_is() -> None:
-    engine = await started(max_num_seqs=2)
-    assert await ask_load(engine) == EngineLoad(0, 0, 0.0, 0)
-    how = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
-    tasks = [asyncio.create_task(engine.generate([5] * 4, how, request_id=str(i))) for i in range(6)]
-    await asyncio.sleep(0)
-    load = await ask_load(engine)
-    assert load is not None
-    assert (load.running, load.queued, load.preemptions) == (2, 4, 0)
-    assert load.kv_usage is not None
-    assert 0 < load.kv_usage <= 1
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("Bloom", "cannot run BloomForCausalLM: ValueError"),
+        ("Lfm2", "cannot run Lfm2ForCausalLM: it has layers of conv"),
+    ],
+)
+async def test_models_that_attend_otherwise_are_refused(start: Start, kind: str, message: str) -> None:
+    layers = {"layer_types": ["conv", "full_attention"] * 2} if kind == "Lfm2" else {}
+    with pytest.raises(EngineError, match=message):
+        await start(small(kind, layers))
+
+
+async def test_a_model_that_forgets_its_cache_is_refused(start: Start, module: Any) -> None:
+    def forget(module: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = kwargs["attention_mask"] * 0  # all look at all
+        return args, kwargs
+
+    module.register_forward_pre_hook(forget, with_kwargs=True)
+    with pytest.raises(EngineError, match="not be those of a forward pass"):
+        await start(module)
+
+
+async def test_the_engine_says_how_busy_it_is(start: Start, module: Any) -> None:
+    steps = Steps()
+    engine = await start(module, steps, max_num_seqs=2)
+    assert await ask_load(engine) == IDLE
+    steps.hold_after(0)
+    tasks = ask(engine, 6, replace(LONG, max_tokens=40))
+    while (load := await ask_load(engine)) is not None and load.running < 2:
+        await asyncio.sleep(0.01)
+    assert load == EngineLoad(2, 4, 2 * 41 / (512 * 32), 0)
+    steps.free()
     await asyncio.gather(*tasks)
-    assert await ask_load(engine) == EngineLoad(0, 0, 0.0, 0)
+    assert await ask_load(engine) == IDLE
     await engine.close()
     assert await ask_load(engine) is None
 
 
-class Trouble:
-    """A hook on the model that breaks its next steps."""
-
-    def __init__(self, module: Any) -> None:
-        self.error: BaseException | None = None
-        module.register_forward_pre_hook(self._raise)
-
-    def __deepcopy__(self, memo: object) -> "Trouble":
-        return self  # the engine's copy of the modules gets the same one
-
-    def _raise(self, module: Any, args: Any) -> None:
-        if self.error is not None:
-            raise self.error
-
-
-async def test_a_dead_thread_is_replaced(module: Any) -> None:
-    trouble = Trouble(module)
-    engine = await started(module)
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("lost"), SystemExit("gone")], ids=str)
+async def test_a_dead_thread_fails_its_requests_at_once_and_is_replaced(
+    start: Start, module: Any, error: BaseException
+) -> None:
+    steps = Steps()
+    engine = await start(module, steps)
     asked = requests(12)
     before = await answer(engine, asked)
-    for error in (MemoryError("no room for a step"), RuntimeError("lost")):
-        tasks = [asyncio.create_task(engine.generate([1], LONG, request_id=str(i))) for i in range(40)]
-        await until(lambda: max(sampled(engine), default=0) > 3)
-        trouble.error = error
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
-        assert all(isinstance(r, EngineUnavailableError) for r in results)
-        for result in results:
-            assert f"thread ended: {type(error).__name__}: {error}" in str(result)
-            assert isinstance(result, BaseException) and result.__cause__ is error
-        with pytest.raises(EngineUnavailableError, match="thread ended"):
-            await engine.generate([1], LONG, request_id="a")
-        trouble.error = None
-        assert all(await asyncio.gather(*(engine.health() for _ in range(3))))
-        after = await answer(engine, asked)
-        assert [c.token_ids for c in after] == [c.token_ids for c in before]
-        assert worst_error(module, asked, after) < 1e-4
-        await nothing_is_left(engine)
-    await engine.close()
+    steps.hold_after(3)
+    tasks = ask(engine, 40)
+    await steps.held()
+    steps.error = error
+    steps.free()
+    async with asyncio.timeout(60):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        assert isinstance(result, EngineUnavailableError)
+        assert f"thread ended: {type(error).__name__}: {error}" in str(result)
+        assert result.__cause__ is error
+    with pytest.raises(EngineUnavailableError, match="thread ended"):
+        await engine.generate([1], LONG, request_id="a")
+    steps.error = None
+    assert all(await asyncio.gather(*(engine.health() for _ in range(3))))
+    after = await answer(engine, asked)
+    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+    assert worst_error(module, asked, after) < 1e-4
+    assert await ask_load(engine) == IDLE
 
 
-async def test_restarts_back_off(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restarts_back_off(start: Start, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollstream.engine.embedded._RESTART_PAUSE_S", 1000.0)
-    trouble = Trouble(module)
-    engine = await started(module)
-    trouble.error = RuntimeError("again")
+    steps = Steps()
+    engine = await start(module, steps)
     for expected in (True, False):
+        steps.error = RuntimeError("again")
         with pytest.raises(EngineUnavailableError):
             await engine.generate([1], LONG, request_id="a")
-        assert await engine.health() is expected
-    trouble.error = None
-    engine._life.worked()  # the time has come
-    assert await engine.health()
-    assert (await engine.generate([1], SamplingParams(3), request_id="a")).token_ids
-    await engine.close()
+        steps.error = None
+        assert await engine.health() is expected  # the second one has to wait
 
 
-async def test_broken_weights_are_an_error_and_not_a_sample(module: Any) -> None:
-    engine = await started(module)
+async def test_broken_weights_are_an_error_and_not_a_sample(start: Start, module: Any) -> None:
+    engine = await start(module)
     state = {name: tensor * torch.nan for name, tensor in module.state_dict().items()}
     good = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     await engine.load_state_dict(state, 1)
-    with pytest.raises(EngineError, match="logits are not numbers"):
-        await engine.generate([1], LONG, request_id="a")
+    broken = await asyncio.gather(*ask(engine, 8), return_exceptions=True)
+    assert all("logits are not numbers" in str(error) for error in broken)
     await engine.load_state_dict(good, 2)
-    assert (await engine.generate([1], SamplingParams(3), request_id="a")).policy_versions == [(0, 2)]
-    await engine.close()
+    asked = requests(8)
+    answers = await answer(engine, asked)
+    assert all(c.policy_versions == [(0, 2)] for c in answers)
+    assert worst_error(module, asked, answers) < 1e-4
 
 
-async def test_close_ends_the_thread_and_what_is_in_flight() -> None:
+async def test_close_ends_the_thread_and_what_is_in_flight(start: Start, module: Any) -> None:
     threads = threading.active_count()
-    engine = await started(max_num_seqs=4)
-    tasks = [asyncio.create_task(engine.generate([1], LONG, request_id=str(i))) for i in range(8)]
-    await until(lambda: max(sampled(engine), default=0) > 3)
-    await engine.close()
+    steps = Steps()
+    engine = await start(module, steps, max_num_seqs=4)
+    steps.hold_after(3)
+    tasks = ask(engine, 8)
+    await steps.held()
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)
+    steps.free()
+    await closing
     await engine.close()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(r, EngineUnavailableError) for r in results)
-    assert not await engine.health()
     with pytest.raises(EngineUnavailableError):
         await engine.generate([1], LONG, request_id="b")
     await until(lambda: threading.active_count() <= threads)
@@ -244,14 +299,14 @@ async def test_a_cancelled_start_leaves_nothing_behind() -> None:
 
 
 async def test_an_engine_that_nobody_closed_ends_with_its_last_reference() -> None:
-    engine = await started()
-    assert (await engine.generate([1], SamplingParams(3), request_id="a")).token_ids
-    assert engine._life.backend is not None
-    thread = engine._life.backend._manager._generation_thread
-    assert thread.is_alive()
+    threads = threading.active_count()
+    engine = HFEngine(MODEL_PATH, engine_kwargs={"num_kv_blocks": 64})
+    await engine.start()
+    assert (await engine.generate([1], FEW, request_id="a")).token_ids
+    assert threading.active_count() > threads
     del engine
     gc.collect()
-    await until(lambda: not thread.is_alive())
+    await until(lambda: threading.active_count() <= threads)
 
 
 NOT_CLOSED = """
@@ -265,7 +320,7 @@ async def main():
     await engine.start()
     sampling = SamplingParams(3000, ignore_eos=True)
     tasks = [asyncio.create_task(engine.generate([1], sampling, request_id=str(i))) for i in range(4)]
-    while not all(len(one.sampled) > 3 for one in engine._life.backend.in_flight.values()):
+    while (await engine.load()).running < 4:
         await asyncio.sleep(0.01)
     raise RuntimeError("something else went wrong")
 
@@ -282,54 +337,32 @@ def test_a_program_that_fails_while_it_generates_still_ends() -> None:
     assert done.stderr.splitlines()[-1] == "RuntimeError: something else went wrong"
 
 
-async def test_what_cannot_be_loaded_is_one_line(tmp_path: Any) -> None:
+async def test_what_cannot_be_loaded_is_one_line(start: Start, module: Any, tmp_path: Any) -> None:
     for name in ("config.json", "generation_config.json"):
         (tmp_path / name).write_bytes((MODEL_PATH / name).read_bytes())
-    engine = HFEngine(tmp_path)
-    with pytest.raises(EngineError, match="engine 'hf' cannot load") as caught:
-        await engine.start()
-    assert "\n" not in str(caught.value)
-    await engine.close()
+    for model, kwargs, message in [
+        (tmp_path, {}, "engine 'hf' cannot load"),
+        (MODEL_PATH, {"num_kv_blocks": 10**9}, "cannot run Qwen2ForCausalLM: RuntimeError: .* memory"),
+        (MODEL_PATH, {"cache_size": 1e-5}, "cache_size of 1e-05 GB does not hold 32 tokens of 1024 bytes"),
+    ]:
+        engine = HFEngine(model, engine_kwargs=kwargs)
+        with pytest.raises(EngineError, match=message) as caught:
+            await engine.start()
+        assert "\n" not in str(caught.value)
+        await engine.close()
 
 
-async def test_a_weight_that_the_folder_lacks_is_not_made_up(module: Any, tmp_path: Any) -> None:
+async def test_a_weight_that_the_folder_lacks_is_not_made_up(
+    start: Start, module: Any, tmp_path: Any
+) -> None:
     state = {name: tensor for name, tensor in module.state_dict().items() if "layers.1.mlp" not in name}
     module.save_pretrained(tmp_path, state_dict=state)
-    engine = HFEngine(tmp_path)
     with pytest.raises(EngineError, match=r"lacks .*layers\.1\.mlp"):
-        await engine.start()
-    await engine.close()
-    engine = await started()
+        await HFEngine(tmp_path).start()
+    engine = await start()
     with pytest.raises(EngineError, match=r"missing: .*layers\.1\.mlp"):
         await engine.update_weights(str(tmp_path), 1)
     assert engine.version == 0
-    await engine.close()
-
-
-async def test_a_cache_that_does_not_fit_is_said_at_start() -> None:
-    engine = HFEngine(MODEL_PATH, engine_kwargs={"num_kv_blocks": 10**9})
-    with pytest.raises(EngineError, match="cannot make its KV cache: Memory footprint"):
-        await engine.start()
-    await engine.close()
-
-
-async def test_another_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.generation import configuration_utils
-    from transformers.generation.continuous_batching import continuous_api
-
-    engine = HFEngine(MODEL_PATH, engine_kwargs={"num_kv_blocks": 64})
-    with monkeypatch.context() as patch:
-        patch.delattr(continuous_api.ContinuousBatchingManager, "cancel_request")
-        with pytest.raises(EngineError, match=r"transformers 5\.10, .* has no cancel_request"):
-            await engine.start()
-    with monkeypatch.context() as patch:
-        config = configuration_utils.ContinuousBatchingConfig
-        patch.setattr(configuration_utils, "ContinuousBatchingConfig", lambda page_size: config())
-        with pytest.raises(EngineError, match=r"transformers 5\.10, .* unexpected keyword"):
-            await engine.start()
-    await engine.start()
-    assert (await engine.generate([1], SamplingParams(3), request_id="a")).token_ids
-    await engine.close()
 
 
 # Weights that change.
@@ -341,31 +374,30 @@ def in_flight_at_the_swap() -> Asked:
     ]
 
 
-async def swapped(other: Any, **kwargs: Any) -> tuple[HFEngine, list[Completion]]:
+async def swapped(start: Start, module: Any, other: Any, **kwargs: Any) -> tuple[HFEngine, list[Completion]]:
     """64 rollouts, with other weights in the middle of each."""
-    engine = await started(max_num_seqs=64, **kwargs)
+    steps = Steps(rows=64)
+    engine = await start(copy.deepcopy(module), steps, max_num_seqs=64, **kwargs)
+    steps.hold_after(5)
     tasks = [
         asyncio.create_task(engine.generate(prompt, how, request_id=str(i)))
         for i, (prompt, how) in enumerate(in_flight_at_the_swap())
     ]
-    await until(lambda: min(sampled(engine), default=0) >= 5)
-    at_least = sampled(engine)
-    assert not any(task.done() for task in tasks)
-    await engine.load_state_dict(other.state_dict(), 7)
+    await steps.held()
+    change = asyncio.create_task(engine.load_state_dict(other.state_dict(), 7))
+    await asyncio.sleep(0)  # it is asked for: no further step begins
+    steps.free()
+    await change
     assert engine.version == 7
-    answers = await asyncio.wait_for(asyncio.gather(*tasks), 120)
-    for least, completion in zip(at_least, answers, strict=True):
-        starts = [start for start, _ in completion.policy_versions]
-        assert starts[0] == 0
-        assert all(least <= start < 60 for start in starts[1:])
-    return engine, answers
+    async with asyncio.timeout(120):
+        return engine, await asyncio.gather(*tasks)
 
 
-async def test_a_swap_aborts_and_the_caller_goes_on_exactly(module: Any, other: Any) -> None:
-    engine, parts = await swapped(other)
+async def test_a_swap_aborts_and_the_caller_goes_on_exactly(start: Start, module: Any, other: Any) -> None:
+    engine, parts = await swapped(start, module, other)
     asked = in_flight_at_the_swap()
     assert {c.finish_reason for c in parts} == {"abort"}
-    assert all(c.policy_versions == [(0, 0)] for c in parts)
+    assert all(c.policy_versions == [(0, 0)] and 6 <= len(c.token_ids) < 60 for c in parts)
     assert worst_error(module, asked, parts) < 1e-4
     rest = [
         (prompt + part.token_ids, replace(how, max_tokens=60 - len(part.token_ids)))
@@ -375,38 +407,39 @@ async def test_a_swap_aborts_and_the_caller_goes_on_exactly(module: Any, other: 
     assert all(c.policy_versions == [(0, 7)] for c in answers)
     assert worst_error(other, rest, answers) < 1e-4
     assert worst_error(module, rest, answers) > 0.1  # the weights do differ
-    await nothing_is_left(engine)
-    await engine.close()
+    assert await ask_load(engine) == IDLE
 
 
 async def test_a_kept_cache_goes_on_and_samples_from_new_weights_over_old_keys(
-    module: Any, other: Any
+    start: Start, module: Any, other: Any
 ) -> None:
-    engine, answers = await swapped(other, keep_cache=True)
+    engine, answers = await swapped(start, module, other, keep_cache=True)
     off = 0.0
     for (prompt, how), completion in zip(in_flight_at_the_swap(), answers, strict=True):
         ids, logprobs = completion.token_ids, completion.logprobs or []
-        ((_, old), (start, new)) = completion.policy_versions
-        assert (len(ids), old, new) == (60, 0, 7)
-        assert error_of(logits_of(module, prompt, ids)[:start], how, ids[:start], logprobs[:start]) < 1e-4
+        ((first, old), (begin, new)) = completion.policy_versions
+        assert (len(ids), first, old, new) == (60, 0, 0, 7)
+        assert begin >= 6
+        assert error_of(logits_of(module, prompt, ids)[:begin], how, ids[:begin], logprobs[:begin]) < 1e-4
         with torch.no_grad():
-            keys = module(torch.tensor([prompt + ids[: start - 1]]), use_cache=True).past_key_values
-            mixed = other(torch.tensor([ids[start - 1 : -1]]), past_key_values=keys).logits[0]
-        assert error_of(mixed, how, ids[start:], logprobs[start:]) < 1e-4
-        off = max(off, error_of(logits_of(other, prompt, ids)[start:], how, ids[start:], logprobs[start:]))
+            keys = module(torch.tensor([prompt + ids[: begin - 1]]), use_cache=True).past_key_values
+            mixed = other(torch.tensor([ids[begin - 1 : -1]]), past_key_values=keys).logits[0]
+        assert error_of(mixed, how, ids[begin:], logprobs[begin:]) < 1e-4
+        off = max(off, error_of(logits_of(other, prompt, ids)[begin:], how, ids[begin:], logprobs[begin:]))
     assert off > 0.01  # which a fresh forward pass does not give
-    await nothing_is_left(engine)
-    await engine.close()
+    assert await ask_load(engine) == IDLE
 
 
-async def test_a_prompt_that_was_seen_before_is_computed_anew(engine: HFEngine, other: Any) -> None:
+async def test_a_prompt_that_was_seen_before_is_computed_anew(start: Start, other: Any) -> None:
+    engine = await start()
     asked = [([5] * 100 + [i], SamplingParams(10, seed=i, ignore_eos=True)) for i in range(8)]
     await answer(engine, asked)
     await engine.load_state_dict(other.state_dict(), 1)
     assert worst_error(other, asked, await answer(engine, asked)) < 1e-4
 
 
-async def test_weights_come_from_a_folder(engine: HFEngine, other: Any, tmp_path: Any) -> None:
+async def test_weights_come_from_a_folder(start: Start, other: Any, tmp_path: Any) -> None:
+    engine = await start()
     other.save_pretrained(tmp_path / "step1")
     await engine.update_weights(str(tmp_path / "step1"), 1)
     asked = requests(8)
@@ -421,47 +454,35 @@ async def test_weights_come_from_a_folder(engine: HFEngine, other: Any, tmp_path
     assert [c.token_ids for c in await answer(engine, asked)] == [c.token_ids for c in answers]
 
 
-async def test_new_weights_outlive_the_thread(module: Any, other: Any) -> None:
-    trouble = Trouble(module)
-    engine = await started(module)
+async def test_new_weights_outlive_the_thread(start: Start, module: Any, other: Any) -> None:
+    steps = Steps()
+    engine = await start(module, steps)
     await engine.load_state_dict(other.state_dict(), 3)
-    trouble.error = RuntimeError("dead")
+    steps.error = RuntimeError("dead")
     with pytest.raises(EngineUnavailableError):
         await engine.generate([1], LONG, request_id="a")
-    trouble.error = None
+    steps.error = None
     assert await engine.health()
     asked = requests(8)
     answers = await answer(engine, asked)
     assert all(c.policy_versions == [(0, 3)] for c in answers)
     assert worst_error(other, asked, answers) < 1e-4
-    await engine.close()
 
 
-def so_far(continuing: ContinuingEngine, engine: HFEngine) -> list[int]:
-    """Tokens of each request, over all pieces."""
-    assert engine._life.backend is not None
-    before = {one.request_id: len(one.partial) for one in continuing._requests.values()}
-    running = engine._life.backend.in_flight
-    return [before[name] + len(request.sampled) for name, request in running.items()]
-
-
-async def test_a_trainer_steps_its_own_model_between_the_engines_steps(module: Any) -> None:
+async def test_a_trainer_steps_its_own_model_between_the_engines_steps(start: Start, module: Any) -> None:
     """The trainer's forward and backward go on beside generation; only its step is inside the block."""
     reference = copy.deepcopy(module)
-    engine = await started(module)
+    steps, rows, tokens = Steps(rows=8), 8, 200
+    engine = await start(module, steps)
     continuing = ContinuingEngine(engine)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     snapshots = [copy.deepcopy(module)]
-    tokens = 900
-    long = SamplingParams(tokens, ignore_eos=True, seed=1)
-    tasks = [asyncio.create_task(continuing.generate([i, 9], long, request_id=str(i))) for i in range(8)]
+    steps.hold_after(10)
+    how = replace(LONG, max_tokens=tokens)
+    tasks = ask(continuing, rows, how)
     batch = torch.tensor([[5, 6, 7, 8, 9, 10]])
     for version in (1, 2, 3):
-        # Each answer has tokens of the weights before; the engine may be far ahead of a trainer that is kept waiting.
-        had = max(so_far(continuing, engine), default=0)
-        await until(
-            lambda had=had: min(so_far(continuing, engine), default=0) >= had + 10  # type: ignore[misc]
-        )
+        await steps.held()  # each has ten tokens of the weights before
         module.train()
         output = module(batch, labels=batch)
         if version == 1:
@@ -469,34 +490,45 @@ async def test_a_trainer_steps_its_own_model_between_the_engines_steps(module: A
                 assert torch.allclose(output.logits, reference(batch).logits, atol=1e-5)
         optimizer.zero_grad()
         output.loss.backward()
-        async with engine.changing_weights(version):
-            optimizer.step()
+
+        async def step(version: int = version) -> None:
+            async with engine.changing_weights(version):
+                optimizer.step()
+
+        change = asyncio.create_task(step())
+        await asyncio.sleep(0)
+        steps.hold_after(11)  # the first one is the one that was held
+        await change
         snapshots.append(copy.deepcopy(module).eval())
-    for i, completion in enumerate(await asyncio.wait_for(asyncio.gather(*tasks), 120)):
+    steps.free()
+    async with asyncio.timeout(120):
+        answers = await asyncio.gather(*tasks)
+    for i, completion in enumerate(answers):
         runs = [*completion.policy_versions, (tokens, -1)]
         assert [version for _, version in runs[:-1]] == [0, 1, 2, 3]
-        for (start, version), (end, _) in itertools.pairwise(runs):
-            logits = logits_of(snapshots[version], [i, 9], completion.token_ids)[start:end]
-            ids, logprobs = completion.token_ids[start:end], (completion.logprobs or [])[start:end]
-            assert error_of(logits, long, ids, logprobs) < 1e-4
-    await engine.close()
+        for (begin, version), (end, _) in itertools.pairwise(runs):
+            logits = logits_of(snapshots[version], [1 + i], completion.token_ids)[begin:end]
+            ids, logprobs = completion.token_ids[begin:end], (completion.logprobs or [])[begin:end]
+            assert error_of(logits, how, ids, logprobs) < 1e-4
 
 
-async def test_a_change_that_fails_or_is_cancelled_lets_the_engine_go_on(engine: HFEngine) -> None:
+async def test_a_change_that_fails_or_is_cancelled_lets_the_engine_go_on(start: Start) -> None:
+    engine = await start()
     with pytest.raises(ZeroDivisionError):
         async with engine.changing_weights(5):
             raise ZeroDivisionError
     assert engine.version == 0
     async with engine.changing_weights(1):
         # Nothing is sampled meanwhile, but requests are taken; another change waits and is given up.
-        task = asyncio.create_task(engine.generate([1], SamplingParams(3), request_id="a"))
+        task = asyncio.create_task(engine.generate([1], FEW, request_id="a"))
         waits = asyncio.create_task(engine.changing_weights(9).__aenter__())
         await asyncio.sleep(0.05)
         waits.cancel()
         assert not task.done()
     await asyncio.gather(waits, return_exceptions=True)
     assert waits.cancelled()
-    completion = await asyncio.wait_for(task, 30)
+    async with asyncio.timeout(60):
+        completion = await task
     assert (completion.policy_versions, engine.version) == ([(0, 1)], 1)
     async with engine.changing_weights(1):
         pass  # other weights of one version

@@ -132,8 +132,6 @@ async def test_a_run_goes_on_over_new_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stored versions change exactly where each rollout was cut, what it had stays, log-probs are exact."""
-    if name == "hf":
-        pytest.importorskip("psutil")
     made: list[ContinuingEngine] = []
     create = Prepared.create_engine
 

@@ -1,4 +1,4 @@
-"""The engine of Hugging Face models: transformers' continuous batching in this process, on a CPU or one GPU.
+"""The engine of Hugging Face models: transformers in this process, on a CPU or one GPU, in batches of our own.
 
 It serves a model folder, or a model that a trainer in the same process owns and goes on changing.
 """
@@ -16,8 +16,15 @@ from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import check_request, read_model_limits
 from rollstream.engine.embedded import Restarted, read_settings
-from rollstream.engine.hf_batch import Batch, BatchSettings, cache_size
-from rollstream.engine.hf_model import LiveModel, copy_weights, load_module, read_weights, tokenizer_file
+from rollstream.engine.hf_batch import Batch, BatchSettings
+from rollstream.engine.hf_model import (
+    ATTENTION,
+    LiveModel,
+    copy_weights,
+    load_module,
+    read_weights,
+    tokenizer_file,
+)
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
@@ -25,12 +32,11 @@ from rollstream.trajectory import Completion, SamplingParams
 ENGINE_KWARGS: dict[str, Any] = {
     "device": "auto",  # cuda where there is one, else cpu
     "dtype": "auto",  # float32 on a CPU, the model's own elsewhere
-    "attn_implementation": "",  # transformers' choice: sdpa
+    "attn_implementation": "",  # transformers' choice: sdpa, or eager for models that need it
     "cache_size": 1.0,  # GB of KV cache; taken at start
-    "num_kv_blocks": 0,  # the same in blocks, if not 0
-    "block_size": 32,  # tokens in a block
-    "max_num_seqs": 32,  # requests in one step; with dense masks more are slower
-    "max_num_batched_tokens": 256,  # prompt and response tokens in one step
+    "num_kv_blocks": 0,  # the same in blocks of 32 tokens, if not 0
+    "max_num_seqs": 32,  # requests in one step
+    "max_num_batched_tokens": 256,  # prompt tokens in one step
     "num_threads": 0,  # CPU threads of the model; 0 leaves torch's number alone
     "keep_cache": False,  # what is in flight when the weights change goes on over the old keys and values
 }
@@ -41,16 +47,15 @@ DATA_DECIDING_KWARGS = ("attn_implementation", "device", "dtype")
 
 _LEAST = {
     "num_kv_blocks": 0,
-    "block_size": 1,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "num_threads": 0,
 }
 
-_PACKAGES = ("torch", "transformers", "psutil")
-"""Without psutil transformers takes the machine's memory for 0 bytes, and refuses every cache."""
+_PACKAGES = ("torch", "transformers")
 
-_GB = 1e9
+_BLOCK = 32
+"""Tokens in one of `num_kv_blocks`."""
 
 
 class HFEngine:
@@ -99,6 +104,7 @@ class HFEngine:
         self._end: weakref.finalize[[], HFEngine] | None = None
         self._capabilities: Capabilities | None = None
         self._weight_changes = 0
+        self._changing = asyncio.Lock()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -120,8 +126,8 @@ class HFEngine:
         """Loads the model and takes the memory of the KV cache.
 
         Raises:
-            EngineError: the model cannot be loaded, there is no room, or transformers is of a release whose
-                continuous batching this engine does not know.
+            EngineError: the model cannot be loaded, there is no room, or it is of a kind that this engine
+                does not know.
         """
         await self._life.start()
 
@@ -182,22 +188,19 @@ class HFEngine:
         that mixture.
         """
         model = self._live_model()
+        model.begin_change()
         try:
-            # Waits for the step that is under way.
-            await finish_despite_cancellation(in_daemon_thread(model.lock.acquire))
-        except asyncio.CancelledError:
-            model.lock.release()
-            raise
-        try:
-            if self._life.backend is not None and not self._kwargs["keep_cache"]:
-                self._life.backend.interrupt()
-            await _synchronize(model)
-            yield
-            await _synchronize(model)
-            model.version = version
-            self._weight_changes += 1
+            async with self._changing:
+                await in_daemon_thread(model.wait_for_step)
+                if self._life.backend is not None and not self._kwargs["keep_cache"]:
+                    self._life.backend.interrupt()
+                await _synchronize(model)
+                yield
+                await _synchronize(model)
+                model.version = version
+                self._weight_changes += 1
         finally:
-            model.lock.release()
+            model.end_change()
 
     async def health(self) -> bool:
         """Whether the thread is alive. Starts a new one if not, with back-off."""
@@ -233,7 +236,7 @@ class HFEngine:
             self._end.detach()
         # At the latest when the interpreter exits: a thread in the middle of a step would crash it.
         self._end = weakref.finalize(self, batch.stop)
-        lengths = (model.max_model_len, self._max_model_len, settings.cache.longest)
+        lengths = (model.max_model_len, self._max_model_len, settings.cache_tokens)
         self._capabilities = Capabilities(
             token_ids=True,
             logprobs="processed",
@@ -255,21 +258,26 @@ class HFEngine:
             names = ("dtype", "device", "attn_implementation")
             model = LiveModel(load_module(str(self._model_path), **{name: kwargs[name] for name in names}))
         lengths = [n for n in (model.max_model_len, self._max_model_len) if n is not None]
-        cache = cache_size(
-            model.module,
-            bytes_at_most=kwargs["cache_size"] * _GB,
-            num_blocks=kwargs["num_kv_blocks"],
-            block_size=kwargs["block_size"],
-            max_num_seqs=kwargs["max_num_seqs"],
-            longest=min(lengths, default=None),
-        )
         return model, BatchSettings(
-            cache,
+            self._cache_tokens(model, min(lengths, default=None)),
             kwargs["max_num_seqs"],
             kwargs["max_num_batched_tokens"],
             kwargs["num_threads"],
             None if self._model_path is None else tokenizer_file(self._model_path),
         )
+
+    def _cache_tokens(self, model: LiveModel, longest: int | None) -> int:
+        """How many tokens the cache holds: as memory allows, or less where less is enough."""
+        from rollstream.engine.hf_forward import token_bytes
+
+        if blocks := self._kwargs["num_kv_blocks"]:
+            return int(blocks) * _BLOCK
+        gigabytes, size = self._kwargs["cache_size"], token_bytes(model.module)
+        if (tokens := int(gigabytes * 1e9 / size)) < _BLOCK:
+            raise EngineError(
+                f"engine_kwargs.cache_size of {gigabytes:g} GB does not hold {_BLOCK} tokens of {size} bytes each"
+            )
+        return tokens if longest is None else min(tokens, self._kwargs["max_num_seqs"] * longest)
 
 
 async def _synchronize(model: LiveModel) -> None:
@@ -284,6 +292,10 @@ def _read_kwargs(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     kwargs = read_settings("hf", engine_kwargs, ENGINE_KWARGS, _LEAST)
     if not kwargs["cache_size"] > 0:
         raise ConfigError(f"engine_kwargs.cache_size is {kwargs['cache_size']}, want more than 0 (GB)")
+    if kwargs["attn_implementation"] not in ("", *ATTENTION):
+        raise ConfigError(
+            f"engine_kwargs.attn_implementation is {kwargs['attn_implementation']!r}, want {' or '.join(ATTENTION)}"
+        )
     return kwargs
 
 

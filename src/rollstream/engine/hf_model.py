@@ -1,9 +1,8 @@
 """The model of the `hf` engine: loaded from a folder or lent by its owner, with weights that may change."""
 
 import copy
-import functools
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,15 @@ _LOADING = threading.Lock()
 load goes on in its thread when its engine's start is cancelled."""
 
 
+ATTENTION = ("sdpa", "eager")
+"""Implementations of attention that take a mask of ours."""
+
+
 class LiveModel:
-    """A causal model, the version of its weights, and the lock under which they change.
+    """A causal model, the version of its weights, and who may touch them: the engine's steps, or a change.
 
     A lent model shares its weights and buffers with this one, nothing is copied, but not its modules or its
-    configuration: those go into the mode of paged attention, in which calling them gives wrong logits. The
-    lender's model can be called and trained as before.
+    configuration: the lender may train it, which switches modules to another mode, while the engine steps.
 
     Args:
         module: a transformers model for causal language modelling.
@@ -28,34 +30,56 @@ class LiveModel:
     """
 
     def __init__(self, module: Any, *, lent: bool = False) -> None:
-        self.module = _share_weights(module) if lent else module
+        self.module = (_share_weights(module) if lent else module).eval()
         self.version = 0
-        """Of the weights; changes under `lock`."""
-        self.lock = threading.Lock()
-        """Held while the model computes a step, and while weights change."""
-        self.computed_version = 0
-        """Of the weights that the last step was computed with."""
-        compute = self.module.forward
-
-        @functools.wraps(compute)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with self.lock:
-                self.computed_version = self.version
-                return compute(*args, **kwargs)
-
-        self.module.forward = forward
+        """Of the weights; changes while no step runs."""
+        self._condition = threading.Condition()
+        self._changes = 0
+        self._stepping = False
         config = self.module.config
+        if config._attn_implementation not in ATTENTION:
+            self.module.set_attn_implementation(ATTENTION[0])
         generation = getattr(self.module, "generation_config", None)
         eos = getattr(generation, "eos_token_id", None)
         if eos is None:
             eos = getattr(config, "eos_token_id", None)
         self.eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
-        lengths = [getattr(config, "max_position_embeddings", None)]
-        if "sliding_attention" in attention_kinds(config):
-            # Past the window transformers 5.10 gives wrong logits, by nats, also without splitting prompts.
-            lengths.append(config.sliding_window)
-        self.max_model_len: int | None = min((n for n in lengths if n is not None), default=None)
+        self.max_model_len: int | None = getattr(config, "max_position_embeddings", None)
         self.vocab_size: int = self.module.get_input_embeddings().weight.shape[0]
+
+    def begin_step(self, stopping: Callable[[], bool]) -> bool:
+        """Blocks while weights change, and keeps them until `end_step`; False, and not, when it is `stopping`."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._changes or stopping())
+            self._stepping = not stopping()
+            return self._stepping
+
+    def end_step(self) -> None:
+        """Weights may change."""
+        with self._condition:
+            self._stepping = False
+            self._condition.notify_all()
+
+    def begin_change(self) -> None:
+        """No further step begins until `end_change`. One may be under way: see `wait_for_step`."""
+        with self._condition:
+            self._changes += 1
+
+    def wait_for_step(self) -> None:
+        """Blocks until no step runs."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._stepping)
+
+    def end_change(self) -> None:
+        """Steps go on, unless another change has begun."""
+        with self._condition:
+            self._changes -= 1
+            self._condition.notify_all()
+
+    def wake(self) -> None:
+        """Has `begin_step` ask again whether it is stopping."""
+        with self._condition:
+            self._condition.notify_all()
 
     def end_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Ids that end a generation."""

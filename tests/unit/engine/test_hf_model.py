@@ -1,11 +1,11 @@
-"""Sharing a model with its owner, and which weights fit it."""
+"""Sharing a model with its owner, which weights fit it, and when they may change."""
 
+import threading
 from typing import Any
 
 import pytest
 
 from rollstream.demo import MODEL_PATH
-from rollstream.engine.hf_batch import CacheSize, cache_size
 from rollstream.engine.hf_model import LiveModel, copy_weights, load_module
 from rollstream.errors import EngineError
 from rollstream.trajectory import SamplingParams
@@ -27,10 +27,8 @@ def test_a_lent_model_shares_its_weights_and_nothing_else(module: Any) -> None:
     inner = zip(live.module.modules(), module.modules(), strict=True)
     assert all(one is not other for one, other in inner)
     assert live.module.config is not module.config
-    live.module.eval()
-    live.module.set_attn_implementation("paged|sdpa")
     assert module.training
-    assert module.config._attn_implementation == "sdpa"
+    assert not live.module.training
     assert live.module.lm_head.weight is live.module.model.embed_tokens.weight  # still tied
 
 
@@ -58,28 +56,28 @@ def test_weights_that_fit_and_weights_that_do_not(module: Any) -> None:
             live.match(wrong)
 
 
-def test_the_cache_takes_the_memory_it_may(module: Any) -> None:
-    def size(gb: float, longest: int | None = None, blocks: int = 0) -> CacheSize:
-        return cache_size(
-            module,
-            bytes_at_most=gb * 1e9,
-            block_size=32,
-            max_num_seqs=4,
-            longest=longest,
-            num_blocks=blocks,
-        )
-
-    # A token: 2 layers x 2 (key, value) x 2 heads x 32 x 4 bytes.
-    assert size(1.0) == CacheSize(int(1e9 / (32 * 1024)), 32, 1)
-    assert size(1.0, longest=100).blocks == 4 * 4
-    assert size(1.0, longest=100, blocks=77).blocks == 77
-    with pytest.raises(EngineError, match="does not hold one block"):
-        size(1e-5)
-
-
-def test_the_longest_sequence_just_fits() -> None:
-    for blocks in range(1, 9):
-        for groups in (1, 2):
-            cache = CacheSize(blocks * groups, 32, groups)
-            assert cache.blocks_for(cache.longest) == cache.blocks
-            assert cache.blocks_for(cache.longest + 1) > cache.blocks
+def test_a_change_waits_for_the_step_and_holds_the_next_one(module: Any) -> None:
+    live = LiveModel(module)
+    stopping = threading.Event()
+    assert live.begin_step(stopping.is_set)
+    live.begin_change()
+    waits = threading.Thread(target=live.wait_for_step)
+    waits.start()
+    assert waits.is_alive()
+    live.end_step()
+    waits.join(30)
+    assert not waits.is_alive()
+    begun: list[bool] = []
+    steps = threading.Thread(target=lambda: begun.append(live.begin_step(stopping.is_set)))
+    steps.start()
+    live.begin_change()  # another one
+    live.end_change()
+    assert steps.is_alive()
+    live.end_change()
+    steps.join(30)
+    assert begun == [True]
+    live.end_step()
+    live.begin_change()
+    stopping.set()
+    live.wake()
+    assert not live.begin_step(stopping.is_set)

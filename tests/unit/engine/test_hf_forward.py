@@ -1,19 +1,84 @@
-"""Drawing tokens: against transformers' own logits processors, and at the edges."""
+"""Keys and values of a batch, and drawing tokens: against transformers' own, and at the edges."""
 
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.engine.hf_sampler import DRAW_BITS, draw_tokens
+from rollstream.demo import MODEL_PATH
+from rollstream.engine.hf_model import load_module
+from rollstream.errors import EngineError
 from rollstream.trajectory import SamplingParams
 from tests.support.forward import processed
 
 torch = pytest.importorskip("torch")
 
+from rollstream.engine.hf_forward import (  # noqa: E402  needs torch
+    DRAW_BITS,
+    KeyValues,
+    check_model,
+    draw_tokens,
+    next_logits,
+    token_bytes,
+)
+
 LAST_DRAW = (2**DRAW_BITS - 1) / 2**DRAW_BITS
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    torch.set_num_threads(1)
+    return load_module(str(MODEL_PATH), dtype="auto", device="cpu", attn_implementation="")
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.randoms(use_true_random=False))
+def test_rows_that_come_and_go_have_the_logits_of_a_forward_pass(module: Any, rng: random.Random) -> None:
+    cache = KeyValues(256)
+    rows: list[list[int]] = []
+    with torch.inference_mode():
+        check_model(module, cache)
+        for _ in range(12):
+            room = 256 // cache.columns if rows else 256 // 50
+            if rows and rng.random() < 0.4:
+                row = rng.randrange(len(rows))
+                cache.remove(row, broken=rng.random() < 0.5)
+                rows[row] = rows[-1]
+                rows.pop()
+            elif len(rows) < room:
+                longest = max(map(len, rows), default=0)
+                cache.reshape(max(longest + 2, rng.randrange(40, 256 // (len(rows) + 1))))
+                new = [
+                    [rng.randrange(3, 500) for _ in range(rng.randrange(1, 20))]
+                    for _ in range(rng.randint(1, 256 // cache.columns - len(rows)))
+                ]
+                cache.lengths += [0] * len(new)
+                rows += new
+                compare(module, next_logits(module, cache, len(rows) - len(new), new), new)
+            elif max(map(len, rows)) + 2 < cache.columns:
+                for row in rows:
+                    row.append(rng.randrange(3, 500))
+                compare(module, next_logits(module, cache, 0, [row[-1:] for row in rows]), rows)
+
+
+def compare(module: Any, logits: Any, rows: list[list[int]]) -> None:
+    for found, row in zip(logits, rows, strict=True):
+        assert torch.allclose(found, module(torch.tensor([row])).logits[0, -1], atol=1e-4)
+
+
+def test_a_cache_takes_the_memory_of_its_tokens(module: Any) -> None:
+    # A token: 2 layers x 2 (key, value) x 2 heads x 32 x 4 bytes.
+    assert token_bytes(module) == 1024
+    cache = KeyValues(100)
+    check_model(module, cache)
+    assert cache.nbytes == 100 * 1024
+    cache.free()
+    assert cache.nbytes == 0
+    with pytest.raises(EngineError, match=r"cannot run Qwen2ForCausalLM: .* memory"):
+        check_model(module, KeyValues(10**12))
 
 
 @settings(deadline=None, max_examples=60)
