@@ -15,7 +15,6 @@ from rollstream.engine.registry import create_engine
 from rollstream.errors import EngineError
 from rollstream.trajectory import SamplingParams
 from tests.support.forward import answer, requests, worst_error
-from tests.support.until import until
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("openvino_genai")
@@ -100,13 +99,17 @@ async def test_more_work_than_the_cache_holds_queues_and_stays_exact(start: Star
 
 
 async def test_cancelling_frees_the_place_and_leaves_the_others_alone(start: Start) -> None:
-    engine = await start(max_num_seqs=4, num_kv_blocks=1024)
+    engine = await start(max_num_seqs=5, num_kv_blocks=1024)
     asked = requests(24)
     alone = await answer(engine, asked)
-    hogs = [asyncio.create_task(engine.generate([1], LONG, request_id=f"hog{i}")) for i in range(4)]
+    short = replace(LONG, max_tokens=20)
+    hows = (LONG, LONG, LONG, LONG, short, LONG)
+    hogs = [
+        asyncio.create_task(engine.generate([1], how, request_id=f"hog{i}")) for i, how in enumerate(hows)
+    ]
+    await hogs.pop(4)  # the other hogs have all places
     tasks = [asyncio.create_task(engine.generate(p, s, request_id=str(i))) for i, (p, s) in enumerate(asked)]
-    await asyncio.sleep(0.1)
-    assert not any(task.done() for task in tasks)
+    await asyncio.sleep(0)
     for hog in hogs:
         hog.cancel()
     async with asyncio.timeout(60):
@@ -119,19 +122,18 @@ async def test_cancelling_frees_the_place_and_leaves_the_others_alone(start: Sta
 
 
 async def test_an_abort_returns_what_was_sampled_in_the_queue_nothing(start: Start) -> None:
-    engine = await start(max_num_seqs=2)
-    await engine.generate([1], SamplingParams(2), request_id="first")  # what comes first is slow
+    engine = await start(max_num_seqs=3)
     watched = replace(LONG, stop=("no such text",))  # its tokens are read as they come
-    hows = (LONG, watched, LONG, watched)
+    hows = (LONG, watched, replace(LONG, max_tokens=20), LONG, watched)
     tasks = [asyncio.create_task(engine.generate([1], how, request_id=str(i))) for i, how in enumerate(hows)]
-    await asyncio.sleep(0.2)
-    for i in (0, 1, 3):
-        await engine.abort(str(i))
-    await until(lambda: all(tasks[i].done() for i in (0, 1, 3)))
-    await asyncio.sleep(0.2)
-    await engine.abort("2")
     async with asyncio.timeout(60):
-        parts = await asyncio.gather(*tasks)
+        await tasks[2]  # the ones before it have as many tokens, and the next one has its place
+        for i in (4, 0, 1):
+            await engine.abort(str(i))
+        await asyncio.gather(*(tasks[i] for i in (4, 0, 1)))
+        await engine.generate([1], hows[2], request_id="later")
+        await engine.abort("3")
+        parts = await asyncio.gather(*(tasks[i] for i in (0, 1, 3, 4)))
     assert {part.finish_reason for part in parts} == {"abort"}
     assert parts[3].token_ids == []
     whole = max((part.token_ids for part in parts), key=len)
