@@ -9,14 +9,13 @@ import importlib.util
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollstream.aio import finish_despite_cancellation
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import check_request, read_model_limits
 from rollstream.engine.embedded import Restarted, read_settings
-from rollstream.engine.hf_batch import Batch, BatchSettings
 from rollstream.engine.hf_model import (
     ATTENTION,
     LiveModel,
@@ -28,6 +27,9 @@ from rollstream.engine.hf_model import (
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from rollstream.engine.hf_batch import Batch, BatchSettings
 
 ENGINE_KWARGS: dict[str, Any] = {
     "device": "auto",  # cuda where there is one, else cpu
@@ -222,9 +224,11 @@ class HFEngine:
             raise EngineUnavailableError("the engine is closed, or was not started")
         return self._loaded[0]
 
-    async def _start_batch(self) -> Batch:
+    async def _start_batch(self) -> "Batch":
         if self._loaded is None:
             self._loaded = await in_daemon_thread(self._load)
+        from rollstream.engine.hf_batch import Batch
+
         model, settings = self._loaded
         batch = Batch(model, settings)
         try:
@@ -250,7 +254,9 @@ class HFEngine:
         )
         return batch
 
-    def _load(self) -> tuple[LiveModel, BatchSettings]:
+    def _load(self) -> "tuple[LiveModel, BatchSettings]":
+        from rollstream.engine.hf_batch import BatchSettings  # takes seconds
+
         kwargs = self._kwargs
         if self._lent is not None:
             model = LiveModel(self._lent, lent=True)

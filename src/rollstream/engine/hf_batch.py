@@ -1,4 +1,7 @@
-"""One life of the `hf` engine's thread: it takes requests in, steps the model, and draws tokens."""
+"""One life of the `hf` engine's thread: it takes requests in, steps the model, and draws tokens.
+
+Imported when a model is loaded, like `hf_forward`.
+"""
 
 import asyncio
 import contextlib
@@ -10,10 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rollstream.aio import finish_despite_cancellation
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.embedded import StopTexts, stop_window
+from rollstream.engine.hf_forward import DRAW_BITS, KeyValues, check_model, draw_tokens, next_logits
 from rollstream.engine.hf_model import LiveModel
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, FinishReason, SamplingParams
@@ -35,6 +41,10 @@ class BatchSettings:
     """None when the model has no `tokenizer.json`."""
 
 
+_Sampled = list[tuple[int, float, int]]
+"""Token, log-prob, and version of the weights."""
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
     """What is asked for, and what has been sampled so far."""
@@ -47,17 +57,16 @@ class _Request:
     future: "asyncio.Future[Completion]"
     draws: random.Random
     """One draw for each sampled token, so that a seed repeats its tokens whatever else is in the batch."""
-    sampled: list[tuple[int, float, int]] = field(default_factory=list)
-    """Token, log-prob, and version of the weights. The thread appends, the event loop reads."""
+    sampled: _Sampled = field(default_factory=list)
+    """The thread appends, the event loop reads."""
 
     @property
     def longest(self) -> int:
         """Tokens it may come to."""
         return len(self.prompt_ids) + self.sampling.max_tokens
 
-    def completion(self, reason: FinishReason, version: int) -> Completion:
+    def completion(self, sampled: _Sampled, reason: FinishReason, version: int) -> Completion:
         """Its answer; `version` stands where nothing was sampled."""
-        sampled = list(self.sampled)
         versions: list[tuple[int, int]] = []
         for at, (_, _, one) in enumerate(sampled):
             if not versions or versions[-1][1] != one:
@@ -84,8 +93,6 @@ class Batch:
     """
 
     def __init__(self, model: LiveModel, settings: BatchSettings) -> None:
-        from rollstream.engine.hf_forward import KeyValues
-
         self._model = model
         self._settings = settings
         self._stop_texts = StopTexts(settings.tokenizer_file) if settings.tokenizer_file else None
@@ -111,8 +118,6 @@ class Batch:
         Raises:
             EngineError: it cannot, with the cause.
         """
-        from rollstream.engine.hf_forward import check_model
-
         if self._model.begin_step(lambda: self._stopping):
             try:
                 check_model(self._model.module, self._cache)
@@ -175,8 +180,9 @@ class Batch:
 
     def _give_up(self, requests: Iterable[_Request]) -> None:
         for request in requests:
-            ended = self._ended(request)  # the thread's answer may be under way
-            _answer(request, ended or request.completion("abort", self._model.version))
+            sampled = list(request.sampled)  # the thread may append meanwhile, or its answer be under way
+            ended = self._ended(request, sampled)
+            _answer(request, ended or request.completion(sampled, "abort", self._model.version))
 
     def _fail(self, cause: str, error: BaseException | None) -> None:
         if self._error is None:
@@ -187,8 +193,6 @@ class Batch:
     # The thread.
 
     def _serve(self) -> None:
-        import torch
-
         try:
             if self._settings.num_threads:
                 torch.set_num_threads(self._settings.num_threads)  # OpenMP keeps it per thread
@@ -214,8 +218,6 @@ class Batch:
 
     def _step(self) -> list[_Answered]:
         """One more token for each that runs, and the first one of some that wait."""
-        from rollstream.engine.hf_forward import next_logits
-
         for row in reversed(range(len(self._running))):
             if self._running[row].future.done():
                 self._remove(row)
@@ -227,16 +229,13 @@ class Batch:
 
     def _begin(self) -> list[_Answered]:
         """Takes in what there is room for, and computes the prompts."""
-        from rollstream.engine.hf_forward import next_logits
-
         if not (group := self._admit()):
             return []
         cache, first, step = self._cache, len(self._running), self._settings.max_num_batched_tokens
         self._running += group
         cache.lengths += [0] * len(group)
         prompts = [request.prompt_ids for request in group]
-        # One that is longer than a step is alone.
-        for begin in range(0, max(map(len, prompts)), step if len(group) == 1 else 10**9):
+        for begin in range(0, max(map(len, prompts)), step):  # one that is longer than a step is alone
             parts = [prompt[begin : begin + step] for prompt in prompts]
             logits = next_logits(self._model.module, cache, first, parts)
         return self._draw(first, logits)
@@ -264,8 +263,6 @@ class Batch:
 
     def _draw(self, first: int, logits: Any) -> list[_Answered]:
         """Gives the rows from `first` on a token each; those that end with it leave."""
-        from rollstream.engine.hf_forward import DRAW_BITS, draw_tokens
-
         requests = self._running[first:]
         draws = [request.draws.getrandbits(DRAW_BITS) / 2**DRAW_BITS for request in requests]
         ids, logprobs = draw_tokens(logits, [request.sampling for request in requests], draws)
@@ -273,7 +270,7 @@ class Batch:
         answered: list[_Answered] = []
         for row in reversed(range(len(requests))):
             requests[row].sampled.append((ids[row], logprobs[row], version))
-            if (answer := self._ended(requests[row])) is not None:
+            if (answer := self._ended(requests[row], requests[row].sampled)) is not None:
                 answered.append((requests[row], answer))
                 self._remove(first + row, broken=isinstance(answer, EngineError))
         return answered
@@ -284,9 +281,9 @@ class Batch:
         if row < len(self._running):
             self._running[row] = last
 
-    def _ended(self, request: _Request) -> Completion | EngineError | None:
-        """Its answer, if its newest token is its last one."""
-        if not (sampled := request.sampled):
+    def _ended(self, request: _Request, sampled: _Sampled) -> Completion | EngineError | None:
+        """Its answer, if the newest token is its last one."""
+        if not sampled:
             return None
         token, logprob, version = sampled[-1]
         if logprob != logprob:
@@ -294,15 +291,15 @@ class Batch:
                 f"the model's logits are not numbers after {len(sampled) - 1} response tokens: its weights, "
                 "or its dtype, are broken"
             )
-        if token in request.end_ids or self._has_stop_text(request):
-            return request.completion("stop", version)
-        return request.completion("length", version) if len(sampled) == request.sampling.max_tokens else None
+        if token in request.end_ids or self._has_stop_text(request.sampling.stop, sampled):
+            return request.completion(sampled, "stop", version)
+        is_full = len(sampled) == request.sampling.max_tokens
+        return request.completion(sampled, "length", version) if is_full else None
 
-    def _has_stop_text(self, request: _Request) -> bool:
-        stop = request.sampling.stop
+    def _has_stop_text(self, stop: tuple[str, ...], sampled: _Sampled) -> bool:
         if not stop or self._stop_texts is None:
             return False
-        return self._stop_texts.found([one[0] for one in request.sampled[-stop_window(stop) :]], stop)
+        return self._stop_texts.found([one[0] for one in sampled[-stop_window(stop) :]], stop)
 
 
 def _answer(request: _Request, answer: Completion | EngineError) -> None:

@@ -140,10 +140,11 @@ def next_logits(module: Any, cache: KeyValues, first: int, tokens: Sequence[Sequ
     at = torch.tensor(places, device=device)
     longest = max(row[-1] for row in places) + 1
     cache.place(first, at.where(at >= 0, cache.columns - 1), longest)
+    seen = at.clamp(min=0)  # padding looks at the first column: looking at nothing would give NaN
     logits = module(
         input_ids=torch.tensor(ids, device=device),
-        attention_mask=_masks(module, at, longest),
-        position_ids=at.clamp(min=0),
+        attention_mask=_masks(module, seen, longest),
+        position_ids=seen,
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
@@ -158,7 +159,7 @@ def _masks(module: Any, at: torch.Tensor, longest: int) -> Any:
 
     Args:
         module: one mask does for its layers, or it takes one for each kind by the kind's name.
-        at: the tokens' columns, -1 for padding.
+        at: the tokens' columns.
         longest: columns.
     """
     config = module.config
