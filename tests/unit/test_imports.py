@@ -25,6 +25,7 @@ FLOORS: list[set[str]] = [
     },
     {"config", "chat", "engine", "reward", "store"},
     {"data", "agent"},
+    {"gateway"},
     {"rollout"},
     {"generation", "buffer", "training", "serving"},
     {"integrations", "testing", "show", "simulate", "demo"},

@@ -13,7 +13,7 @@ from rollstream.agent.images import ImageReader
 from rollstream.agent.interactions import Interactions
 from rollstream.agent.prompt import PromptRenderer
 from rollstream.agent.tools.toolbox import ToolBox
-from rollstream.chat.parsers.base import ToolCallParser
+from rollstream.chat.parsers.base import ParsedOutput, ToolCallParser
 from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer
@@ -71,6 +71,15 @@ class AgentResources:
         """Tokens that end a turn after a call, where the vocabulary has them."""
         ids = (self.tokenizer.token_id(token) for token in self.parser.stop_tokens)
         return tuple(i for i in ids if i is not None)
+
+    def parse(
+        self, token_ids: list[int], *, in_thinking: bool, tools: Sequence[dict[str, Any]]
+    ) -> ParsedOutput:
+        """Text, thinking and calls in sampled ids, without the token that ended them, if one did."""
+        ends = self.tokenizer.end_ids.union(self.parser_stop_ids)
+        ids = token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return self.parser.parse(text, in_thinking=in_thinking, tools=tools)
 
     @property
     def token_exact(self) -> bool:

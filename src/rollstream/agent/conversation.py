@@ -9,7 +9,7 @@ from rollstream.agent.base import AgentLoop
 from rollstream.agent.chat_answer import calls_of, identified, openai_call
 from rollstream.agent.images import SeenImage
 from rollstream.agent.tokens import TokenTrack
-from rollstream.chat.parsers.base import ToolCall
+from rollstream.chat.parsers.base import ParsedOutput, ToolCall
 from rollstream.errors import EngineError
 from rollstream.trajectory import Completion, Message, SamplingParams, Trajectory
 
@@ -106,13 +106,12 @@ class Conversation:
         self.track.add_sampled(completion)
         self.assistant_turns += 1
         if completion.message is None:
-            ids = self._without_end(completion.token_ids)
-            text = resources.tokenizer.decode(ids, skip_special_tokens=False)
-            message, calls = self._read(text, in_thinking=in_thinking)
+            parsed = resources.parse(completion.token_ids, in_thinking=in_thinking, tools=self._tools or ())
+            message, calls = self._read(parsed)
         elif self._tools or completion.message.get("tool_calls"):
             message, calls = completion.message, calls_of(completion.message)
         else:  # the prompt describes the tools, if there are some: calls are written as text
-            message, calls = self._read(completion.message["content"], in_thinking=False)
+            message, calls = self._read(resources.parser.parse(completion.message["content"]))
             message = {**completion.message, **message}
         self.messages.append(message)
         self._last = Turn(message, calls, completion, sampled_at)
@@ -139,17 +138,9 @@ class Conversation:
         self._loop.images += [image.sent for image in images]
         return True
 
-    def _without_end(self, ids: list[int]) -> list[int]:
-        """Sampled ids without the token that ended them, if one did."""
-        resources = self._loop.resources
-        ends = resources.tokenizer.end_ids.union(resources.parser_stop_ids)
-        return ids[:-1] if ids and ids[-1] in ends else ids
-
-    def _read(self, text: str, *, in_thinking: bool) -> tuple[Message, list[ToolCall]]:
+    def _read(self, parsed: ParsedOutput) -> tuple[Message, list[ToolCall]]:
         """The message in what a model wrote, and its calls."""
-        resources = self._loop.resources
-        parsed = resources.parser.parse(text, in_thinking=in_thinking, tools=self._tools or ())
-        calls = identified(parsed.calls, resources.template, turn=self.assistant_turns)
+        calls = identified(parsed.calls, self._loop.resources.template, turn=self.assistant_turns)
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning or calls:
             message["content"] = parsed.content.strip()

@@ -14,12 +14,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollstream.integrations.verifiers.command import write_prompts
     from rollstream.integrations.verifiers.loop import VerifiersLoop
-    from rollstream.integrations.verifiers.rows import write_prompts
 
 __all__ = ["VerifiersLoop", "write_prompts"]
 
-_HOMES = {"VerifiersLoop": "loop", "write_prompts": "rows"}
+_HOMES = {"VerifiersLoop": "loop", "write_prompts": "command"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,19 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from rollstream.agent.base import AgentLoop, AgentResources
 from rollstream.errors import ConfigError, DataError
-from rollstream.integrations.verifiers.endpoint import Endpoint
-from rollstream.integrations.verifiers.failures import EnvironmentFailedError
-from rollstream.integrations.verifiers.lasting import Lasting
-from rollstream.integrations.verifiers.loading import digest, load
-from rollstream.integrations.verifiers.outcome import Environment, Played
-from rollstream.integrations.verifiers.recorder import Recorder
+from rollstream.gateway.app import Endpoint
+from rollstream.gateway.recorder import Recorder
+from rollstream.integrations.verifiers.loading import Environment, digest, load
+from rollstream.integrations.verifiers.outcome import EnvironmentFailedError, Played
 from rollstream.trajectory import SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -39,12 +36,39 @@ _FINISH_REASONS = {
 """What verifiers calls the end of a rollout, and what the run directory does. Others are `stop`."""
 
 
-@dataclass(slots=True)
-class _Shared:
-    """What the loops of one worker share."""
+class Opened:
+    """An environment and its endpoint, as the rollouts of one worker share them.
 
-    environment: Environment
-    endpoint: Lasting[Endpoint]
+    Both are opened for the first rollout and closed when the event loop ends, which cancels the task that
+    holds them open: what a task enters, it has to leave itself.
+    """
+
+    def __init__(self, environment: Environment, model: str, max_model_len: int | None) -> None:
+        self.environment = environment
+        self._model = model
+        self._max_model_len = max_model_len
+        self._endpoint: asyncio.Future[Endpoint] | None = None
+
+    async def endpoint(self) -> Endpoint:
+        """The endpoint, serving. What opening raises is raised to all who wait, and is tried again by the next."""
+        opening, loop = self._endpoint, asyncio.get_running_loop()
+        failed = opening is not None and opening.done() and (opening.cancelled() or opening.exception())
+        if opening is None or opening.get_loop() is not loop or failed:
+            opening = self._endpoint = loop.create_future()
+            self._holding = loop.create_task(self._hold(opening))
+        return await asyncio.shield(opening)
+
+    async def _hold(self, opening: "asyncio.Future[Endpoint]") -> None:
+        endpoint = Endpoint(self._model, self._max_model_len)
+        try:
+            async with endpoint.serving(), self.environment.serving(endpoint.url, self._model):
+                opening.set_result(endpoint)
+                await asyncio.Event().wait()  # until it is cancelled with its loop
+        except Exception as error:
+            if opening.done():
+                logger.warning("what environments share did not close well", exc_info=error)
+            else:
+                opening.set_exception(error)
 
 
 class VerifiersLoop(AgentLoop):
@@ -76,30 +100,18 @@ class VerifiersLoop(AgentLoop):
         if not isinstance(arguments or {}, Mapping):
             raise ConfigError(f"VerifiersLoop: arguments are {arguments!r}, want a mapping")
         self.environment = environment
-        self.model = model
 
     @classmethod
-    def build_shared(
-        cls,
-        resources: AgentResources,
-        *,
-        environment: str = "",
-        arguments: Mapping[str, Any] | None = None,
-        digest: str | None = None,
-        model: str = "rollstream",
-        **options: Any,
-    ) -> _Shared:
-        loaded = load(environment, arguments or {}, model=model)
-        check_digest(loaded, environment, digest)
-
-        @asynccontextmanager
-        async def serving() -> AsyncIterator[Endpoint]:
-            limit = resources.max_model_len or resources.engine.capabilities.max_model_len
-            endpoint = Endpoint(model, limit)
-            async with endpoint.serving(), loaded.serving(endpoint):
-                yield endpoint
-
-        return _Shared(loaded, Lasting(serving))
+    def build_shared(cls, resources: AgentResources, **options: Any) -> Opened:
+        name, expected = options.get("environment", ""), options.get("digest")
+        loaded = load(name, options.get("arguments") or {})
+        if expected is not None and (now := digest(loaded)) != expected:
+            raise ConfigError(
+                f"the source of environment {name!r} has changed since its prompts were written (digest {now}, "
+                f"not {expected}): write them anew by `rollstream verifiers`, into another folder for another run"
+            )
+        limit = resources.max_model_len or resources.engine.capabilities.max_model_len
+        return Opened(loaded, options.get("model", "rollstream"), limit)
 
     async def run(self, sampling: SamplingParams, **row: Any) -> list[Trajectory]:
         """Executes the rollout.
@@ -114,63 +126,31 @@ class VerifiersLoop(AgentLoop):
             raise DataError(
                 "the row has no column `verifiers`: `rollstream verifiers ENVIRONMENT` writes prompt files"
             )
-        shared: _Shared = self.shared
-        request_id = self.request_id
-        broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        endpoint = await self.shared.endpoint()
+        environment: Environment = self.shared.environment
+        name, broken = self.request_id, asyncio.get_running_loop().create_future()
         recorders: list[Recorder] = []
+        with ExitStack() as sessions:
 
-        def on_broken(error: Exception) -> None:
-            if not broken.done():
-                broken.set_result(error)
+            def open_session(session: str) -> Recorder:
+                own = f"{name}-{len(recorders)}" if recorders else name
+                recorder = Recorder(self, sampling, name=own, broken=broken)
+                sessions.enter_context(endpoint.session(session, recorder))
+                recorders.append(recorder)
+                return recorder
 
-        async with shared.endpoint.using() as endpoint:
-            with ExitStack() as sessions:
-
-                def open_session(session: str) -> Recorder:
-                    name = request_id if not recorders else f"{request_id}-{len(recorders)}"
-                    recorder = Recorder(self, sampling, model=self.model, name=name, on_broken=on_broken)
-                    sessions.enter_context(endpoint.session(session, recorder))
-                    recorders.append(recorder)
-                    return recorder
-
-                started = time.monotonic()
-                try:
-                    played = await _unless_broken(
-                        shared.environment.run(
-                            given, row["raw_prompt"], open_session=open_session, sampling=sampling
-                        ),
-                        broken,
-                    )
-                except EnvironmentFailedError as error:
-                    refusal = next((one.refusal for one in recorders if one.refusal is not None), None)
-                    if refusal is not None:
-                        raise type(error)(f"{error}; its last refused request: {refusal}") from refusal
+            started = time.monotonic()
+            try:
+                playing = environment.run(given, row["raw_prompt"], open_session, sampling)
+                played = await _unless_broken(playing, broken)
+            except EnvironmentFailedError as error:
+                refusal = next((one.refusal for one in recorders if one.refusal is not None), None)
+                if refusal is None:
                     raise
-                # What is neither waiting for answers nor the rollout's own is the environment's.
-                self.metrics.tool_s += max(0.0, time.monotonic() - started - self.metrics.generate_s)
-        return self._trajectories(played)
-
-    def _trajectories(self, played: list[Played]) -> list[Trajectory]:
-        """Of all agents, the one that ended last and its newest answer last."""
-        found: list[Trajectory] = []
-        for part in played:
-            own = part.recorder.trajectories(part.kept)
-            for trajectory in own:
-                trajectory.reward = part.reward
-                trajectory.reward_extra = dict(part.metrics)
-                trajectory.extra = {
-                    "verifiers": {
-                        "environment": self.environment,
-                        "stop_condition": part.stop_condition,
-                        **part.extra,
-                    }
-                }
-            if own and own[-1].finish_reason == "stop":
-                full = part.recorder.ran_out_of_room
-                own[-1].finish_reason = (
-                    "length" if full else _FINISH_REASONS.get(part.stop_condition or "", "stop")
-                )
-            found += own
+                raise type(error)(f"{error}; its last refused request: {refusal}") from refusal
+            # What is neither waiting for answers nor the rollout's own is the environment's.
+            self.metrics.tool_s += max(0.0, time.monotonic() - started - self.metrics.generate_s)
+        found = [trajectory for part in played for trajectory in self._trajectories(part)]
         if not found:
             raise EnvironmentFailedError(
                 f"environment {self.environment!r} ended without an answer of the model that counts"
@@ -180,37 +160,39 @@ class VerifiersLoop(AgentLoop):
         found[-1].metrics = self.metrics
         return found
 
+    def _trajectories(self, part: Played) -> list[Trajectory]:
+        """An agent's, with what the environment says of it."""
+        found = part.recorder.session.trajectories(part.kept)
+        about = {"environment": self.environment, "stop_condition": part.stop_condition, **part.extra}
+        for trajectory in found:
+            trajectory.reward = part.reward
+            trajectory.reward_extra = dict(part.metrics)
+            trajectory.extra = {"verifiers": about}
+        if found and found[-1].finish_reason == "stop":
+            reason = _FINISH_REASONS.get(part.stop_condition or "", "stop")
+            found[-1].finish_reason = "length" if part.recorder.ran_out_of_room else reason
+        return found
 
-def check_digest(environment: Environment, name: str, expected: str | None) -> None:
-    """Refuses an environment whose source is not the one that the prompts were written with.
 
-    Raises:
-        ConfigError: it is another one.
-    """
-    if expected is not None and (now := digest(environment)) != expected:
-        raise ConfigError(
-            f"the source of environment {name!r} has changed since its prompts were written (digest {now}, "
-            f"not {expected}): write them anew by `rollstream verifiers`, into another folder for another run"
-        )
-
-
-async def _unless_broken(work: Any, broken: "asyncio.Future[Exception]") -> list[Played]:
+async def _unless_broken(
+    playing: Coroutine[Any, Any, list[Played]], broken: "asyncio.Future[Exception]"
+) -> list[Played]:
     """Awaits an environment's rollout, but ends it when the engine fails, whatever it would make of that.
 
     Raises:
-        Exception: what `broken` gives, or what the work raises.
+        Exception: what `broken` gives, or what the environment raises.
     """
-    task: asyncio.Task[list[Played]] = asyncio.ensure_future(work)
+    task = asyncio.create_task(playing)
     try:
         await asyncio.wait((task, broken), return_when=asyncio.FIRST_COMPLETED)
-        if not broken.done():
-            return task.result()
     finally:
         if not task.done():
             task.cancel()
             _, late = await asyncio.wait((task,), timeout=_CLEAN_UP_S)
             if late:
                 logger.warning("an environment still cleans up %g s after its rollout ended", _CLEAN_UP_S)
+    if not broken.done():
+        return task.result()
     if task.done() and not task.cancelled():
         task.exception()  # what it made of the engine's error is not told
     raise broken.result()

@@ -1,52 +1,111 @@
-"""An environment's rollout ends with the engine's error, also one whose clean-up does not end."""
+"""The loop without the package: what its environment and engine do to a rollout, and what rollouts share."""
 
 import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from rollstream.errors import ConfigError, EngineError
 from rollstream.integrations.verifiers import VerifiersLoop, loop
+from rollstream.integrations.verifiers.loop import Opened
+from rollstream.integrations.verifiers.outcome import OpenSession, Played
+from rollstream.testing.scripted import ScriptedEngine
+from rollstream.trajectory import SamplingParams
 from tests.unit.agent.rollouts import resources, started
+from tests.unit.gateway.test_recorder import ask, user
 
 
-async def cut_off(work: object, error: Exception) -> None:
-    broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-    task = asyncio.ensure_future(loop._unless_broken(work, broken))
-    await asyncio.sleep(0)
-    broken.set_result(error)
-    with pytest.raises(EngineError, match="refused"):
-        await task
+class Environment:
+    """Asks once; what it makes of an error is another error. Counts how often it was opened and closed."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.opened = self.closed = 0
+        self.fails_to_open = False
+        self.over = asyncio.Event()
+        """Until then a clean-up goes on."""
+        self.over.set()
+
+    @asynccontextmanager
+    async def serving(self, url: str, model: str) -> AsyncIterator[None]:
+        await asyncio.sleep(0)
+        if self.fails_to_open:
+            raise OSError("no port")
+        self.opened += 1
+        task = asyncio.current_task()
+        try:
+            yield
+        finally:
+            assert asyncio.current_task() is task
+            self.closed += 1
+
+    async def run(
+        self, row: Any, messages: Any, open_session: OpenSession, sampling: SamplingParams
+    ) -> list[Played]:
+        recorder = open_session(uuid.uuid4().hex)
+        try:
+            await ask(recorder, messages)
+        except EngineError:
+            try:
+                await asyncio.Event().wait()  # it would wait for ever
+            finally:
+                while not self.over.is_set():  # and cancelled twice it would clean up still
+                    await self.over.wait()
+        return [Played(recorder, 1.0, "max_turns")]
+
+
+async def play(opened: Opened, engine: ScriptedEngine) -> Any:
+    name = uuid.uuid4().hex
+    one = VerifiersLoop(resources(engine), request_id=name, shared=opened, environment="e")
+    return await one.run(SamplingParams(8), verifiers={}, raw_prompt=[user("q")])
+
+
+def opened_for(environment: Environment) -> Opened:
+    return Opened(environment, "m", None)  # type: ignore[arg-type]
 
 
 async def test_what_the_environment_makes_of_an_engines_error_is_not_told() -> None:
-    cleaned = []
-
-    async def environment() -> list[object]:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cleaned.append(True)
-            raise ValueError("no answer") from None
-        return []
-
-    await cut_off(environment(), EngineError("refused"))
-    assert cleaned == [True]
+    engine, opened = await started(response_tokens=3), opened_for(Environment())
+    engine.fail(lambda request: True, EngineError("refused"))
+    with pytest.raises(EngineError, match="refused"):
+        await play(opened, engine)
+    (trajectory,) = await play(opened, engine)
+    assert (trajectory.reward, trajectory.finish_reason) == (1.0, "max_turns")
 
 
 async def test_a_clean_up_without_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_CLEAN_UP_S", 0.01)
-    over = asyncio.Event()
+    environment = Environment()
+    environment.over.clear()
+    engine = await started()
+    engine.fail(lambda request: True, EngineError("refused"))
+    with pytest.raises(EngineError, match="refused"):
+        await play(opened_for(environment), engine)
+    environment.over.set()
 
-    async def environment() -> list[object]:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            await over.wait()
-        return []
 
-    await cut_off(environment(), EngineError("refused"))
-    over.set()
-    await asyncio.sleep(0)
+def test_rollouts_of_an_event_loop_share_one_opening() -> None:
+    environment = Environment()
+    opened = opened_for(environment)
+
+    async def many() -> None:
+        engine = await started(response_tokens=3)
+        environment.fails_to_open = True
+        results = await asyncio.gather(*(play(opened, engine) for _ in range(2)), return_exceptions=True)
+        assert [str(result) for result in results] == ["no port", "no port"]
+        environment.fails_to_open = False
+        first, *others = (asyncio.create_task(play(opened, engine)) for _ in range(5))
+        await asyncio.sleep(0)
+        first.cancel()  # while it opens: the others are not disturbed
+        await asyncio.gather(*others)
+
+    for times in (1, 2):
+        asyncio.run(many())
+        assert (environment.opened, environment.closed) == (times, times)
 
 
 async def test_options_that_are_wrong() -> None:

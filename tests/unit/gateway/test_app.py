@@ -1,4 +1,4 @@
-"""The server that environments ask: whose request it is, garbage, streams, and what is not there."""
+"""The server that agents ask: whose request it is, garbage, streams, and what is not there."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,11 +10,12 @@ import orjson
 import pytest
 
 from rollstream.errors import EngineError
-from rollstream.integrations.verifiers.endpoint import SESSION_HEADER, Endpoint
-from rollstream.integrations.verifiers.recorder import Recorder
+from rollstream.gateway.app import SESSION_HEADER, Endpoint
+from rollstream.gateway.recorder import Recorder
 from rollstream.testing.scripted import ScriptedEngine
+from tests.support.until import until
 from tests.unit.agent.rollouts import END, call_text, demo_tokenizer, started
-from tests.unit.integrations.verifiers.test_recorder import TOOL, check_exact, recorder_of, user
+from tests.unit.gateway.test_recorder import TOOL, check_exact, recorder_of, user
 
 ASK = {"model": "m", "messages": [user("q")]}
 
@@ -52,7 +53,7 @@ async def test_an_answer() -> None:
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
     assert answer["usage"]["completion_tokens"] == 3
     assert "prompt_token_ids" not in answer
-    check_exact(engine, recorder.trajectories())
+    check_exact(engine, recorder.session.trajectories())
 
 
 async def test_a_stream_says_the_same() -> None:
@@ -83,6 +84,40 @@ async def test_garbage_is_a_400(body: bytes) -> None:
         assert (await post(ASK))[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"temperature": 0.3}, "actor_rollout_ref.rollout.temperature"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"n": 2}, "'n'"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logit_bias": {"3": 5}}, "logit_bias"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "image",
+        ),
+    ],
+)
+async def test_what_cannot_be_meant_is_refused(given: dict[str, Any], words: str) -> None:
+    engine = await started()
+    async with served(engine) as (recorder, post):
+        status, body = await post({**ASK, **given})
+    assert status == 400
+    assert words in orjson.loads(body)["error"]["message"]
+    assert words in str(recorder.refusal)
+    assert not engine.requests
+
+
+async def test_log_probs_and_ids_of_a_cut_answer() -> None:
+    engine = await started(response_tokens=50)
+    async with served(engine) as (_, post):
+        _, body = await post({**ASK, "max_completion_tokens": 3, "logprobs": True})
+    (choice,) = orjson.loads(body)["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["token_ids"] == engine.completions[0][1].token_ids
+    assert len(choice["logprobs"]["content"]) == 3
+
+
 async def test_requests_of_nobody_and_routes_that_are_not_there() -> None:
     engine = await started()
     async with served(engine) as (recorder, post):
@@ -107,13 +142,10 @@ async def test_a_client_that_hangs_up_ends_its_generation() -> None:
     engine = await started(latency=60.0)
     async with served(engine) as (recorder, post):
         task = asyncio.create_task(post(ASK))
-        while not engine.requests:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.in_flight)
         task.cancel()
-        async with asyncio.timeout(10):
-            while engine._flights:
-                await asyncio.sleep(0.001)
-    assert recorder.segments == []
+        await until(lambda: not engine.in_flight)
+    assert recorder.session.turns == []
 
 
 async def test_rollouts_at_once_do_not_mix() -> None:
@@ -137,6 +169,6 @@ async def test_rollouts_at_once_do_not_mix() -> None:
 
         recorders = await asyncio.gather(*(play(number) for number in range(40)))
     for number, recorder in enumerate(recorders):
-        (trajectory,) = recorder.trajectories()
+        (trajectory,) = recorder.session.trajectories()
         assert trajectory.messages[0]["content"] == f"question {number}"
         assert sum(trajectory.response_mask) == 9

@@ -1,4 +1,4 @@
-"""R1: whatever an environment does with its history, each sampled token is kept once, behind what it saw."""
+"""R1: whatever an agent does with its history, each sampled token is kept once, behind what it saw."""
 
 import asyncio
 from typing import Any
@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.agent.base import AgentLoop
-from rollstream.chat.wires.requests import RequestError
 from rollstream.errors import DataError, EngineUnavailableError
-from rollstream.integrations.verifiers.recorder import Recorder
+from rollstream.gateway.recorder import Call, Recorder
 from rollstream.rollout.validate import check_trajectories
 from rollstream.testing.scripted import ScriptedEngine
-from rollstream.trajectory import SamplingParams, Trajectory
+from rollstream.trajectory import Message, SamplingParams, Trajectory
+from rollstream.web import HTTPError
 from tests.unit.agent.rollouts import END, call_text, demo_tokenizer, resources, started
 
 TOOL = {
@@ -31,27 +31,23 @@ class Loop(AgentLoop):
         raise NotImplementedError
 
 
-class Broken(list[Exception]):
-    """Errors that ended the attempt."""
-
-
-def recorder_of(engine: ScriptedEngine, **given: Any) -> tuple[Recorder, Broken]:
-    broken = Broken()
+def recorder_of(engine: ScriptedEngine, **given: Any) -> tuple[Recorder, "asyncio.Future[Exception]"]:
+    """A recorder, and what ends its attempt."""
+    broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
     sampling = SamplingParams(given.pop("max_tokens", 64), seed=7, logprobs=given.pop("logprobs", True))
     name = given.pop("name", "0-0-1")
     loop = Loop(resources(engine, **given), request_id=name)
-    return Recorder(loop, sampling, model="m", name=name, on_broken=broken.append), broken
+    return Recorder(loop, sampling, name=name, broken=broken), broken
 
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-async def ask(recorder: Recorder, messages: list[Any], **more: Any) -> dict[str, Any]:
-    """The answer's message, as a client gets it."""
-    asked, answer = await recorder.answer({"model": "m", "messages": messages, **more})
-    message: dict[str, Any] = answer.body(asked)["choices"][0]["message"]
-    return message
+async def ask(recorder: Recorder, messages: list[Message], **more: Any) -> Message:
+    """The answer's message."""
+    with recorder.noting():
+        return (await recorder.answer(Call(messages, more.pop("tools", []), **more))).message
 
 
 def check_exact(engine: ScriptedEngine, trajectories: list[Trajectory]) -> None:
@@ -90,7 +86,7 @@ async def test_a_conversation_that_grows_is_one_trajectory() -> None:
     messages: list[Any] = [user("a question")]
     for turn in range(3):
         messages += [await ask(recorder, messages), user(f"more {turn} {END}")]
-    (trajectory,) = recorder.trajectories()
+    (trajectory,) = recorder.session.trajectories()
     check_exact(engine, [trajectory])
     assert trajectory.num_turns == 6
     # A special token in what was added ends no turn.
@@ -101,9 +97,9 @@ async def test_a_conversation_that_grows_is_one_trajectory() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.booleans()), min_size=1, max_size=8))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_any_history_is_exact(steps: list[tuple[int, int, bool]]) -> None:
-    """Each request takes an earlier conversation, cuts it off somewhere, and adds something."""
+    """Each call takes an earlier conversation, cuts it off somewhere, and adds something."""
 
     async def play() -> None:
         engine = await started(response_tokens=5, vocab_size=512)
@@ -116,7 +112,7 @@ def test_any_history_is_exact(steps: list[tuple[int, int, bool]]) -> None:
                 history = [*history[:-1], {**history[-1], "content": "changed"}]
             messages = [*history, user(f"{which} {cut}")]
             histories.append([*messages, await ask(recorder, messages)])
-        check_exact(engine, recorder.trajectories())
+        check_exact(engine, recorder.session.trajectories())
 
     asyncio.run(play())
 
@@ -132,7 +128,7 @@ async def test_a_fork_has_the_sampled_ids_as_context() -> None:
     first.append(await ask(recorder, first))
     await ask(recorder, [*first, user("left")])
     await ask(recorder, [*first, user("right")])
-    left, right = recorder.trajectories()
+    left, right = recorder.session.trajectories()
     check_exact(engine, [left, right])
     assert right.prompt_ids[: len(left.prompt_ids) + len(odd)] == [*left.prompt_ids, *odd]
     assert (left.num_turns, right.num_turns) == (4, 4)
@@ -142,34 +138,16 @@ async def test_answers_at_once_are_lines_of_their_own() -> None:
     engine = await started(response_tokens=4, latency=0.01)
     recorder, _ = recorder_of(engine)
     await asyncio.gather(*(ask(recorder, [user("same")]) for _ in range(5)))
-    trajectories = recorder.trajectories()
+    trajectories = recorder.session.trajectories()
     assert len(trajectories) == 5
     check_exact(engine, trajectories)
     assert len({request.request_id for request in engine.requests}) == 5
     assert len({request.sampling.seed for request in engine.requests}) == 5
     # One of them goes on, twice at once: the second is a fork.
-    first = [user("same"), recorder.segments[0].messages[-1]]
+    first = [user("same"), recorder.session.turns[0].message]
     await asyncio.gather(*(ask(recorder, [*first, user("more")]) for _ in range(2)))
-    assert len(recorder.trajectories()) == 6
-    check_exact(engine, recorder.trajectories())
-
-
-async def test_answers_that_do_not_count_are_left_out() -> None:
-    engine = await started(response_tokens=4)
-    recorder, _ = recorder_of(engine)
-    names = []
-    messages: list[Any] = [user("q")]
-    for _ in range(3):
-        asked, answer = await recorder.answer({"messages": messages})
-        names.append(answer.id)
-        messages = [*messages, answer.body(asked)["choices"][0]["message"], user("more")]
-    await ask(recorder, [user("a helper's question")])
-    (trajectory,) = recorder.trajectories(kept=names[:2])
-    assert sum(trajectory.response_mask) == 8
-    assert trajectory.response_mask[-4:] == [1] * 4
-    assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "user", "assistant"]
-    assert trajectory.num_turns == 4
-    assert recorder.trajectories(kept=[]) == []
+    assert len(recorder.session.trajectories()) == 6
+    check_exact(engine, recorder.session.trajectories())
 
 
 async def test_calls_and_their_results() -> None:
@@ -180,10 +158,10 @@ async def test_calls_and_their_results() -> None:
     messages: list[Any] = [user("q")]
     message = await ask(recorder, messages, tools=[TOOL])
     assert [call["function"] for call in message["tool_calls"]] == [
-        {"name": "add", "arguments": '{"a":1}'},
-        {"name": "add", "arguments": '{"a":2}'},
+        {"name": "add", "arguments": {"a": 1}},
+        {"name": "add", "arguments": {"a": 2}},
     ]
-    assert message["content"] is None
+    assert message["content"] == ""
     messages += [
         message,
         *({"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in message["tool_calls"]),
@@ -193,62 +171,50 @@ async def test_calls_and_their_results() -> None:
     assert "tool_calls" not in message
     assert message["content"] == "<tool_call>\n{broken"
     await ask(recorder, [*messages, message, user("again")], tools=[TOOL])
-    (trajectory,) = recorder.trajectories()
+    (trajectory,) = recorder.session.trajectories()
     check_exact(engine, [trajectory])
     # With other tools it is another prompt.
     texts = iter(["4"])
     await ask(recorder, [*messages, message, user("again")])
-    assert len(recorder.trajectories()) == 2
+    assert len(recorder.session.trajectories()) == 2
 
 
 async def test_a_prompt_without_room_is_a_refusal() -> None:
     engine = await started(response_tokens=30)
     recorder, broken = recorder_of(engine, response_length=32)
     message = await ask(recorder, [user("q")])
-    with pytest.raises(RequestError, match="context length"):
+    with pytest.raises(HTTPError, match="context length"):
         await ask(recorder, [user("q"), message, user("a long question " * 3)])
     assert recorder.ran_out_of_room
-    assert not broken
-    (trajectory,) = recorder.trajectories()
+    assert not broken.done()
+    (trajectory,) = recorder.session.trajectories()
     check_exact(engine, [trajectory])
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"temperature": 0.3}, "actor_rollout_ref.rollout.temperature"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"stop": ["x"]}, "stop strings"),
-        ({"n": 2}, "'n'"),
-        ({"logit_bias": {"3": 5}}, "logit_bias"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "image",
-        ),
-    ],
-)
-async def test_what_cannot_be_meant_is_refused(given: dict[str, Any], words: str) -> None:
+async def test_stop_strings_that_the_engine_does_not_know_are_refused() -> None:
     engine = await started()
     recorder, broken = recorder_of(engine)
-    with pytest.raises(RequestError, match=words):
-        await recorder.answer({"messages": [user("q")], **given})
+    with pytest.raises(HTTPError, match="stop strings"):
+        await ask(recorder, [user("q")], stop=("x",))
     assert not engine.requests
-    assert not broken
-    assert words in str(recorder.refusal)
+    assert not broken.done()
+    assert "stop strings" in str(recorder.refusal)
 
 
 async def test_errors_of_the_engine_and_of_the_prompt_end_the_attempt() -> None:
     engine = await started()
     engine.fail(lambda request: True, EngineUnavailableError("away"))
     recorder, broken = recorder_of(engine, prompt_length=40)
-    with pytest.raises(EngineUnavailableError):
-        await ask(recorder, [user("q")])
     with pytest.raises(DataError):
         await ask(recorder, [user("q" * 500)])
-    assert [type(error) for error in broken] == [EngineUnavailableError, DataError]
+    assert isinstance(broken.result(), DataError)
+    recorder, broken = recorder_of(engine)
+    with pytest.raises(EngineUnavailableError):
+        await ask(recorder, [user("q")])
+    assert isinstance(broken.result(), EngineUnavailableError)
     # Nothing of it is left behind: the next request begins where the first one did.
     await ask(recorder, [user("q")])
-    assert len(recorder.trajectories()) == 1
+    assert len(recorder.session.trajectories()) == 1
 
 
 async def test_a_client_that_goes_away_leaves_the_conversation_as_it_was() -> None:
@@ -264,23 +230,18 @@ async def test_a_client_that_goes_away_leaves_the_conversation_as_it_was() -> No
     await asyncio.wait((task,))
     slow[0] = False
     await ask(recorder, [*first, user("more")])
-    (trajectory,) = recorder.trajectories()
+    (trajectory,) = recorder.session.trajectories()
     assert sum(trajectory.response_mask) == 8
-    assert not broken
+    assert not broken.done()
 
 
-async def test_max_tokens_of_a_request_and_what_follows_a_cut_answer() -> None:
+async def test_max_tokens_of_a_call_and_what_follows_a_cut_answer() -> None:
     engine = await started(response_tokens=50)
     recorder, _ = recorder_of(engine)
-    asked, answer = await recorder.answer(
-        {"messages": [user("q")], "max_completion_tokens": 3, "logprobs": True}
-    )
-    body = answer.body(asked)
-    assert body["choices"][0]["finish_reason"] == "length"
-    assert body["choices"][0]["token_ids"] == engine.completions[0][1].token_ids
-    assert len(body["choices"][0]["logprobs"]["content"]) == 3
-    await ask(recorder, [user("q"), body["choices"][0]["message"], user("go on")])
-    (trajectory,) = recorder.trajectories()
+    message = await ask(recorder, [user("q")], max_tokens=3)
+    assert engine.completions[0][1].finish_reason == "length"
+    await ask(recorder, [user("q"), message, user("go on")])
+    (trajectory,) = recorder.session.trajectories()
     check_exact(engine, [trajectory])
     assert demo_tokenizer().decode(trajectory.response_ids, skip_special_tokens=False).count(END) >= 2
 
@@ -289,5 +250,5 @@ async def test_without_logprobs() -> None:
     engine = await started(response_tokens=4)
     recorder, _ = recorder_of(engine, logprobs=False)
     await ask(recorder, [user("q")])
-    (trajectory,) = recorder.trajectories()
+    (trajectory,) = recorder.session.trajectories()
     assert trajectory.response_logprobs is None
