@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ELSEWHERE = {
-    "wandb": "rollstream.integrations.tracking.wandb:WandbTracker",
-    "trackio": "rollstream.integrations.tracking.trackio:TrackioTracker",
-    "tensorboard": "rollstream.integrations.tracking.tensorboard:TensorBoardTracker",
-    "jsonl": "rollstream.integrations.tracking.jsonl:JsonLinesTracker",
+    "wandb": "WandbTracker",
+    "trackio": "TrackioTracker",
+    "tensorboard": "TensorBoardTracker",
+    "jsonl": "JsonLinesTracker",
 }
-"""Module and class. `console` is none of them: it is the progress line."""
+"""Classes of `rollstream.integrations.tracking`. `console` is none of them: it is the progress line."""
 
 _UPLOADER = "wandb"
 """The tracker that takes artifacts, see `Uploader`."""
@@ -137,8 +137,7 @@ def check_trackers(names: Iterable[str], *, upload: bool = False) -> None:
 
 
 def _load(name: str) -> Any:
-    module, _, found = _ELSEWHERE[name].partition(":")
-    return getattr(importlib.import_module(module), found)()
+    return getattr(importlib.import_module("rollstream.integrations.tracking"), _ELSEWHERE[name])()
 
 
 def tracked_run(run_dir: Path, manifest: Manifest, config: Mapping[str, Any] | None = None) -> TrackedRun:

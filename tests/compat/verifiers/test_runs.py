@@ -94,4 +94,4 @@ def test_killed_and_resumed(tmp_path: Path, served: str, capsys: pytest.CaptureF
         check=False,
     )
     assert other.returncode == 2
-    assert "agent.loops.sums" in other.stderr
+    assert "agent loop sums" in other.stderr

@@ -12,7 +12,7 @@ pytest.importorskip("trackio")
 LOG = """
 import sys
 from pathlib import Path
-from rollstream.integrations.tracking.trackio import TrackioTracker
+from rollstream.integrations.tracking import TrackioTracker
 from tests.unit.integrations.tracking.runs import run_in
 tracker = TrackioTracker()
 tracker.check()

@@ -1,5 +1,6 @@
 """W&B, offline: what it keeps is read back from its own file."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import orjson
 import pytest
 
 from rollstream.errors import ConfigError
-from rollstream.integrations.tracking.wandb import WandbTracker
+from rollstream.integrations.tracking import WandbTracker
 from tests.unit.integrations.tracking.runs import RUN_ID
 
 pytest.importorskip("wandb")
@@ -19,7 +20,7 @@ pytest.importorskip("wandb")
 LOG = """
 import sys
 from pathlib import Path
-from rollstream.integrations.tracking.wandb import WandbTracker
+from rollstream.integrations.tracking import WandbTracker
 from tests.unit.integrations.tracking.runs import run_in
 folder = Path(sys.argv[1])
 tracker = WandbTracker()
@@ -37,7 +38,7 @@ UPLOAD = """
 import sys
 from pathlib import Path
 import wandb
-from rollstream.integrations.tracking.wandb import WandbTracker
+from rollstream.integrations.tracking import WandbTracker
 from tests.unit.integrations.tracking.runs import run_in
 folder = Path(sys.argv[1])
 (folder / "trajectories.zip").write_bytes(b"stored")
@@ -141,7 +142,7 @@ def test_without_any_run_the_artifact_gets_one_of_its_own(tmp_path: Path) -> Non
 
 def test_nobody_is_asked_for_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code = (
-        "from rollstream.integrations.tracking.wandb import WandbTracker\n"
+        "from rollstream.integrations.tracking import WandbTracker\n"
         "try:\n    WandbTracker().check()\nexcept Exception as error:\n    print(type(error).__name__, error)"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
@@ -161,7 +162,7 @@ HOLE = """
 import asyncio, logging, os, socket, sys, time
 from pathlib import Path
 from rollstream.generation import tracking as module
-from rollstream.integrations.tracking.wandb import WandbTracker
+from rollstream.integrations.tracking import WandbTracker
 from tests.unit.integrations.tracking.runs import run_in
 
 logging.basicConfig(level=logging.WARNING)
@@ -191,11 +192,16 @@ def test_without_a_network_neither_the_run_nor_the_interpreter_waits(tmp_path: P
     assert "ENDED" in python(HOLE, tmp_path)
 
 
-def test_a_folder_that_is_named_like_it_is_no_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_folder_that_is_named_like_it_and_a_broken_package_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
     (tmp_path / "wandb").mkdir()
+    if broken:
+        (tmp_path / "wandb" / "__init__.py").write_text("from os import no_such_name")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(ConfigError, match=r"pip install 'rollstream\[wandb\]'"):
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=r"pip install 'rollstream\[wandb\]'") as refusal:
         WandbTracker().check()
+    assert ("no_such_name" in str(refusal.value)) is broken

@@ -1,0 +1,295 @@
+"""Trackers: who is told how a run goes. Each is what `rollstream.generation.tracking.Tracker` promises.
+
+Their packages are imported when a tracker is checked, not before.
+"""
+
+import errno
+import importlib
+import importlib.util
+import inspect
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+import orjson
+
+from rollstream.errors import ConfigError
+from rollstream.generation.tracking import Staged, TrackedRun
+
+logger = logging.getLogger(__name__)
+
+
+def _check_package(package: str, wanted_by: str) -> None:
+    """Raises `ConfigError` with what to do when a package is not there, or cannot be imported.
+
+    Args:
+        package: its name, which is that of the extra as well.
+        wanted_by: the setting that asks for it.
+    """
+    install = f"pip install 'rollstream[{package}]'"
+    spec = importlib.util.find_spec(package)
+    # A folder of that name, as W&B leaves one where it ran, is no package.
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"{wanted_by} needs {package}, which is not installed here: {install}")
+    try:
+        importlib.import_module(package)
+    except Exception as error:
+        raise ConfigError(
+            f"{wanted_by}: {package} cannot be imported ({type(error).__name__}: {error}); it does not fit "
+            f"another package here: {install} --upgrade"
+        ) from error
+
+
+class JsonLinesTracker:
+    """Appends a line a report to `logs/metrics.jsonl` of the run directory: `step`, `time`, the figures.
+
+    For scripts, and where no tracker is at hand. A line is written whole and at once; a kill leaves at most a
+    torn last line, which the next process ends.
+    """
+
+    _TAIL_BYTES = 1 << 16
+    """Read to find the last line: a line has some 2 KB."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+
+    def check(self) -> None:
+        """Nothing can be missing."""
+
+    def open(self, run: TrackedRun) -> int | None:
+        path = run.run_dir / "logs" / "metrics.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        self._file = path.open("ab+", buffering=0)
+        self._file.seek(max(0, self._file.seek(0, os.SEEK_END) - self._TAIL_BYTES))
+        lines = self._file.read().split(b"\n")
+        if lines[-1]:
+            self._file.write(b"\n")
+        for line in reversed(lines):
+            try:
+                return int(orjson.loads(line)["step"])
+            except (ValueError, KeyError, TypeError):  # a torn line, or not ours
+                continue
+        return None
+
+    def log(self, figures: Mapping[str, float], *, step: int) -> None:
+        assert self._file is not None
+        line = {"step": step, "time": round(time.time(), 3), **figures}
+        data = orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+        if self._file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+
+    def close(self, *, succeeded: bool) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Nothing of it holds up a process."""
+
+
+class TensorBoardTracker:
+    """Writes scalars into `logs/tensorboard` of the run directory: no torch, no TensorFlow.
+
+    With `TENSORBOARD_DIR` in the environment, into `<project>/<name>-<run id>` below that, so that many runs
+    are shown side by side.
+    """
+
+    _FLUSH_S = 10
+    """What is shown while a run goes on is at most this old."""
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+
+    def check(self) -> None:
+        _check_package("tensorboard", "trainer.logger=[tensorboard]")
+
+    def open(self, run: TrackedRun) -> int | None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = run.run_dir / "logs" / "tensorboard"
+        if shared := os.environ.get("TENSORBOARD_DIR"):
+            folder = Path(shared) / run.project / f"{run.name}-{run.run_id[:8]}"
+        self._writer = EventFileWriter(str(folder), flush_secs=self._FLUSH_S)
+        return None
+
+    def log(self, figures: Mapping[str, float], *, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in figures.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        # Its own thread writes now and then, and keeps quiet about a full disk: so it is asked each time.
+        self._writer.flush()
+
+    def close(self, *, succeeded: bool) -> None:
+        self._writer.close()
+
+    def abandon(self) -> None:
+        """Its threads are daemons."""
+
+
+class TrackioTracker:
+    """A run of the project `trainer.project_name`, named after the experiment and the run's id.
+
+    It is kept in a database of one's own, by `TRACKIO_DIR`; or in a Space, as Trackio's environment says.
+    """
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def check(self) -> None:
+        _check_package("trackio", "trainer.logger=[trackio]")
+
+    def open(self, run: TrackedRun) -> int | None:
+        import trackio
+
+        self._run = trackio.init(
+            project=run.project,
+            name=f"{run.name}-{run.run_id[:8]}",
+            config=dict(run.config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        # That it goes on after the last step of a resumed run is known to it alone.
+        following = getattr(self._run, "_next_step", None)
+        return following - 1 if isinstance(following, int) and following > 0 else None
+
+    def log(self, figures: Mapping[str, float], *, step: int) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self, *, succeeded: bool) -> None:
+        self._run.finish()
+
+    def abandon(self) -> None:
+        """Its threads are daemons, and its own end is bounded."""
+
+
+class WandbTracker:
+    """A W&B run of its own, also where the process has one already; its id is the run's, so a resume goes on.
+
+    Where its files lie: `WANDB_DIR`, or else `logs/` of the run directory.
+    """
+
+    _WAIT_S = 3600
+    """For W&B to have taken an artifact, after its bytes were sent; nothing is lost when it takes longer."""
+
+    _NO_RECORDS_OF_THE_PROCESS: ClassVar = {
+        "console": "off",  # the terminal is the run's
+        "silent": True,
+        "x_disable_meta": True,  # the command line, which may hold a key, and the environment
+        "disable_git": True,  # a remote's URL may hold one, too
+        "disable_code": True,
+    }
+    """W&B looks around in the process by itself; it is told what it is told."""
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def check(self) -> None:
+        _check_package("wandb", "trainer.logger=[wandb] or generation.upload_artifact")
+        import wandb
+
+        # Without a key it would ask for one, on a terminal that shows the run's progress.
+        mode = os.environ.get("WANDB_MODE") or wandb.setup().settings.mode
+        if mode == "online" and wandb.run is None and not _has_key():
+            raise ConfigError(
+                "nobody is logged in to W&B: `wandb login`, or a key in WANDB_API_KEY; or set "
+                "WANDB_MODE=offline, and `wandb sync` later"
+            )
+
+    def open(self, run: TrackedRun) -> int | None:
+        self._run = self._init(run, job_type="generation")
+        # By default its charts are over what is done; its steps are seconds.
+        self._run.define_metric("progress/done")
+        self._run.define_metric("*", step_metric="progress/done")
+        if not self._run.offline and self._run.url:  # to ask for it offline puts a warning on the terminal
+            logger.info("W&B: %s", self._run.url)
+        following = int(self._run.step)
+        return following - 1 if following > 0 else None
+
+    def log(self, figures: Mapping[str, float], *, step: int) -> None:
+        self._run.log(dict(figures), step=step, commit=True)
+
+    def close(self, *, succeeded: bool) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish(exit_code=0 if succeeded else 1)
+
+    def abandon(self) -> None:
+        """Keeps W&B from waiting, without an end, when the interpreter ends; a run of somebody else's may."""
+        import wandb
+
+        if wandb.run is not None:
+            return
+        # There is no public way to end without a wait. Its process ends with this one.
+        connection = getattr(wandb.setup(), "_connection", None)
+        forget_exit = getattr(connection, "_cleanup", None)
+        if forget_exit is not None:
+            forget_exit()
+
+    def upload(self, run: TrackedRun, file: Path, name: str) -> str:
+        """Logs `file` as artifact `name` of type `trajectories`; returns where it is.
+
+        To the run that is active in this process, else to this tracker's, else to one that is opened for it.
+        The file is read from the disk, and not held in memory.
+
+        Raises:
+            Exception: whatever W&B raises.
+        """
+        import wandb
+
+        owned = None
+        target = wandb.run or self._run
+        if target is None:
+            target = owned = self._init(run, job_type="upload")
+        try:
+            about = {"run_id": run.run_id, "name": run.name}
+            artifact = wandb.Artifact(name, type="trajectories", metadata=about)
+            # Offline, W&B keeps a copy until it is synced; else the file is read in place: it may be large.
+            policy = "mutable" if target.offline else "immutable"
+            artifact.add_file(str(file), name=file.name, policy=policy, skip_cache=True)
+            logged = target.log_artifact(artifact, aliases=["latest", run.run_id[:8]])
+            if target.offline:
+                return Staged(f"staged offline; to upload it: wandb sync {Path(target.dir).parent}")
+            logged.wait(timeout=self._WAIT_S)
+            return str(logged.qualified_name)
+        finally:
+            if owned is not None:
+                owned.finish()
+
+    def _init(self, run: TrackedRun, *, job_type: str) -> Any:
+        import wandb
+
+        known = wandb.Settings.model_fields
+        settings = {key: value for key, value in self._NO_RECORDS_OF_THE_PROCESS.items() if key in known}
+        folder = run.run_dir / "logs"
+        folder.mkdir(exist_ok=True)
+        return wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            reinit="create_new",
+            job_type=job_type,
+            config=dict(run.config),
+            dir=None if os.environ.get("WANDB_DIR") else str(folder),
+            settings=wandb.Settings(**settings),
+        )
+
+
+def _has_key() -> bool:
+    """Whether there is a key, of the environment or a log-in. Asks nobody for one."""
+    import wandb
+
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    if "prompt" not in inspect.signature(wandb.login).parameters:  # before 0.31
+        return wandb.api.api_key is not None
+    try:
+        return bool(wandb.login(prompt=False))
+    except Exception:  # there is one, and nobody to say whether it is good: that shows when it is used
+        return True

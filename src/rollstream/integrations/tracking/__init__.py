@@ -1,1 +1,0 @@
-"""Trackers: one file for each system that is told how a run goes."""
