@@ -119,8 +119,9 @@ def test_the_summary_counts_what_is_not_scored() -> None:
 def test_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--help-config"]) == 0
     assert "# rollouts per prompt row" in capsys.readouterr().out
-    assert main(["generate", "generation.seed=3", "--show-config"]) == 0
-    assert "  seed: 3\n" in capsys.readouterr().out
+    for words in (["--show-config"], ["--cfg", "job"], ["-c", "job", "--resolve"]):
+        assert main(["generate", "generation.seed=3", *words]) == 0
+        assert "  seed: 3\n" in capsys.readouterr().out
     assert main(["generate", "generation.seed=3", "--show-config", "--json"]) == 0
     assert orjson.loads(capsys.readouterr().out)["generation"]["seed"] == 3
     assert main(["generate", "generation.bogus=3", "--show-config"]) == 2

@@ -1,1 +1,18 @@
-"""Door 1: a run that collects trajectories."""
+"""Door 1: a run that collects trajectories. `from rollstream.generation import run_generation`.
+
+What the door exports is imported when it is asked for: the door itself is light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollstream.generation.runner import GenerationResult, generate, run_generation
+
+__all__ = ["GenerationResult", "generate", "run_generation"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("rollstream.generation.runner"), name)

@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--show-config", action="store_true", help="print the resolved configuration and exit"
     )
+    # As Hydra has it, whose users look for it; what is printed is always resolved.
+    parser.add_argument("-c", "--cfg", dest="show_config", choices=["job"], help="job: as --show-config")
+    parser.add_argument("--resolve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--help-config", action="store_true", help="print every key with its default and meaning, and exit"
     )
@@ -55,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 _HYDRAS = frozenset(
     {
-        *("--cfg", "-c", "--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"),
-        *("--info", "-i", "--multirun", "-m", "--package", "-p", "--resolve", "--run", "-r"),
+        *("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"),
+        *("--info", "-i", "--multirun", "-m", "--package", "-p", "--run", "-r"),
     }
 )
 """Options of programs made with Hydra."""

@@ -352,9 +352,10 @@ class _Run:
         done, failed = keys.count(order)
         owed = prepared.total - done - (0 if self._settings.retry_failed else failed)
         logger.info(
-            "%d prompt rows, %d rollouts: %d done, %d failed, %d owed; engine %s",
+            "%d prompt rows, %d rollouts: %d done, %d failed, %d owed; engine %s; configuration: %s",
             *(len(order), prepared.total, done, failed, owed),
             prepared.settings.actor_rollout_ref.rollout.name,
+            run.paths.root / "config.yaml",
         )
         writer = StoreWriter(
             run,
