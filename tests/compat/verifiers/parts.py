@@ -87,14 +87,10 @@ def seen() -> dict[str, dict[str, Any]]:
 
 def turns(trajectory: Trajectory) -> list[tuple[list[int], list[int], list[float]]]:
     """Of each answer: what came before it, its ids, its log-probs."""
-    ids = [*trajectory.prompt_ids, *trajectory.response_ids]
-    mask = [0] * len(trajectory.prompt_ids) + trajectory.response_mask
-    logprobs = [0.0] * len(trajectory.prompt_ids) + (trajectory.response_logprobs or [])
-    found, at = [], 0
-    while 1 in mask[at:]:
-        start = mask.index(1, at)
-        at = mask.index(0, start) if 0 in mask[start:] else len(mask)
-        found.append((ids[:start], ids[start:at], logprobs[start:at]))
+    found = []
+    for before, ids in trajectory.generations():
+        at = len(before) - len(trajectory.prompt_ids)
+        found.append((before, ids, (trajectory.response_logprobs or [])[at : at + len(ids)]))
     return found
 
 

@@ -62,30 +62,18 @@ class Client:
     def check(self, kept: set[str] | None = None) -> list[Trajectory]:
         """The trajectories, of which each has its answers behind their prompts, and all have each once."""
         found = self.session.trajectories(kept)
-        owed = dict(self.sampled)
-        last = []
+        owed, last = dict(self.sampled), []
         for trajectory in found:
-            ids = [*trajectory.prompt_ids, *trajectory.response_ids]
-            mask = [0] * len(trajectory.prompt_ids) + trajectory.response_mask
-            assert trajectory.response_logprobs is not None
-            logprobs = [0.0] * len(trajectory.prompt_ids) + trajectory.response_logprobs
-            assert logprobs == [-0.5 * i if m else 0.0 for i, m in zip(ids, mask, strict=True)]
-            assert all((i >= 10_000) >= bool(m) for i, m in zip(ids, mask, strict=True))
-            at = 0
-            while 1 in mask[at:]:
-                start = mask.index(1, at)
-                name = str((ids[start] - 10_000) // 10)
-                at = start + len(self.sampled[name])
-                assert ids[start:at] == owed.pop(name)
-                assert mask[start:at] == [1] * (at - start)
-                assert ids[:start] == self.prompts[name]
-            assert at == len(ids)  # it ends with an answer
+            for seen, ids in trajectory.generations():
+                name = str((ids[0] - 10_000) // 10)
+                assert (seen, ids) == (self.prompts[name], owed.pop(name))
+            columns = zip(trajectory.response_ids, trajectory.response_mask, strict=True)
+            logprobs = [-0.5 * token if mask else 0.0 for token, mask in columns]
+            assert trajectory.response_logprobs == logprobs
+            assert trajectory.response_mask[-1] == 1
             last.append(int(name))
         assert last == sorted(last)
-        if kept is None:
-            assert not owed
-        else:
-            assert not kept & owed.keys()
+        assert not (owed if kept is None else kept & owed.keys())
         return found
 
 
