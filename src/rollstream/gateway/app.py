@@ -87,12 +87,11 @@ class Endpoint:
         body = await request_object(request)
         with recorder.noting():
             asked = read_chat(body, harmless=_HARMLESS, neutral=_NEUTRAL)
-            turn = await recorder.answer(_call_of(asked, recorder.sampling))
+            turn, prompt_ids = await recorder.answer(_call_of(asked, recorder.sampling))
         completion = turn.completion
         if completion.finish_reason == "abort":
             # Cut off by an abort: for the client an answer that is not whole.
             completion = replace(completion, finish_reason="length")
-        prompt_ids = turn.ask.track(logprobs=False).context
         answer = ChatAnswer(turn.name, self._model, prompt_ids, [Choice(turn.message, completion)])
         # With log-probs the client is told the token ids, too.
         asked.return_token_ids = asked.logprobs

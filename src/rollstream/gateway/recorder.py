@@ -66,8 +66,11 @@ class Recorder:
                 self._broken.set_result(error)
             raise
 
-    async def answer(self, call: Call) -> Turn:
+    async def answer(self, call: Call) -> tuple[Turn, list[int]]:
         """Lets the model answer.
+
+        Returns:
+            The call with its answer, and the prompt that the engine got.
 
         Raises:
             HTTPError: there is no room for an answer, or the engine cannot do what is asked.
@@ -88,7 +91,8 @@ class Recorder:
         except BaseException:
             self.session.give_up(ask)
             raise
-        return self.session.answer(ask, f"chatcmpl-{uuid.uuid4().hex}", message, completion)
+        turn = self.session.answer(ask, f"chatcmpl-{uuid.uuid4().hex}", message, completion)
+        return turn, track.context
 
     def _sampling_of(self, call: Call, prompt_tokens: int, response_tokens: int) -> SamplingParams:
         resources, run = self._loop.resources, self.sampling

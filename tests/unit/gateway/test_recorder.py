@@ -48,7 +48,8 @@ def user(text: str) -> dict[str, Any]:
 async def ask(recorder: Recorder, messages: list[Message], **more: Any) -> Message:
     """The answer's message."""
     with recorder.noting():
-        return (await recorder.answer(Call(messages, more.pop("tools", []), **more))).message
+        turn, _ = await recorder.answer(Call(messages, more.pop("tools", []), **more))
+    return turn.message
 
 
 def check_exact(engine: ScriptedEngine, trajectories: list[Trajectory]) -> None:
