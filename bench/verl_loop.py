@@ -24,7 +24,7 @@ from rollstream.demo import MODEL_PATH
 def make_config(workers: int, sizes: Sizes) -> Any:
     """A configuration of verl for these sizes."""
     from rollstream.config.load import compose, to_settings
-    from rollstream.integrations.verl.composed import compose_verl
+    from rollstream.integrations.verl.compose import compose_verl
 
     words = [
         f"actor_rollout_ref.model.path={MODEL_PATH}",

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rollstream.engine.pool import PoolEngine
 from rollstream.engine.ray_package import import_ray
 from rollstream.engine.ray_plan import replica_resources
 from rollstream.engine.registry import replica_maker
+from rollstream.engine.replica import Replica
 from rollstream.errors import ConfigError, EngineError
 from rollstream.generation.setup import (
     EMBEDDED_ENGINES,
@@ -316,25 +318,25 @@ def _worker_config(prepared: Prepared, workers: int, urls: Callable[[], Sequence
 
 
 def _follower(setup: RolloutSetup, engine: Engine) -> Any:
-    """Takes in servers that have come and leaves out those that have gone."""
     assert isinstance(engine, PoolEngine)
     settings = setup.settings.actor_rollout_ref
     assert settings.model.path is not None
     make = replica_maker(
         settings.rollout.name, model_path=settings.model.path, engine_kwargs=settings.rollout.engine_kwargs
     )
+    return partial(follow_urls, engine, make)
 
-    async def follow(urls: Sequence[str]) -> None:
-        for url in urls:
-            if url not in engine.replicas:
-                replica = make(url)
-                try:
-                    await engine.add_replica(replica)
-                except EngineError as error:  # not there yet, or not any more: it is told again
-                    logger.warning("cannot take in %s: %s", url, error)
-                    await replica.close()
-        for url in engine.replicas:
-            if url not in urls and len(engine.replicas) > 1:
-                await engine.remove_replica(url)
 
-    return follow
+async def follow_urls(pool: PoolEngine, make: Callable[[str], Replica], urls: Sequence[str]) -> None:
+    """Takes in servers that have come and leaves out those that have gone, all but the last one."""
+    for url in urls:
+        if url not in pool.replicas:
+            replica = make(url)
+            try:
+                await pool.add_replica(replica)
+            except EngineError as error:  # not there yet, or not any more: it is told again
+                logger.warning("cannot take in %s: %s", url, error)
+                await replica.close()
+    for url in pool.replicas:
+        if url not in urls and len(pool.replicas) > 1:
+            await pool.remove_replica(url)

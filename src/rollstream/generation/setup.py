@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 EMBEDDED_ENGINES = ("hf", "openvino")
 """Engines that run in the process that uses them."""
 
-_ELSEWHERE = {"verl": "rollstream.integrations.verl.execution:VerlExecutor"}
+_ELSEWHERE = {"verl": "rollstream.integrations.verl.executor:VerlExecutor"}
 """Executors above this room: module and class."""
 
 

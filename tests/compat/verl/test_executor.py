@@ -29,8 +29,8 @@ from rollstream.cli import main
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, DataError, RunDirectoryError
 from rollstream.generation.runner import run_generation
-from rollstream.integrations.verl.composed import compose_verl
-from rollstream.integrations.verl.servers import end_verl
+from rollstream.integrations.verl.compose import compose_verl
+from rollstream.integrations.verl.executor import end_verl
 from rollstream.store.records import EncodedRollout, RecordCodec
 from rollstream.store.summary import read_failures
 from rollstream.trajectory import Failure

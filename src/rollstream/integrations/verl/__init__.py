@@ -8,11 +8,13 @@ import importlib
 from typing import Any
 
 _WHERE = {
-    "StreamingAgentLoopWorkerMixin": "streaming",
-    "StreamingAgentLoopWorker": "workers",
-    "StreamingLLMServerClient": "workers",
-    "StreamingLLMServerManager": "workers",
-    "GenerationLoopManager": "workers",
+    "StreamingAgentLoopWorkerMixin": "worker",
+    "StreamingAgentLoopWorker": "stream",
+    "StreamingLLMServerClient": "stream",
+    "StreamingLLMServerManager": "stream",
+    "GenerationLoopManager": "stream",
+    "SequenceGenerator": "generate",
+    "RollstreamLoop": "loop",
     "RollstreamReplica": "replica",
     "RollstreamRollout": "replica",
     "register": "plugin",
@@ -27,8 +29,10 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "GenerationLoopManager",
+    "RollstreamLoop",
     "RollstreamReplica",
     "RollstreamRollout",
+    "SequenceGenerator",
     "StreamingAgentLoopWorker",
     "StreamingAgentLoopWorkerMixin",
     "StreamingLLMServerClient",

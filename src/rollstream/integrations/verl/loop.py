@@ -1,133 +1,132 @@
-"""verl's loops as rollstream's worker sees them: attempts, retries, time limits and rewards are the same."""
+"""rollstream's agent loops as loops of verl's: in its training, and wherever else verl's worker runs loops.
+
+    verl's AgentLoopWorker -> RollstreamLoop -> ContextAgent (or another) -> verl's client -> verl's servers
+
+Imported where verl is.
+"""
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from rollstream.agent.base import AgentLoop, AgentResources
-from rollstream.agent.registry import AgentLoops, LoopEntry
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+
+from rollstream.agent.context import ContextAgent
+from rollstream.daemon_threads import in_daemon_thread
+from rollstream.data.row import parse_row
+from rollstream.data.values import to_jsonable
 from rollstream.engine.base import Capabilities
-from rollstream.engine.ray_package import one_line
-from rollstream.errors import ConfigError, EngineError, EngineLostError
-from rollstream.integrations.verl.rows import VerlRow
-from rollstream.integrations.verl.streaming import SampleCalls
-from rollstream.integrations.verl.trajectories import to_trajectories
-from rollstream.rollout.stats import Counts
+from rollstream.errors import ConfigError, DataError, EngineError, GroupFailedError
+from rollstream.integrations.verl.compose import to_rollstream
+from rollstream.integrations.verl.recipe import verl_servers
+from rollstream.integrations.verl.sampling import to_verl
+from rollstream.integrations.verl.worker import current_calls
+from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
 from rollstream.rollout.worker import RolloutWorker
-from rollstream.trajectory import Completion, Failure, PromptRow, Rollout, SamplingParams, Trajectory
+from rollstream.trajectory import Completion, Failure, PromptRow, SamplingParams, Trajectory
 
-_HEALTH_S = 10.0
-"""For a server's actor to answer; one that is started anew takes some seconds."""
-
-_NO_SERVER_LEFT = (
-    "all of verl's servers have ended, and nobody starts them anew (Ray's logs of their actors say why). "
-    "What is done is safe; run the same command again."
-)
-
-_row: ContextVar[tuple[VerlRow, int] | None] = ContextVar("rollstream_verl_row", default=None)
+_workers: dict[Any, "asyncio.Task[RolloutWorker]"] = {}
+"""One for every entry of the YAML of loops, as long as its process lives."""
 
 
-class VerlLoop(AgentLoop):
-    """Runs the verl loop that a row names; `shared` is the worker that has them."""
+class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
+    """An agent loop of rollstream's, by its name, in the YAML of verl's `agent_loop_config_path`.
 
-    async def run(self, sampling: SamplingParams, **row: Any) -> list[Trajectory]:
-        found = _row.get()
-        assert found is not None, "a SampleWorker runs it"
-        verl_row, repeat = found
-        calls = SampleCalls(seed=sampling.seed)
-        outputs = await self.shared.run_sample(
-            verl_row.sample,
-            index=verl_row.index,
-            repeat=repeat,
-            sampling_params=_extra_params(sampling),
-            calls=calls,
-        )
-        return to_trajectories(
-            outputs, calls, messages=verl_row.messages, decode=lambda ids: self.tokenizer.decode(list(ids))
-        )
+        - name: context_agent
+          _target_: rollstream.integrations.verl.loop.RollstreamLoop
+          loop: context_agent
+          overrides: [actor_rollout_ref.rollout.multi_turn.function_tool_path=/path/tools.py]
 
-
-class VerlLoops(AgentLoops):
-    """Every name is a loop of verl's; whether there is one, the worker knows."""
-
-    def __init__(self, worker: Any = None) -> None:
-        """`worker`: a `StreamingAgentLoopWorker`; None where nothing is executed."""
-        super().__init__()
-        self._worker = worker
-
-    def entry(self, name: str) -> LoopEntry:
-        return LoopEntry(VerlLoop)
-
-    def check(self, names: Iterable[str], resources: AgentResources) -> None:
-        if self._worker is None:
-            return
-        check_loop_names(names)
-
-    def create(self, name: str, resources: AgentResources, *, request_id: str) -> AgentLoop:
-        return VerlLoop(resources, request_id=request_id, shared=self._worker)
-
-
-def check_loop_names(names: Iterable[str], given: Iterable[str] = ()) -> None:
-    """Refuses names of loops that verl does not know here.
-
-    Args:
-        names: that rows use.
-        given: those of the user's YAML, where verl has not read it yet.
-
-    Raises:
-        ConfigError: with the names that there are.
-    """
-    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
-
-    known = {*_agent_loop_registry, *given}
-    if missing := sorted(set(names) - known):
-        raise ConfigError(
-            f"verl knows no agent loop {missing[0]!r}; it knows {', '.join(sorted(known))}. Others come by "
-            "actor_rollout_ref.rollout.agent.agent_loop_config_path"
-        )
-
-
-class SampleWorker:
-    """A `RolloutWorker` whose loops know their row as verl has it."""
-
-    def __init__(self, worker: RolloutWorker) -> None:
-        self._worker = worker
-
-    @property
-    def counters(self) -> Counts:
-        return self._worker.counters
-
-    async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
-        """See `RolloutWorker.run`; `row` is a `VerlRow`."""
-        assert isinstance(row, VerlRow)
-        token = _row.set((row, repeat))
-        try:
-            return await self._worker.run(row, repeat)
-        finally:
-            _row.reset(token)
-
-
-class VerlServers:
-    """verl's servers, as workers that wait for them see them. verl's client generates, so `generate` does not.
-
-    Args:
-        handles: of their actors; none: requests that fail say how they are.
-        capabilities: of the engine behind them, where it is rollstream's; else what verl's servers can.
-        balancer: the actor that says which server gets a request; None: there is none to ask.
+    Model, lengths, sampling, turns and tools are those of verl's configuration; `overrides` are keys of
+    rollstream's laid over them. A rollout of several trajectories is a list of outputs, the final one last.
+    verl's reward scores it, unless `overrides` name a `custom_reward_function`.
     """
 
-    def __init__(self, handles: Sequence[Any], capabilities: Capabilities, *, balancer: Any = None) -> None:
-        self._handles = list(handles)
-        self._capabilities = capabilities
-        self._balancer = balancer
+    def __init__(self, *args: Any, loop: str, overrides: Iterable[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._name = loop
+        self._overrides = tuple(map(str, overrides))
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
+        key = (asyncio.get_running_loop(), self._name, self._overrides)
+        if key not in _workers:
+            _workers[key] = asyncio.create_task(self._make_worker())
+        worker = await asyncio.shield(_workers[key])
+        prompt = to_row(row, int(row.get("index", 0)), sampling_params)
+        result = await worker.run(prompt, int(row.get("session_id", 0)))
+        if isinstance(result, Failure):
+            raise GroupFailedError(f"{result.error}\n{result.traceback}")
+        if len(result.trajectories) > 1:
+            self._refuse_several()
+        outputs = [to_output(one, prompt.columns) for one in result.trajectories]
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    async def _make_worker(self) -> RolloutWorker:
+        model = self.config.actor_rollout_ref.model
+        words = [f"actor_rollout_ref.rollout.agent.default_agent_loop={self._name}", *self._overrides]
+        settings = to_rollstream(self.config, words)
+        if (
+            model.get("custom_chat_template")
+            and settings.actor_rollout_ref.model.custom_chat_template is None
+        ):
+            raise ConfigError(
+                "verl's custom_chat_template is a text, and rollstream takes a file: put it into one and name "
+                "that in this loop's overrides (actor_rollout_ref.model.custom_chat_template=FILE)"
+            )
+        agents = await in_daemon_thread(load_agents, settings)
+        await agents.tools.describe()
+        setup: RolloutSetup = await in_daemon_thread(_build_setup, settings, agents)
+        engine = ClientEngine(self.server_manager, self.config.actor_rollout_ref.rollout.name)
+        show = settings.actor_rollout_ref.rollout.multi_turn.show_tools
+        agents.check({self._name}, setup.tokenizer, show_tools=show, images=False)
+        loop = agents.loops.create(self._name, setup.agent_resources(engine), request_id="check")
+        if isinstance(loop, ContextAgent):
+            self._refuse_several()
+            if current_calls() is None and (loop.snapshot_scoring, loop.context_penalty) != ("outcome", None):
+                raise ConfigError(
+                    f"agent loop {self._name!r}: verl's trainer gives every trajectory of a rollout the final "
+                    "one's reward: leave out snapshot_scoring and context_penalty"
+                )
+        return setup.make_worker(engine, [self._name]).worker
+
+    def _refuse_several(self) -> None:
+        """Raises `ConfigError` where a rollout may have one trajectory only."""
+        if current_calls() is None and not self.config.trainer.get("use_v1", True):
+            raise ConfigError(
+                f"agent loop {self._name!r} gives several trajectories a rollout, and verl's old trainer takes "
+                "one: set trainer.use_v1=true"
+            )
+
+
+class _NoReward:
+    """verl scores."""
+
+    source_digest = None
+
+    async def score(self, row: PromptRow, solution_str: str) -> tuple[float | None, dict[str, Any]]:
+        return None, {}
+
+
+def _build_setup(settings: Any, agents: Any) -> RolloutSetup:
+    reward: Any = None if settings.custom_reward_function.path is not None else _NoReward()
+    return build_setup(settings, agents, shows_images=False, reward=reward)
+
+
+class ClientEngine:
+    """verl's client as an engine.
+
+    Args:
+        client: verl's `LLMServerClient`, with or without rollstream's additions.
+        name: `rollout.name` of the servers that it asks.
+    """
+
+    def __init__(self, client: Any, name: str) -> None:
+        self._client = client
+        self.capabilities: Capabilities = replace(verl_servers(name), images=False)
 
     async def start(self) -> None:
-        """Nothing: they run."""
+        """Nothing: verl's servers run. What else is theirs is verl's to do, too."""
 
     async def generate(
         self,
@@ -137,67 +136,84 @@ class VerlServers:
         request_id: str,
         images: list[object] | None = None,
     ) -> Completion:
-        raise EngineError("verl's client asks verl's servers")
+        params = to_verl(sampling, max_tokens=True)
+        output = await self._client.generate(
+            request_id=request_id, prompt_ids=list(prompt_ids), sampling_params=params
+        )
+        ids, fields = list(output.token_ids), output.extra_fields
+        if output.stop_reason in ("aborted", "abort"):
+            reason = "abort"
+        else:
+            reason = "length" if len(ids) >= sampling.max_tokens else "stop"
+        return Completion(
+            token_ids=ids,
+            logprobs=list(output.log_probs) if sampling.logprobs and output.log_probs is not None else None,
+            finish_reason=reason,  # type: ignore[arg-type]
+            policy_versions=[(0, int(fields.get("global_steps") or 0))],
+            cached_prompt_tokens=int(fields.get("num_cached_tokens") or 0),
+        )
 
     async def abort(self, request_id: str) -> None:
-        """Nothing: a loop that is cut off cancels its own request, see `StreamingLLMServerClient`."""
+        """Nothing: who is cut off cancels its request."""
 
     async def update_weights(self, source: str, version: int) -> None:
         raise EngineError("the weights of verl's servers are verl's to update")
 
     async def health(self) -> bool:
-        """Whether one of the actors lives, and says that it is well where it can say so; and the balancer.
-
-        Raises:
-            EngineLostError: the balancer or all servers have ended, and nobody starts them anew.
-        """
-        from ray.exceptions import ActorDiedError
-
-        if self._balancer is not None and not await self._is_balanced():
-            return False
-        answers = await asyncio.gather(*map(self._asked, self._handles), return_exceptions=True)
-        if answers and all(isinstance(answer, ActorDiedError) for answer in answers):
-            raise EngineLostError(_NO_SERVER_LEFT)
-        return not answers or any(answer is True for answer in answers)
-
-    async def _is_balanced(self) -> bool:
-        from ray.exceptions import ActorDiedError, RayError
-
-        try:
-            async with asyncio.timeout(_HEALTH_S):
-                if hasattr(self._balancer, "get_all_servers"):  # a router of the user's may lack it
-                    # Those that ended are taken from it; the actor of one may well be alive.
-                    if not await self._balancer.get_all_servers.remote():
-                        raise EngineLostError(_NO_SERVER_LEFT)
-                else:
-                    await self._balancer.__ray_ready__.remote()
-        except ActorDiedError as error:
-            raise EngineLostError(
-                f"verl's load balancer has ended, and without it no server can be asked: {one_line(error)}. "
-                "What is done is safe; run the same command again."
-            ) from error
-        except (RayError, TimeoutError):
-            return False
         return True
 
-    async def _asked(self, handle: Any) -> bool:
-        async with asyncio.timeout(_HEALTH_S):
-            if hasattr(handle, "health"):
-                return bool(await handle.health.remote())
-            await handle.__ray_ready__.remote()
-            return True
-
     async def close(self) -> None:
-        """Nothing: who started them ends them."""
+        """See `start`."""
 
 
-def _extra_params(sampling: SamplingParams) -> dict[str, Any]:
-    """What rollstream's keys say beyond what verl's worker gives its loops."""
-    params: dict[str, Any] = {}
-    if sampling.stop:
-        params["stop"] = list(sampling.stop)
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = list(sampling.stop_token_ids)
-    if sampling.ignore_eos:
-        params["ignore_eos"] = True
-    return params
+def to_row(sample: Mapping[str, Any], index: int, sampling: Mapping[str, Any] | None = None) -> PromptRow:
+    """A row as verl's batches have it, as rollstream's loops take it.
+
+    Args:
+        sample: with `raw_prompt`; what JSON does not know is left out.
+        index: of the row.
+        sampling: parameters that differ from the run's own: temperature, top_p and top_k.
+
+    Raises:
+        DataError: its prompt cannot be used.
+    """
+    plain = {}
+    for name, value in sample.items():
+        try:
+            plain[name] = to_jsonable(value.tolist() if hasattr(value, "tolist") else value, drop_none=True)
+        except Exception:
+            continue
+    if sampling:
+        given = {name: sampling[name] for name in ("temperature", "top_p", "top_k") if name in sampling}
+        plain["sampling_params"] = {**given, **(plain.get("sampling_params") or {})}
+    try:
+        return parse_row(plain, index, "raw_prompt")[0]
+    except Exception as error:
+        raise DataError(f"sample {index}: {error}") from error
+
+
+def to_output(trajectory: Trajectory, columns: Mapping[str, Any]) -> AgentLoopOutput:
+    """A trajectory as verl's loops give one; `columns` of the row are not repeated."""
+    versions = [version for _, version in trajectory.policy_versions]
+    extra = {key: value for key, value in trajectory.extra.items() if key not in {*columns, "extra_info"}}
+    metrics = trajectory.metrics
+    return AgentLoopOutput(
+        prompt_ids=trajectory.prompt_ids,
+        response_ids=trajectory.response_ids,
+        response_mask=trajectory.response_mask,
+        response_logprobs=trajectory.response_logprobs,
+        reward_score=trajectory.reward,
+        num_turns=trajectory.num_turns,
+        metrics=AgentLoopMetrics(generate_sequences=metrics.generate_s, tool_calls=metrics.tool_s),
+        extra_fields={
+            "turn_scores": [],
+            "tool_rewards": [],
+            **extra,
+            "messages": trajectory.messages,
+            "finish_reason": trajectory.finish_reason,
+            "is_snapshot": trajectory.is_snapshot,
+            "reward_extra_info": trajectory.reward_extra,
+            "min_global_steps": min(versions),
+            "max_global_steps": max(versions),
+        },
+    )

@@ -6,7 +6,7 @@ its environment. Nothing of rollstream's or Ray's is loaded before a configurati
 
 from typing import Any
 
-from rollstream.integrations.verl.composed import NAME
+from rollstream.integrations.verl.compose import NAME
 
 _ROLLOUT_CLASS = "rollstream.integrations.verl.replica.RollstreamRollout"
 

@@ -19,24 +19,13 @@ from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.pool import PoolEngine
 from rollstream.engine.registry import create_engine, replica_maker
 from rollstream.errors import ConfigError, EngineError
-from rollstream.trajectory import SamplingParams
+from rollstream.generation.execution import follow_urls
+from rollstream.integrations.verl.sampling import from_verl
 
 logger = logging.getLogger(__name__)
 
 ENGINES = ("sglang", "vllm")
 """Engines that are servers and speak token ids. `rollstream serve` speaks as SGLang does."""
-
-_NEUTRAL: Mapping[str, Any] = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_p": 0.0,
-    "n": 1,
-    "detokenize": False,
-    "skip_special_tokens": False,
-}
-"""Sampling parameters of verl's servers that rollstream's engines don't know, and the values that ask for
-nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,47 +67,7 @@ class ServerOptions:
         return cls(tuple(map(str, urls)), engine, engine_kwargs=kwargs, **lengths)
 
 
-def read_sampling(given: Mapping[str, Any], options: ServerOptions, prompt_tokens: int) -> SamplingParams:
-    """Reads verl's sampling parameters.
-
-    The most tokens are what verl's own servers take: `max_tokens` or `max_new_tokens` if it is given, else
-    what is left of prompt and response together, `response_length` at most; never beyond the model's.
-
-    Raises:
-        EngineError: a parameter that would change the answer and is not known, or no room.
-    """
-    values = dict(given)
-    for name, neutral in _NEUTRAL.items():
-        if (value := values.pop(name, neutral)) not in (neutral, None):
-            raise EngineError(f"sampling parameter {name}={value!r} is not known to rollstream's engines")
-    total = options.prompt_length + options.response_length
-    most = min(options.response_length, total - prompt_tokens)
-    for name in ("max_tokens", "max_new_tokens"):
-        if (value := values.pop(name, None)) is not None:
-            most = int(value)
-    room = (options.max_model_len or total) - prompt_tokens
-    if room < 1:
-        raise EngineError(
-            f"a prompt of {prompt_tokens} tokens leaves no room within {options.max_model_len or total}"
-        )
-    stop = values.pop("stop", None) or ()
-    sampling = SamplingParams(
-        max_tokens=max(1, min(most, room)),
-        temperature=float(values.pop("temperature", 1.0)),
-        top_p=float(values.pop("top_p", 1.0)),
-        top_k=int(values.pop("top_k", -1)),
-        logprobs=bool(values.pop("logprobs", False)),
-        seed=values.pop("seed", None),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=tuple(values.pop("stop_token_ids", None) or ()),
-        ignore_eos=bool(values.pop("ignore_eos", False)),
-    )
-    if unknown := ", ".join(name for name, value in values.items() if value is not None):
-        raise EngineError(f"sampling parameters that rollstream's engines do not know: {unknown}")
-    return sampling
-
-
-@dataclass(slots=True)
+@dataclass
 class GivenTokens:
     """verl's `TokenOutput`, field by field. A class of its own spares this process verl, which takes
     seconds of CPU and hundreds of megabytes to import.
@@ -197,7 +146,14 @@ class ReplicaServer:
         images: list[object] | None = None
         if image_data:
             images = [await asyncio.to_thread(encode_for_engine, image) for image in image_data]
-        sampling = read_sampling(sampling_params, self._options, len(prompt_ids))
+        options = self._options
+        sampling = from_verl(
+            sampling_params,
+            prompt_tokens=len(prompt_ids),
+            prompt_length=options.prompt_length,
+            response_length=options.response_length,
+            max_model_len=options.max_model_len,
+        )
         self._in_flight.add(request_id)
         try:
             completion = await engine.generate(
@@ -237,22 +193,12 @@ class ReplicaServer:
         except EngineError as error:
             logger.info("no server answers yet: %s", error)
             return
-        pool, options = self._pool, self._options
-        assert pool is not None
+        options = self._options
         make = replica_maker(
             options.engine, model_path=str(options.model_path), engine_kwargs=options.engine_kwargs
         )
-        for url in urls:
-            if url not in pool.replicas:
-                replica = make(url)
-                try:
-                    await pool.add_replica(replica)
-                except EngineError as error:
-                    logger.warning("cannot take in %s: %s", url, error)
-                    await replica.close()
-        for url in pool.replicas:
-            if url not in urls and len(pool.replicas) > 1:
-                await pool.remove_replica(url)
+        assert self._pool is not None
+        await follow_urls(self._pool, make, urls)
 
     async def update_weights(self, source: str, version: int) -> None:
         """Loads weights into all servers; see `Engine.update_weights`."""
@@ -270,29 +216,11 @@ class ReplicaServer:
         self._rejects = False
         self._admitted.set()
 
-    async def wake_up(self, **kwargs: Any) -> None:
-        """Nothing: servers look after their memory themselves. So do the next ones."""
+    async def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Servers look after their memory themselves, versions come with weights, nothing of verl's is profiled."""
 
-    async def sleep(self, **kwargs: Any) -> None:
-        """See `wake_up`."""
-
-    async def clear_kv_cache(self) -> None:
-        """See `wake_up`: an engine whose weights change forgets what it cached."""
-
-    async def release_kv_cache(self) -> None:
-        """See `wake_up`."""
-
-    async def resume_kv_cache(self) -> None:
-        """See `wake_up`."""
-
-    async def set_global_steps(self, global_steps: int) -> None:
-        """Nothing: versions come with the weights."""
-
-    async def start_profile(self, **kwargs: Any) -> None:
-        """Nothing: there is nothing of verl's to profile."""
-
-    async def stop_profile(self) -> None:
-        """See `start_profile`."""
+    wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = _nothing
+    set_global_steps = start_profile = stop_profile = _nothing
 
     async def close(self) -> None:
         """Leaves the servers."""

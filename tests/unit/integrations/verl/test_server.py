@@ -9,7 +9,7 @@ import pytest
 
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, EngineError
-from rollstream.integrations.verl.server import ReplicaServer, ServerOptions, read_sampling
+from rollstream.integrations.verl.server import ReplicaServer, ServerOptions
 from tests.faults.runs import stub_server
 
 LENGTHS: dict[str, Any] = {
@@ -38,10 +38,6 @@ async def options(latency_s: float) -> AsyncIterator[ServerOptions]:
         yield ServerOptions.read({"urls": [url], "engine": "sglang"}, **LENGTHS)
 
 
-def options_for(**lengths: Any) -> ServerOptions:
-    return ServerOptions.read({"urls": ["http://x"]}, **{**LENGTHS, **lengths})
-
-
 @pytest.mark.parametrize(
     ("custom", "message"),
     [
@@ -54,40 +50,6 @@ def options_for(**lengths: Any) -> ServerOptions:
 def test_what_cannot_be_asked(custom: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerOptions.read(custom, **LENGTHS)
-
-
-@pytest.mark.parametrize(
-    ("given", "prompt", "most"),
-    [
-        ({}, 10, 16),  # the response
-        ({}, 40, 8),  # what is left of both
-        ({}, 60, EngineError),
-        ({"max_tokens": 5}, 10, 5),
-        ({"max_new_tokens": 5}, 10, 5),
-        ({"max_tokens": 500}, 10, 38),  # the model's room
-    ],
-)
-def test_the_most_tokens_are_those_of_verls_own_servers(given: Any, prompt: int, most: Any) -> None:
-    if most is EngineError:
-        with pytest.raises(EngineError, match="leaves no room"):
-            read_sampling({**VERLS, **given}, options_for(), prompt)
-        return
-    assert read_sampling({**VERLS, **given}, options_for(), prompt).max_tokens == most
-
-
-def test_parameters() -> None:
-    sampling = read_sampling({**VERLS, "stop": ".", "stop_token_ids": [2], "seed": 4}, options_for(), 1)
-    assert (sampling.stop, sampling.stop_token_ids, sampling.seed, sampling.logprobs) == (
-        (".",),
-        (2,),
-        4,
-        True,
-    )
-    assert not read_sampling({**VERLS, "logprobs": False}, options_for(), 1).logprobs
-    with pytest.raises(EngineError, match=r"repetition_penalty=1\.2"):
-        read_sampling({**VERLS, "repetition_penalty": 1.2}, options_for(), 1)
-    with pytest.raises(EngineError, match="guided_json"):
-        read_sampling({**VERLS, "guided_json": "{}"}, options_for(), 1)
 
 
 async def test_tokens_in_tokens_out(options: ServerOptions) -> None:

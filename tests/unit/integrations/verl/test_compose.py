@@ -5,26 +5,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
-from rollstream.integrations.verl import identity
-from rollstream.integrations.verl.execution import serving_config
-from rollstream.integrations.verl.identity import verl_identity
+from rollstream.integrations.verl import compose as compose_module
+from rollstream.integrations.verl.compose import verl_identity
+from rollstream.integrations.verl.executor import serving_settings
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @pytest.fixture(autouse=True)
 def _some_verl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity.importlib.metadata, "version", lambda name: "0.9.1")
+    monkeypatch.setattr(compose_module.importlib.metadata, "version", lambda name: "0.9.1")
 
 
 def identity_of(*words: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     given = {"generation": {"executor": "verl", "verl_overrides": list(overrides)}}
     base = [f"actor_rollout_ref.model.path={MODEL_PATH}", "data.train_files=rows.jsonl"]
-    config = compose([*base, *words], layers=[given])
-    return verl_identity(to_settings(config), to_settings(serving_config(config)))
+    settings = to_settings(compose([*base, *words], layers=[given]))
+    verls: Any = OmegaConf.create()
+    for word in overrides:
+        key, _, value = word.partition("=")
+        OmegaConf.update(verls, key, value, force_add=True)
+    return verl_identity(settings, serving_settings(settings), verls)
 
 
 @pytest.mark.parametrize(
@@ -60,22 +65,6 @@ def test_what_is_no_file_of_tools_is_left_to_verl_to_refuse(tmp_path: Path, cont
     assert identity_of(f"{ROLLOUT}.multi_turn.tool_config_path={tmp_path / 'tools.yaml'}")
 
 
-def test_overrides_by_their_keys() -> None:
-    one = identity_of(overrides=("data.image_key=a", "+data.video_key=b"))
-    assert one["verl.overrides.data.image_key"] == "a"
-    assert identity_of(overrides=("data.video_key=b", "data.image_key=a")) == one
-    assert identity_of(overrides=("data.image_key=a", "data.video_key=c")) != one
-    assert identity_of(overrides=("data.image_key=a",)) != one
-
-
-def test_where_the_order_of_overrides_counts_it_is_in() -> None:
-    whole, part = "+data.x={y: 1, z: 2}", "+data.x.y=3"
-    assert identity_of(overrides=(whole, part)) != identity_of(overrides=(part, whole))
-    assert identity_of(overrides=("~data.x", "+data.x=1")) != identity_of(overrides=("+data.x=1", "~data.x"))
-    # The last one holds.
-    assert identity_of(overrides=("a=1", "a=2")) == identity_of(overrides=("a=2",))
-
-
 def test_the_layout_may_change_on_resume() -> None:
     name = f"{ROLLOUT}.name=vllm"
     one = identity_of(overrides=(name, f"{ROLLOUT}.n_gpus_per_node=8", f"{ROLLOUT}.nnodes=1"))
@@ -89,8 +78,6 @@ def test_the_numbers_of_verls_own_servers_are_in_it_and_their_layout_is_not() ->
     plain = identity_of(overrides=(name,))
     assert identity_of(f"{ROLLOUT}.dtype=float32", overrides=(name,)) == plain | {"verl.dtype": "float32"}
     assert identity_of(f"{ROLLOUT}.tensor_model_parallel_size=4", overrides=(name,)) == plain
-    overridden = identity_of(overrides=(name, f"{ROLLOUT}.dtype=float32"))
-    assert overridden[f"verl.overrides.{ROLLOUT}.dtype"] == "float32" and "verl.dtype" not in overridden
     assert "verl.dtype" not in identity_of()
     # As runs whose identity says nothing of it were made.
     assert "verl.load_format" not in plain

@@ -12,20 +12,18 @@ import pytest
 pytest.importorskip("verl")
 
 import ray
-from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer
+from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient
 
 from rollstream.agent.base import turn_seed
-from rollstream.errors import DataError, EngineLostError, EngineUnavailableError
-from rollstream.integrations.verl import worker_recipe, workers
-from rollstream.integrations.verl.loop import VerlServers
-from rollstream.integrations.verl.streaming import SampleCalls, _sample
-from rollstream.integrations.verl.trajectories import finish_reason
-from rollstream.integrations.verl.worker_recipe import VERL_SERVERS
-from rollstream.integrations.verl.workers import (
+from rollstream.errors import ConfigError, DataError, EngineLostError, EngineUnavailableError
+from rollstream.integrations.verl import stream
+from rollstream.integrations.verl.recipe import VerlServers, verl_servers
+from rollstream.integrations.verl.stream import (
     GenerationLoopManager,
     StreamingLLMServerClient,
     StreamingLLMServerManager,
 )
+from rollstream.integrations.verl.worker import SampleCalls, noting
 from rollstream.rollout import workers as workers_executor
 from rollstream.rollout.worker_host import WorkerReport
 from rollstream.store.records import EncodedRollout, RecordCodec
@@ -81,10 +79,18 @@ class DeadServer(Server):
         raise self._error
 
 
+def choosing_client(servers: dict[str, Any], name: str = "vllm") -> StreamingLLMServerClient:
+    """One that chooses its servers itself."""
+    rollout = SimpleNamespace(
+        name=name, full_determinism=False, prompt_length=8, response_length=4, max_model_len=None
+    )
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    return StreamingLLMServerClient(config, servers=servers)
+
+
 def balanced_client(servers: dict[str, Any], name: str = "vllm") -> StreamingLLMServerClient:
     """With verl's own load balancer, in this process."""
     balancer = GlobalRequestLoadBalancer(servers)
-    client = client_of(balancer.acquire_server)
 
     def method(function: Callable[..., Any]) -> Any:
         async def call(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +101,7 @@ def balanced_client(servers: dict[str, Any], name: str = "vllm") -> StreamingLLM
 
         return Method(call)
 
-    client._load_balancer = SimpleNamespace(
+    handle = SimpleNamespace(
         **{
             name: method(getattr(balancer, name))
             for name in (
@@ -104,32 +110,10 @@ def balanced_client(servers: dict[str, Any], name: str = "vllm") -> StreamingLLM
             )
         }
     )
-    client.config.actor_rollout_ref.rollout.name = name
-    return client
+    return StreamingLLMServerClient(choosing_client({}, name).config, handle)
 
 
-def client_of(acquire: Callable[..., Any]) -> StreamingLLMServerClient:
-    async def nothing(**_: Any) -> list[str]:
-        return []
-
-    balancer = SimpleNamespace(
-        require_acquire_fields=Method(nothing),
-        require_release_fields=Method(nothing),
-        acquire_server=Method(acquire),
-        release_server=Method(nothing),
-    )
-    rollout = SimpleNamespace(
-        name="vllm", full_determinism=False, prompt_length=8, response_length=4, max_model_len=None
-    )
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-    return StreamingLLMServerClient(config, balancer)
-
-
-def client_for(server: Server) -> StreamingLLMServerClient:
-    async def acquire(request_id: str) -> tuple[str, Any]:
-        return "only", server
-
-    return client_of(acquire)
+CLIENTS = pytest.mark.parametrize("make", [choosing_client, balanced_client])
 
 
 async def ask(client: StreamingLLMServerClient, prompt: Sequence[int] = (1,)) -> Any:
@@ -139,9 +123,9 @@ async def ask(client: StreamingLLMServerClient, prompt: Sequence[int] = (1,)) ->
 async def test_generations_side_by_side_have_seeds_of_their_own() -> None:
     """Best of four within one loop: four answers, not the same one four times."""
     server = Server(0.2, 0.1, 0.15, 0.0)
-    client = client_for(server)
+    client = choosing_client({"only": server})
     calls = SampleCalls(seed=11)
-    with _sample(calls):
+    with noting(calls):
         await asyncio.gather(*(ask(client, range(1, 2 + i)) for i in range(4)))
     seeds = {len(one["prompt_ids"]): one["sampling_params"]["seed"] for one in server.asked}
     assert seeds == {i + 1: turn_seed(11, i) for i in range(4)}
@@ -172,8 +156,6 @@ class Talker(Server):
         (3, 2, {"sampling": {"max_new_tokens": 3}}, "length"),
         (4, 2, {"sampling": {"max_tokens": 9}}, "stop"),
         (3, 2, {"model": 5}, "length"),  # the model's
-        (3, 2, {"positions": 5}, "length"),  # of which the configuration says nothing
-        (3, 2, {"model": 6, "positions": 5}, "stop"),
     ],
 )
 @pytest.mark.parametrize("said", ["completed", None])  # vLLM's servers, TensorRT-LLM's
@@ -181,15 +163,14 @@ async def test_what_ends_at_its_limit_is_cut_off(
     tokens: int, prompt: int, limits: dict[str, Any], reason: str, said: str | None
 ) -> None:
     """verl's servers tell no difference, and a filter on truncation has to."""
-    client = client_for(Talker(tokens, said))
+    client = choosing_client({"only": Talker(tokens, said)})
     client.config.actor_rollout_ref.rollout.max_model_len = limits.get("model")
-    client.max_positions = limits.get("positions")
     calls = SampleCalls()
-    with _sample(calls):
+    with noting(calls):
         await client.generate("r", prompt_ids=[1] * prompt, sampling_params=limits.get("sampling", {}))
     if said is None and "sampling" in limits:  # a request's own limit is nothing to it
         reason = "length" if tokens == 4 else "stop"
-    assert finish_reason(calls.calls) == reason
+    assert calls.calls[-1].finish_reason == reason
 
 
 async def test_what_a_server_says_of_the_end_holds() -> None:
@@ -199,9 +180,9 @@ async def test_what_a_server_says_of_the_end_holds() -> None:
         ("completed", {"finish_reason": "stop"}, "stop"),  # rollstream's
     ):
         calls = SampleCalls()
-        with _sample(calls):
-            await ask(client_for(Talker(4, said, fields)), [1, 2])
-        assert finish_reason(calls.calls) == reason
+        with noting(calls):
+            await ask(choosing_client({"only": Talker(4, said, fields)}), [1, 2])
+        assert calls.calls[-1].finish_reason == reason
 
 
 async def test_who_is_cut_off_ends_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +190,7 @@ async def test_who_is_cut_off_ends_the_generation(monkeypatch: pytest.MonkeyPatc
     cancelled: list[Any] = []
     monkeypatch.setattr(ray, "cancel", cancelled.append)
     server = Server(0.0, 30.0)
-    client = client_for(server)
+    client = choosing_client({"only": server})
     await ask(client)
     assert not cancelled
     with pytest.raises(TimeoutError):
@@ -219,23 +200,39 @@ async def test_who_is_cut_off_ends_the_generation(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_balancer_that_is_gone_is_an_engine_that_is_not_there() -> None:
-    async def gone(request_id: str) -> Any:
+    async def gone(**_: Any) -> Any:
         raise ray.exceptions.ActorUnavailableError("restarting", None)
 
+    client = balanced_client({})
+    client.balancer.acquire_server = Method(gone)
     with pytest.raises(EngineUnavailableError, match="verl's load balancer is gone"):
-        await ask(client_of(gone))
+        await ask(client)
+
+
+async def test_a_conversation_stays_with_its_server_and_others_go_to_the_least_busy() -> None:
+    servers = {name: Server(*[0.0] * 20) for name in "ab"}
+    client = choosing_client(servers)
+    for turn in range(6):
+        await client.generate("one", prompt_ids=[1], sampling_params={"turn": turn})
+    assert sorted(len(server.asked) for server in servers.values()) == [0, 6]
+    for server in servers.values():
+        server.asked.clear()
+    asked = [client.generate(f"r{i}", prompt_ids=[1], sampling_params={}) for i in range(10)]
+    await asyncio.gather(*asked)
+    assert [len(server.asked) for server in servers.values()] == [5, 5]
 
 
 @pytest.mark.parametrize(
     "error",
     [ray.exceptions.ActorDiedError(), task_error(EngineDeadError()), task_error(AsyncEngineDeadError())],
 )
-async def test_a_server_of_verls_that_has_ended_is_asked_no_more(error: Exception) -> None:
+@CLIENTS
+async def test_a_server_of_verls_that_has_ended_is_asked_no_more(make: Any, error: Exception) -> None:
     """It has nothing in flight, so the balancer would give it nearly every request."""
     dead = DeadServer(error)
-    client = balanced_client({"dead": dead, **{f"good {i}": Server(*[0.0] * 50) for i in range(3)}})
+    client = make({"dead": dead, **{f"good {i}": Server(*[0.0] * 200) for i in range(3)}})
     refused = 0
-    for i in range(40):
+    for i in range(200):  # the balancers choose at random among those that are as busy
         try:
             await client.generate(f"r{i}", prompt_ids=[1], sampling_params={})
         except EngineUnavailableError as gone:  # charged to no rollout
@@ -244,10 +241,11 @@ async def test_a_server_of_verls_that_has_ended_is_asked_no_more(error: Exceptio
     assert (refused, len(dead.asked)) == (1, 1)
 
 
-async def test_when_the_last_server_has_ended_the_run_does() -> None:
+@CLIENTS
+async def test_when_the_last_server_has_ended_the_run_does(make: Any) -> None:
     """Not each of its rollouts (R5): what is left goes on with the same command."""
-    client = balanced_client({"a": DeadServer(ray.exceptions.ActorDiedError())})
-    servers = VerlServers([], VERL_SERVERS, balancer=client.balancer)
+    client = make({"a": DeadServer(ray.exceptions.ActorDiedError())})
+    servers = VerlServers([], verl_servers("vllm"), client)
     assert await servers.health()
     for _ in range(2):
         with pytest.raises(EngineUnavailableError):
@@ -269,40 +267,21 @@ async def test_when_the_last_server_has_ended_the_run_does() -> None:
     ],
 )
 async def test_a_server_that_may_serve_stays(name: str, error: Exception, raised: type[Exception]) -> None:
-    client = balanced_client({"a": DeadServer(error)}, name)
+    client = choosing_client({"a": DeadServer(error)}, name)
     for _ in range(2):
         with pytest.raises(raised):
             await ask(client)
-    assert await client.balancer.get_all_servers.remote() == ["a"]
+    assert list(client.servers or ()) == ["a"]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-async def test_the_balancer_runs_here_and_starts_anew(
-    monkeypatch: pytest.MonkeyPatch, deterministic: bool
-) -> None:
-    options: list[dict[str, Any]] = []
-    made: list[dict[str, Any]] = []
-
-    def remote(balancer: type) -> Any:
-        balancer(**{"servers": {}, "full_determinism": deterministic})  # it takes what it is given
-
-        def with_options(**given: Any) -> Any:
-            options.append(given)
-            return SimpleNamespace(remote=lambda **kwargs: made.append(kwargs) or "handle")  # type: ignore[func-returns-value]
-
-        return SimpleNamespace(options=with_options)
-
-    monkeypatch.setattr(ray, "remote", remote)
-    monkeypatch.setattr(ray, "put", lambda servers: servers)
-    monkeypatch.setattr(workers, "here", lambda: "here")
+def test_a_client_that_needs_a_balancer_is_told_where_there_is_none() -> None:
     manager = object.__new__(StreamingLLMServerManager)
-    manager.rollout_config = SimpleNamespace(router_config_path=None, full_determinism=deterministic)
-    manager._load_balancer_cls = None
+    manager.config, manager.global_load_balancer = choosing_client({}).config, None
     manager.server_addresses, manager.server_handles = ["http://x"], ["actor"]
-    await manager._init_global_load_balancer()
-    assert manager.global_load_balancer == "handle"
-    assert made == [{"servers": {"http://x": "actor"}, "full_determinism": deterministic}]
-    assert options == [{"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": "here"}]
+    client = manager.get_client()
+    assert isinstance(client, StreamingLLMServerClient) and client.servers == {"http://x": "actor"}
+    with pytest.raises(ConfigError, match="derive it from StreamingLLMServerClient"):
+        manager.get_client(client_cls=LLMServerClient)
 
 
 class OneWorker:
@@ -378,8 +357,8 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> GenerationLoopManager:
         crews.append(OneWorker(*args, **kwargs))
         return crews[-1]
 
-    monkeypatch.setattr(worker_recipe, "bare_recipe", lambda manager, **_: None)
-    monkeypatch.setattr(workers, "RayCluster", lambda _: SimpleNamespace(start=nothing, close=nothing))
+    monkeypatch.setattr(stream, "bare_recipe", lambda manager, **_: None)
+    monkeypatch.setattr(stream, "RayCluster", lambda _: SimpleNamespace(start=nothing, close=nothing))
     monkeypatch.setattr(workers_executor, "WorkerSupervisor", crew)
     made = object.__new__(GenerationLoopManager)
     made.rollout_config = SimpleNamespace(agent=SimpleNamespace(num_workers=1))

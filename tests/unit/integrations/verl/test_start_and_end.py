@@ -11,8 +11,8 @@ pytest.importorskip("ray")
 import ray
 import ray.util
 
-from rollstream.integrations.verl import servers as servers_module
-from rollstream.integrations.verl.servers import end_verl, start_verl
+from rollstream.integrations.verl import executor
+from rollstream.integrations.verl.executor import end_verl, start_verl
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ async def test_a_start_that_comes_to_nothing_leaves_nothing(
     verl = SimpleNamespace(
         StreamingLLMServerManager=manager, GenerationLoopManager=LoopManager, StreamingLLMServerClient=None
     )
-    monkeypatch.setattr(servers_module, "_import_verl", lambda: verl)
+    monkeypatch.setattr(executor, "_import_stream", lambda: verl)
     starting = asyncio.ensure_future(start_verl(None))  # type: ignore[arg-type]
     async with asyncio.timeout(60):
         while not made:

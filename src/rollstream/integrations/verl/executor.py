@@ -1,6 +1,6 @@
 """`generation.executor=verl`: verl's dataset and agent loops, rollstream's store, workers and engines.
 
-    verl's dataset -> WorkersExecutor -> WorkerHost(verl's AgentLoopWorker) -> verl's client, balancer
+    verl's dataset -> WorkersExecutor -> WorkerHost(verl's AgentLoopWorker) -> verl's client
                                         |                                        |
                                    trajectories                      RollstreamReplica's actor
                                         v                                        v
@@ -14,8 +14,9 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +28,25 @@ from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.base import Engine
 from rollstream.engine.launched import LaunchedEngine
-from rollstream.engine.registry import data_deciding_kwargs
+from rollstream.engine.registry import check_capabilities, check_engine_config, data_deciding_kwargs
 from rollstream.errors import ConfigError, DataError
 from rollstream.generation.execution import Execution, Start, join_cluster
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.setup import Prepared, manifest_for, take_shard
-from rollstream.integrations.verl.composed import compose_verl, own_servers
-from rollstream.integrations.verl.identity import loop_entries, verl_identity
-from rollstream.integrations.verl.loop import VerlLoops, check_loop_names
-from rollstream.integrations.verl.rows import VerlDataset, VerlRows, create_dataset, shows_media
-from rollstream.integrations.verl.servers import end_verl, start_verl, tell_urls
-from rollstream.integrations.verl.worker_recipe import (
+from rollstream.integrations.verl.compose import compose_verl, loop_entries, own_servers, verl_identity
+from rollstream.integrations.verl.plugin import register
+from rollstream.integrations.verl.recipe import (
+    VerlLoops,
     VerlRecipe,
-    plain_config,
+    check_loop_names,
     plain_setup,
     verl_servers,
 )
-from rollstream.rollout.ray import default_workers, here
-from rollstream.rollout.setup import Agents, RolloutSetup, in_flight_limit
+from rollstream.integrations.verl.rows import VerlDataset, VerlRows, create_dataset, shows_media
+from rollstream.rollout.ray import RayBackend, default_workers, here
+from rollstream.rollout.setup import RolloutSetup, in_flight_limit, launch_request
+from rollstream.rollout.workers import WorkersExecutor
 from rollstream.trajectory import PromptRow
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,10 @@ _EMBEDDED = ("hf", "openvino")
 
 _NEEDED = ("verl", "ray", "torch", "tensordict", "cachetools", "uvicorn", "fastapi", "openai")
 """Some of them verl imports and does not ask for."""
+
+_URLS_EVERY_S = 1.0
+_URLS_TOLD_EVERY = 10
+"""As workers on Ray are told: launched servers come back on other ports."""
 
 
 class VerlExecutor:
@@ -84,7 +89,7 @@ class VerlPrepared(Prepared):
     """A run whose rows and loops are verl's."""
 
     serving: RolloutSetup = field(kw_only=True)
-    """Its configuration is that of the engine behind verl's loops."""
+    """Its settings are those of the engine behind verl's loops."""
 
     def create_plain_engine(self, log_dir: Path) -> Engine:
         if own_servers(self.settings):
@@ -109,8 +114,19 @@ def _prepare(config: DictConfig) -> VerlPrepared:
     check_exports(settings.generation.export)
     _check(settings)
     verl_config = compose_verl(settings, urls=settings.actor_rollout_ref.rollout.server_urls or ["to come"])
-    check_verl_servers(settings, str(verl_config.actor_rollout_ref.rollout.name))
-    setup = plain_setup(serving_config(resolved))
+    served = serving_settings(settings)
+    setup = plain_setup(served, VerlLoops())
+    if own_servers(settings):
+        check_own_servers(settings, setup, str(verl_config.actor_rollout_ref.rollout.name))
+    else:
+        model, engine = served.actor_rollout_ref.model, served.actor_rollout_ref.rollout
+        check_engine_config(
+            engine.name,
+            model_path=model.path,
+            server_urls=engine.server_urls,
+            engine_kwargs=engine.engine_kwargs,
+            launch=launch_request(served),
+        )
     dataset = VerlDataset(
         VerlRows(create_dataset(verl_config), settings.data.prompt_key),
         shuffle_seed=settings.data.seed if settings.data.shuffle else None,
@@ -129,7 +145,7 @@ def _prepare(config: DictConfig) -> VerlPrepared:
     identity = build_identity(
         settings,
         tokenizer_digest=setup.tokenizer.digest(),
-        agents=verl_identity(settings, setup.settings),
+        agents=verl_identity(settings, served, verl_config),
         images_digest=None,
         tools_digest=None,
         shown_tools_digest=None,
@@ -138,36 +154,31 @@ def _prepare(config: DictConfig) -> VerlPrepared:
         dataset_rows=len(dataset),
         engine_settings=data_deciding_kwargs(rollout.name, rollout.engine_kwargs),
     )
-    known = {one.name: getattr(setup, one.name) for one in fields(RolloutSetup)}
-    known |= {"config": resolved, "settings": settings}
-    known["agents"] = Agents(VerlLoops(), setup.agents.tools, setup.agents.interactions)
-    prepared = VerlPrepared(**known, dataset=dataset, serving=setup)
+    known = {one.name: getattr(setup, one.name) for one in fields(RolloutSetup)} | {"settings": settings}
+    prepared = VerlPrepared(**known, config=resolved, dataset=dataset, serving=setup)
     packages = ("verl", "ray", "tensordict")
     prepared.manifest = manifest_for(resolved, dataset, identity, n=rollout.n, packages=packages)
     return prepared
 
 
-def serving_config(config: DictConfig) -> DictConfig:
-    """The configuration of the servers behind verl's loops; of no servers, where verl starts them itself.
+def serving_settings(settings: Settings) -> Settings:
+    """Those of the servers behind verl's loops.
 
     An embedded engine becomes servers of `rollstream serve` with that engine, since the workers are several
     processes and their servers one service.
     """
-    plain = plain_config(config)
-    rollout: Any = plain.actor_rollout_ref.rollout
-    if own_servers(to_settings(config)):
-        return _worker_config(plain)
-    if rollout.name in _EMBEDDED:
-        kwargs = OmegaConf.to_container(rollout.engine_kwargs)
-        given = OmegaConf.to_container(rollout.launch.args)
-        assert isinstance(kwargs, dict) and isinstance(given, dict)
-        rollout.launch.args = {
-            **given,
-            "engine": rollout.name,
-            **({"engine-kwargs": kwargs} if kwargs else {}),
-        }
-        rollout.launch.server, rollout.name, rollout.engine_kwargs = "rollstream", "sglang", {}
-    return plain
+    model, rollout = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout
+    if model.path is None:
+        raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder")
+    if rollout.name in _EMBEDDED and not own_servers(settings):
+        kwargs = {"engine-kwargs": rollout.engine_kwargs} if rollout.engine_kwargs else {}
+        launch = replace(
+            rollout.launch,
+            server="rollstream",
+            args={**rollout.launch.args, "engine": rollout.name, **kwargs},
+        )
+        rollout = replace(rollout, name="sglang", engine_kwargs={}, launch=launch)
+    return replace(settings, actor_rollout_ref=replace(settings.actor_rollout_ref, rollout=rollout))
 
 
 def _check(settings: Settings) -> None:
@@ -188,81 +199,81 @@ def _check(settings: Settings) -> None:
             "generation.executor=verl servers are launched on this machine (leave launch.where out), started "
             "elsewhere by you (actor_rollout_ref.rollout.server_urls), or by verl (generation.verl_overrides)"
         )
-    if rollout.extra_sampling:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.extra_sampling is for rollstream's agent loops: "
-            "generation.executor=verl has no way to hand it to verl's"
-        )
     if settings.data.truncation != "error":
         logger.info("verl's loops cut long prompts from the left, whatever data.truncation says")
 
 
-def check_verl_servers(settings: Settings, name: str) -> None:
+def check_own_servers(settings: Settings, setup: RolloutSetup, name: str) -> None:
     """Refuses what servers that verl starts cannot do.
 
     Args:
         settings: of the run.
+        setup: how it samples.
         name: of the servers, as verl has it.
 
     Raises:
-        ConfigError: a seed, for servers that do not take one by this name.
+        ConfigError: a seed, or a sampling parameter, for servers that do not take it by this name.
     """
-    if own_servers(settings) and settings.generation.seed is not None and not verl_servers(name).seeds:
-        raise ConfigError(
-            f"generation.seed={settings.generation.seed}: servers that verl starts take a seed for each "
-            f"rollout with actor_rollout_ref.rollout.name=vllm only (generation.verl_overrides has {name}): "
-            "leave the seed out, or use an engine of rollstream's"
+    try:
+        check_capabilities(
+            verl_servers(name), setup.sampling, prompt_length=1, response_length=1, max_model_len=None
         )
+    except ConfigError as error:
+        seed = settings.generation.seed
+        only = f"; generation.seed={seed} takes name=vllm" if seed is not None and name != "vllm" else ""
+        raise ConfigError(
+            f"servers that verl starts (generation.verl_overrides has {name}): {error}{only}"
+        ) from error
 
 
 async def _start(start: Start, prepared: VerlPrepared) -> Execution:
     settings, stack = prepared.settings, start.stack
+    generation, rollout = settings.generation, settings.actor_rollout_ref.rollout
     stack.callback(prepared.reward.close)
     engine: Engine | None = None
-    urls: Callable[[], Sequence[str]] | None = None
+    urls: Callable[[], Sequence[str]] = lambda: rollout.server_urls  # noqa: E731
+    options = dict(settings.ray_kwargs.worker)
     if not own_servers(settings):
         # Here, too: what the servers cannot give shows before a worker starts, and they are asked once how
         # busy they are. What is launched is launched here.
         engine = prepared.create_plain_engine(start.log_dir)
         await start.start_engine(engine)
-        launched = engine
-        urls = (lambda: launched.replicas) if isinstance(launched, LaunchedEngine) else None
+        if isinstance(launched := engine, LaunchedEngine):
+            urls = lambda: launched.replicas  # noqa: E731
+            options = {"scheduling_strategy": here(), **options}  # they listen on this machine alone
     await join_cluster(start)
-    given = list(urls()) if urls is not None else settings.actor_rollout_ref.rollout.server_urls
-    verl_config = _for_verl(prepared, given)
-    starting = asyncio.create_task(start_verl(verl_config))
+    config = compose_verl(settings, urls=list(urls()))
+    composed: Any = config.actor_rollout_ref.rollout
+    composed.agent.num_workers = rollout.agent.num_workers or default_workers()
+    if engine is not None:
+        serving = prepared.serving.settings.actor_rollout_ref.rollout
+        composed.custom.engine, composed.custom.engine_kwargs = serving.name, serving.engine_kwargs
+    starting = asyncio.create_task(start_verl(config))
     stack.push_async_callback(_ended, starting)  # a stop waits for it to clean up, before the cluster is left
     servers, manager = await start.stop.unless_stopped(starting)
     stack.callback(end_verl, servers)
-    if urls is not None:
-        telling = asyncio.create_task(tell_urls(servers.server_handles, urls))
-        stack.push_async_callback(_ended, telling)
-    options = dict(settings.ray_kwargs.worker)
-    if urls is not None:
-        options = {"scheduling_strategy": here(), **options}  # launched servers listen on this machine alone
+    if isinstance(engine, LaunchedEngine):
+        stack.push_async_callback(_ended, asyncio.create_task(tell_urls(servers.server_handles, urls)))
     recipe = VerlRecipe(
-        config_yaml=OmegaConf.to_yaml(_worker_config(serving_config(prepared.config))),
-        verl_config=verl_config,
+        settings=prepared.serving.settings,
+        verl_config=config,
         worker=manager.worker_class,
         client=manager.llm_client,
         handles=tuple(servers.server_handles),
         loop_names=tuple(prepared.loop_names),
         first_data_source=prepared.first_data_source,
-        capabilities=(
-            verl_servers(str(verl_config.actor_rollout_ref.rollout.name))
-            if engine is None
-            else engine.capabilities
-        ),
+        capabilities=verl_servers(str(composed.name)) if engine is None else engine.capabilities,
     )
-    generation = settings.generation
-    executor = manager.make_executor(
-        recipe,
+    executor = WorkersExecutor(
+        lambda: recipe,
         start.writer,
+        RayBackend(options),
         load_row=prepared.dataset.row,
-        max_in_flight=in_flight_limit(prepared.settings),
+        max_in_flight=in_flight_limit(settings),
+        workers=composed.agent.num_workers,
         attempt_timeout=generation.attempt_timeout,
         max_attempts=generation.max_attempts,
-        options=options,
+        engine_timeout=generation.engine_timeout,
         adaptive=generation.adaptive_in_flight,
         engine=engine,
         on_durable=start.on_durable,
@@ -270,28 +281,62 @@ async def _start(start: Start, prepared: VerlPrepared) -> Execution:
     return await start.start_workers(executor, engine)
 
 
-def _for_verl(prepared: VerlPrepared, urls: Sequence[str]) -> DictConfig:
-    """The configuration of verl, with the engine that the servers speak as."""
-    config = compose_verl(prepared.settings, urls=urls)
-    rollout: Any = config.actor_rollout_ref.rollout
-    rollout.agent.num_workers = (
-        prepared.settings.actor_rollout_ref.rollout.agent.num_workers or default_workers()
-    )
-    if not own_servers(prepared.settings):
-        serving = prepared.serving.settings.actor_rollout_ref.rollout
-        rollout.custom.engine, rollout.custom.engine_kwargs = serving.name, serving.engine_kwargs
-    return config
+async def start_verl(config: DictConfig) -> tuple[Any, Any]:
+    """Starts servers and the manager of loops, both of verl. What it began ends with it when it fails."""
+    stream = await in_daemon_thread(_import_stream)
+    servers = stream.StreamingLLMServerManager(config)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # it prints where servers are
+            await servers.start()
+        client = servers.get_client(client_cls=stream.StreamingLLMServerClient)
+        manager = await stream.GenerationLoopManager.create(config, client)
+    except BaseException:
+        end_verl(servers)
+        raise
+    return servers, manager
 
 
-def _worker_config(config: DictConfig) -> DictConfig:
-    """What a worker gets of the configuration. It has no engine: nothing in it may start one."""
-    plain = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-    assert isinstance(plain, DictConfig)
-    rollout: Any = plain.actor_rollout_ref.rollout
-    rollout.name, rollout.server_urls, rollout.engine_kwargs = "sglang", ["http://verl.invalid"], {}
-    rollout.launch.server, rollout.launch.replicas, rollout.launch.python = "auto", None, None
-    rollout.launch.args, rollout.launch.env = {}, {}
-    return plain
+def _import_stream() -> Any:
+    register()
+    return importlib.import_module("rollstream.integrations.verl.stream")
+
+
+def end_verl(servers: Any) -> None:
+    """Ends what verl started and has no way to end: on a cluster that stays, it would stay, with its GPUs.
+
+    Args:
+        servers: an `LLMServerManager`, started or half so: then it lacks what comes later.
+    """
+    import ray
+    from ray.util import remove_placement_group
+
+    if not ray.is_initialized():
+        return  # and to be asked for anything, it would start a cluster
+    actors = [getattr(servers, "global_load_balancer", None), *getattr(servers, "server_handles", ())]
+    groups: list[Any] = []
+    for replica in getattr(servers, "rollout_replicas", ()):
+        actors += [*replica.servers, *replica.workers]
+        groups += getattr(replica.resource_pool, "pgs", None) or []
+    for actor in filter(None, actors):
+        with contextlib.suppress(Exception):  # Ray may be gone
+            ray.kill(actor)
+    for group in groups:
+        with contextlib.suppress(Exception):
+            remove_placement_group(group)
+
+
+async def tell_urls(handles: Sequence[Any], urls: Callable[[], Sequence[str]]) -> None:
+    """Tells the proxies where the servers are, whenever that changes and now and then. Never ends."""
+    told: list[str] = []
+    look = 0
+    while True:
+        now = list(urls())
+        if now != told or look % _URLS_TOLD_EVERY == 0:
+            for handle in handles:
+                handle.follow.remote(now)
+            told = now
+        look += 1
+        await asyncio.sleep(_URLS_EVERY_S)
 
 
 async def _ended(task: "asyncio.Task[Any]") -> None:

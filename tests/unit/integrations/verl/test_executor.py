@@ -2,7 +2,6 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,8 +10,9 @@ from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
 from rollstream.generation.runner import run_generation
 from rollstream.generation.setup import check_executor
-from rollstream.integrations.verl import execution
-from rollstream.integrations.verl.execution import check_verl_servers, serving_config
+from rollstream.integrations.verl import executor
+from rollstream.integrations.verl.executor import check_own_servers, serving_settings
+from rollstream.integrations.verl.recipe import VerlLoops, plain_setup
 from rollstream.rollout.setup import launch_request
 
 
@@ -52,37 +52,21 @@ def test_an_embedded_engine_is_served(tmp_path: Path) -> None:
         "actor_rollout_ref.rollout.multi_turn.function_tool_path=none.py",
         "generation.seed=1",
     )
-    config = compose(given)
-    served = to_settings(serving_config(config))
+    served = serving_settings(to_settings(compose(given)))
     request = launch_request(served)
     assert request is not None
     assert (request.server, dict(request.args)) == (
         "rollstream",
         {"engine": "openvino", "engine-kwargs": {"cache_size": 2}},
     )
-    rollout: Any = served.actor_rollout_ref.rollout
-    assert (rollout.name, rollout.engine_kwargs, rollout.agent.agent_loop_config_path) == ("sglang", {}, None)
-    # The run's own configuration is left as it was.
-    assert to_settings(config).actor_rollout_ref.rollout.name == "openvino"
+    rollout = served.actor_rollout_ref.rollout
+    assert (rollout.name, rollout.engine_kwargs) == ("sglang", {})
 
 
 def test_servers_by_url_stay_what_they_are(tmp_path: Path) -> None:
-    config = compose(
-        words(
-            tmp_path,
-            "actor_rollout_ref.rollout.name=vllm",
-            "actor_rollout_ref.rollout.server_urls=[http://x:1]",
-        )
-    )
-    rollout = to_settings(serving_config(config)).actor_rollout_ref.rollout
-    assert (rollout.name, rollout.server_urls, rollout.launch.server) == ("vllm", ["http://x:1"], "auto")
-
-
-def test_servers_of_verls_own_are_no_engine_of_ours(tmp_path: Path) -> None:
-    override = 'generation.verl_overrides=["actor_rollout_ref.rollout.name=vllm"]'
-    served = to_settings(serving_config(compose(words(tmp_path, override))))
-    assert launch_request(served) is None
-    assert served.actor_rollout_ref.rollout.server_urls == ["http://verl.invalid"]
+    url = "actor_rollout_ref.rollout.server_urls=[http://x:1]"
+    settings = to_settings(compose(words(tmp_path, "actor_rollout_ref.rollout.name=vllm", url)))
+    assert serving_settings(settings) == settings
 
 
 def test_overrides_are_for_this_executor(tmp_path: Path) -> None:
@@ -93,21 +77,32 @@ def test_overrides_are_for_this_executor(tmp_path: Path) -> None:
 def test_servers_on_ray_are_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execution, "_NEEDED", ())
+    monkeypatch.setattr(executor, "_NEEDED", ())
     where = "actor_rollout_ref.rollout.launch.where"
     with pytest.raises(ConfigError, match=rf"{where}=ray is for generation\.executor=ray"):
         run_generation(words(tmp_path / "run", "actor_rollout_ref.rollout.name=sglang", f"{where}=ray"))
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["sglang", "trtllm"])
-def test_seeds_are_refused_for_servers_of_verls_that_take_none(tmp_path: Path, name: str) -> None:
-    def settings(name: str, *more: str) -> Any:
-        override = f'generation.verl_overrides=["actor_rollout_ref.rollout.name={name}"]'
-        return to_settings(compose(words(tmp_path, override, *more)))
-
-    with pytest.raises(ConfigError, match=rf"generation\.seed=3.*has {name}"):
-        check_verl_servers(settings(name, "generation.seed=3"), name)
-    check_verl_servers(settings(name), name)
-    check_verl_servers(settings("vllm", "generation.seed=3"), "vllm")
-    check_verl_servers(to_settings(compose(words(tmp_path, "generation.seed=3"))), "rollstream")
+@pytest.mark.parametrize(
+    ("name", "word", "message"),
+    [
+        ("sglang", "generation.seed=3", r"has sglang.*generation\.seed.*name=vllm"),
+        ("trtllm", "generation.seed=3", r"has trtllm.*generation\.seed"),
+        ("vllm", "generation.seed=3", None),
+        ("vllm", "actor_rollout_ref.rollout.extra_sampling.min_p=0.1", None),
+        ("vllm", "actor_rollout_ref.rollout.extra_sampling.regex=a", r"takes no .*extra_sampling\.regex"),
+        ("trtllm", "actor_rollout_ref.rollout.extra_sampling.min_p=0.1", r"takes no .*min_p"),
+    ],
+)
+def test_what_servers_of_verls_do_not_take_is_refused(
+    tmp_path: Path, name: str, word: str, message: str | None
+) -> None:
+    override = f'generation.verl_overrides=["actor_rollout_ref.rollout.name={name}"]'
+    settings = to_settings(compose(words(tmp_path, override, word)))
+    setup = plain_setup(settings, VerlLoops())
+    if message is None:
+        check_own_servers(settings, setup, name)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_own_servers(settings, setup, name)

@@ -12,8 +12,7 @@ pytest.importorskip("ray")
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rollstream.errors import EngineLostError, EngineUnavailableError
-from rollstream.integrations.verl.loop import VerlServers
-from rollstream.integrations.verl.worker_recipe import VERL_SERVERS, verl_servers
+from rollstream.integrations.verl.recipe import VerlServers, verl_servers
 from rollstream.rollout.availability import EngineAvailability
 
 
@@ -41,6 +40,10 @@ def well() -> bool:
     return True
 
 
+def seen(handles: list[Any], *, balancer: Any = None, left: dict[str, Any] | None = None) -> VerlServers:
+    return VerlServers(handles, verl_servers("vllm"), SimpleNamespace(balancer=balancer, servers=left))
+
+
 def test_servers_by_name_take_seeds_or_do_not() -> None:
     assert verl_servers("vllm").seeds
     assert not verl_servers("sglang").seeds and not verl_servers("trtllm").seeds
@@ -48,25 +51,28 @@ def test_servers_by_name_take_seeds_or_do_not() -> None:
 
 async def test_one_server_that_is_well_is_enough() -> None:
     gone = actor(raising(ActorUnavailableError("away", None)))
-    assert await VerlServers([gone, actor(well, health=True)], VERL_SERVERS).health()
-    assert not await VerlServers([gone, gone], VERL_SERVERS).health()
+    assert await seen([gone, actor(well, health=True)]).health()
+    assert not await seen([gone, gone]).health()
     # Nobody to ask: what is asked of them shows it.
-    assert await VerlServers([], VERL_SERVERS).health()
+    assert await seen([]).health()
 
 
 async def test_servers_that_ended_for_good_are_not_waited_for() -> None:
     ended = actor(raising(ActorDiedError()))
     away = actor(raising(ActorUnavailableError("away", None)))
-    assert not await VerlServers([ended, away], VERL_SERVERS).health()
+    assert not await seen([ended, away]).health()
     with pytest.raises(EngineLostError, match="run the same command again"):
-        await VerlServers([ended, ended], VERL_SERVERS).health()
+        await seen([ended, ended]).health()
+    # Actors that live on, and of whose engines the client has heard that they are dead.
+    with pytest.raises(EngineLostError, match="run the same command again"):
+        await seen([actor(well)], left={}).health()
 
 
 async def test_a_balancer_that_starts_anew_is_waited_for() -> None:
     """Servers that are well are no engine while nobody says which one to ask: work waits."""
     answers = iter([raising(ActorUnavailableError("restarting", None)), raising(TimeoutError()), well])
     balancer = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: _answer(next(answers))))
-    servers = VerlServers([actor(well, health=True)], VERL_SERVERS, balancer=balancer)
+    servers = seen([actor(well, health=True)], balancer=balancer)
     assert not await servers.health()
     assert not await servers.health()
     assert await servers.health()
@@ -79,9 +85,7 @@ async def _answer(answer: Callable[[], Any]) -> Any:
 async def test_a_balancer_that_ended_for_good_ends_the_run() -> None:
     """Not, one after the other, every rollout that is left (R5)."""
     balancer = actor(raising(ActorDiedError()))
-    availability = EngineAvailability(
-        VerlServers([actor(well, health=True)], VERL_SERVERS, balancer=balancer), timeout=600
-    )
+    availability = EngineAvailability(seen([actor(well, health=True)], balancer=balancer), timeout=600)
     availability.mark_away(EngineUnavailableError("verl's load balancer is gone"), availability.returns)
     waiting: Awaitable[None] = asyncio.wait_for(availability.wait(), 20)
     with pytest.raises(EngineLostError, match=r"load balancer has ended.*run the same command again"):

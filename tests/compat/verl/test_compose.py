@@ -1,6 +1,7 @@
 """rollstream's keys as verl's configuration, and the backend in verl's registries."""
 
 import asyncio
+import importlib.util
 import os
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from safetensors.torch import load_file
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, EngineError
-from rollstream.integrations.verl.composed import compose_verl
+from rollstream.integrations.verl.compose import compose_verl, verl_identity
+from rollstream.integrations.verl.executor import serving_settings
 from rollstream.integrations.verl.plugin import register
 from rollstream.integrations.verl.server import ReplicaServer, ServerOptions
 
@@ -89,19 +91,42 @@ def test_what_our_keys_say_of_servers_verls_own_get() -> None:
     assert rollout.gpu_memory_utilization == 0.5
 
 
-def test_overrides_say_it_of_verls_own_servers_as_well() -> None:
-    words = (f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.dtype=float16")
-    rollout = composed(overrides=(*OWN, *words)).actor_rollout_ref.rollout
-    assert (rollout.tensor_model_parallel_size, rollout.dtype) == (2, "float16")
-    composed(*words, overrides=(*OWN, *words))  # twice the same
-    with pytest.raises(ConfigError, match=r"dtype=float16.*is 'float32' in rollstream's"):
-        composed(f"{ROLLOUT}.dtype=float32", overrides=(*OWN, *words))
+def test_servers_with_random_weights_are_refused() -> None:
+    with pytest.raises(ConfigError, match="random weights"):
+        composed(f"{ROLLOUT}.load_format=dummy", overrides=OWN)
+
+
+def test_a_tracer_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [f"{ROLLOUT}.trace.backend=weave", f"{ROLLOUT}.trace.token2text=true"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"trace\.backend=weave.*pip install weave"):
+        composed(overrides=words)
+
+
+def identity_of(*overrides: str) -> dict[str, Any]:
+    given = {"generation": {"executor": "verl", "verl_overrides": list(overrides)}}
+    base = [f"actor_rollout_ref.model.path={MODEL_PATH}", "data.train_files=rows.parquet"]
+    settings = to_settings(compose(base, layers=[given]))
+    config = compose_verl(settings, urls=["http://x:1"])
+    return verl_identity(settings, serving_settings(settings), config)
+
+
+def test_overrides_are_in_the_identity_by_what_they_come_to() -> None:
+    one = identity_of("data.image_key=a", "+data.mine=b")
+    assert one["verl.overrides.data.image_key"] == "a"
+    assert identity_of("++data.mine=b", "data.image_key=a") == one
+    assert identity_of("data.image_key=a", "+data.mine=c") != one
+    assert identity_of("data.image_key=a") != one
+    assert identity_of("data.image_key=c", "data.image_key=a", "+data.mine=b") == one  # the last one holds
+    whole, part = "+data.x={y: 1, z: 2}", "++data.x.y=3"
+    assert identity_of(whole, part)["verl.overrides.data.x"] == '{"y":3,"z":2}'
+    # Who looks on changes nothing.
+    assert identity_of("data.image_key=a", "+data.mine=b", f"{ROLLOUT}.trace.token2text=true") == one
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (f"{ROLLOUT}.load_format=dummy", "random weights"),
         (f"{ROLLOUT}.dtype=float32", r"rollout\.dtype is a key of rollstream's"),
         (f"{ROLLOUT}.tensor_model_parallel_size=2", "is a key of rollstream's"),
         (f"{ROLLOUT}.name=vllm", r"nnodes is 0"),

@@ -1,0 +1,310 @@
+"""verl's configuration for a run, and the other way round; and what of verl decides the data of a run.
+
+Most keys have the same name on both sides. A key that rollstream has is rollstream's to set, so that one
+place says what a run does and the run's identity knows it.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml  # type: ignore[import-untyped]
+from omegaconf import DictConfig, OmegaConf
+
+from rollstream.config.load import compose, to_settings
+from rollstream.config.settings import Settings
+from rollstream.errors import ConfigError
+from rollstream.generation.identity import launch_identity
+
+NAME = "rollstream"
+"""`rollout.name` of the replica that asks rollstream's engines."""
+
+OWN_SERVERS = ("vllm", "sglang", "trtllm")
+"""`rollout.name`s of servers that verl starts itself."""
+
+_KEY = "generation.verl_overrides"
+_MODEL, _ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+
+_PROXIES_MAX = 4
+"""Proxies before rollstream's servers at most: each moves what some thousand requests in flight answer."""
+
+_TURNS = (
+    *("max_assistant_turns", "max_user_turns", "format", "max_parallel_calls"),
+    *("max_tool_response_length", "tool_response_truncate_side"),
+)
+
+_LOOPS = (
+    *(f"{_MODEL}.{name}" for name in ("tokenizer_path", "trust_remote_code")),
+    *(
+        f"{_ROLLOUT}.{name}"
+        for name in ("temperature", "top_p", "top_k", "ignore_eos", "calculate_log_probs")
+    ),
+    *(f"{_ROLLOUT}.{name}" for name in ("prompt_length", "response_length", "max_model_len")),
+    *(f"{_ROLLOUT}.multi_turn.{name}" for name in _TURNS),
+    *("data.max_prompt_length", "data.apply_chat_template_kwargs"),
+)
+"""Keys that mean the same on both sides, also where verl's configuration comes first."""
+
+_TOOLS = (f"{_ROLLOUT}.multi_turn.tool_config_path", f"{_ROLLOUT}.multi_turn.function_tool_path")
+
+_RUN = (
+    *(f"{_ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "data")),
+    *(f"{_ROLLOUT}.{name}" for name in ("n", "dtype", "load_format", "agent.default_agent_loop")),
+    *(
+        f"data.{name}"
+        for name in ("prompt_key", "truncation", "filter_overlong_prompts", "train_max_samples")
+    ),
+    *("data.shuffle", "data.seed", "data.custom_cls.name"),
+)
+"""The same, of a run."""
+
+_FILES = (*_TOOLS, f"{_ROLLOUT}.agent.agent_loop_config_path", "data.custom_cls.path")
+"""The same: verl looks for relative ones in folders of its own, and workers run elsewhere."""
+
+_WHERE = {
+    "data.max_response_length": f"{_ROLLOUT}.response_length",
+    f"{_MODEL}.custom_chat_template": f"{_MODEL}.custom_chat_template (a file)",
+}
+"""Keys of verl's that have another name, or another meaning, in rollstream's configuration."""
+
+_LAYOUT = frozenset(
+    f"{_ROLLOUT}.{name}"
+    for name in (
+        *("nnodes", "n_gpus_per_node", "gpu_memory_utilization"),
+        *("max_num_seqs", "max_num_batched_tokens", "disable_log_stats"),
+    )
+)
+"""Overrides that may change on resume: on which devices, how much at once, and what is said of it."""
+
+_TRACERS = ("weave", "mlflow", "trackio")
+
+
+def compose_verl(settings: Settings, *, urls: Sequence[str] = ()) -> DictConfig:
+    """The whole configuration of verl, as its trainers have it.
+
+    Args:
+        settings: the run's.
+        urls: of the servers of rollstream's engine.
+
+    Raises:
+        ConfigError: an override that cannot be read, that verl does not know, that has a key of its own in
+            rollstream's configuration, or that makes no sense.
+    """
+    from hydra import compose as compose_by_hydra
+    from hydra import initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    overrides, ours = settings.generation.verl_overrides, settings.actor_rollout_ref.rollout
+    touched, mapped = _touched(overrides), _mapped(settings)
+    for key, word in touched.items():
+        near = [own for own in mapped if own == key or own.startswith(f"{key}.") or key.startswith(f"{own}.")]
+        if near:
+            raise ConfigError(
+                f"{_KEY}: {word!r}: {_WHERE.get(near[0], near[0])} is a key of rollstream's: set it there"
+            )
+    try:
+        with initialize_config_module("verl.trainer.config", version_base="1.3", job_name="rollstream"):
+            config = compose_by_hydra("ppo_trainer", overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{_KEY}: verl does not take {list(overrides)}: {_first_line(error)}") from error
+    OmegaConf.set_struct(config, False)
+    for key, value in mapped.items():
+        OmegaConf.update(config, key, value, merge=False, force_add=True)
+    rollout: Any = config.actor_rollout_ref.rollout
+    if not own_servers(settings):
+        rollout.name, rollout.nnodes = NAME, 1
+        rollout.n_gpus_per_node = max(1, min(len(urls), _PROXIES_MAX))  # proxies
+        for size in ("tensor_model", "pipeline_model", "data"):
+            rollout[f"{size}_parallel_size"] = 1  # of a proxy: the servers have their own
+        custom = {"urls": list(urls), "engine": ours.name, "engine_kwargs": ours.engine_kwargs}
+        rollout.custom = {**(rollout.get("custom") or {}), **custom}
+    elif rollout.name not in OWN_SERVERS:
+        raise ConfigError(
+            f"{_KEY}: {_ROLLOUT}.name is {rollout.name!r}: leave it out for rollstream's engine, or name "
+            f"servers that verl starts: {', '.join(OWN_SERVERS)}"
+        )
+    elif not rollout.nnodes > 0:
+        raise ConfigError(
+            f"{_KEY}: {_ROLLOUT}.nnodes is {rollout.nnodes}: without a trainer verl's servers need nodes of "
+            "their own, 1 or more"
+        )
+    if ours.load_format == "dummy":
+        raise ConfigError(
+            f"{_ROLLOUT}.load_format=dummy starts servers with random weights, which only a trainer replaces: "
+            "leave it out, or set it to auto"
+        )
+    if (tracer := rollout.trace.backend) in _TRACERS and importlib.util.find_spec(tracer) is None:
+        raise ConfigError(f"{_ROLLOUT}.trace.backend={tracer}, which is not installed: pip install {tracer}")
+    composed: DictConfig = config
+    return composed
+
+
+def own_servers(settings: Settings) -> bool:
+    """Whether verl starts the servers itself, by an override of `rollout.name`."""
+    return f"{_ROLLOUT}.name" in _touched(settings.generation.verl_overrides)
+
+
+def to_rollstream(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
+    """A run's settings as a configuration of verl's has them; the engine behind them is verl's client.
+
+    Args:
+        config: of verl.
+        overrides: `key=value` words of rollstream's, laid over it.
+
+    Raises:
+        ConfigError: they cannot work.
+    """
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    given: Any = OmegaConf.create(
+        {
+            "actor_rollout_ref": {
+                "model": {"path": str(Path(model.path).expanduser())},
+                "rollout": {"name": "sglang", "server_urls": ["http://verl.invalid"]},
+            }
+        }
+    )
+    for key in (*_LOOPS, *_TOOLS):
+        if (value := OmegaConf.select(config, key)) is not None:
+            OmegaConf.update(given, key, value, force_add=True)
+    given.data.max_prompt_length = rollout.prompt_length
+    return to_settings(compose(list(overrides), layers=[given]))
+
+
+def _mapped(settings: Settings) -> dict[str, Any]:
+    """What rollstream's keys say to verl, by verl's names."""
+    model, rollout, data = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout, settings.data
+    values = {key: attrgetter(key)(settings) for key in (*_LOOPS, *_RUN)}
+    values |= {key: _absolute(attrgetter(key)(settings)) for key in _FILES}
+    values |= {
+        f"{_MODEL}.path": None if model.path is None else str(Path(model.path).expanduser()),
+        f"{_MODEL}.custom_chat_template": _read(model.custom_chat_template),
+        f"{_ROLLOUT}.agent.num_workers": rollout.agent.num_workers or 1,
+        "data.train_files": [_absolute(file) for file in data.files],
+        "data.max_response_length": rollout.response_length,
+    }
+    given = {
+        "data.tool_config_path": _absolute(data.tool_config_path),
+        f"{_ROLLOUT}.gpu_memory_utilization": rollout.gpu_memory_utilization,
+    }
+    return values | {key: value for key, value in given.items() if value is not None}
+
+
+def _touched(overrides: Sequence[str]) -> dict[str, str]:
+    """The overrides by the keys that they set."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    touched = {}
+    for word in overrides:
+        try:
+            override = OverridesParser.create().parse_override(word)
+        except HydraException as error:
+            raise ConfigError(f"{_KEY}: cannot read {word!r} as key=value: {_first_line(error)}") from error
+        if override.is_sweep_override():
+            raise ConfigError(f"{_KEY}: {word!r} is a sweep; one run takes one value per key")
+        touched[override.key_or_group] = word
+    return touched
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().absolute())
+
+
+def _read(template: str | None) -> str | None:
+    """A template's text, which verl takes where rollstream takes its file."""
+    if template is None:
+        return None
+    try:
+        return Path(template).expanduser().read_text()
+    except OSError as error:
+        raise ConfigError(f"{_MODEL}.custom_chat_template: {error}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def verl_identity(settings: Settings, serving: Settings, config: DictConfig) -> dict[str, Any]:
+    """What of verl decides the data of a run: its version, the user's words, and the files of loops and tools.
+
+    Args:
+        settings: of the run.
+        serving: of the servers behind the loops: those of an embedded engine get what is said of a launch.
+        config: verl's, which says what the overrides came to.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    rollout, turns = settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.rollout.multi_turn
+    tools = _yaml("multi_turn.tool_config_path", turns.tool_config_path)
+    entries = _mappings(tools.get("tools") if isinstance(tools, Mapping) else None)
+    loops = loop_entries(rollout.agent.agent_loop_config_path)
+    identity: dict[str, Any] = {
+        "verl.version": importlib.metadata.version("verl"),
+        **launch_identity(serving),
+        "verl.custom_cls": _digest(settings.data.custom_cls.path),
+        "verl.agent_loops": _digest(
+            rollout.agent.agent_loop_config_path, (entry.get("_target_") for entry in loops)
+        ),
+        "verl.tool_config_path": _digest(
+            turns.tool_config_path, (entry.get("class_name") for entry in entries)
+        ),
+        "verl.function_tool_path": _digest(turns.function_tool_path),
+    }
+    identity |= {f"multi_turn.{name}": getattr(turns, name) for name in _TURNS}
+    if own_servers(settings):  # what their numbers are
+        usual = {"dtype": "bfloat16", "load_format": "auto"}
+        numbers = {f"verl.{name}": getattr(rollout, name) for name in usual}
+        identity |= {name: value for name, value in numbers.items() if value != usual[name.partition(".")[2]]}
+    for key in _touched(settings.generation.verl_overrides).keys() - _LAYOUT:
+        if not key.startswith(f"{_ROLLOUT}.trace."):
+            value = OmegaConf.select(config, key)
+            text = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            identity[f"verl.overrides.{key}"] = text if isinstance(text, str) else orjson.dumps(text).decode()
+    return identity
+
+
+def loop_entries(path: str | None) -> list[Mapping[str, Any]]:
+    """The entries of a YAML of loops; what verl would not read is left to verl to refuse."""
+    return _mappings(_yaml("agent.agent_loop_config_path", path))
+
+
+def _yaml(key: str, path: str | None) -> Any:
+    if path is None:
+        return None
+    try:
+        return yaml.safe_load(Path(path).expanduser().read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{_ROLLOUT}.{key}: {path}: {error}") from error
+
+
+def _mappings(entries: Any) -> list[Mapping[str, Any]]:
+    return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
+
+
+def _digest(path: str | None, classes: Iterable[object] | None = None) -> str | None:
+    """Of a file, and of the files that classes are in, as far as they are found without importing them."""
+    if path is None or path.startswith("pkg://"):
+        return path
+    try:
+        own = hashlib.blake2b(Path(path).expanduser().read_bytes(), digest_size=16).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    if classes is None:
+        return own
+    digest = hashlib.blake2b(own.encode(), digest_size=16)
+    for name in classes:
+        # A package's own code runs when a module in it is looked for: whatever that raises is verl's to say.
+        with contextlib.suppress(Exception):
+            spec = importlib.util.find_spec(str(name or "").rpartition(".")[0])
+            if spec is not None and spec.origin:
+                digest.update((_digest(spec.origin) or "").encode())
+    return digest.hexdigest()

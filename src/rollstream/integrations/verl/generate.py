@@ -1,0 +1,232 @@
+"""`generate_sequences(batch) -> DataProto` by rollstream's agent loops and engine, in memory.
+
+For people who write a trainer on verl's parts themselves: what verl's `AgentLoopManager` is to its trainers,
+without Ray and without files. Needs verl.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+from verl import DataProto
+from verl.utils.model import compute_position_id_with_mask
+
+from rollstream.config.load import compose, to_settings
+from rollstream.daemon_threads import in_daemon_thread
+from rollstream.engine.base import Engine
+from rollstream.errors import ConfigError, GroupFailedError
+from rollstream.integrations.verl.loop import to_row
+from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
+from rollstream.rollout.worker import RolloutWorker
+from rollstream.scratch import ScratchFolder
+from rollstream.trajectory import Failure, PromptRow, Rollout
+
+T = TypeVar("T")
+
+_GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
+
+
+class SequenceGenerator:
+    """Agent loop, tools, reward and engine by configuration keys, for batches as verl's trainers make them.
+
+        with SequenceGenerator(["actor_rollout_ref.model.path=…", "actor_rollout_ref.rollout.name=hf"]) as rollouts:
+            batch = batch.repeat(8, interleave=True)
+            output = rollouts.generate_sequences(batch)
+            rollouts.update_weights("weights/step-1", 1)
+
+    Engine and loops live in a thread of their own, so the methods are plain ones; they may be called from any
+    thread, and from async code by `asyncio.to_thread`.
+
+    Args:
+        overrides: `key=value` words, as of `rollstream generate`. Rows are the batch's.
+        config: layers under them: mappings, or YAML files.
+
+    Raises:
+        ConfigError: keys that are unknown or cannot work, or an engine without token ids.
+    """
+
+    def __init__(
+        self, overrides: Sequence[str] = (), *, config: Sequence[Mapping[str, Any] | Path] = ()
+    ) -> None:
+        self._settings = to_settings(compose(list(overrides), layers=list(config)))
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="rollstream-rollouts", daemon=True).start()
+        self._places = asyncio.Semaphore(in_flight_limit(self._settings))
+        self._logs = ScratchFolder("engine")
+        self._setup: RolloutSetup | None = None
+        self._engine: Engine | None = None
+        self._worker: RolloutWorker | None = None
+        try:
+            self._wait(self._start())
+        except BaseException:
+            self.close()
+            raise
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Executes one rollout for each row of a batch, and gives all of their trajectories.
+
+        Args:
+            prompts: with `raw_prompt` (messages); `agent_name`, `data_source`, `reward_model`, `extra_info`,
+                `tools_kwargs` and `sampling_params` mean what they mean in a file of prompt rows. A row of
+                `__do_sample__` False is answered greedily, and so are all with `meta_info["do_sample"]` False.
+
+        Returns:
+            As verl's: `prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`,
+            `rollout_log_probs` and, where every row has a reward, `rm_scores`, padded to `prompt_length` and
+            `response_length`; the columns of `prompts` beside them. A loop that gives several trajectories
+            makes more rows than came in: `row` is the place of the row in `prompts`, `is_snapshot` tells a
+            rollout's final row (R of them) from those before it.
+
+        Raises:
+            GroupFailedError: a rollout failed, after its attempts.
+        """
+        columns, info = prompts.non_tensor_batch, prompts.meta_info
+        sampled = columns.get("__do_sample__", np.full(len(prompts), info.get("do_sample", True)))
+        step = int(info.get("global_steps", 0))
+        rows = []
+        for at in range(len(prompts)):
+            sample = {name: values[at] for name, values in columns.items() if name != "__do_sample__"}
+            rows.append(to_row(sample, at, None if sampled[at] else _GREEDY))
+        rollouts = self._wait(self._generate(rows, repeat=step))
+        return self._to_dataproto(prompts, rollouts)
+
+    def update_weights(self, source: str, version: int) -> None:
+        """Loads the weights in a folder; tokens carry `version` from then on. See `Engine.update_weights`."""
+        assert self._engine is not None
+        self._wait(self._engine.update_weights(source, version))
+
+    def close(self) -> None:
+        """Ends engine, tools and thread. May be called twice."""
+        if self._loop.is_running():
+            self._wait(self._close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._logs.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _start(self) -> None:
+        agents = await in_daemon_thread(load_agents, self._settings)
+        await agents.tools.describe()
+        setup = await in_daemon_thread(partial(build_setup, self._settings, agents, shows_images=False))
+        self._setup, self._engine = setup, setup.create_engine(self._logs.path)
+        await self._engine.start()
+        setup.check_engine(self._engine)
+        if not self._engine.capabilities.token_ids:
+            raise ConfigError("generate_sequences needs the tokens that were sampled: take another engine")
+        rollout = self._settings.actor_rollout_ref.rollout
+        name, show = rollout.agent.default_agent_loop, rollout.multi_turn.show_tools
+        agents.check({name}, setup.tokenizer, show_tools=show, images=False)
+        self._worker = setup.make_worker(self._engine, [name]).worker
+
+    async def _close(self) -> None:
+        if self._engine is not None:
+            await self._engine.close()
+        if self._setup is not None:
+            await self._setup.close()
+
+    async def _generate(self, rows: Sequence[PromptRow], *, repeat: int) -> list[Rollout]:
+        worker = self._worker
+        assert worker is not None
+
+        async def run(row: PromptRow) -> Rollout:
+            async with self._places:
+                result = await worker.run(row, repeat)
+            if isinstance(result, Failure):
+                raise GroupFailedError(f"row {row.index} failed: {result.error}\n{result.traceback}")
+            return result
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(run(row)) for row in rows]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in running]
+
+    def _to_dataproto(self, given: DataProto, rollouts: Sequence[Rollout]) -> DataProto:
+        assert self._setup is not None
+        rollout = self._settings.actor_rollout_ref.rollout
+        pad = self._setup.tokenizer.pad_id or 0
+        rows = [(at, one) for at, done in enumerate(rollouts) for one in done.trajectories]
+        trajectories = [one for _, one in rows]
+        places = np.array([at for at, _ in rows])
+        widest = max(len(one.prompt_ids) for one in trajectories)
+        prompt_length = max(rollout.prompt_length, widest)  # a prompt that a loop wrote anew may be longer
+        padded = partial(_padded, width=rollout.response_length)
+        prompts = _padded([one.prompt_ids for one in trajectories], pad, width=prompt_length, left=True)
+        responses = padded([one.response_ids for one in trajectories], pad)
+        seen = torch.cat(
+            [
+                _padded([[1] * len(o.prompt_ids) for o in trajectories], 0, width=prompt_length, left=True),
+                padded([[1] * len(one.response_ids) for one in trajectories], 0),
+            ],
+            dim=1,
+        )
+        tensors = {
+            "prompts": prompts,
+            "responses": responses,
+            "response_mask": padded([one.response_mask for one in trajectories], 0),
+            "input_ids": torch.cat([prompts, responses], dim=1),
+            "attention_mask": seen,
+            "position_ids": compute_position_id_with_mask(seen),
+        }
+        if rollout.calculate_log_probs:
+            tensors["rollout_log_probs"] = padded([one.response_logprobs or [] for one in trajectories], 0.0)
+        rewards = [one.reward for one in trajectories if one.reward is not None]
+        if len(rewards) == len(trajectories):
+            lengths = [max(1, len(one.response_ids)) for one in trajectories]
+            scores = [[0.0] * (n - 1) + [reward] for n, reward in zip(lengths, rewards, strict=True)]
+            tensors["rm_scores"] = padded(scores, 0.0)
+        own = {
+            "row": places,
+            "is_snapshot": np.array([one.is_snapshot for one in trajectories]),
+            "__num_turns__": np.array([one.num_turns for one in trajectories], np.int32),
+            "finish_reason": np.array([one.finish_reason for one in trajectories], object),
+            "messages": _objects([one.messages for one in trajectories]),
+            "policy_versions": _objects([one.policy_versions for one in trajectories]),
+        }
+        extras = sorted({name for one in trajectories for name in one.reward_extra})
+        own |= {name: _objects([one.reward_extra.get(name) for one in trajectories]) for name in extras}
+        columns = {name: values[places] for name, values in given.non_tensor_batch.items()}
+        seconds = {
+            "generate_sequences": [one.metrics.generate_s for one in trajectories],
+            "tool_calls": [one.metrics.tool_s for one in trajectories],
+            "compute_score": [one.metrics.reward_s for one in trajectories],
+        }
+        timing = {
+            f"agent_loop/{name}/{kind}": value
+            for name, values in seconds.items()
+            for kind, value in (("min", min(values)), ("max", max(values)), ("mean", fmean(values)))
+        }
+        meta: dict[str, Any] = {"timing": timing} | (
+            {"reward_extra_keys": extras} if "rm_scores" in tensors else {}
+        )
+        return DataProto.from_dict(tensors, columns | own, meta)
+
+
+def _padded(rows: Sequence[Sequence[Any]], value: float, *, width: int, left: bool = False) -> "torch.Tensor":
+    kind = torch.float32 if isinstance(value, float) else torch.int64
+    tensor = torch.full((len(rows), width), value, dtype=kind)
+    for at, row in enumerate(rows):
+        if row:
+            place = slice(width - len(row), width) if left else slice(0, len(row))
+            tensor[at, place] = torch.tensor(row, dtype=kind)
+    return tensor
+
+
+def _objects(values: Sequence[Any]) -> Any:
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array

@@ -1,0 +1,273 @@
+"""How a worker with verl's loops is made: in a `WorkerHost`, as the workers of `executor=ray` are.
+
+The actor, its reports and its window are rollstream's, and so are attempts, time limits and rewards; inside it
+verl's own worker runs verl's own loops.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rollstream.agent.base import AgentLoop, AgentResources
+from rollstream.agent.interactions import Interactions
+from rollstream.agent.registry import AgentLoops, LoopEntry
+from rollstream.agent.tools.toolbox import ToolBox
+from rollstream.config.settings import Settings
+from rollstream.daemon_threads import in_daemon_thread
+from rollstream.engine.base import Capabilities
+from rollstream.errors import ConfigError, EngineError, EngineLostError
+from rollstream.integrations.verl.compose import to_rollstream
+from rollstream.integrations.verl.rows import VerlRow
+from rollstream.integrations.verl.sampling import to_verl
+from rollstream.integrations.verl.worker import SampleCalls, to_trajectories
+from rollstream.rollout.setup import Agents, RolloutSetup, build_setup
+from rollstream.rollout.stats import Counts
+from rollstream.rollout.worker import RolloutWorker
+from rollstream.rollout.worker_host import BuiltWorker
+from rollstream.sampling import PENALTIES
+from rollstream.trajectory import Completion, Failure, PromptRow, Rollout, SamplingParams, Trajectory
+
+_HEALTH_S = 10.0
+"""For a server's actor to answer; one that is started anew takes some seconds."""
+
+_NO_SERVER_LEFT = (
+    "all of verl's servers have ended, and nobody starts them anew (Ray's logs of their actors say why). "
+    "What is done is safe; run the same command again."
+)
+
+_row: ContextVar[tuple[VerlRow, int]] = ContextVar("rollstream_verl_row")
+
+
+def verl_servers(name: str) -> Capabilities:
+    """What is believed of servers that verl starts: they don't say, and refuse what they can't.
+
+    Sampling parameters go to them by the engine's own names: `seed` is vLLM's, SGLang's is another.
+    """
+    return Capabilities(
+        token_ids=True,
+        logprobs="processed",
+        seeds=name == "vllm",
+        stop_strings=True,
+        stop_token_ids=True,
+        images=True,
+        update_weights=False,
+        max_model_len=None,
+        extra_sampling=(*PENALTIES, "min_p") if name in ("vllm", "sglang") else (),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VerlRecipe:
+    """A worker with verl's loops."""
+
+    settings: Settings
+    verl_config: DictConfig
+    worker: Callable[[DictConfig, Any], Any]
+    """Makes verl's own worker of `verl_config` and the client: a class, for it travels by its name."""
+    client: Any
+    """A `StreamingLLMServerClient`."""
+    handles: tuple[Any, ...]
+    """Of the servers."""
+    loop_names: tuple[str, ...]
+    first_data_source: str
+    capabilities: Capabilities
+
+    async def build(self, number: int) -> BuiltWorker:
+        """See `WorkerRecipe`."""
+        worker = await in_daemon_thread(self.worker, self.verl_config, self.client)
+        setup = await in_daemon_thread(plain_setup, self.settings, VerlLoops(worker))
+        async with AsyncExitStack() as stack:
+            stack.callback(setup.reward.close)
+            await setup.prepare_reward_for(self.first_data_source)
+            servers = VerlServers(self.handles, self.capabilities, self.client)
+            built = setup.make_worker(servers, list(self.loop_names))
+            self.client.meter = built.instrumented
+            return replace(
+                built,
+                worker=SampleWorker(built.worker),  # type: ignore[arg-type]
+                close=stack.pop_all().aclose,
+                owns_engine=False,
+            )
+
+
+def bare_recipe(manager: Any, *, max_attempts: int) -> VerlRecipe:
+    """A recipe by verl's configuration alone: nothing is scored but by the loops themselves.
+
+    Args:
+        manager: a `GenerationLoopManager`.
+        max_attempts: tries at one sample.
+    """
+    rollout = manager.config.actor_rollout_ref.rollout
+    return VerlRecipe(
+        settings=to_rollstream(manager.config, [f"generation.max_attempts={max_attempts}"]),
+        verl_config=manager.config,
+        worker=manager.worker_class,
+        client=manager.llm_client,
+        handles=tuple(manager.server_handles),
+        loop_names=(rollout.agent.default_agent_loop,),
+        first_data_source="unknown",
+        capabilities=verl_servers(rollout.name),
+    )
+
+
+def plain_setup(settings: Settings, loops: AgentLoops) -> RolloutSetup:
+    """What a run has of rollstream's: tokenizer, reward, sampling. Slow. Raises `ConfigError`.
+
+    Tools and interactions are verl's: those of its kind are no classes of rollstream's.
+    """
+    plain = replace(settings, data=replace(settings.data, tool_config_path=None))
+    return build_setup(plain, Agents(loops, ToolBox(), Interactions()), shows_images=False)
+
+
+class VerlLoop(AgentLoop):
+    """Runs the verl loop that a row names; `shared` is the worker that has them."""
+
+    async def run(self, sampling: SamplingParams, **row: Any) -> list[Trajectory]:
+        verl_row, repeat = _row.get()
+        calls = SampleCalls(seed=sampling.seed)
+        params = to_verl(sampling, max_tokens=sampling.max_tokens != self.resources.response_length)
+        outputs = await self.shared.run_sample(
+            verl_row.sample, index=verl_row.index, repeat=repeat, sampling_params=params, calls=calls
+        )
+        return to_trajectories(
+            outputs,
+            calls.calls,
+            messages=verl_row.messages,
+            decode=lambda ids: self.tokenizer.decode(list(ids)),
+        )
+
+
+class VerlLoops(AgentLoops):
+    """Every name is a loop of verl's; whether there is one, the worker knows."""
+
+    def __init__(self, worker: Any = None) -> None:
+        """`worker`: a `StreamingAgentLoopWorker`; None where nothing is executed."""
+        super().__init__()
+        self._worker = worker
+
+    def entry(self, name: str) -> LoopEntry:
+        return LoopEntry(VerlLoop)
+
+    def check(self, names: Iterable[str], resources: AgentResources) -> None:
+        check_loop_names(names)
+
+    def create(self, name: str, resources: AgentResources, *, request_id: str) -> AgentLoop:
+        return VerlLoop(resources, request_id=request_id, shared=self._worker)
+
+
+def check_loop_names(names: Iterable[str], given: Iterable[str] = ()) -> None:
+    """Refuses names of loops that verl does not know here.
+
+    Args:
+        names: that rows use.
+        given: those of the user's YAML, where verl has not read it yet.
+
+    Raises:
+        ConfigError: with the names that there are.
+    """
+    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+
+    known = {*_agent_loop_registry, *given}
+    if missing := sorted(set(names) - known):
+        raise ConfigError(
+            f"verl knows no agent loop {missing[0]!r}; it knows {', '.join(sorted(known))}. Others come by "
+            "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+        )
+
+
+class SampleWorker:
+    """A `RolloutWorker` whose loops know their row as verl has it."""
+
+    def __init__(self, worker: RolloutWorker) -> None:
+        self._worker = worker
+
+    @property
+    def counters(self) -> Counts:
+        return self._worker.counters
+
+    async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
+        """See `RolloutWorker.run`; `row` is a `VerlRow`."""
+        assert isinstance(row, VerlRow)
+        token = _row.set((row, repeat))
+        try:
+            return await self._worker.run(row, repeat)
+        finally:
+            _row.reset(token)
+
+
+class VerlServers:
+    """verl's servers, as workers that wait for them see them. verl's client generates, so `generate` does not.
+
+    Args:
+        handles: of their actors; none: requests that fail say how they are.
+        capabilities: of the engine behind them, where it is rollstream's; else what verl's servers can.
+        client: a `StreamingLLMServerClient`, which knows those that have ended.
+    """
+
+    def __init__(self, handles: Sequence[Any], capabilities: Capabilities, client: Any) -> None:
+        self._handles = list(handles)
+        self.capabilities = capabilities
+        self._client = client
+
+    async def start(self) -> None:
+        """Nothing: they run."""
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        images: list[object] | None = None,
+    ) -> Completion:
+        raise EngineError("verl's client asks verl's servers")
+
+    async def abort(self, request_id: str) -> None:
+        """Nothing: a loop that is cut off cancels its own request, see `StreamingLLMServerClient`."""
+
+    async def update_weights(self, source: str, version: int) -> None:
+        raise EngineError("the weights of verl's servers are verl's to update")
+
+    async def health(self) -> bool:
+        """Whether one of the actors lives, and says that it is well where it can say so; and the balancer.
+
+        Raises:
+            EngineLostError: the balancer or all servers have ended, and nobody starts them anew.
+        """
+        from ray.exceptions import ActorDiedError
+
+        servers = self._client.servers
+        if self._client.balancer is not None:
+            servers = await _ask(self._client.balancer, "get_all_servers")
+            if isinstance(servers, ActorDiedError):
+                raise EngineLostError(
+                    "verl's load balancer has ended, and without it no server can be asked. "
+                    "What is done is safe; run the same command again."
+                )
+            if isinstance(servers, Exception):
+                return False
+        answers = await asyncio.gather(*(_ask(handle, "health") for handle in self._handles))
+        all_ended = bool(answers) and all(isinstance(answer, ActorDiedError) for answer in answers)
+        if all_ended or servers in ({}, []):
+            raise EngineLostError(_NO_SERVER_LEFT)
+        return not answers or any(answer is True for answer in answers)
+
+    async def close(self) -> None:
+        """Nothing: who started them ends them."""
+
+
+async def _ask(actor: Any, method: str) -> object:
+    """What an actor answers, True if it has no such method and lives; or its error."""
+    try:
+        async with asyncio.timeout(_HEALTH_S):
+            if hasattr(actor, method):
+                return await getattr(actor, method).remote()
+            await actor.__ray_ready__.remote()
+            return True
+    except Exception as error:
+        return error

@@ -1,0 +1,103 @@
+"""How to sample: verl's parameters of a request as rollstream's, and the other way round."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from rollstream.errors import EngineError
+from rollstream.sampling import SERVER_SAMPLING
+from rollstream.trajectory import SamplingParams
+
+_NEUTRAL: Mapping[str, Any] = {
+    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0},
+    **{"n": 1, "detokenize": False, "skip_special_tokens": False},
+}
+"""Values that ask for nothing; some of these verl's loops always send."""
+
+_PLAIN = frozenset(one.name for one in fields(SamplingParams)) - {"extra"}
+
+
+def to_verl(sampling: SamplingParams, *, max_tokens: bool) -> dict[str, Any]:
+    """The parameters of a request, as verl's loops hand them to its servers.
+
+    Args:
+        sampling: how to sample.
+        max_tokens: whether its limit is sent; else the servers' own holds: what is left of the response.
+    """
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "repetition_penalty": 1.0,
+        "logprobs": sampling.logprobs,
+    }
+    given = {
+        "max_tokens": sampling.max_tokens if max_tokens else None,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+    }
+    return params | {name: value for name, value in given.items() if value} | dict(sampling.extra)
+
+
+def from_verl(
+    given: Mapping[str, Any],
+    *,
+    prompt_tokens: int,
+    prompt_length: int,
+    response_length: int,
+    max_model_len: int | None,
+) -> SamplingParams:
+    """Reads the parameters of a request.
+
+    Raises:
+        EngineError: a parameter that would change the answer and is not known, or no room.
+    """
+    values = {
+        name: value
+        for name, value in given.items()
+        if value is not None and (name not in _NEUTRAL or value != _NEUTRAL[name])
+    }
+    asked = values.pop("max_new_tokens", values.pop("max_tokens", None))
+    room = (max_model_len or prompt_length + response_length) - prompt_tokens
+    if room < 1:
+        raise EngineError(f"a prompt of {prompt_tokens} tokens leaves no room within {room + prompt_tokens}")
+    values["max_tokens"] = token_limit(
+        asked,
+        prompt_tokens=prompt_tokens,
+        prompt_length=prompt_length,
+        response_length=response_length,
+        max_model_len=max_model_len or prompt_length + response_length,
+    )
+    values.setdefault("logprobs", False)
+    extra = {name: values.pop(name) for name in SERVER_SAMPLING if name in values}
+    if unknown := ", ".join(f"{name}={values[name]!r}" for name in sorted(values.keys() - _PLAIN)):
+        raise EngineError(f"sampling parameters that rollstream's engines do not know: {unknown}")
+    for name in ("stop", "stop_token_ids"):
+        if name in values:
+            values[name] = (values[name],) if isinstance(values[name], str) else tuple(values[name])
+    return SamplingParams(**values, extra=extra)
+
+
+def token_limit(
+    asked: int | None,
+    *,
+    prompt_tokens: int,
+    prompt_length: int,
+    response_length: int,
+    max_model_len: int | None,
+) -> int:
+    """Tokens that one of verl's servers generates at most. Source: its `vLLMHttpServer.generate`.
+
+    Args:
+        asked: `max_tokens` of the request; None: what is left of prompt and response together, one response
+            at most.
+        prompt_tokens: of the request.
+        prompt_length: of `rollout`.
+        response_length: of `rollout`.
+        max_model_len: prompt and response together; None: nobody knows.
+    """
+    limit = min(response_length, prompt_length + response_length - prompt_tokens) if asked is None else asked
+    if max_model_len is not None:
+        limit = min(limit, max_model_len - prompt_tokens)
+    return max(1, int(limit))

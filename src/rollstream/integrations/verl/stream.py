@@ -1,0 +1,376 @@
+"""verl's worker, client and managers, with rollstream's stream of results. Imported where verl is."""
+
+import asyncio
+import random
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+import ray
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
+from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
+
+from rollstream.agent.base import turn_seed
+from rollstream.engine.ray_package import one_line
+from rollstream.errors import ConfigError, DataError, EngineUnavailableError, RollstreamError
+from rollstream.integrations.verl.compose import OWN_SERVERS
+from rollstream.integrations.verl.recipe import bare_recipe
+from rollstream.integrations.verl.rows import sample_row
+from rollstream.integrations.verl.sampling import token_limit
+from rollstream.integrations.verl.worker import EngineCall, StreamingAgentLoopWorkerMixin, current_calls
+from rollstream.rollout.instrumented import InstrumentedEngine
+from rollstream.rollout.ray import RayBackend
+from rollstream.rollout.ray_cluster import RayCluster
+from rollstream.rollout.workers import WorkersExecutor
+from rollstream.store.records import EncodedRollout
+from rollstream.trajectory import Failure, RolloutKey
+
+_CONVERSATIONS = 100_000
+"""Whose server a client remembers; one that is forgotten costs its next turn the server's prefix cache."""
+
+
+class StreamingAgentLoopWorker(StreamingAgentLoopWorkerMixin, AgentLoopWorker):  # type: ignore[misc]
+    """verl's agent loop worker, which also runs single samples."""
+
+
+class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
+    """A client of verl that notes a sample's generations, and tells servers that are gone from a refusal.
+
+    Given `servers`, it chooses among them itself: the one that has a conversation in its cache, else the one
+    with the least of this client's requests. Otherwise it asks verl's load balancer, as verl's does.
+
+    Args:
+        config: of verl.
+        load_balancer_handle: verl's balancer, or the user's router; None with `servers`.
+        servers: actors by their addresses.
+    """
+
+    meter: InstrumentedEngine | None = None
+    """Counts requests, where somebody wants to know."""
+
+    def __init__(
+        self,
+        config: Any,
+        load_balancer_handle: Any = None,
+        *,
+        servers: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, load_balancer_handle, **kwargs)
+        self.balancer = load_balancer_handle
+        self.servers = None if servers is None else dict(servers)
+        """Those that have not ended, where this client chooses."""
+        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._in_flight: Counter[str] = Counter()
+
+    async def generate(self, request_id: Any, **request: Any) -> Any:
+        """See `LLMServerClient.generate`.
+
+        Raises:
+            EngineUnavailableError: the actor of the server or of the load balancer is not there; Ray starts
+                those of rollstream anew, and one that verl started is asked no more.
+            RollstreamError: what a server of rollstream's raised, as it was raised there.
+        """
+        calls = current_calls()
+        # By the order in which they begin: a loop may ask for several at once, each another sample.
+        number = 0 if calls is None else calls.begin()
+        if calls is not None and calls.seed is not None:
+            seed = turn_seed(calls.seed, number)
+            request["sampling_params"] = {**request["sampling_params"], "seed": seed}
+        prompt_tokens = len(request["prompt_ids"])  # a loop may go on to extend it
+        asked = self._ask(request_id, request)
+        output = await (asked if self.meter is None else self.meter.counted(asked))
+        fields = output.extra_fields
+        reason = fields.pop("finish_reason", None) or self._finish_reason(output, request)
+        versions = fields.pop("policy_versions", None) or [(0, int(fields.get("global_steps") or 0))]
+        if calls is not None:
+            calls.complete(
+                number,
+                EngineCall(
+                    prompt_tokens=prompt_tokens,
+                    token_ids=tuple(output.token_ids),
+                    policy_versions=versions,
+                    finish_reason=reason,
+                    cached_prompt_tokens=int(fields.get("num_cached_tokens") or 0),
+                ),
+            )
+        return output
+
+    def _finish_reason(self, output: Any, request: Mapping[str, Any]) -> str:
+        """Of what a server of verl's own gave.
+
+        vLLM's says `completed` of what ended by itself and of what was cut off, TensorRT-LLM's nothing: what
+        is as long as it could be was cut off. (Also where its last token is the model's end token.)
+        """
+        if output.stop_reason not in (None, "completed"):
+            return str(output.stop_reason)
+        rollout = self.config.actor_rollout_ref.rollout
+        params = request["sampling_params"]
+        limit = token_limit(
+            # TensorRT-LLM's takes no limit of a request: its own holds.
+            None if output.stop_reason is None else params.get("max_tokens", params.get("max_new_tokens")),
+            prompt_tokens=len(request["prompt_ids"]),
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+            max_model_len=rollout.max_model_len,
+        )
+        return "length" if len(output.token_ids) >= limit else "stop"
+
+    async def _ask(self, request_id: Any, request: dict[str, Any]) -> Any:
+        try:
+            return await super().generate(request_id, **request)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RollstreamError):
+                raise error.cause from None
+            raise
+        except ray.exceptions.RayActorError as error:
+            raise EngineUnavailableError(f"a server's actor is gone: {one_line(error)}") from error
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        if self.servers is None:
+            try:
+                server_id, server = await super()._acquire_server(request_id, **extra)
+            except ray.exceptions.RayTaskError as error:
+                if _NO_SERVERS in str(error.cause):
+                    raise EngineUnavailableError("none of verl's servers is left") from error
+                raise
+            except ray.exceptions.RayActorError as error:
+                raise EngineUnavailableError(f"verl's load balancer is gone: {one_line(error)}") from error
+            return server_id, _Server(self, server_id, server)
+        if not self.servers:
+            raise EngineUnavailableError("none of verl's servers is left")
+        home = self._homes.pop(request_id, None)
+        if home not in self.servers:
+            home = min(self.servers, key=lambda one: (self._in_flight[one], random.random()))
+        self._homes[request_id] = home
+        if len(self._homes) > _CONVERSATIONS:
+            self._homes.popitem(last=False)
+        self._in_flight[home] += 1
+        return home, _Server(self, home, self.servers[home])
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        if self.servers is None:
+            super()._release_server(server_id, request_id)
+        else:
+            self._in_flight[server_id] -= 1
+
+    async def failed(self, server_id: str, error: BaseException) -> None:
+        """Sees that a server that verl started and that has ended is asked no more: nobody starts it anew.
+
+        Raises:
+            EngineUnavailableError: that is what happened.
+        """
+        if self.config.actor_rollout_ref.rollout.name not in OWN_SERVERS or not _has_ended(error):
+            return
+        if self.servers is not None:
+            self.servers.pop(server_id, None)
+        else:
+            with suppress(ray.exceptions.RayError):  # a balancer that is gone is the next request's to find
+                await self.balancer.remove_servers.remote([server_id])
+        why = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        raise EngineUnavailableError(
+            f"verl's server {server_id} has ended and is asked no more: {one_line(why)}"
+        ) from error
+
+
+_NO_SERVERS = "No available servers"
+"""What verl's load balancer says without any."""
+
+_DEAD_ENGINES = frozenset({"EngineDeadError", "AsyncEngineDeadError"})
+"""vLLM's errors, by name, of an engine that ended and whose actor lives on. SGLang's end with their actor."""
+
+
+def _has_ended(error: BaseException) -> bool:
+    """Whether an error of a server says that it will never answer again."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return not _DEAD_ENGINES.isdisjoint(one.__name__ for one in type(error.cause).__mro__)
+    return isinstance(error, ray.exceptions.ActorDiedError)
+
+
+class _Server:
+    """A server's actor as verl's client asks it: a generation ends there when who waits for it is cut off.
+
+    Ray ends a task of an actor when it is told, not when nobody waits for its result any more.
+    """
+
+    def __init__(self, client: StreamingLLMServerClient, server_id: str, actor: Any) -> None:
+        self._client, self._id, self._actor = client, server_id, actor
+
+    @property
+    def generate(self) -> "_Server":
+        return self
+
+    async def remote(self, *args: Any, **kwargs: Any) -> Any:
+        reference = self._actor.generate.remote(*args, **kwargs)
+        try:
+            return await reference
+        except asyncio.CancelledError:
+            with suppress(Exception):  # Ray may be gone; who is cut off stays so
+                ray.cancel(reference)
+            raise
+        except ray.exceptions.RayError as error:
+            await self._client.failed(self._id, error)
+            raise
+
+
+class StreamingLLMServerManager(LLMServerManager):  # type: ignore[misc]
+    """verl's manager of servers, whose clients choose their servers themselves.
+
+    verl's load balancer is an actor on any node that runs once: when it ends, no server can be asked any more. A
+    router of a plugin (`router_config_path`), or a balancer's class, stays verl's to start.
+    """
+
+    async def start(self) -> None:
+        """What `create` does to a new one: who has that can end what was started when this fails halfway."""
+        await self._initialize_llm_servers()
+        await self._init_global_load_balancer()
+
+    async def _init_global_load_balancer(self) -> None:
+        self.global_load_balancer = None
+        if getattr(self.rollout_config, "router_config_path", None) or self._load_balancer_cls is not None:
+            await super()._init_global_load_balancer()
+
+    def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
+        client_cls = client_cls or StreamingLLMServerClient
+        if self.global_load_balancer is None:
+            if not issubclass(client_cls, StreamingLLMServerClient):
+                raise ConfigError(
+                    f"{client_cls.__name__} asks a load balancer, which StreamingLLMServerManager does without: "
+                    "derive it from StreamingLLMServerClient, or use verl's LLMServerManager"
+                )
+            kwargs["servers"] = dict(zip(self.server_addresses, self.server_handles, strict=True))
+        return super().get_client(client_cls, **kwargs)
+
+
+class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
+    """verl's manager of agent loops, whose workers take samples one by one and deliver each as it completes.
+
+        servers = await StreamingLLMServerManager.create(config)
+        client = servers.get_client(client_cls=StreamingLLMServerClient)
+        manager = await GenerationLoopManager.create(config, client)
+        async for result in manager.stream(samples):
+            ...
+
+    Any number of samples over any number of workers: a worker gets the next one when it has room. A sample
+    that fails is delivered as its `Failure`; a worker that dies costs what it had in flight, which is begun
+    again. `generate_sequences` is verl's own, over verl's workers, which are started when it is first called.
+    """
+
+    worker_class = StreamingAgentLoopWorker
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.agent_loop_workers_class = ray.remote(self.worker_class)
+        self.agent_loop_workers: list[Any] = []
+        self.server_handles: list[Any] = []
+        """Of the servers, asked whether they are well; without, requests that fail say it."""
+        super().__init__(*args, **kwargs)
+
+    async def _init_agent_loop_workers(self) -> None:
+        """Not yet: the workers of a stream are other ones."""
+
+    async def generate_sequences(self, prompts: Any) -> Any:
+        """verl's: a batch, in equal chunks."""
+        if not self.agent_loop_workers:
+            await super()._init_agent_loop_workers()
+        return await super().generate_sequences(prompts)
+
+    async def stream(
+        self, samples: Iterable[Mapping[str, Any]], *, max_in_flight: int = 256, max_attempts: int = 3
+    ) -> AsyncGenerator[EncodedRollout | Failure, None]:
+        """Runs samples, and yields what became of each as soon as it is there.
+
+        Args:
+            samples: rows as verl's dataset gives them, each with an `index` of its own, from 0 on.
+            max_in_flight: at once, over all workers.
+            max_attempts: tries at one sample where trying again may help.
+
+        Raises:
+            DataError: an `index` that is missing, no number, negative, or there twice. (A sample without
+                messages is a failed one.)
+        """
+        rows: dict[int, Mapping[str, Any]] = {}
+        recipe = bare_recipe(self, max_attempts=max_attempts)
+        results = _Results()
+        run = WorkersExecutor(
+            lambda: recipe,
+            results,  # type: ignore[arg-type]
+            RayBackend(None),
+            load_row=lambda index: sample_row(index, rows[index]),
+            max_in_flight=max_in_flight,
+            workers=self.rollout_config.agent.num_workers,
+            attempt_timeout=600.0,
+            max_attempts=max_attempts,
+            adaptive=False,
+        )
+        cluster = RayCluster({})
+        await cluster.start()
+        try:
+            await run.start()
+            work = asyncio.ensure_future(run.run(_keys(samples, rows)))
+            work.add_done_callback(lambda _: results.put(None))
+            try:
+                async with aclosing(results.taken()) as taken:
+                    async for result in taken:
+                        rows.pop(result.index, None)
+                        yield result
+                await work
+            finally:
+                run.drop()
+                results.abandon()
+                await asyncio.gather(work, return_exceptions=True)
+        finally:
+            await run.close()
+            await cluster.close()
+
+
+class _Results:
+    """Takes the place of a store: a result is durable once somebody has taken it, or will never."""
+
+    def __init__(self) -> None:
+        self.put, self._get = (queue := asyncio.Queue[Any]()).put_nowait, queue.get
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._abandoned = False
+
+    def submit(self, result: EncodedRollout | Failure) -> "asyncio.Future[None]":
+        """See `StoreWriter.submit`."""
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._abandoned:
+            taken.set_result(None)
+        else:
+            self._waiting.add(taken)
+            taken.add_done_callback(self._waiting.discard)
+            self.put((result, taken))
+        return taken
+
+    def abandon(self) -> None:
+        """Nobody takes anything any more."""
+        self._abandoned = True
+        for taken in self._waiting:
+            if not taken.done():
+                taken.set_result(None)
+
+    async def taken(self) -> AsyncGenerator[EncodedRollout | Failure, None]:
+        while (item := await self._get()) is not None:
+            result, taken = item
+            if not taken.done():
+                taken.set_result(None)
+            yield result
+
+
+def _keys(samples: Iterable[Mapping[str, Any]], rows: dict[int, Mapping[str, Any]]) -> Iterator[RolloutKey]:
+    """The keys of samples, which are kept in `rows`. Raises `DataError` for an index that cannot be used."""
+    seen: set[int] = set()
+    for sample in samples:
+        try:
+            index = int(sample["index"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            index = -1
+        if index < 0 or index in seen:
+            raise DataError(
+                f"sample index {sample.get('index')!r}: every sample needs an index of its own, 0 or more "
+                "(verl's dataset gives 0 to every row that has none in its extra_info)"
+            )
+        seen.add(index)
+        rows[index] = sample
+        yield RolloutKey(index, 0)
