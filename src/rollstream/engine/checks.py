@@ -23,6 +23,11 @@ def read_engine_kwargs(engine: str, kwargs: Mapping[str, Any], defaults: Mapping
     """
     values = dict(defaults)
     for key, value in kwargs.items():
+        if key in ("sglang", "vllm", "trtllm"):
+            raise ConfigError(
+                f"engine_kwargs.{key} is where verl has arguments of the server: name those of servers that are "
+                "launched in actor_rollout_ref.rollout.launch.args; servers that run have theirs"
+            )
         if key not in defaults:
             raise unknown_name(f"key in engine_kwargs of engine {engine!r}:", key, defaults)
         default = defaults[key]

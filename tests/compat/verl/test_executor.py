@@ -38,6 +38,7 @@ from tests.faults.ray_nodes import wait_for, working_pids
 from tests.without_torch import without_torch
 
 HERE = Path(__file__).parent
+PROXIES = ("ray::ReplicaServer", "ray::rollstream_server")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
@@ -269,7 +270,7 @@ def test_seven_rows_two_workers_one_failure(tmp_path: Path, url: str, cluster: N
 async def test_a_stream_of_verls_own_classes(tmp_path: Path, url: str, cluster: None) -> None:
     """Without a run: verl's server manager and client, and a manager of loops that streams.
 
-    Half-way the load balancer is killed: it comes back, and no sample is the worse for it (R5).
+    Half-way the proxy before the servers is killed: it comes back, and no sample is the worse for it (R5).
     """
     from rollstream.config.load import compose, to_settings
     from rollstream.integrations.verl import (
@@ -296,14 +297,14 @@ async def test_a_stream_of_verls_own_classes(tmp_path: Path, url: str, cluster: 
         for i in (5, 3, 11, 0, 7, 2, 1)
     ]
     got: list[EncodedRollout | Failure] = []
-    await servers.global_load_balancer.__ray_ready__.remote()
-    (balancer,) = processes("ray::GlobalRequestLoadBalancer")
+    assert servers.global_load_balancer is None
+    (proxy,) = processes(*PROXIES)
     async for result in manager.stream(samples, max_in_flight=1):
         assert not isinstance(result, Failure), result.traceback
         if not got:
-            balancer.kill()
+            proxy.kill()
         got.append(result)
-    assert processes("ray::GlobalRequestLoadBalancer")[0].pid != balancer.pid
+    assert processes(*PROXIES)[0].pid != proxy.pid
     assert sorted(result.index for result in got) == [0, 1, 2, 3, 5, 7, 11]
     record = RecordCodec().decode_rollout(got[0].body)
     assert record.trajectories[0].response_ids
@@ -325,7 +326,7 @@ async def take_all(stream: AsyncIterator[Any]) -> None:
 
 def test_nothing_of_verls_is_left(cluster: None) -> None:
     """The actors of the runs in this process ended with them; those of the stream are its caller's."""
-    wait_for(lambda: not processes("ray::RayWorker", "ray::ReplicaServer", "ray::GlobalRequestLoadBalancer"))
+    wait_for(lambda: not processes("ray::RayWorker", *PROXIES))
 
 
 def processes(*names: str) -> list[psutil.Process]:

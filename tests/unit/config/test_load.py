@@ -176,6 +176,13 @@ def test_a_configuration_as_verl_users_write_it(tmp_path: Path, caplog: pytest.L
     assert "unknown key 'tasks'; it is train_tasks here" in str(caught.value)
 
 
+def test_tracing_is_verls() -> None:
+    trace = "actor_rollout_ref.rollout.trace"
+    compose([f"{trace}.backend=null", f"{trace}.token2text=true"])
+    with pytest.raises(ConfigError, match=r"trace\.backend=weave.*executor=verl.*verl_overrides"):
+        compose([f"{trace}.backend=weave"])
+
+
 def test_config_groups_that_are_not_there(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("defaults:\n  - generation\n  - _self_\ndata: {seed: 4}\n")

@@ -85,3 +85,8 @@ def test_model_limits(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="JSON object"):
         read_model_limits(tmp_path)
+
+
+def test_verls_place_for_arguments_of_a_server_is_told_from_a_typing_error() -> None:
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.sglang.*launch\.args"):
+        read_engine_kwargs("sglang", {"sglang": {"attention_backend": "fa3"}}, {"timeout": 1.0})

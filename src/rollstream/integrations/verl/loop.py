@@ -49,7 +49,7 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
         self._overrides = tuple(map(str, overrides))
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
-        key = (asyncio.get_running_loop(), self._name, self._overrides)
+        key = (self.server_manager, self._name, self._overrides)
         if key not in _workers:
             _workers[key] = asyncio.create_task(self._make_worker())
         worker = await asyncio.shield(_workers[key])

@@ -1,0 +1,126 @@
+"""rollstream's agent loops run by verl's own worker; its client is scripted, all else is real."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+from transformers import AutoTokenizer
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from rollstream.config.load import compose, to_settings
+from rollstream.demo import MODEL_PATH
+from rollstream.errors import ConfigError, GroupFailedError
+from rollstream.integrations.verl.compose import compose_verl
+from rollstream.integrations.verl.stream import StreamingAgentLoopWorker
+from rollstream.integrations.verl.worker import SampleCalls, to_trajectories
+from rollstream.rollout.validate import check_trajectories
+
+ROW = {"raw_prompt": [{"role": "user", "content": "10 + 11 ="}], "data_source": "sums", "index": 0}
+ANSWERS = (
+    '<tool_call>\n{"name": "note", "arguments": {"key": "a", "content": "b"}}\n</tool_call>',
+    '<tool_call>\n{"name": "deleteContext", "arguments": {"msg_id": 1}}\n</tool_call>',
+    "21",
+)
+
+
+class ScriptedClient(LLMServerClient):  # type: ignore[misc]
+    """Gives each conversation the same answers, turn by turn, with the turn as the weights' version."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.asked: dict[str, list[dict[str, Any]]] = {}
+        self._tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+
+    async def generate(self, request_id: str, **request: Any) -> TokenOutput:
+        turns = self.asked.setdefault(request_id, [])
+        turns.append(request)
+        text = ANSWERS[min(len(turns), len(ANSWERS)) - 1]
+        ids = [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
+        ids = ids[: request["sampling_params"]["max_tokens"]]
+        return TokenOutput(
+            token_ids=ids,
+            log_probs=[-0.5] * len(ids),
+            stop_reason="completed",
+            extra_fields={"global_steps": len(turns)},
+        )
+
+
+def worker(
+    tmp_path: Path, kind: type[Any], *, loop: str = "context_agent", options: str = "", use_v1: bool = True
+) -> Any:
+    (tmp_path / "loops.yaml").write_text(
+        "- name: mine\n  _target_: rollstream.integrations.verl.loop.RollstreamLoop\n"
+        f"  loop: {loop}\n{options}"
+    )
+    words = [
+        f"actor_rollout_ref.model.path={MODEL_PATH}",
+        "actor_rollout_ref.rollout.response_length=200",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=mine",
+        "data.max_prompt_length=900",
+        "data.train_files=none.parquet",
+    ]
+    config = compose_verl(to_settings(compose(words)), urls=["http://x:1"])
+    config.trainer.use_v1 = use_v1
+    return kind(config, ScriptedClient(config))
+
+
+async def test_a_model_that_edits_its_context_gives_several_outputs(tmp_path: Path) -> None:
+    made = worker(tmp_path, StreamingAgentLoopWorker)
+    calls = SampleCalls()
+    outputs = await made.run_sample(ROW, index=4, sampling_params={"temperature": 0.5}, calls=calls)
+    assert [one.extra_fields["is_snapshot"] for one in outputs] == [True, False]
+    (turns,) = made.llm_client.asked.values()
+    assert {turn["sampling_params"]["temperature"] for turn in turns} == {0.5}
+    found = to_trajectories(outputs, calls.calls, messages=ROW["raw_prompt"], decode=lambda ids: "")  # type: ignore[arg-type]
+    check_trajectories(found, logprobs=True)
+    sampled = sum(sum(one.response_mask) for one in found)
+    assert sampled == sum(len(made.llm_client._tokenizer.encode(text)) + 1 for text in ANSWERS)
+    snapshot, final = found
+    assert "deleteContext" in str(snapshot.messages[-1]) and final.messages[-1]["content"] == "21"
+    assert (snapshot.finish_reason, final.finish_reason) == ("stop", "stop")
+    assert {one.reward for one in found} == {None}  # verl's to give
+
+
+async def test_verls_trainer_gets_them_where_it_takes_several(tmp_path: Path) -> None:
+    """Its worker hands what a loop gave to `_agent_loop_postprocess`, here noted: the real one needs its queue."""
+    given: list[Any] = []
+
+    class Trainers(AgentLoopWorker):  # type: ignore[misc]
+        async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+            given.append(output)
+
+    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+
+    async def run(**how: Any) -> Any:
+        await worker(tmp_path, Trainers, **how)._run_agent_loop(
+            dict(sampling), trajectory, agent_name="mine", **ROW
+        )
+        return given.pop()
+
+    outputs = await run()
+    assert [one.extra_fields["max_global_steps"] for one in outputs] == [2, 3]
+    assert all(one.extra_fields["reward_extra_info"] == {} for one in outputs)
+    assert all(one.as_dict()["responses"].tolist() == one.response_ids for one in outputs)
+    with pytest.raises(ConfigError, match=r"set trainer\.use_v1=true"):
+        await run(use_v1=False)
+    loops = tmp_path / "own.yaml"
+    loops.write_text(
+        "- name: strict\n  _target_: rollstream.agent.context.ContextAgent\n  snapshot_scoring: own\n"
+    )
+    options = f"  overrides: [actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}]\n"
+    with pytest.raises(ConfigError, match="leave out snapshot_scoring"):
+        await run(loop="strict", options=options)
+
+
+async def test_a_rollout_that_fails_says_why(tmp_path: Path) -> None:
+    made = worker(tmp_path, StreamingAgentLoopWorker)
+    long = ROW | {"raw_prompt": [{"role": "user", "content": "1 " * 2000}]}
+    with pytest.raises(GroupFailedError, match="max_prompt_length"):
+        await made.run_sample(long, index=0)
