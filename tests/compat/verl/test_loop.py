@@ -1,6 +1,8 @@
 """rollstream's agent loops run by verl's own worker; its client is scripted, all else is real."""
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -8,7 +10,6 @@ import pytest
 pytest.importorskip("verl")
 
 from transformers import AutoTokenizer
-from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -87,27 +88,42 @@ async def test_a_model_that_edits_its_context_gives_several_outputs(tmp_path: Pa
     assert {one.reward for one in found} == {None}  # verl's to give
 
 
-async def test_verls_trainer_gets_them_where_it_takes_several(tmp_path: Path) -> None:
-    """Its worker hands what a loop gave to `_agent_loop_postprocess`, here noted: the real one needs its queue."""
-    given: list[Any] = []
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What verl's trainer puts into its queue, whose package is not installed here."""
+    given: list[dict[str, Any]] = []
 
-    class Trainers(AgentLoopWorker):  # type: ignore[misc]
-        async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-            given.append(output)
+    async def batch_put(**what: Any) -> None:
+        given.append(what)
 
+    queue = ModuleType("transfer_queue")
+    queue.init, queue.async_kv_batch_put = (lambda *_: None), batch_put  # type: ignore[attr-defined]
+    queue.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "transfer_queue", queue)
+    return given
+
+
+async def test_verls_trainer_puts_every_trajectory_into_its_queue(
+    tmp_path: Path, put: list[dict[str, Any]]
+) -> None:
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+
+    trainers_worker = AgentLoopWorkerTQ.__ray_metadata__.modified_class
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+    row = {**ROW, "uid": "u", "session_id": 1, "global_steps": 1}
 
     async def run(**how: Any) -> Any:
-        await worker(tmp_path, Trainers, **how)._run_agent_loop(
-            dict(sampling), trajectory, agent_name="mine", **ROW
-        )
-        return given.pop()
+        made = worker(tmp_path, trainers_worker, **how)
+        await made._run_agent_loop(dict(sampling), trajectory, agent_name="mine", **row)
+        return put.pop()
 
-    outputs = await run()
-    assert [one.extra_fields["max_global_steps"] for one in outputs] == [2, 3]
-    assert all(one.extra_fields["reward_extra_info"] == {} for one in outputs)
-    assert all(one.as_dict()["responses"].tolist() == one.response_ids for one in outputs)
+    given = await run()
+    assert given["keys"] == ["u_1_0", "u_1_1"]
+    assert [tag["max_global_steps"] for tag in given["tags"]] == [2, 3]
+    assert [len(ids) for ids in given["fields"]["responses"]] == [
+        tag["response_len"] for tag in given["tags"]
+    ]
     with pytest.raises(ConfigError, match=r"set trainer\.use_v1=true"):
         await run(use_v1=False)
     loops = tmp_path / "own.yaml"
