@@ -17,7 +17,7 @@ from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServer
 from rollstream.agent.base import turn_seed
 from rollstream.errors import ConfigError, DataError, EngineLostError, EngineUnavailableError
 from rollstream.integrations.verl import stream
-from rollstream.integrations.verl.recipe import VerlServers, verl_servers
+from rollstream.integrations.verl.recipe import ClientEngine, verl_servers
 from rollstream.integrations.verl.stream import (
     GenerationLoopManager,
     StreamingLLMServerClient,
@@ -245,7 +245,7 @@ async def test_a_server_of_verls_that_has_ended_is_asked_no_more(make: Any, erro
 async def test_when_the_last_server_has_ended_the_run_does(make: Any) -> None:
     """Not each of its rollouts (R5): what is left goes on with the same command."""
     client = make({"a": DeadServer(ray.exceptions.ActorDiedError())})
-    servers = VerlServers([], verl_servers("vllm"), client)
+    servers = ClientEngine(client, verl_servers("vllm"))
     assert await servers.health()
     for _ in range(2):
         with pytest.raises(EngineUnavailableError):

@@ -58,8 +58,7 @@ _NEEDED = ("verl", "ray", "torch", "tensordict", "cachetools", "uvicorn", "fasta
 """Some of them verl imports and does not ask for."""
 
 _URLS_EVERY_S = 1.0
-_URLS_TOLD_EVERY = 10
-"""As workers on Ray are told: launched servers come back on other ports."""
+"""As workers on Ray are told."""
 
 
 class VerlExecutor:
@@ -326,16 +325,10 @@ def end_verl(servers: Any) -> None:
 
 
 async def tell_urls(handles: Sequence[Any], urls: Callable[[], Sequence[str]]) -> None:
-    """Tells the proxies where the servers are, whenever that changes and now and then. Never ends."""
-    told: list[str] = []
-    look = 0
+    """Tells the proxies where the servers are: launched ones come back on other ports. Never ends."""
     while True:
-        now = list(urls())
-        if now != told or look % _URLS_TOLD_EVERY == 0:
-            for handle in handles:
-                handle.follow.remote(now)
-            told = now
-        look += 1
+        for handle in handles:
+            handle.follow.remote(list(urls()))
         await asyncio.sleep(_URLS_EVERY_S)
 
 

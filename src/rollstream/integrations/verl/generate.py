@@ -200,15 +200,10 @@ class SequenceGenerator:
         extras = sorted({name for one in trajectories for name in one.reward_extra})
         own |= {name: _objects([one.reward_extra.get(name) for one in trajectories]) for name in extras}
         columns = {name: values[places] for name, values in given.non_tensor_batch.items()}
-        seconds = {
-            "generate_sequences": [one.metrics.generate_s for one in trajectories],
-            "tool_calls": [one.metrics.tool_s for one in trajectories],
-            "compute_score": [one.metrics.reward_s for one in trajectories],
-        }
+        seconds = {"generate_sequences": "generate_s", "tool_calls": "tool_s", "compute_score": "reward_s"}
         timing = {
-            f"agent_loop/{name}/{kind}": value
-            for name, values in seconds.items()
-            for kind, value in (("min", min(values)), ("max", max(values)), ("mean", fmean(values)))
+            f"agent_loop/{name}/mean": fmean(getattr(one.metrics, field) for one in trajectories)
+            for name, field in seconds.items()
         }
         meta: dict[str, Any] = {"timing": timing} | (
             {"reward_extra_keys": extras} if "rm_scores" in tensors else {}

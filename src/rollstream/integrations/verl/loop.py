@@ -16,15 +16,13 @@ from rollstream.agent.context import ContextAgent
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.row import parse_row
 from rollstream.data.values import to_jsonable
-from rollstream.engine.base import Capabilities
-from rollstream.errors import ConfigError, DataError, EngineError, GroupFailedError
+from rollstream.errors import ConfigError, DataError, GroupFailedError
 from rollstream.integrations.verl.compose import to_rollstream
-from rollstream.integrations.verl.recipe import verl_servers
-from rollstream.integrations.verl.sampling import to_verl
+from rollstream.integrations.verl.recipe import ClientEngine, verl_servers
 from rollstream.integrations.verl.worker import current_calls
 from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
 from rollstream.rollout.worker import RolloutWorker
-from rollstream.trajectory import Completion, Failure, PromptRow, SamplingParams, Trajectory
+from rollstream.trajectory import Failure, PromptRow, Trajectory
 
 _workers: dict[Any, "asyncio.Task[RolloutWorker]"] = {}
 """One for every entry of the YAML of loops, as long as its process lives."""
@@ -77,7 +75,8 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
         agents = await in_daemon_thread(load_agents, settings)
         await agents.tools.describe()
         setup: RolloutSetup = await in_daemon_thread(_build_setup, settings, agents)
-        engine = ClientEngine(self.server_manager, self.config.actor_rollout_ref.rollout.name)
+        servers = verl_servers(self.config.actor_rollout_ref.rollout.name)
+        engine = ClientEngine(self.server_manager, replace(servers, images=False))
         show = settings.actor_rollout_ref.rollout.multi_turn.show_tools
         agents.check({self._name}, setup.tokenizer, show_tools=show, images=False)
         loop = agents.loops.create(self._name, setup.agent_resources(engine), request_id="check")
@@ -111,59 +110,6 @@ class _NoReward:
 def _build_setup(settings: Any, agents: Any) -> RolloutSetup:
     reward: Any = None if settings.custom_reward_function.path is not None else _NoReward()
     return build_setup(settings, agents, shows_images=False, reward=reward)
-
-
-class ClientEngine:
-    """verl's client as an engine.
-
-    Args:
-        client: verl's `LLMServerClient`, with or without rollstream's additions.
-        name: `rollout.name` of the servers that it asks.
-    """
-
-    def __init__(self, client: Any, name: str) -> None:
-        self._client = client
-        self.capabilities: Capabilities = replace(verl_servers(name), images=False)
-
-    async def start(self) -> None:
-        """Nothing: verl's servers run. What else is theirs is verl's to do, too."""
-
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        images: list[object] | None = None,
-    ) -> Completion:
-        params = to_verl(sampling, max_tokens=True)
-        output = await self._client.generate(
-            request_id=request_id, prompt_ids=list(prompt_ids), sampling_params=params
-        )
-        ids, fields = list(output.token_ids), output.extra_fields
-        if output.stop_reason in ("aborted", "abort"):
-            reason = "abort"
-        else:
-            reason = "length" if len(ids) >= sampling.max_tokens else "stop"
-        return Completion(
-            token_ids=ids,
-            logprobs=list(output.log_probs) if sampling.logprobs and output.log_probs is not None else None,
-            finish_reason=reason,  # type: ignore[arg-type]
-            policy_versions=[(0, int(fields.get("global_steps") or 0))],
-            cached_prompt_tokens=int(fields.get("num_cached_tokens") or 0),
-        )
-
-    async def abort(self, request_id: str) -> None:
-        """Nothing: who is cut off cancels its request."""
-
-    async def update_weights(self, source: str, version: int) -> None:
-        raise EngineError("the weights of verl's servers are verl's to update")
-
-    async def health(self) -> bool:
-        return True
-
-    async def close(self) -> None:
-        """See `start`."""
 
 
 def to_row(sample: Mapping[str, Any], index: int, sampling: Mapping[str, Any] | None = None) -> PromptRow:

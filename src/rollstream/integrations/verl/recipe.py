@@ -84,8 +84,8 @@ class VerlRecipe:
         async with AsyncExitStack() as stack:
             stack.callback(setup.reward.close)
             await setup.prepare_reward_for(self.first_data_source)
-            servers = VerlServers(self.handles, self.capabilities, self.client)
-            built = setup.make_worker(servers, list(self.loop_names))
+            engine = ClientEngine(self.client, self.capabilities, self.handles)
+            built = setup.make_worker(engine, list(self.loop_names))
             self.client.meter = built.instrumented
             return replace(
                 built,
@@ -200,22 +200,22 @@ class SampleWorker:
             _row.reset(token)
 
 
-class VerlServers:
-    """verl's servers, as workers that wait for them see them. verl's client generates, so `generate` does not.
+class ClientEngine:
+    """verl's client as an engine: rollstream's loops generate by it, and workers wait for its servers.
 
     Args:
+        client: verl's `LLMServerClient`, with or without rollstream's additions.
+        capabilities: of the servers behind it.
         handles: of their actors; none: requests that fail say how they are.
-        capabilities: of the engine behind them, where it is rollstream's; else what verl's servers can.
-        client: a `StreamingLLMServerClient`, which knows those that have ended.
     """
 
-    def __init__(self, handles: Sequence[Any], capabilities: Capabilities, client: Any) -> None:
-        self._handles = list(handles)
-        self.capabilities = capabilities
+    def __init__(self, client: Any, capabilities: Capabilities, handles: Sequence[Any] = ()) -> None:
         self._client = client
+        self.capabilities = capabilities
+        self._handles = list(handles)
 
     async def start(self) -> None:
-        """Nothing: they run."""
+        """Nothing: verl's servers run, and who started them ends them."""
 
     async def generate(
         self,
@@ -225,10 +225,27 @@ class VerlServers:
         request_id: str,
         images: list[object] | None = None,
     ) -> Completion:
-        raise EngineError("verl's client asks verl's servers")
+        if images:
+            raise EngineError("verl's client takes pixels, and rollstream's loops have files of images")
+        params = to_verl(sampling, max_tokens=True)
+        output = await self._client.generate(
+            request_id=request_id, prompt_ids=list(prompt_ids), sampling_params=params
+        )
+        ids, fields = list(output.token_ids), output.extra_fields
+        if output.stop_reason in ("aborted", "abort"):
+            reason = "abort"
+        else:
+            reason = "length" if len(ids) >= sampling.max_tokens else "stop"
+        return Completion(
+            token_ids=ids,
+            logprobs=list(output.log_probs) if sampling.logprobs and output.log_probs is not None else None,
+            finish_reason=reason,  # type: ignore[arg-type]
+            policy_versions=[(0, int(fields.get("global_steps") or 0))],
+            cached_prompt_tokens=int(fields.get("num_cached_tokens") or 0),
+        )
 
     async def abort(self, request_id: str) -> None:
-        """Nothing: a loop that is cut off cancels its own request, see `StreamingLLMServerClient`."""
+        """Nothing: who is cut off cancels its own request, see `StreamingLLMServerClient`."""
 
     async def update_weights(self, source: str, version: int) -> None:
         raise EngineError("the weights of verl's servers are verl's to update")
@@ -241,9 +258,9 @@ class VerlServers:
         """
         from ray.exceptions import ActorDiedError
 
-        servers = self._client.servers
-        if self._client.balancer is not None:
-            servers = await _ask(self._client.balancer, "get_all_servers")
+        servers = getattr(self._client, "servers", None)
+        if (balancer := getattr(self._client, "balancer", None)) is not None:
+            servers = await _ask(balancer, "get_all_servers")
             if isinstance(servers, ActorDiedError):
                 raise EngineLostError(
                     "verl's load balancer has ended, and without it no server can be asked. "
@@ -258,7 +275,7 @@ class VerlServers:
         return not answers or any(answer is True for answer in answers)
 
     async def close(self) -> None:
-        """Nothing: who started them ends them."""
+        """See `start`."""
 
 
 async def _ask(actor: Any, method: str) -> object:

@@ -12,7 +12,7 @@ pytest.importorskip("ray")
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rollstream.errors import EngineLostError, EngineUnavailableError
-from rollstream.integrations.verl.recipe import VerlServers, verl_servers
+from rollstream.integrations.verl.recipe import ClientEngine, verl_servers
 from rollstream.rollout.availability import EngineAvailability
 
 
@@ -40,8 +40,8 @@ def well() -> bool:
     return True
 
 
-def seen(handles: list[Any], *, balancer: Any = None, left: dict[str, Any] | None = None) -> VerlServers:
-    return VerlServers(handles, verl_servers("vllm"), SimpleNamespace(balancer=balancer, servers=left))
+def seen(handles: list[Any], *, balancer: Any = None, left: dict[str, Any] | None = None) -> ClientEngine:
+    return ClientEngine(SimpleNamespace(balancer=balancer, servers=left), verl_servers("vllm"), handles)
 
 
 def test_servers_by_name_take_seeds_or_do_not() -> None:
