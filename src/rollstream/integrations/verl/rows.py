@@ -24,7 +24,6 @@ _NOT_OF_THE_ROW = frozenset({"dummy_tensor", "index"})
 """What verl's dataset adds to every row: a tensor so that a batch is not empty, and an index that is 0 for
 every row that does not have one in its `extra_info`, where it stays."""
 
-
 _KEPT_ROWS = 8
 """Rows that are kept for their repeats, which follow each other; some may be large, with images."""
 
@@ -49,7 +48,8 @@ def sample_row(index: int, sample: Mapping[str, Any]) -> VerlRow:
         found = described(sample.get(PROMPT_COLUMN))
         raise DataError(f"sample {index}: {PROMPT_COLUMN} is {found}; want a list of messages")
     plain = [dict(message) for message in messages]
-    return VerlRow(index, f"{index:032x}", plain, "unknown", sample=dict(sample))
+    sampling = {"sampling_params": sample["sampling_params"]} if sample.get("sampling_params") else {}
+    return VerlRow(index, f"{index:032x}", plain, "unknown", columns=sampling, sample=dict(sample))
 
 
 class VerlRows(RowSource):

@@ -4,13 +4,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
+from urllib.request import urlopen
 
+import orjson
 import pytest
 
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, EngineError
 from rollstream.integrations.verl.server import ReplicaServer, ServerOptions
 from tests.faults.runs import stub_server
+from tests.support.until import until
 
 LENGTHS: dict[str, Any] = {
     "model_path": str(MODEL_PATH),
@@ -25,6 +28,21 @@ VERLS = {
     "repetition_penalty": 1.0,
     "logprobs": True,
 }
+
+
+def stats(url: str) -> dict[str, int]:
+    with urlopen(f"{url}/stub/stats", timeout=10) as answer:
+        seen: dict[str, int] = orjson.loads(answer.read())
+    return seen
+
+
+def in_flight(url: str) -> int:
+    return stats(url)["in_flight"]
+
+
+def requests(url: str) -> int:
+    """Those that a stub server has had."""
+    return stats(url)["requests"]
 
 
 @pytest.fixture
@@ -74,9 +92,7 @@ async def test_requests_are_aborted_and_held_until_resumed(options: ServerOption
     await server.start()
     try:
         asked = asyncio.ensure_future(server.generate([5, 6, 7], dict(VERLS), "a"))
-        while not server._in_flight:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
+        await until(lambda: in_flight(options.urls[0]))
         await server.abort_all_requests()
         given = await asked
         assert given.stop_reason == "aborted"
@@ -95,20 +111,23 @@ async def test_requests_are_aborted_and_held_until_resumed(options: ServerOption
 
 
 async def test_it_follows_its_servers_and_says_when_none_is_there(options: ServerOptions) -> None:
+    nobody = "http://127.0.0.1:9"
     server = ReplicaServer(options)
     await server.start()
     try:
         with stub_server() as other:
             await server.follow([other])
-            assert server._pool is not None and server._pool.replicas == [other]
             assert (await server.generate([5], dict(VERLS), "a")).token_ids
+            assert requests(other) == 1 and not requests(*options.urls)
             await server.follow([*options.urls, other])
-            assert set(server._pool.replicas) == {other, *options.urls}
-            await server.follow(["http://127.0.0.1:9"])  # nobody there: the last one stays
-            assert len(server._pool.replicas) == 1
+            await asyncio.gather(*(server.generate([5], dict(VERLS), f"{i}") for i in range(20)))
+            assert requests(other) > 1 and requests(*options.urls) > 0
+        await server.follow(options.urls)
+        await server.follow([nobody])  # the last one stays
+        assert (await server.generate([5], dict(VERLS), "b")).token_ids
     finally:
         await server.close()
-    deaf = ReplicaServer(replace(options, urls=("http://127.0.0.1:9",)))
+    deaf = ReplicaServer(replace(options, urls=(nobody,)))
     assert not await deaf.health()
 
 
@@ -120,7 +139,6 @@ async def test_one_that_ray_started_anew_finds_servers_that_moved(options: Serve
         assert not await server.health()
         await server.follow([])
         await server.follow(options.urls)
-        assert server._pool is not None and server._pool.replicas == list(options.urls)
         assert (await server.generate([5], dict(VERLS), "a")).token_ids
     finally:
         await server.close()
