@@ -6,8 +6,8 @@ verl's own worker runs verl's own loops.
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AsyncExitStack
-from contextvars import ContextVar
+from contextlib import AsyncExitStack, suppress
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +79,7 @@ class VerlRecipe:
 
     async def build(self, number: int) -> BuiltWorker:
         """See `WorkerRecipe`."""
-        worker = await in_daemon_thread(self.worker, self.verl_config, self.client)
+        worker, context = await in_daemon_thread(self._make_worker)
         setup = await in_daemon_thread(plain_setup, self.settings, VerlLoops(worker))
         async with AsyncExitStack() as stack:
             stack.callback(setup.reward.close)
@@ -89,10 +89,26 @@ class VerlRecipe:
             self.client.meter = built.instrumented
             return replace(
                 built,
-                worker=SampleWorker(built.worker),  # type: ignore[arg-type]
+                worker=SampleWorker(built.worker, context),  # type: ignore[arg-type]
                 close=stack.pop_all().aclose,
                 owns_engine=False,
             )
+
+    def _make_worker(self) -> tuple[Any, "_Context"]:
+        """A worker of verl's, and what it left in the context of its thread: a tracer's run."""
+        from verl.workers.rollout.utils import get_max_position_embeddings
+
+        before = dict(copy_context().items())
+        worker = self.worker(self.verl_config, self.client)
+        rollout = self.client.config.actor_rollout_ref.rollout
+        if rollout.max_model_len is None:  # verl's servers take the model's, if it has one
+            with suppress(ValueError):
+                rollout.max_model_len = int(get_max_position_embeddings(worker.model_config.hf_config))
+        left = [(var, value) for var, value in copy_context().items() if before.get(var) is not value]
+        return worker, left
+
+
+_Context = list[tuple[ContextVar[Any], Any]]
 
 
 def bare_recipe(manager: Any, *, max_attempts: int) -> VerlRecipe:
@@ -181,10 +197,11 @@ def check_loop_names(names: Iterable[str], given: Iterable[str] = ()) -> None:
 
 
 class SampleWorker:
-    """A `RolloutWorker` whose loops know their row as verl has it."""
+    """A `RolloutWorker` whose loops know their row as verl has it, and run in the context of verl's worker."""
 
-    def __init__(self, worker: RolloutWorker) -> None:
+    def __init__(self, worker: RolloutWorker, context: _Context) -> None:
         self._worker = worker
+        self._context = context
 
     @property
     def counters(self) -> Counts:
@@ -193,6 +210,8 @@ class SampleWorker:
     async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
         """See `RolloutWorker.run`; `row` is a `VerlRow`."""
         assert isinstance(row, VerlRow)
+        for variable, value in self._context:
+            variable.set(value)
         token = _row.set((row, repeat))
         try:
             return await self._worker.run(row, repeat)
