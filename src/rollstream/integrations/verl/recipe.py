@@ -83,6 +83,7 @@ class VerlRecipe:
         setup = await in_daemon_thread(plain_setup, self.settings, VerlLoops(worker))
         async with AsyncExitStack() as stack:
             stack.callback(setup.reward.close)
+            stack.push_async_callback(in_daemon_thread, _end_traces, context)
             await setup.prepare_reward_for(self.first_data_source)
             engine = ClientEngine(self.client, self.capabilities, self.handles)
             built = setup.make_worker(engine, list(self.loop_names))
@@ -109,6 +110,18 @@ class VerlRecipe:
 
 
 _Context = list[tuple[ContextVar[Any], Any]]
+
+
+def _end_traces(context: _Context) -> None:
+    """Sends what a tracer of verl's has not sent yet: it does that beside the rollouts, and is told no end."""
+    from verl.utils.rollout_trace import RolloutTraceConfig
+
+    for variable, value in context:
+        variable.set(value)
+    tracer = RolloutTraceConfig.get_client()
+    end = {"mlflow": "flush_trace_async_logging", "trackio": "finish", "weave": "finish"}
+    with suppress(Exception):  # the rollouts are safe, whatever becomes of their traces
+        getattr(tracer, end[str(RolloutTraceConfig.get_backend())])()
 
 
 def bare_recipe(manager: Any, *, max_attempts: int) -> VerlRecipe:
