@@ -1,6 +1,7 @@
 """What every test gets."""
 
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,17 @@ from hypothesis import HealthCheck, settings
 # How long an example takes is the machine's affair: a busy one must not make a property false.
 settings.register_profile("rollstream", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rollstream")
+
+
+def pytest_configure() -> None:
+    """Programs that tests start hear signals, also where these tests were told not to.
+
+    `nohup` ignores SIGHUP, a shell's `&` SIGINT and SIGQUIT, and whatever is ignored stays ignored in programs that are
+    started. A handler does not: the tests themselves go on as they were told to, and their programs hear.
+    """
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

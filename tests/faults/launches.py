@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from tests.faults.runs import has_rollouts, overrides
+from tests.support.processes import holds_within
 
 LAUNCH = "actor_rollout_ref__rollout__launch__"
 
@@ -60,13 +61,9 @@ class Launched:
             except ProcessLookupError:
                 continue
 
-    def are_gone_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if not self.processes():
-                return True
-            time.sleep(0.05)
-        return False
+    def are_gone(self) -> bool:
+        """Waits for that."""
+        return holds_within(60, lambda: not self.processes())
 
 
 def stub_python(folder: Path, latency: str) -> Path:

@@ -1,19 +1,39 @@
 """Real runs in processes of their own, against the stub server, for the fault tests."""
 
+import asyncio
 import contextlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import orjson
 
 from rollstream.demo import MODEL_PATH
+from rollstream.testing.stub_server import StubServer
 from tests.without_torch import without_torch
 
 LONGEST_RUN_S = 240.0
+
+
+@contextlib.contextmanager
+def stub_in_thread(**fields: Any) -> Iterator[StubServer]:
+    """A stub server in a thread of this process: a test may change its fields while a run goes on."""
+    server, loop = StubServer(**fields), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result(60)
+        yield server
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(60)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(60)
+        loop.close()
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ def test_kills_lose_nothing_and_repeat_at_most_what_was_in_flight(
     settings: dict[str, object] = {
         "actor_rollout_ref__rollout__n": N,
         "generation__max_in_flight": IN_FLIGHT,
-        "generation__save_batch_size": 40,
+        "generation__save_batch_size": 10,  # many seals, so that one is seen for certain
         "generation__show_progress": "false",
     }
     with stub_server("--response-tokens", "64", "--latency", "lognormal:0.15,0.5") as url:
@@ -89,7 +89,7 @@ def test_kills_lose_nothing_and_repeat_at_most_what_was_in_flight(
         plan = ["generating"] * 11 + ["committing"] * 4 + ["sealing"] * 4 + ["opening"] * 2
         rng.shuffle(plan)
         del plan[midway:]
-        plan += ["sealing", "opening", "committing", "generating"]  # popped first: one of each for certain
+        plan += ["opening", "committing", "generating", "sealing"]  # popped first: one of each for certain
         kills: dict[str, int] = {}
         while sum(kills.values()) < number:
             phase = plan.pop() if plan else "merging"

@@ -70,7 +70,7 @@ def test_kills_of_replicas_cost_no_rollout_and_no_attempt(
     assert attempts(paths.root) == {1: 4 * rows}
     assert validate_run(paths.root).sound
     assert "is started again in" in runner.output()  # whether it is back in time depends on the next kills
-    assert launched.are_gone_within(10)
+    assert launched.are_gone()
 
 
 def in_flight(launched: Launched) -> int:
@@ -140,7 +140,7 @@ def test_replicas_that_do_not_come_back_end_the_run_and_nothing_is_lost(
     paths = RunPaths(tmp_path / "run")
     prompts = write_prompts(tmp_path / "prompts.jsonl", 200)
     settings = {
-        f"{LAUNCH}python": stub_python(tmp_path, "fixed:0.1"),
+        f"{LAUNCH}python": stub_python(tmp_path, "fixed:1"),
         f"{LAUNCH}args": "{}",
         f"{LAUNCH}max_restarts": 1,
     }
@@ -158,6 +158,7 @@ def test_replicas_that_do_not_come_back_end_the_run_and_nothing_is_lost(
     assert not launched.processes()
     assert read_status(paths.root).failed == 0
     (tmp_path / "broken").unlink()
+    (tmp_path / "latency").write_text("fixed:0")
     run_to_end(command, tmp_path / "mended.log")
     assert read_status(paths.root).completed == 200
     assert attempts(paths.root) == {1: 200}
@@ -167,11 +168,12 @@ def test_replicas_that_do_not_come_back_end_the_run_and_nothing_is_lost(
 def test_no_replica_outlives_rollstream_and_the_same_command_goes_on(
     tmp_path: Path, launched: Launched, how: str
 ) -> None:
+    rows = 40 if how == "SIGKILL" else 400
     paths = RunPaths(tmp_path / "run")
     stubs = {f"{LAUNCH}python": stub_python(tmp_path, "fixed:0.5"), f"{LAUNCH}args": "{}"}
     command = launch_overrides(
         paths.root,
-        write_prompts(tmp_path / "prompts.jsonl", 24),
+        write_prompts(tmp_path / "prompts.jsonl", rows),
         launched,
         replicas=2,
         actor_rollout_ref__rollout__ignore_eos="true",
@@ -184,7 +186,7 @@ def test_no_replica_outlives_rollstream_and_the_same_command_goes_on(
     runner = Runner(command, log=tmp_path / "log")
     assert runner.wait_until(lambda: has_begun(paths.root)), runner.output()
     assert len(launched.servers()) == len(launched.reapers()) == 2
-    assert len(launched.workers()) == (2 if how == "SIGKILL" else 0)
+    assert runner.wait_until(lambda: len(launched.workers()) == (2 if how == "SIGKILL" else 0))
     number = signal.Signals[how.split()[0]]
     runner.process.send_signal(number)
     if how == "SIGINT twice":
@@ -193,12 +195,10 @@ def test_no_replica_outlives_rollstream_and_the_same_command_goes_on(
     assert runner.wait() == (-number if how == "SIGKILL" else 128 + number)
     if how in ("SIGINT", "SIGTERM"):
         assert not launched.processes()  # it has waited for them
-    stopped = time.monotonic()
-    assert launched.are_gone_within(10)
-    print(f"{how}: gone after {time.monotonic() - stopped:.2f} s")
+    assert launched.are_gone()
     if how == "SIGKILL":
         run_to_end([*command, "actor_rollout_ref.rollout.launch.replicas=1"], tmp_path / "resumed.log")
-        assert read_status(paths.root).completed == 24
+        assert read_status(paths.root).completed == rows
         assert validate_run(paths.root).sound
         assert not launched.processes()
 
@@ -212,5 +212,5 @@ def test_a_signal_while_replicas_load_leaves_none(tmp_path: Path, launched: Laun
     assert runner.wait() == 130
     assert "stopped before anything was generated" in runner.output()
     assert "Traceback" not in runner.output()
-    assert launched.are_gone_within(10)
+    assert launched.are_gone()
     assert not paths.has_data()

@@ -2,19 +2,13 @@
 
 import asyncio
 import contextlib
-import os
 import shutil
-import signal
 import ssl
 import subprocess
-import sys
-import threading
-import time
-import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
-import orjson
 import pytest
 
 from rollstream.engine.sglang import SGLangEngine
@@ -25,7 +19,8 @@ from rollstream.store.validate import validate_run
 from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.trajectory import Completion, SamplingParams
-from tests.faults.runs import overrides, stub_server, write_prompts
+from tests.faults.runs import overrides, stub_in_thread, write_prompts
+from tests.support.until import until
 
 SAMPLING = SamplingParams(max_tokens=16)
 
@@ -92,26 +87,24 @@ async def test_a_server_that_comes_later_with_another_model_gets_no_work(
         caplog.clear()
         rounds = 0
 
-        async def until(check: Callable[[], bool]) -> None:
+        async def asking(check: Callable[[], bool]) -> bool:
             nonlocal rounds
-            async with asyncio.timeout(20):
-                while not check():
-                    rounds += 1
-                    await asyncio.gather(*(ask(pool, rounds * 10 + at) for at in range(10)))
-                    await asyncio.sleep(0.01)
+            rounds += 1
+            await asyncio.gather(*(ask(pool, rounds * 10 + at) for at in range(10)))
+            return check()
 
         async with StubServer(port=port, model=StubModel("/models/bad")) as bad:
-            await until(lambda: "gets no work" in caplog.text)
+            await until(lambda: asking(lambda: "gets no work" in caplog.text))
             await asyncio.sleep(1.0)  # it is asked again
             assert bad.stats.requests == 0
         assert caplog.text.count("gets no work") == 1
         assert "serves '/models/bad'" in caplog.text
         caplog.clear()
         async with StubServer(port=port, model=StubModel("/models/good", vocab_size=100)) as small:
-            await until(lambda: "vocab_size 100 (not 512)" in caplog.text)
+            await until(lambda: asking(lambda: "vocab_size 100 (not 512)" in caplog.text))
             assert small.stats.requests == 0
         async with StubServer(port=port, model=StubModel("/elsewhere/good")) as late:
-            await until(lambda: late.stats.answered > 0)
+            await until(lambda: asking(lambda: late.stats.answered > 0))
         await pool.close()
 
 
@@ -126,20 +119,6 @@ async def test_a_server_dies_in_the_middle_of_a_thousand_requests() -> None:
             assert completion.token_ids == b.book.answer([number % 500, number // 500], None, 16)[0]
 
 
-@contextlib.contextmanager
-def stub_process(*options: str) -> Iterator[tuple[str, int]]:
-    """A stub server in its own process: its URL and its number."""
-    command = [sys.executable, "-m", "rollstream.testing.stub_server", "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        yield orjson.loads(process.stdout.readline())["url"], process.pid
-    finally:
-        process.send_signal(signal.SIGCONT)
-        process.kill()
-        process.wait(20)
-
-
 def run(tmp_path: Path, urls: list[str], **settings: object) -> list[dict[str, object]]:
     """A whole run of 120 prompts; its rows."""
     import pyarrow.parquet as pq
@@ -151,60 +130,43 @@ def run(tmp_path: Path, urls: list[str], **settings: object) -> list[dict[str, o
     return pq.read_table(RunPaths(tmp_path / "run").root / "trajectories.parquet").to_pylist()
 
 
-def send_when_busy(url: str, pid: int, number: signal.Signals, sent: list[int]) -> None:
-    """Sends a signal to a server that has answered something and has more to do."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        with urllib.request.urlopen(f"{url}/stub/stats", timeout=10) as response:
-            stats = orjson.loads(response.read())
-        if stats["answered"] >= 10 and stats["in_flight"]:
-            os.kill(pid, number)
-            sent.append(stats["in_flight"])
-            return
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_a_run_loses_a_server(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_a_run_loses_a_server(tmp_path: Path, how: str) -> None:
     """Killed: its sockets close. Frozen: it takes connections and says nothing. No attempt is charged."""
-    slow = ("--latency", "fixed:0.2", "--max-running", "8")
-    sent: list[int] = []
-    with stub_process(*slow) as (one, _), stub_process(*slow) as (other, pid):
-        sender = threading.Thread(target=send_when_busy, args=(other, pid, number, sent))
-        sender.start()
+    slow: dict[str, Any] = {"latency": Latency("fixed", 0.1), "max_running": 8}
+    lost: list[int] = []
+    with stub_in_thread(**slow) as one, stub_in_thread(**slow, faults=Faults(die_after=10)) as other:
+        die = other.on_death
+
+        def lose() -> None:
+            lost.append(other.stats.in_flight)
+            if how == "killed":
+                die()
+            else:
+                other.faults = Faults(frozen=True)
+
+        other.on_death = lose
         rows = run(
             tmp_path,
-            [one, other],
+            [one.url, other.url],
             actor_rollout_ref__rollout__engine_kwargs="{probe_after: 0.5, health_timeout: 0.5}",
             generation__max_in_flight=24,
             generation__max_attempts=1,
         )
-        sender.join(10)
-        assert sent and sent[0] > 0
     assert len(rows) == 120
+    assert lost and lost[0] > 0
 
 
 def test_a_run_with_a_server_that_breaks_one_in_three_replies(tmp_path: Path) -> None:
-    broken = [
-        "--truncate",
-        "0.1",
-        "--bad-ids",
-        "0.1",
-        "--wrong-rid",
-        "0.1",
-        "--drop",
-        "0.05",
-        "--error",
-        "0.05",
-    ]
-    with stub_server() as good, stub_server(*broken) as bad:
-        assert len(run(tmp_path, [good, bad], generation__max_attempts=1)) == 120
+    broken = Faults(truncate=0.1, bad_ids=0.1, wrong_rid=0.1, drop=0.05, error=0.05)
+    with stub_in_thread() as good, stub_in_thread(faults=broken) as bad:
+        assert len(run(tmp_path, [good.url, bad.url], generation__max_attempts=1)) == 120
 
 
 def test_a_server_of_another_model_ends_the_run_at_its_start(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 3)
     with (
-        stub_server("--model-path", "/models/another") as url,
+        stub_in_thread(model=StubModel("/models/another")) as server,
         pytest.raises(EngineError, match="serves '/models/an"),
     ):
-        run_generation(overrides(tmp_path / "run", prompts, url))
+        run_generation(overrides(tmp_path / "run", prompts, server.url))

@@ -7,22 +7,22 @@ servers over HTTP.
 import os
 import signal
 import threading
-import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pyarrow.parquet as pq
 import pytest
 
 from rollstream.generation.runner import run_generation
 from rollstream.rollout.ray_cluster import RayCluster
 from rollstream.store.summary import read_status
+from rollstream.testing.stub_faults import Latency
 from tests.faults import worker_scenarios as scenarios
-from tests.faults.ray_nodes import lose_node, nodes, wait_for, working_pids
-from tests.faults.runs import has_rollouts, overrides, stub_server, write_prompts
+from tests.faults.ray_nodes import lose_node, nodes, working_pids
+from tests.faults.runs import has_rollouts, overrides, stub_in_thread, write_prompts
+from tests.support.until import wait_until
 
 pytest.importorskip("ray")
 
@@ -72,11 +72,11 @@ def test_kills_cost_nothing_but_time(
         "generation__max_in_flight": 64,
         "generation__adaptive_in_flight": "false",
     }
-    with stub_server("--response-tokens", "32", "--latency", "lognormal:0.4,0.5") as url:
+    with stub_in_thread(response_tokens=32, latency=Latency("lognormal", 1.0, 0.5)) as server:
         arguments = overrides(
             tmp_path / "ray",
             prompts,
-            url,
+            server.url,
             **same,
             generation__executor="ray",
             actor_rollout_ref__rollout__agent__num_workers=4,
@@ -89,10 +89,12 @@ def test_kills_cost_nothing_but_time(
         lost: list[Any] = []
 
         def lose_one() -> None:
-            wait_for(lambda: len(killed) >= 2 or ended.is_set(), 300)
+            wait_until(lambda: len(killed) >= 2 or ended.is_set(), seconds=300)
             if not ended.is_set():
                 lost.append(next(iter(cluster.worker_nodes)))
                 lose_node(cluster, lost[0])
+            wait_until(lambda: len(killed) == len(kill_at) or ended.is_set(), seconds=300)
+            server.latency = Latency()  # what is left is done soon
 
         loser = threading.Thread(target=lose_one)
         killer.start()
@@ -103,9 +105,8 @@ def test_kills_cost_nothing_but_time(
             ended.set()
             killer.join()
             loser.join()
-        requests = orjson.loads(urllib.request.urlopen(f"{url}/stub/stats").read())["requests"]
-    with stub_server("--response-tokens", "32") as url:  # the same answers, at once
-        local = run_generation(overrides(tmp_path / "local", prompts, url, **same))
+        requests = server.stats.requests
+        local = run_generation(overrides(tmp_path / "local", prompts, server.url, **same))
     assert len(killed) == len(kill_at) and len(lost) == 1
     assert requests > count * REPEATS  # work was lost, and done again
     assert (result.completed, result.failed, result.artifact_rows) == (count * REPEATS, 0, count * REPEATS)

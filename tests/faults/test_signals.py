@@ -13,15 +13,16 @@ from rollstream.stop_signals import TOGETHER_S
 from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
-from tests.faults.runs import Runner, has_rollouts, overrides, run_to_end, stub_server, write_prompts
+from rollstream.testing.stub_faults import Faults, Latency
+from tests.faults.runs import Runner, has_rollouts, overrides, run_to_end, stub_in_thread, write_prompts
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_seals_and_says_how_to_resume(tmp_path: Path, number: signal.Signals) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 120)
     paths = RunPaths(tmp_path / "run")
-    with stub_server("--response-tokens", "64", "--latency", "fixed:0.5") as url:
-        command = overrides(paths.root, prompts, url, generation__max_in_flight=16)
+    with stub_in_thread(response_tokens=64, latency=Latency("fixed", 1.0)) as server:
+        command = overrides(paths.root, prompts, server.url, generation__max_in_flight=16)
         runner = Runner(command, log=tmp_path / "stopped.log")
         assert runner.wait_until(lambda: has_rollouts(paths.root))
         runner.process.send_signal(number)
@@ -32,7 +33,8 @@ def test_a_signal_seals_and_says_how_to_resume(tmp_path: Path, number: signal.Si
         status = read_status(paths.root)
         assert 0 < status.completed < 120
         assert (status.pending_rows, status.saved_batches) == (0, 1)
-        run_to_end([*command, "generation.max_in_flight=120"], tmp_path / "resumed.log")
+        server.latency = Latency()
+        run_to_end(command, tmp_path / "resumed.log")
     assert validate_run(paths.root).sound
     assert read_status(paths.root).completed == 120
 
@@ -40,9 +42,9 @@ def test_a_signal_seals_and_says_how_to_resume(tmp_path: Path, number: signal.Si
 def test_a_second_ctrl_c_stops_at_once_and_loses_nothing(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 40)
     paths = RunPaths(tmp_path / "run")
-    with stub_server("--response-tokens", "64", "--latency", "pareto:0.05,0.4", "--latency-max", "60") as url:
+    with stub_in_thread(response_tokens=64, faults=Faults(hang=0.5)) as server:
         command = overrides(
-            paths.root, prompts, url, generation__max_in_flight=16, generation__grace_period=100
+            paths.root, prompts, server.url, generation__max_in_flight=16, generation__grace_period=1000
         )
         runner = Runner(command, log=tmp_path / "stopped.log")
         assert runner.wait_until(lambda: has_rollouts(paths.root))

@@ -5,16 +5,16 @@ from pathlib import Path
 
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
-from tests.faults.runs import Runner, has_rollouts, overrides, stub_server, write_prompts
+from rollstream.testing.stub_faults import Faults
+from tests.faults.runs import Runner, has_rollouts, overrides, stub_in_thread, write_prompts
 
 
 def test_the_second_writer_is_refused(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 20)
     run_dir = tmp_path / "run"
-    options = ["--response-tokens", "64", "--latency", "pareto:0.05,0.3", "--latency-max", "600"]
-    with stub_server(*options) as url:
-        # Some of 20 Pareto latencies are minutes: the first run is still there, whatever the machine does.
-        command = overrides(run_dir, prompts, url, generation__grace_period=0)
+    # Some requests are never answered: the first run is still there, whatever the machine does.
+    with stub_in_thread(response_tokens=64, faults=Faults(hang=0.5)) as server:
+        command = overrides(run_dir, prompts, server.url, generation__grace_period=0)
         first = Runner(command, log=tmp_path / "first.log")
         assert first.wait_until(lambda: has_rollouts(run_dir))
         second = Runner(command, log=tmp_path / "second.log")

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rollstream.rollout.processes import ProcessBackend
 from rollstream.store.summary import read_failures
 from rollstream.trajectory import PromptRow
 from tests.faults import worker_scenarios as scenarios
+from tests.support.until import until
 from tests.support.workers import Harness, ScriptedRecipe, every_key, load_row
 from tests.unit.store.fabric import keys_on_disk
 
@@ -27,16 +29,23 @@ async def test_workers_are_added_and_killed_while_it_runs(tmp_path: Path) -> Non
         executor = harness.executor
         await executor.start()
         assert list(executor.pids) == [0]
-        work = asyncio.create_task(harness.work(250))
+        rows = 0
+
+        def until_one_has_died() -> Iterator[int]:
+            nonlocal rows
+            while not executor.deaths:
+                rows += 1
+                yield rows - 1
+
+        keys = harness.run.state.keys.owed(until_one_has_died(), retry_failed=False)
+        work = asyncio.create_task(executor.run(keys))
         executor.add_workers(1)
-        async with asyncio.timeout(150):
-            while len(executor.pids) < 2:
-                await asyncio.sleep(0.05)
-            os.kill(executor.pids[0], signal.SIGKILL)
-            await work
+        await until(lambda: len(executor.pids) == 2)
+        os.kill(executor.pids[0], signal.SIGKILL)
+        await work
         assert executor.deaths == 1
-        assert executor.counters.completed == 500
-    assert keys_on_disk(tmp_path) == every_key(250)
+        assert executor.counters.completed == 2 * rows
+    assert keys_on_disk(tmp_path) == every_key(rows)
 
 
 async def test_a_stop_finishes_what_is_in_flight_and_a_drop_does_not(tmp_path: Path) -> None:
@@ -44,23 +53,20 @@ async def test_a_stop_finishes_what_is_in_flight_and_a_drop_does_not(tmp_path: P
         executor = harness.executor
         await executor.start()
         work = asyncio.create_task(harness.work(100))
-        while executor.counters.completed < 8:
-            await asyncio.sleep(0.01)
+        await until(lambda: executor.counters.completed >= 8)
         executor.stop()
         in_flight = executor.in_flight
         done = executor.counters.completed
         await work
         assert executor.counters.completed == done + in_flight
         assert executor.counters.dropped == 0
-    async with Harness(tmp_path, ProcessBackend(), ScriptedRecipe(latency=30), max_in_flight=8) as harness:
+    async with Harness(tmp_path, ProcessBackend(), ScriptedRecipe(latency=1e6), max_in_flight=8) as harness:
         executor = harness.executor
         await executor.start()
         work = asyncio.create_task(harness.work(100))
-        while executor.in_flight < 8:
-            await asyncio.sleep(0.01)
+        await until(lambda: executor.in_flight == 8)
         executor.drop()
-        async with asyncio.timeout(5):
-            await work
+        await work
         assert executor.counters.dropped == 8
         assert executor.counters.completed == 0
 
@@ -84,9 +90,7 @@ async def test_the_cap_falls_where_the_workers_engines_are_full(tmp_path: Path) 
         executor = harness.executor
         await executor.start()
         work = asyncio.create_task(harness.work(2000))
-        async with asyncio.timeout(60):
-            while executor.cap == 64:
-                await asyncio.sleep(0.05)
+        await until(lambda: executor.cap < 64)
         executor.stop()
         await work
         assert executor.stats.counts.overloads > 0

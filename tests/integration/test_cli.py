@@ -15,8 +15,11 @@ import orjson
 import pytest
 
 from rollstream.cli import main as cli
+from rollstream.stop_signals import TOGETHER_S
 from rollstream.store.paths import RunPaths
-from tests.faults.runs import overrides, stub_server, write_prompts
+from rollstream.testing.stub_faults import Faults
+from tests.faults.runs import overrides, stub_in_thread, write_prompts
+from tests.support.until import wait_until
 
 MODULE = [sys.executable, "-m", "rollstream.cli", "generate"]
 
@@ -48,11 +51,8 @@ class Terminal:
         return b"".join(self._chunks).decode(errors="replace")
 
     def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 120
-        while text not in self.shown:
-            assert time.monotonic() < deadline, self.shown
-            assert self.process.poll() is None, self.shown
-            time.sleep(0.01)
+        wait_until(lambda: text in self.shown or self.process.poll() is not None, text)
+        assert text in self.shown, self.shown
 
     def wait(self) -> int:
         code = self.process.wait(120)
@@ -63,12 +63,15 @@ class Terminal:
 def test_the_resume_command_after_two_interrupts_on_a_terminal(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 40)
     paths = RunPaths(tmp_path / "a run")
-    with stub_server("--response-tokens", "64", "--latency", "pareto:0.05,0.4", "--latency-max", "60") as url:
-        words = overrides(paths.root, prompts, url, generation__grace_period=100, generation__max_in_flight=4)
+    with stub_in_thread(response_tokens=64, faults=Faults(hang=0.5)) as server:
+        words = overrides(
+            paths.root, prompts, server.url, generation__grace_period=1000, generation__max_in_flight=4
+        )
         terminal = Terminal([*MODULE, *words])
         terminal.wait_for("/40 [")
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("stopping:")
+        time.sleep(TOGETHER_S)  # sooner it would be the same one
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.wait() == 130
     last = terminal.shown.replace("\r\n", "\n").rstrip("\n").splitlines()[-1]
@@ -83,8 +86,8 @@ def test_json_is_all_there_is_on_standard_output(tmp_path: Path) -> None:
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    print('while scoring')\n    os.system('echo from a child')\n    return 1.0\n"
     )
-    with stub_server("--response-tokens", "8") as url:
-        words = overrides(tmp_path / "run", prompts, url, custom_reward_function__path=reward)
+    with stub_in_thread(response_tokens=8) as server:
+        words = overrides(tmp_path / "run", prompts, server.url, custom_reward_function__path=reward)
         done = subprocess.run([*MODULE, *words, "--json"], capture_output=True, text=True, check=True)
     assert orjson.loads(done.stdout)["completed"] == 6
     for text in ("while importing", "while scoring", "from a child"):
@@ -95,8 +98,8 @@ def test_a_dry_run_against_another_run_says_what_differs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 6)
-    with stub_server("--response-tokens", "8") as url:
-        words = overrides(tmp_path / "run", prompts, url)
+    with stub_in_thread(response_tokens=8) as server:
+        words = overrides(tmp_path / "run", prompts, server.url)
         assert cli(["generate", *words, "--dry-run"]) == 0
         assert "holds: nothing yet" in capsys.readouterr().out
         assert not (tmp_path / "run").exists()

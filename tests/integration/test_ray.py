@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import orjson
@@ -18,10 +17,12 @@ from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, RollstreamError
 from rollstream.generation.runner import as_config, generate, run_generation
 from rollstream.store.summary import read_failures, read_status
+from rollstream.testing.stub_faults import Latency
 from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.testing.text_rules import answer_by_text
-from tests.faults.runs import overrides, stub_server, write_prompts
+from tests.faults.runs import overrides, stub_in_thread, write_prompts
 from tests.integration.test_images import overrides as image_overrides
+from tests.support.until import wait_until
 from tests.unit.chat.vision import IMAGE_PAD, load_model, png, write_model
 
 ray = pytest.importorskip("ray")
@@ -151,13 +152,13 @@ class Command:
             self.process.wait()
 
     def wait_for(self, run_dir: Path, done: int) -> None:
-        deadline = time.monotonic() + 120
-        while True:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
+        def has_done() -> bool:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
             with contextlib.suppress(RollstreamError, FileNotFoundError):  # it is not there yet
-                if read_status(run_dir).completed >= done:
-                    return
-            time.sleep(0.05)
+                return read_status(run_dir).completed >= done
+            return False
+
+        wait_until(has_done, every=0.05)
 
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -167,11 +168,11 @@ class Command:
 def test_what_ray_says_is_in_the_log_file_and_not_on_the_terminal(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 80)
     run_dir = tmp_path / "run"
-    with stub_server("--response-tokens", "16", "--latency", "fixed:0.2") as url:
+    with stub_in_thread(response_tokens=16, latency=Latency("fixed", 0.5)) as server:
         arguments = overrides(
             run_dir,
             prompts,
-            url,
+            server.url,
             generation__executor="ray",
             generation__max_in_flight=8,
             actor_rollout_ref__rollout__agent__num_workers=1,
@@ -181,7 +182,8 @@ def test_what_ray_says_is_in_the_log_file_and_not_on_the_terminal(tmp_path: Path
             command.wait_for(run_dir, 8)
             pids = [one.pid for one in command.family() if one.cmdline()[:1][0].startswith("ray::WorkerHost")]
             os.kill(pids[0], signal.SIGKILL)
-            output, _ = command.process.communicate(timeout=100)
+            server.latency = Latency()
+            output, _ = command.process.communicate(timeout=240)
     assert orjson.loads(output)["completed"] == 80  # and nothing else
     (log,) = (run_dir / "logs").glob("attempt-*.log")
     for said in ("raylet: A worker died", "Started a local Ray instance"):
@@ -193,11 +195,11 @@ def test_what_ray_says_is_in_the_log_file_and_not_on_the_terminal(tmp_path: Path
 def test_stopped_killed_and_resumed(tmp_path: Path) -> None:
     """Ctrl-C reaches the whole process group, as from a terminal; then kill -9 of the driver alone."""
     prompts = write_prompts(tmp_path / "prompts.jsonl", 80)
-    with stub_server("--response-tokens", "16", "--latency", "fixed:0.2") as url:
+    with stub_in_thread(response_tokens=16, latency=Latency("fixed", 0.5)) as server:
         arguments = overrides(
             tmp_path / "run",
             prompts,
-            url,
+            server.url,
             actor_rollout_ref__rollout__n=2,
             generation__executor="ray",
             generation__max_in_flight=8,
@@ -208,21 +210,22 @@ def test_stopped_killed_and_resumed(tmp_path: Path) -> None:
             first.wait_for(tmp_path / "run", 20)
             family = first.family()
             os.killpg(first.process.pid, signal.SIGINT)
-            output, _ = first.process.communicate(timeout=60)
+            output, _ = first.process.communicate(timeout=240)
             assert first.process.returncode == 130, first.log.read_text()[-3000:]
         stopped = orjson.loads(output)
         assert 20 <= stopped["completed"] < 160
         assert stopped["failed"] == 0
         assert "dropped" not in first.log.read_text()  # what was in flight was finished
-        assert psutil.wait_procs(family, timeout=20)[1] == []
+        assert psutil.wait_procs(family, timeout=60)[1] == []
 
         with Command(arguments, tmp_path) as second:
             second.wait_for(tmp_path / "run", stopped["completed"] + 20)
             family = [process for process in second.family() if process.name() not in _LATE]
             second.process.kill()
-            second.process.communicate(timeout=20)
-        assert psutil.wait_procs(family, timeout=20)[1] == []  # workers and cluster go with their driver
+            second.process.communicate(timeout=240)
+        assert psutil.wait_procs(family, timeout=60)[1] == []  # workers and cluster go with their driver
 
+        server.latency = Latency()
         with Command(arguments, tmp_path) as third:
             output, _ = third.process.communicate(timeout=240)
             assert third.process.returncode == 0, third.log.read_text()[-3000:]

@@ -7,8 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,8 @@ from rollstream.demo import MODEL_PATH
 from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.trajectory import Completion, SamplingParams
+from tests.support.processes import children, is_running
+from tests.support.until import until, wait_until
 
 pytest.importorskip("openvino_genai")
 
@@ -112,24 +113,6 @@ def worst(one: list[float], two: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, two, strict=True))
 
 
-def until(check: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 async def load_of(session: aiohttp.ClientSession, url: str) -> int:
     async with session.get(f"{url}/get_load") as response:
         count: int = (await response.json())[0]["num_reqs"]
@@ -137,9 +120,10 @@ async def load_of(session: aiohttp.ClientSession, url: str) -> int:
 
 
 async def until_loaded(session: aiohttp.ClientSession, url: str, count: int) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while await load_of(session, url) != count:
-            await asyncio.sleep(0.01)
+    async def is_so() -> bool:
+        return await load_of(session, url) == count
+
+    await until(is_so)
 
 
 # OpenAI's client
@@ -447,14 +431,14 @@ async def test_a_signal_ends_it_in_good_order(tmp_path: Path, number: int) -> No
                 assert response.status == 503
                 assert "shutting down" in (await response.json())["error"]["message"]
     assert (code, printed) == (0, b"")
-    until(lambda: not running(worker))
+    wait_until(lambda: not is_running(worker))
     assert "Traceback" not in served.log.read_text()
 
 
 def test_a_signal_while_the_model_is_loaded_ends_it(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([*COMMAND, "--log-dir", str(tmp_path)], stdout=log, stderr=log)
-    until(lambda: process.poll() is not None or (tmp_path / "engine-openvino.log").exists())
+    wait_until(lambda: process.poll() is not None or (tmp_path / "engine-openvino.log").exists())
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
     assert "Traceback" not in (tmp_path / "log").read_text()
@@ -475,7 +459,7 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     (worker,) = children(pid)
     parent.kill()
     parent.communicate()
-    until(lambda: not running(pid) and not running(worker))
+    wait_until(lambda: not is_running(pid) and not is_running(worker))
 
 
 def test_a_key_a_name_and_a_limit(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,10 @@ from rollstream.generation.runner import as_config, generate, run_generation
 from rollstream.generation.tracking import Staged, TrackedRun
 from rollstream.store.run_dir import lock_run
 from rollstream.store.validate import validate_run
-from tests.faults.runs import overrides, stub_server, write_prompts
+from rollstream.testing.stub_faults import Latency
+from tests.faults.runs import overrides, stub_in_thread, write_prompts
 from tests.integration.test_generation import PAIRS, config, write_sums
+from tests.support.until import until, wait_until
 from tests.unit.generation.test_tracking import Recorder, Stuck
 from tests.unit.integrations.tracking.test_tensorboard import scalars
 
@@ -34,8 +35,8 @@ REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info)
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with stub_server("--response-tokens", "16", "--latency", "fixed:0.05") as url:
-        yield url
+    with stub_in_thread(response_tokens=16, latency=Latency("fixed", 0.05)) as server:
+        yield server.url
 
 
 @pytest.fixture
@@ -337,9 +338,7 @@ async def test_an_upload_that_hangs_ends_with_the_signal(
     try:
         with caplog.at_level(logging.INFO, "rollstream"):
             task = asyncio.ensure_future(generate(as_config(run), stop=stop))
-            async with asyncio.timeout(60):
-                while "uploading" not in caplog.text:
-                    await asyncio.sleep(0.01)
+            await until(lambda: "uploading" in caplog.text)
             stop._receive(15)
             result = await task  # the upload hangs until the test ends
         assert (result.completed, result.uploaded) == (24, None)
@@ -397,14 +396,6 @@ def test_wandb_offline_from_the_command_line(
     assert validate_run(tmp_path / "run").sound
 
 
-def eventually(is_so: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
-    end = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < end
-        assert process.poll() is None, "it ended first"
-        time.sleep(0.01)
-
-
 def has_done(content: bytes) -> bool:
     """Whether a whole line says that something is done, but not all."""
     whole = content[: content.rfind(b"\n") + 1].splitlines()
@@ -415,8 +406,8 @@ def has_done(content: bytes) -> bool:
 def test_a_killed_run_goes_on_in_the_same_tracks(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 300)
     root = tmp_path / "run"
-    with stub_server("--response-tokens", "32", "--latency", "fixed:0.2") as url:
-        words = overrides(root, prompts, url, trainer__logger="[jsonl]", generation__max_in_flight=8)
+    with stub_in_thread(response_tokens=32, latency=Latency("fixed", 0.5)) as server:
+        words = overrides(root, prompts, server.url, trainer__logger="[jsonl]", generation__max_in_flight=8)
         script = (
             "import sys\nfrom rollstream.generation import tracking\n"
             "tracking.Reporter.__init__.__kwdefaults__['every'] = 0.05\n"
@@ -425,13 +416,13 @@ def test_a_killed_run_goes_on_in_the_same_tracks(tmp_path: Path) -> None:
         process = subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.DEVNULL)
         metrics = root / "logs" / "metrics.jsonl"
         try:
-            eventually(lambda: metrics.exists() and has_done(metrics.read_bytes()), process)
+            wait_until(lambda: metrics.exists() and has_done(metrics.read_bytes()))
         finally:
             process.kill()
             process.wait(20)
         before = metrics.read_bytes()
         assert has_done(before)
-        words = overrides(root, prompts, url, trainer__logger="[jsonl]", generation__max_in_flight=300)
+        server.latency = Latency()
         done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, timeout=120)
         assert done.returncode == 0, done.stderr
     assert metrics.read_bytes().startswith(before)

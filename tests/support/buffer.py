@@ -1,6 +1,5 @@
 """Buffers for tests: as a process, or in the event loop of a test; and items for them."""
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -21,6 +20,7 @@ from rollstream.buffer.app import BufferServer
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.service import BufferOptions, Service
 from rollstream.web import Access, Limits
+from tests.support.until import until
 
 COMMAND = [sys.executable, "-m", "rollstream.cli", "buffer", "serve", "--json"]
 PATIENCE_S = 60.0
@@ -58,15 +58,6 @@ def named_group(rewards: Sequence[Any], **extra: Any) -> tuple[str, list[dict[st
         }
         for index, reward in enumerate(rewards)
     ]
-
-
-def until(check: Callable[[], Any], what: str = "", seconds: float = PATIENCE_S) -> Any:
-    """What `check` gives, as soon as it is true."""
-    deadline = time.monotonic() + seconds
-    while not (found := check()):
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what or check}"
-        time.sleep(0.02)
-    return found
 
 
 GENERATOR = """
@@ -141,14 +132,7 @@ class Served:
 
     async def until(self, check: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
         """What `check`, a coroutine function or not, gives, as soon as it is true."""
-        async with asyncio.timeout(seconds):
-            while True:
-                found = check()
-                if asyncio.iscoroutine(found):
-                    found = await found
-                if found:
-                    return found
-                await asyncio.sleep(0.01)
+        return await until(check, seconds)
 
 
 @contextlib.asynccontextmanager

@@ -20,7 +20,19 @@ def running(word: str) -> list[int]:
     return [pid for pid in pids if pid != os.getpid() and word in command_line(pid)]
 
 
-def are_gone(pids: Iterable[int], within: float = 10.0) -> bool:
+def is_running(pid: int) -> bool:
+    """Also not one that has ended and that nobody has asked about yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def are_gone(pids: Iterable[int], within: float = 60.0) -> bool:
     """Whether processes have ended; waits for that."""
     return holds_within(within, lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
