@@ -1,9 +1,22 @@
 """Processes of this machine, as tests look for them (Linux)."""
 
+import contextlib
 import os
+import resource
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def full_disk(after: int) -> Iterator[None]:
+    """This process cannot make a file longer than so many bytes (EFBIG: Python ignores SIGXFSZ)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (after, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def command_line(pid: int) -> str:

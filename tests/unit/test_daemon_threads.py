@@ -15,6 +15,7 @@ import pytest
 from rollstream import daemon_threads as module
 from rollstream.daemon_threads import CallsRefusedError, UserCalls
 from rollstream.errors import TransientError
+from tests.support.until import until
 
 FAR = 60.0
 """Seconds; more than any of this takes."""
@@ -35,12 +36,6 @@ async def calls(let_go: threading.Event) -> AsyncIterator[UserCalls]:
     let_go.set()
     await until(lambda: not calls.lost)
     calls.close()
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(FAR):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 async def in_the_loop() -> str:
@@ -134,8 +129,8 @@ async def test_waiting_for_a_thread_is_not_the_calls_time(
 ) -> None:
     monkeypatch.setattr(module, "THREADS", 1)
     running = asyncio.create_task(calls.run(let_go.wait, name="it", seconds=FAR))
-    waiting = asyncio.create_task(calls.run(lambda: 1, name="it", seconds=0.2))
-    assert (await calls.run(asyncio.Event().wait, name="other", seconds=0.3)).timed_out
+    waiting = asyncio.create_task(calls.run(lambda: 1, name="it", seconds=1.0))
+    assert (await calls.run(asyncio.Event().wait, name="other", seconds=1.2)).timed_out
     assert not waiting.done()  # had its time begun, it would be over
     let_go.set()
     assert (await waiting).value == 1

@@ -423,7 +423,7 @@ steps = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     answers=st.lists(steps, min_size=1, max_size=6),
     system=st.booleans(),

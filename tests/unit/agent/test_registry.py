@@ -1,20 +1,18 @@
 """Agent loops by name: from YAML files, with options, and what a run's identity sees of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollstream.agent import registry
-from rollstream.agent.base import AgentLoop
 from rollstream.agent.context import ContextAgent
 from rollstream.agent.registry import AgentLoops, LoopEntry, load_agent_loops, register
 from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.agent.tool_agent import ToolAgent
 from rollstream.errors import ConfigError
 from rollstream.trajectory import SamplingParams, Trajectory
-from tests.unit.agent.rollouts import completed, failed, make_row, make_worker, resources, says, started
+from tests.unit.agent.rollouts import completed, make_row, make_worker, resources, says, started
 
 SOURCE = """
 from rollstream.agent.single_turn import SingleTurnAgent
@@ -52,16 +50,6 @@ def write(tmp_path: Path) -> Callable[[str], str]:
         return str(file)
 
     return save
-
-
-@pytest.fixture
-def registered() -> Iterator[dict[str, type[AgentLoop]]]:
-    """What is registered, restored afterwards."""
-    AgentLoops()
-    before = dict(registry._registered)
-    yield registry._registered
-    registry._registered.clear()
-    registry._registered.update(before)
 
 
 def test_the_built_in_loops_are_known_and_an_unknown_name_has_its_nearest() -> None:
@@ -113,12 +101,11 @@ class OwnAgent(SingleTurnAgent):
 
 
 async def test_names_of_the_file_come_before_registered_ones_in_this_run_only(
-    write: Callable[[str], str], registered: dict[str, type[AgentLoop]]
+    write: Callable[[str], str],
 ) -> None:
     loops = AgentLoops(load_agent_loops(write("- {name: own_test_agent, _target_: 'loops.py:Hints'}")))
     assert loops.entry("own_test_agent").loop.__name__ == "Hints"
     assert AgentLoops().entry("own_test_agent").loop is OwnAgent
-    assert registered["own_test_agent"] is OwnAgent
     engine = await started(says("12"))
     mine = make_worker(resources(engine), loop="own_test_agent", loops=loops)
     others = make_worker(resources(engine), loop="own_test_agent")
@@ -158,16 +145,6 @@ def test_a_file_that_is_not_there_is_named_and_none_is_none(tmp_path: Path) -> N
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read as YAML"):
         load_agent_loops(str(tmp_path / "binary.yaml"))
-
-
-async def test_an_option_that_the_loop_does_not_take_is_the_rollouts_error(
-    write: Callable[[str], str],
-) -> None:
-    loops = AgentLoops(
-        load_agent_loops(write("- {name: it, _target_: rollstream.agent.context.ContextAgent, snapshots: 2}"))
-    )
-    worker = make_worker(resources(await started(says("12"))), loop="it", loops=loops)
-    assert "unexpected keyword argument 'snapshots'" in failed(await worker.run(make_row(), 0)).error
 
 
 def test_the_digest_changes_with_options_and_content(write: Callable[[str], str], tmp_path: Path) -> None:

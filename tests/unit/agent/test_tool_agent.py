@@ -10,7 +10,7 @@ from rollstream.agent.base import TurnLimits
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.errors import EngineError, TransientEngineError
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
-from rollstream.trajectory import Completion, Rollout, Trajectory
+from rollstream.trajectory import Completion, Trajectory
 from tests.unit.agent.rollouts import (
     FAR,
     call_text,
@@ -70,16 +70,6 @@ async def play(*answers: str, tools: ToolBox | None = None, **given: Any) -> tup
     engine = await started(says(*answers))
     worker = make_worker(resources(engine, tools=tools, **given))
     return engine, completed(await worker.run(make_row(), 0)).final
-
-
-async def test_an_answer_without_calls_ends_it(tmp_path: Path) -> None:
-    async with opened(functions(tmp_path, TOOLS)) as box:
-        engine, made = await play("12", tools=box)
-    assert (made.finish_reason, made.num_turns, made.metrics.tool_calls) == ("stop", 2, 0)
-    assert made.response_ids == demo_tokenizer().encode("12<|im_end|>")
-    assert "add" in demo_tokenizer().decode(made.prompt_ids)
-    assert not made.extra
-    assert len(engine.requests) == 1
 
 
 async def test_calls_in_one_answer_run_at_once_and_answer_in_order() -> None:
@@ -390,25 +380,3 @@ async def test_a_cancelled_rollout_releases_what_was_begun(where: str) -> None:
         assert tool.tool.done.count("release") == 1
         assert not asyncio.all_tasks() - before
     assert engine.in_flight == 0
-
-
-async def test_a_row_without_tools_and_a_run_without_log_probs() -> None:
-    engine = await started(says("12"))
-    worker = make_worker(resources(engine), logprobs=False, seed=None)
-    made = completed(await worker.run(make_row(), 0)).final
-    assert made.response_logprobs is None
-    assert (made.finish_reason, engine.requests[0].sampling.seed) == ("stop", None)
-
-
-async def test_the_same_seed_is_the_same_rollout_and_repeats_differ() -> None:
-    async def run() -> list[Rollout]:
-        engine = await started(says(call_text("it"), "12"))
-        async with opened([class_tool(Recorder)]) as box:
-            worker = make_worker(resources(engine, tools=box))
-            return [completed(await worker.run(make_row(), repeat)) for repeat in range(2)]
-
-    one, two = await run(), await run()
-    for first, second in zip(one, two, strict=True):
-        assert first.final.response_ids == second.final.response_ids
-        assert first.final.response_logprobs == second.final.response_logprobs
-    assert one[0].final.response_logprobs != one[1].final.response_logprobs

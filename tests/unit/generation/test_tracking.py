@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from rollstream.generation.tracking import (
     Tracker,
     TrackerOffError,
 )
+from tests.support.until import until
 from tests.unit.generation.test_progress import snapshot
 
 CREATED = "2026-01-02T03:04:05Z"
@@ -104,12 +105,6 @@ class Raising(Recorder):
             raise self.error
 
 
-async def eventually(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not is_so():
-            await asyncio.sleep(0.005)
-
-
 def begun(**trackers: Tracker) -> Reporter:
     reporter = Reporter(trackers, None)
     reporter.begin(RUN, CREATED)
@@ -181,7 +176,7 @@ async def test_one_that_hangs_is_left_behind(
     assert good.ended is True
     stuck.release.set()
     report(reporter, 2)
-    await eventually(lambda: not is_alive("stuck"))
+    await until(lambda: not is_alive("stuck"))
     # It came back, and was told nothing any more.
     assert (len(stuck.steps), stuck.ended) == {"open": (0, None), "log": (1, None), "close": (2, True)}[where]
 
@@ -197,7 +192,7 @@ async def test_reporting_to_one_that_hangs_costs_nothing_and_is_counted(
     reporter = begun(stuck=stuck)
     try:
         report(reporter, 0)
-        await eventually(stuck.reached.is_set)
+        await until(stuck.reached.is_set)
         report(reporter, *range(10_000))
         assert reporter.threads["stuck"].dropped == 10_000 - QUEUE_REPORTS
         assert caplog.text.count("is slow") == 1
@@ -228,7 +223,7 @@ async def test_work_for_one_that_fails_does_not_wait_for_ever() -> None:
     stuck = Stuck("open")
     stuck.error = ValueError("no log-in")
     reporter = begun(stuck=stuck)
-    await eventually(stuck.reached.is_set)
+    await until(stuck.reached.is_set)
     work = asyncio.ensure_future(reporter.threads["stuck"].call(str))
     await asyncio.sleep(0)
     stuck.release.set()
@@ -261,7 +256,7 @@ async def test_reports_are_told_now_and_then_and_at_the_end() -> None:
         return snapshot(done=done, saved_batches=1, unsealed_rows=7)
 
     work = asyncio.ensure_future(reporter.run(observe, Engine(EngineLoad(5, 6))))
-    await eventually(lambda: len(tracker.figures) > 3)
+    await until(lambda: len(tracker.figures) > 3)
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await work
@@ -283,7 +278,7 @@ async def test_an_engine_that_never_says_its_load_is_done_without(monkeypatch: p
     reporter = Reporter({"one": tracker}, None, every=0.01)
     reporter.begin(RUN, CREATED)
     work = asyncio.ensure_future(reporter.run(snapshot, Engine(None)))
-    await eventually(lambda: len(tracker.figures) > 1)
+    await until(lambda: len(tracker.figures) > 1)
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
     await reporter.close(succeeded=True, stop=asyncio.Event())

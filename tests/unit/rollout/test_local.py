@@ -240,7 +240,6 @@ async def test_deadly_requests_are_found_and_nobody_else_is_charged(
         harness = Harness(run, engine, tokenizer, max_in_flight=8)
         try:
             await harness.executor.run(run.state.keys.owed(rows[:20], retry_failed=False))
-            assert harness.worker._isolator.suspects == 0
             engine.peak_in_flight = 0
             await harness.executor.run(run.state.keys.owed(rows, retry_failed=False))
             assert engine.peak_in_flight > 4  # full concurrency again

@@ -66,15 +66,6 @@ def test_a_template_that_tells_of_no_tools_is_refused() -> None:
         made.check({"context_agent"}, demo_tokenizer(), show_tools=True, images=True)
 
 
-def test_options_that_a_loop_does_not_take_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "loops.yaml").write_text(
-        "- {name: mine, _target_: rollstream.agent.context.ContextAgent, max_snapshot: 3}"
-    )
-    made = agents(rollout("agent.agent_loop_config_path", tmp_path / "loops.yaml"))
-    with pytest.raises(ConfigError, match=r"'mine' cannot be made .*'max_snapshot'"):
-        made.check({"mine"}, demo_tokenizer(), show_tools=True, images=False)
-
-
 def test_a_loop_that_needs_tools_is_refused_without_any() -> None:
     with pytest.raises(ConfigError, match="'tool_agent' has neither tools nor interactions: set tool_config"):
         agents().check({"single_turn_agent", "tool_agent"}, demo_tokenizer(), show_tools=True, images=False)

@@ -3,7 +3,6 @@
 from collections import Counter
 from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -114,9 +113,8 @@ class DispatchMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """From any state, one worker that lives ends the run."""
         for worker in list(self.alive):
-            self.queue.worker_lost(worker)
+            self.at_store += [key for key, _ in self.queue.worker_lost(worker)]
             self.alive.pop(worker)
-        self.at_store.extend(self.queue._at_store - set(self.at_store))
         self.last += 1
         self.queue.add(self.last)
         self.queue.expected = 1
@@ -135,7 +133,7 @@ class DispatchMachine(RuleBasedStateMachine):
         assert self.settled == Counter(self.owed)
 
 
-DispatchMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+DispatchMachine.TestCase.settings = settings(max_examples=75, stateful_step_count=60, deadline=None)
 TestDispatch = DispatchMachine.TestCase
 
 
@@ -258,26 +256,6 @@ def test_others_go_on_while_suspects_are_tried() -> None:
     assert sum(len(got) for got in given.values()) == 2
 
 
-def test_places_are_kept_for_workers_that_are_about_to_come() -> None:
-    queue = WorkQueue(iter(keys(40)), cap=8, max_charges=3)
-    queue.expected = 4
-    queue.add(1)
-    assert len(queue.assign()[1]) == 2
-    queue.expected = 1  # they don't come
-    assert len(queue.assign()[1]) == 6
-
-
-def test_a_new_worker_gets_what_becomes_free() -> None:
-    queue = WorkQueue(iter(keys(40)), cap=8, max_charges=3)
-    queue.add(1)
-    held = queue.assign()[1]
-    queue.add(2)
-    for key in held[:4]:
-        queue.receive(1, key)
-        queue.commit(key)
-    assert {worker: len(got) for worker, got in queue.assign().items()} == {2: 4}
-
-
 def test_after_a_stop_nothing_is_given_out_and_the_lost_stay_owed() -> None:
     queue = WorkQueue(iter(keys(10)), cap=4, max_charges=3)
     queue.add(1)
@@ -291,14 +269,6 @@ def test_after_a_stop_nothing_is_given_out_and_the_lost_stay_owed() -> None:
         queue.receive(2, key)
         queue.commit(key)
     assert queue.is_finished
-
-
-def test_settling_what_has_not_arrived_is_a_mistake() -> None:
-    queue = WorkQueue(iter(keys(2)), cap=4, max_charges=3)
-    queue.add(1)
-    queue.assign()
-    with pytest.raises(KeyError):
-        queue.commit(RolloutKey(0, 0))
 
 
 def test_who_leaves_for_want_of_an_engine_makes_nobody_a_suspect() -> None:

@@ -65,6 +65,14 @@ def keys_in(path: Path) -> list[tuple[int, int, int]]:
     return list(zip(*(table[name].to_pylist() for name in table.column_names), strict=True))
 
 
+def flip(path: Path, share: float = 0.5, mask: int = 0xFF) -> bytes:
+    """Damages one byte of a file; what is in it now."""
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * share)] ^= mask
+    path.write_bytes(data)
+    return bytes(data)
+
+
 async def commit_all(
     root: Path,
     records: Sequence[Rollout | Failure],

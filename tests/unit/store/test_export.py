@@ -15,7 +15,7 @@ from rollstream.store.merge import MergeCancelledError, merge_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.summary import write_checkpoint
 from rollstream.store.validate import validate_run
-from tests.unit.store.fabric import commit_all, failure, keys_in, open_dir, rollout
+from tests.unit.store.fabric import commit_all, failure, flip, keys_in, open_dir, rollout
 
 
 def set_total(root: Path, total: int) -> None:
@@ -128,19 +128,13 @@ async def test_while_a_run_writes_and_without_anything_done(tmp_path: Path) -> N
         lock.release()
 
 
-def damage(path: Path, at: float) -> None:
-    data = bytearray(path.read_bytes())
-    data[int(len(data) * at)] ^= 0xFF
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("at", [0.1, 0.2, 0.4, 0.6, 0.8, 0.99])
 async def test_a_damaged_batch_is_an_error_or_shows_what_was_written(tmp_path: Path, at: float) -> None:
     run = await finished(tmp_path / "run")
     whole = {index: find_trajectory(run, index).row for index in range(2)}
     export_run(run, "jsonl", tmp_path / "whole")
     RunPaths(run).artifact.unlink()
-    damage(RunPaths(run).batch(0), at)
+    flip(RunPaths(run).batch(0), at)
     for index in range(2):
         try:
             assert find_trajectory(run, index).row == whole[index]
@@ -158,7 +152,7 @@ async def test_a_damaged_batch_is_an_error_or_shows_what_was_written(tmp_path: P
 async def test_a_damaged_journal_is_an_error(tmp_path: Path) -> None:
     run = await unfinished(tmp_path / "run")
     journal = RunPaths(run).journal(RunPaths(run).journal_numbers()[-1])
-    damage(journal, 0.4)
+    flip(journal, 0.4)
     with pytest.raises(DamageError, match=journal.name):
         export_run(run, "jsonl", tmp_path / "x")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -42,7 +42,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("journal") / "000000.rsj"
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(bodies)
 def test_cut_at_every_byte_gives_exactly_the_whole_frames(path: Path, bodies: list[bytes]) -> None:
     data, ends = build(bodies)

@@ -17,6 +17,7 @@ from rollstream.errors import (
     DamageError,
     IdentityMismatchError,
     RunDirectoryError,
+    StorageError,
 )
 from rollstream.store.export.files import read_rows
 from rollstream.store.lock import RunLock
@@ -27,7 +28,8 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_failures, read_status, write_checkpoint
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Failure, Rollout
-from tests.unit.store.fabric import N, commit_all, failure, open_dir, rollout
+from tests.support.processes import full_disk
+from tests.unit.store.fabric import N, commit_all, failure, flip, open_dir, rollout
 
 Work = list[Rollout | Failure]
 
@@ -188,10 +190,7 @@ async def test_a_shard_in_use_is_waited_for_by_a_person(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [0.1, 0.35, 0.6, 0.85])
 async def test_damage_in_a_shard_is_found(tmp_path: Path, at: float) -> None:
     roots = await write_shards(tmp_path, work_of(4), 2)
-    batch = RunPaths(roots[0]).batch(0)
-    data = bytearray(batch.read_bytes())
-    data[int(len(data) * at)] ^= 1
-    batch.write_bytes(data)
+    flip(RunPaths(roots[0]).batch(0), at)
     with pytest.raises(DamageError, match=r"shard0.*batch_000000"):
         merge_shards(roots, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shard0", "shard1"]
@@ -246,20 +245,6 @@ def test_killed_it_can_be_run_again(tmp_path: Path, calls: int) -> None:
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     roots = asyncio.run(write_shards(tmp_path, work_of(40), 2))
-    program = (
-        "import resource, signal, sys\n"
-        "from pathlib import Path\n"
-        "from rollstream.errors import StorageError\n"
-        "from rollstream.store.merge_shards import merge_shards\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000))\n"
-        "try:\n"
-        "    merge_shards([Path(word) for word in sys.argv[2:]], Path(sys.argv[1]))\n"
-        "except StorageError as error:\n"
-        "    print(error)\n"
-    )
-    words = [sys.executable, "-c", program, str(tmp_path / "out"), *map(str, roots)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "File too large" in done.stdout
+    with full_disk(12_000), pytest.raises(StorageError, match="File too large"):
+        merge_shards(roots, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shard0", "shard1"]

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import sys
 
 from mcp.server import MCPServer
@@ -58,12 +57,7 @@ def secret() -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "stubborn":  # neither the end of its input nor SIGTERM ends it
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print(os.getpid(), file=sys.stderr, flush=True)
-        while True:
-            signal.pause()
-    elif sys.argv[1] == "stdio":
+    if sys.argv[1] == "stdio":
         server.run("stdio")
     else:
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))

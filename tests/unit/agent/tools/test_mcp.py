@@ -1,6 +1,4 @@
 import asyncio
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +22,8 @@ from rollstream.agent.tools.mcp import (
     read_mcp_server,
 )
 from rollstream.errors import ConfigError
+from tests.support.processes import is_running
+from tests.support.until import until
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 NAMES = ["add", "pid", "fail", "leave", "sleep", "draw", "secret"]
@@ -34,24 +34,9 @@ def stdio(*args: str, **settings: Any) -> McpServer:
     return McpServer(McpServerSettings("test", **{**command, **settings}), "tools[0]")
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
-        return stat.read().rpartition(")")[2].split()[0] != "Z"
-
-
 async def run(server: McpServer, name: str, **arguments: Any) -> Any:
     tool = McpTool(server, {"type": "function", "function": {"name": name}})
     return await tool.execute("id", arguments)
-
-
-async def gone(pid: int) -> None:
-    async with asyncio.timeout(60):
-        while alive(pid):
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -89,7 +74,7 @@ async def test_one_process_serves_all_and_ends_with_close(server: McpServer) -> 
     assert len(pids) == 1
     pid = int(pids.pop())
     await server.close()
-    assert not alive(pid)
+    assert not is_running(pid)
     await server.close()
     with pytest.raises(ToolError, match="closed"):
         await run(server, "pid")
@@ -105,17 +90,6 @@ async def test_a_server_that_dies_in_a_call_is_started_for_the_next(server: McpS
         await beside
     after = (await run(server, "pid")).text
     assert after != before
-
-
-async def test_a_server_that_died_meanwhile_is_started_without_a_word(server: McpServer) -> None:
-    before = int((await run(server, "pid")).text)
-    connection = server._connection
-    assert connection is not None
-    os.kill(before, signal.SIGKILL)
-    async with asyncio.timeout(60):
-        while connection.usable:
-            await asyncio.sleep(0.001)
-    assert int((await run(server, "pid")).text) != before
 
 
 async def test_a_call_that_is_given_up_leaves_the_session_usable(server: McpServer) -> None:
@@ -136,34 +110,31 @@ async def test_closing_ends_calls_under_way(server: McpServer) -> None:
         await beside
 
 
-async def test_closing_while_it_connects_ends_the_process() -> None:
-    server = stdio("stubborn")
+STUBBORN = "trap '' TERM; echo $$ | tee $0 >&2; while :; do sleep 1; done"
+"""Neither the end of its input nor SIGTERM ends it."""
+
+
+async def test_closing_while_it_connects_ends_the_process(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    server = stdio(command="sh", args=("-c", STUBBORN, str(file)))
     calling = asyncio.create_task(run(server, "add", a=1))
-    async with asyncio.timeout(60):
-        while server._connection is None or not server._connection._stderr:
-            await asyncio.sleep(0.001)
-    pid = int(server._connection._stderr[0])
-    assert alive(pid)
+    pid = int(await until(lambda: file.exists() and file.read_text().strip()))
+    assert is_running(pid)
     await server.close()
     with pytest.raises(ToolError, match="ended while it was being connected"):
         await calling
-    await gone(pid)
+    await until(lambda: not is_running(pid))
 
 
 async def test_a_server_that_never_shakes_hands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_connection, "CONNECT_TIMEOUT", 2.0)
-    code = (  # as `stubborn`, without the seconds that it takes to import a server
-        "import os, signal, sys\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "print(os.getpid(), file=sys.stderr, flush=True)\n"
-        "while True: signal.pause()\n"
-    )
-    server = stdio(args=("-c", code))
+    server = stdio(command="sh", args=("-c", STUBBORN, "/dev/null"))
     with pytest.raises(
         ConfigError, match=r"tools\[0\]: the MCP server test cannot be used \(TimeoutError"
     ) as error:
         await server.list_tools()
-    await gone(int(str(error.value).rpartition("ends: ")[2].rstrip(")")))
+    pid = int(str(error.value).rpartition("ends: ")[2].rstrip(")"))
+    await until(lambda: not is_running(pid))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
 import asyncio
-import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -8,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollstream import daemon_threads as calls_module
 from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool, ToolError, ToolResponse
 from rollstream.agent.tools.functions import FunctionTool
 from rollstream.agent.tools.session import ToolSession, read_row_arguments, select_tools
@@ -31,21 +29,6 @@ def change(items: list[int]) -> None:
     items.append(0)
 
 
-class Silent:
-    def __str__(self) -> str:
-        raise SystemExit("no")
-
-
-THINGS: dict[str, Any] = {
-    "bytes": b"\xff",
-    "huge": "x" * 10_000_000,
-    "silent": Silent(),
-    "none": None,
-    "nan": ("a", float("nan")),
-    "surrogate": "\ud800",
-    "tuple": (1, 2, 3, 4),
-    "generator": (x for x in ()),
-}
 ERRORS = {
     "value": ValueError("two\nlines"),
     "exit": SystemExit(1),
@@ -108,35 +91,6 @@ async def test_calls_that_cannot_be_made() -> None:
         assert len(results[5].text) < 200
         empty = ToolBox().session(tools_kwargs={}, selection=None, request_id="r")
         assert (await empty.run([call("a")]))[0].text == "Error: unknown tool 'a'. There are no tools."
-
-
-async def test_whatever_it_returns_becomes_bounded_text() -> None:
-    def give(what: str) -> Any:
-        return THINGS[what]
-
-    async with opened([function_of(give)], max_response_length=100) as box:
-        session = session_of(box)
-        names = ["bytes", "huge", "silent", "none", "nan", "surrogate", "tuple", "generator"]
-        results = dict(
-            zip(names, await session.run([call("give", what=name) for name in names]), strict=True)
-        )
-        for result in results.values():
-            assert len(result.text) <= 100 and result.reward is None
-            assert json.loads(json.dumps(result.text, ensure_ascii=False).encode()) == result.text
-        texts = {name: result.text for name, result in results.items()}
-        huge = texts.pop("huge")
-        assert huge.startswith("xx") and "...(truncated)..." in huge
-        assert texts == {
-            "bytes": "\ufffd",
-            "silent": "Error: SystemExit: no",
-            "none": "None",
-            "nan": "a",
-            "surrogate": "\ufffd",
-            "tuple": texts["tuple"],
-            "generator": "Error: TypeError: the tool returned a generator, want text or a ToolResponse",
-        }
-        assert texts["tuple"].startswith("Error: TypeError: the tool returned a tuple of 4")
-        assert {name for name, result in results.items() if result.error} == {"silent", "tuple", "generator"}
 
 
 async def test_whatever_it_raises_becomes_text(caplog: pytest.LogCaptureFixture) -> None:
@@ -249,7 +203,7 @@ async def test_what_was_not_created_has_no_reward_and_is_tried_again() -> None:
 
 async def test_a_create_that_does_not_end_is_released() -> None:
     entry = class_tool(Recorder, create="hang")
-    async with opened([entry], timeout=0.05) as box:
+    async with opened([entry], timeout=0.2) as box:
         session = session_of(box)
         results = await session.run([call("it"), call("it")])
         assert [result.error for result in results] == ["timeout", "timeout"]
@@ -260,7 +214,7 @@ async def test_a_create_that_does_not_end_is_released() -> None:
 
 async def test_ends_that_hang_are_bounded() -> None:
     entry = class_tool(Recorder, calc_reward="hang", release="hang")
-    async with opened([entry], timeout=0.05) as box:
+    async with opened([entry], timeout=0.2) as box:
         session = session_of(box)
         await session.run([call("it")])
         assert await session.close() == {}
@@ -283,20 +237,6 @@ async def test_a_cancellation_while_it_ends_does_not_stop_the_release() -> None:
             await task
         assert entry.tool.done[-1] == "release"
         assert await session.close() == {"it": 1.0}
-
-
-async def test_a_tool_that_hangs_for_good_is_refused_alone(
-    let_go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calls_module, "MAX_LOST", 1)
-    async with opened(hanging(let_go), timeout=1.0) as box:
-        session = session_of(box)
-        await session.run([call("hang")])
-        refused, added = await session.run([call("hang"), call("add", a=1)])
-        assert (
-            refused.text == "Error: hang: 1 earlier calls still hang; it is not called until some of them end"
-        )
-        assert (refused.error, added.text) == ("exception", "2")
 
 
 async def test_messages_are_copied_for_who_takes_them() -> None:

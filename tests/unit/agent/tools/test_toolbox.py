@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from rollstream.agent.tools.mcp import McpServer, McpServerSettings
 from rollstream.agent.tools.toolbox import (
     ClassTool,
     McpEntry,
@@ -85,19 +84,6 @@ async def test_all_kinds_together(load: Any) -> None:
     with pytest.raises(RuntimeError, match="closed"):
         box.session(tools_kwargs={}, selection=None, request_id="r")
     assert len(asyncio.all_tasks()) == 1
-
-
-async def test_a_server_that_hangs_is_a_timeout() -> None:
-    server = McpServer(McpServerSettings("test", command=sys.executable, args=(SERVER, "stdio")), "here")
-    box = ToolBox([McpEntry((server,), None, "here")], ToolLimits(timeout=2.0))
-    await box.describe()
-    await server.call("pid", {})  # so that starting it is not a part of what follows
-    session = box.session(tools_kwargs={}, selection=["sleep", "fail"], request_id="r")
-    slept, failed = await session.run([call("sleep"), call("fail")])
-    assert (slept.error, slept.text) == ("timeout", "Error: sleep did not answer within 2 seconds.")
-    assert (failed.error, failed.text.startswith("Error: ")) == ("exception", True)
-    await session.close()
-    await box.close()
 
 
 def test_the_digest_follows_what_decides(load: Any, tmp_path: Path) -> None:

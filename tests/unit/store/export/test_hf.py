@@ -52,7 +52,7 @@ def wanted(artifact: Path) -> list[dict[str, Any]]:
     return rows
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run=runs(), per_file=st.integers(1, 9))
 def test_it_is_the_artifact(tmp_path: Path, run: list[Rollout], per_file: int) -> None:
     artifact = write_artifact(tmp_path / "a.parquet", run)

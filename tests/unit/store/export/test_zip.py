@@ -11,7 +11,7 @@ from rollstream.store.export.files import export_zip, zip_batches
 from rollstream.store.export.run import export_run
 from rollstream.store.merge import MergeCancelledError
 from rollstream.store.paths import RunPaths
-from tests.unit.store.test_export import finished, unfinished
+from tests.unit.store.test_export import finished
 
 
 async def test_the_export_has_the_artifact_and_the_summary(tmp_path: Path) -> None:
@@ -25,14 +25,6 @@ async def test_the_export_has_the_artifact_and_the_summary(tmp_path: Path) -> No
         for name in archive.namelist():
             assert archive.read(name) == (run / name).read_bytes()
     assert export_run(run, "zip").rows == 6  # again: replaced
-
-
-async def test_an_unfinished_run_is_exported_elsewhere(tmp_path: Path) -> None:
-    run = await unfinished(tmp_path / "run")
-    done = export_run(run, "zip", tmp_path / "so_far.zip")
-    assert done.rows == 4
-    with zipfile.ZipFile(tmp_path / "so_far.zip") as archive:
-        assert archive.namelist() == ["trajectories.parquet", "checkpoint.json"]
 
 
 async def test_batches_of_a_run_that_is_not_merged(tmp_path: Path) -> None:
