@@ -5,7 +5,7 @@
 # make demo-train   TRL trains the demo model with batches generated ahead: held-out accuracy and its curve (2 GB)
 # make test   everything the tests need, then the tests
 # make test-quick   unit tests that are quick, in a few minutes
-# make test-soak   the long cases that `make test` leaves out: many kills, many rollouts, many examples
+# make test-soak   the long cases that `make test` leaves out: many kills, many rollouts, many examples; before a release
 # make env    the environment of the tests in .venv
 # make test-vllm   real vLLM servers on this CPU, in an environment of their own (3.4 GB), and their tests
 # make test-verl   verl in an environment of its own (2.5 GB), and the tests of its loops and of its files, and of Trackio
@@ -30,13 +30,15 @@ demo-buffer: .venv-demo/.buffer
 	.venv-demo/bin/python examples/buffer/demo.py --store $(STORE) $(DEMO_ARGS)
 demo-train: .venv-train/.done
 	.venv-train/bin/python -m demo_model.grpo $(DEMO_ARGS)
-# Unit tests two at a time; the others fill both cores themselves, and some watch the clock.
+# Two processes of tests at a time, one thread of torch in each. Tests of a file stay together, for the servers that
+# they start once, and so do those that start Ray.
+test: export OMP_NUM_THREADS ?= 1
 test: .venv/.done
 ifdef TEST_ARGS
 	.venv/bin/python -m pytest $(TEST_ARGS)
 else
 	.venv/bin/python -m pytest tests/unit -n 2
-	.venv/bin/python -m pytest tests/faults tests/integration tests/conformance tests/compat
+	.venv/bin/python -m pytest tests/faults tests/integration tests/conformance tests/compat -n 2 --dist loadgroup
 endif
 test-quick: .venv/.done
 	.venv/bin/python -m pytest tests/unit -m "not slow and not soak" $(TEST_ARGS)

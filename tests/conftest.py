@@ -23,6 +23,14 @@ def pytest_configure() -> None:
             signal.signal(number, lambda *_: None)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`: a file's tests share what they start once, and one cluster of Ray is enough at a time."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            group = "ray" if "ray" in item.path.stem else str(item.path)
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """The command line sets up logging for its process; in tests there are many in one."""

@@ -504,11 +504,6 @@ def test_a_buggy_hook_stops_the_reads_and_spares_the_groups(tmp_path: Path, hook
 # -- pipelined requests fail
 
 
-def test_pipelined_requests_are_answered_in_order(server: BufferProcess) -> None:
-    texts = [request_text("/buffer/write", orjson.dumps(item(n, 1, f"u{n}"))) for n in range(200)]
-    assert pipelined(server, texts, rb'"uid":"(u\d+)"') == [f"u{n}".encode() for n in range(200)]
-
-
 # -- what a user met
 
 

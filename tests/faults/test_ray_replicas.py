@@ -11,7 +11,6 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -205,12 +204,14 @@ async def test_want_of_room_is_said_and_leaves_nothing(
     others = [ray.util.placement_group([{"GPU": 2}]) for _ in range(3)]  # another program's
     for group in others:
         assert group.wait(30)
-    one, plan = launcher(cluster, tmp_path, launched, startup_timeout=1.0)
+    impatient, plan = launcher(cluster, tmp_path, launched, startup_timeout=1.0)
+    one, _ = launcher(cluster, tmp_path, launched)  # an actor's process needs its time, too
     try:
-        (plan, *_) = one.place([plan])
+        (plan, *_) = impatient.place([plan])
         with pytest.raises(EngineError, match=r"(?s)found no place .* within 1 s .*'GPU': 2\.0.*free are"):
-            await one.start(plan)
-        one._request = replace(one._request, startup_timeout=30.0)  # an actor's process needs its time, too
+            await impatient.start(plan)
+        await impatient.close()
+        (plan, *_) = one.place([plan])
         ray.util.remove_placement_group(others.pop())
         async with asyncio.timeout(60):  # its place comes when there is room, and waits for a start
             while True:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.serving import Served, serve
 from tests.without_torch import without_torch
 
 _FOUND = os.environ.get("PYTHONPATH", "")
@@ -21,3 +22,11 @@ def processes_start_sooner() -> Iterator[None]:
 @pytest.fixture
 def processes_find_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", _FOUND)
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One for all tests that leave it as it was."""
+    with serve(log=tmp_path_factory.mktemp("serve") / "log", env=without_torch()) as served:
+        yield served
+        assert "Traceback" not in served.log.read_text()

@@ -13,10 +13,7 @@ import pytest
 from demo_model.chats import CALCULATOR
 from rollstream.cli import main as cli
 from rollstream.demo import MODEL_PATH
-from rollstream.store.paths import RunPaths
-from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
-from tests.faults.runs import Runner
 
 ROWS, N = 64, 2
 
@@ -207,44 +204,3 @@ def test_a_changed_tool_is_another_run(folder: Path, tool_run: Path) -> None:
     assert (tool_run / "trajectories.parquet").read_bytes() == before
     again = run(words(tool_run, tools=folder / "tools.yaml"), folder)
     assert (again.returncode, orjson.loads(again.stdout)["generated"]) == (0, 0)
-
-
-@pytest.mark.slow
-def test_a_function_does_the_same_as_a_class(folder: Path, tool_run: Path) -> None:
-    done = run(words(folder / "function", tools=folder / "functions.py"), folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = rows_of(folder / "function")
-    assert [row["prompt_ids"] for row in rows] == [row["prompt_ids"] for row in rows_of(tool_run)]
-    assert mean_reward(rows) > 0.85
-    assert all("tool_scores" not in orjson.loads(row["extra"]) for row in rows)
-    refused = run(words(tool_run, tools=folder / "functions.py"), folder)
-    assert refused.returncode == 2
-    assert "functions.py has another content" in refused.stderr
-
-
-@pytest.mark.slow
-def test_a_killed_run_has_every_rollout_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLSTREAM_CACHE", str(folder / "cache"))
-    run_dir = folder / "killed"
-    arguments = words(
-        run_dir,
-        "generation.max_in_flight=8",
-        "generation.save_batch_size=16",
-        tools=folder / "tools.yaml",
-        n=4,
-    )
-    runner = Runner(arguments, log=folder / "killed.log")
-    batches = RunPaths(run_dir).batches
-    assert runner.wait_until(lambda: any(batches.glob("*.parquet"))), runner.output()[-3000:]
-    runner.kill()
-    half = read_status(run_dir).completed
-    assert 16 <= half < ROWS * 4
-    done = run(arguments, folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert orjson.loads(done.stdout)["generated"] == ROWS * 4 - half
-    rows = rows_of(run_dir)
-    assert [(row["index"], row["repeat"]) for row in rows] == [(i, r) for i in range(ROWS) for r in range(4)]
-    assert {row["trajectory"] for row in rows} == {0}
-    result = validate_run(run_dir)
-    assert result.sound, result.problems
-    assert not RunPaths(run_dir).damaged_files()

@@ -1,7 +1,6 @@
 """Engine `openai` through whole runs: with the demo model behind `rollstream serve`, and with a stub."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,15 @@ import pytest
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.cli import main as cli
 from rollstream.demo import MODEL_PATH
-from rollstream.engine.base import ChatPrompt
-from rollstream.engine.openai import OpenAIEngine
-from rollstream.engine.openai_wire import Turn
 from rollstream.errors import ConfigError, RollstreamError
 from rollstream.generation.runner import as_config, generate
 from rollstream.store.manifest import read_manifest
 from rollstream.store.validate import validate_run
 from rollstream.testing.stub_chat import ChatFault, ChatStub
-from rollstream.trajectory import SamplingParams
 from tests.integration.test_agents import FUNCTION, mean_reward, rows_of, run, words
 from tests.integration.test_images import TOOLS as LOOK
 from tests.integration.test_images import write_rows
-from tests.integration.test_serve import Served, question, serve
+from tests.support.serving import Served
 from tests.unit.chat.vision import CALL, write_model
 
 pytest.importorskip("openvino_genai")
@@ -37,12 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("openai")
     (path / "functions.py").write_text(FUNCTION)
     return path
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    with serve(log=folder / "serve.log") as served:
-        yield served
 
 
 def chat_words(served: Served, run_dir: Path, *more: str, tools: Path | None = None) -> list[str]:
@@ -121,27 +110,6 @@ def test_a_dry_run_says_what_it_is(folder: Path, served: Served, capsys: pytest.
     assert report["engine"]["token_ids"] is False
     assert report["identity"]["engine.token_exact"] is False
     assert not (folder / "dry").exists()
-
-
-async def test_a_cut_answer_goes_on_at_a_real_server(served: Served) -> None:
-    """A partial answer is the beginning of the model's own: greedy, it goes on as it would have."""
-    kwargs = {"continue_final_message": True}
-    engine = OpenAIEngine([served.url], model_path=str(MODEL_PATH), engine_kwargs=kwargs)
-    await engine.start()
-    try:
-        messages = question(37, 41)
-        greedy = SamplingParams(32, temperature=0.0, logprobs=False)
-        prompt = ChatPrompt(messages, TOKENIZER.render(messages))
-        whole = await engine.chat(prompt, greedy, request_id="a")
-        assert whole.message is not None
-        text = whole.message["content"]
-        assert len(text) >= 2
-        replica = engine._readiness.members[engine.replicas[0]].replica
-        turn = Turn(content=text[:1], pieces=1)
-        await replica._send(greedy, prompt, turn)
-        assert turn.content == text
-    finally:
-        await engine.close()
 
 
 def stub_words(stub: ChatStub, run_dir: Path, prompts: Path, **more: Any) -> list[str]:

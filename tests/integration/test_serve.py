@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import aiohttp
 import openai
 import orjson
-import pyarrow.parquet as pq
 import pytest
 
 from demo_model.chats import CALCULATOR
@@ -26,63 +24,14 @@ from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.trajectory import Completion, SamplingParams
 from tests.support.processes import children, is_running
-from tests.support.until import until, wait_until
+from tests.support.serving import COMMAND, Served, question, serve
+from tests.support.until import PATIENCE_S, until, wait_until
 
 pytest.importorskip("openvino_genai")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-COMMAND = [sys.executable, "-m", "rollstream.cli", "serve", "--port", "0"]
 TOKENIZER = load_tokenizer(str(MODEL_PATH))
 NEVER_ENDS = {"max_new_tokens": 3000, "ignore_eos": True}
-PATIENCE_S = 120.0
-
-
-def question(a: int, b: int) -> list[dict[str, Any]]:
-    text = f"State the final answer to the following arithmetic problem: {a} + {b} ="
-    return [{"role": "user", "content": text}]
-
-
-class Served:
-    """A server in a process."""
-
-    def __init__(self, *options: str, log: Path, env: dict[str, str] | None = None) -> None:
-        self.log = log
-        with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [*COMMAND, "--json", *options],
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env={**os.environ, **(env or {})},
-            )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, log.read_text()
-        self.ready: dict[str, Any] = orjson.loads(line)
-        self.url: str = self.ready["url"]
-
-    def stop(self, number: int = signal.SIGTERM) -> tuple[int, bytes]:
-        """Exit code, and what else it printed."""
-        self.process.send_signal(number)
-        assert self.process.stdout is not None
-        printed = self.process.stdout.read()
-        return self.process.wait(PATIENCE_S), printed
-
-
-@contextmanager
-def serve(*options: str, log: Path, env: dict[str, str] | None = None) -> Iterator[Served]:
-    served = Served(*options, log=log, env=env)
-    try:
-        yield served
-    finally:
-        if served.process.poll() is None:
-            served.stop()
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve(log=tmp_path_factory.mktemp("serve") / "log") as served:
-        yield served
-        assert "Traceback" not in served.log.read_text()
 
 
 @pytest.fixture
@@ -251,14 +200,6 @@ def test_errors_are_openais(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(**chat, user="me", metadata={"a": "b"}).choices
 
 
-async def test_a_body_of_100_megabytes_is_refused(served: Served) -> None:
-    async with aiohttp.ClientSession() as session:
-        body = b'{"text": "' + b"a" * 10**8 + b'"}'
-        async with session.post(f"{served.url}/generate", data=body) as response:
-            assert response.status == 413
-            assert "larger" in (await response.json())["error"]["message"]
-
-
 # Our own client
 
 
@@ -315,51 +256,6 @@ async def test_a_client_that_hangs_up_leaves_nothing_behind(served: Served) -> N
         with pytest.raises(asyncio.CancelledError):
             await task
         await until_loaded(session, served.url, 0)
-
-
-def generate(run_dir: Path, cache: Path, *words: str) -> list[dict[str, Any]]:
-    """The rows of a seeded run on the demo's prompts."""
-    command = [
-        *(sys.executable, "-m", "rollstream.cli", "generate", "--json"),
-        f"actor_rollout_ref.model.path={MODEL_PATH}",
-        "actor_rollout_ref.rollout.n=2",
-        "actor_rollout_ref.rollout.response_length=32",
-        "train_tasks=[{name: reasoning_gym, dataset: chain_sum, size: 32, seed: 7, config: "
-        "{min_terms: 2, max_terms: 2, min_digits: 2, max_digits: 2}}]",
-        f"trainer.default_local_dir={run_dir}",
-        "generation.seed=1",
-        "generation.show_progress=false",
-        *words,
-    ]
-    env = {**os.environ, "ROLLSTREAM_CACHE": str(cache)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert orjson.loads(done.stdout)["completed"] == 64
-    rows: list[dict[str, Any]] = pq.read_table(run_dir / "trajectories.parquet").to_pylist()
-    return rows
-
-
-def test_a_run_against_the_server_has_the_tokens_of_the_engine(served: Served, tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym")
-    own = generate(tmp_path / "own", tmp_path, "actor_rollout_ref.rollout.name=openvino")
-    remote = generate(
-        tmp_path / "remote",
-        tmp_path,
-        "actor_rollout_ref.rollout.name=sglang",
-        f"actor_rollout_ref.rollout.server_urls=[{served.url}]",
-    )
-    for column in (
-        "index",
-        "repeat",
-        "prompt_ids",
-        "response_ids",
-        "response_mask",
-        "reward",
-        "finish_reason",
-    ):
-        assert [row[column] for row in own] == [row[column] for row in remote], column
-    for one, other in zip(own, remote, strict=True):
-        assert worst(one["response_logprobs"], other["response_logprobs"]) < 1e-3
 
 
 @pytest.mark.usefixtures("processes_find_torch")

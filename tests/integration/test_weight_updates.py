@@ -27,7 +27,7 @@ from rollstream.store.validate import validate_run
 from rollstream.trajectory import Completion, SamplingParams
 from tests.integration.test_agents import FUNCTION
 from tests.integration.test_generation import config, write_sums
-from tests.integration.test_serve import serve
+from tests.support.serving import serve
 from tests.support.until import until
 
 torch = pytest.importorskip("torch")
@@ -122,6 +122,22 @@ def step_of(version: int) -> int:
     return (version - 1) % 3 + 1 if version else 0
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[ContinuingEngine]:
+    """The engines of runs."""
+    engines: list[ContinuingEngine] = []
+    create = Prepared.create_engine
+
+    def create_and_keep(self: Prepared, log_dir: Path) -> Engine:
+        engine = create(self, log_dir)
+        assert isinstance(engine, ContinuingEngine)
+        engines.append(engine)
+        return engine
+
+    monkeypatch.setattr(Prepared, "create_engine", create_and_keep)
+    return engines
+
+
 @pytest.mark.parametrize("loop", ["single_turn_agent", "tool_agent"])
 @pytest.mark.parametrize("name", ENGINES)
 async def test_a_run_goes_on_over_new_weights(
@@ -130,19 +146,10 @@ async def test_a_run_goes_on_over_new_weights(
     steps: dict[int, Path],
     modules: dict[int, Any],
     tmp_path: Path,
+    made: list[ContinuingEngine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stored versions change exactly where each rollout was cut, what it had stays, log-probs are exact."""
-    made: list[ContinuingEngine] = []
-    create = Prepared.create_engine
-
-    def create_and_keep(self: Prepared, log_dir: Path) -> Engine:
-        engine = create(self, log_dir)
-        assert isinstance(engine, ContinuingEngine)
-        made.append(engine)
-        return engine
-
-    monkeypatch.setattr(Prepared, "create_engine", create_and_keep)
     (tmp_path / "tools.py").write_text(FUNCTION)
     sums = write_sums(tmp_path / "sums.jsonl", [(11 + i, 20 + 37 * i % 79) for i in range(ROLLOUTS)])
     rollout = {"name": name, "n": 1, "response_length": 200, "engine_kwargs": ENGINES[name]}
@@ -222,25 +229,12 @@ async def test_a_run_goes_on_over_new_weights(
         if loop == "single_turn_agent":
             assert (length, row["finish_reason"]) == (200, "length")
     assert worst < 1e-3, worst
-    kept = sum(len(ids) for _, _, ids, _ in with_tokens)
-    cut = f"{cuts[-1][3]} updates, {len(with_tokens)} cuts with {kept} tokens"
-    print(f"\n{name} {loop}: {cut}, worst log-prob error {worst:.1e}")
 
 
 @pytest.mark.parametrize("policy", ["restart", "abort"])
 async def test_a_run_may_begin_anew_or_end(
-    policy: str, steps: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str, steps: dict[int, Path], tmp_path: Path, made: list[ContinuingEngine]
 ) -> None:
-    made: list[ContinuingEngine] = []
-    create = Prepared.create_engine
-
-    def create_and_keep(self: Prepared, log_dir: Path) -> Engine:
-        engine = create(self, log_dir)
-        assert isinstance(engine, ContinuingEngine)
-        made.append(engine)
-        return engine
-
-    monkeypatch.setattr(Prepared, "create_engine", create_and_keep)
     sums = write_sums(tmp_path / "sums.jsonl", [(11 + i, 20) for i in range(8)])
     rollout = {
         "response_length": 900,

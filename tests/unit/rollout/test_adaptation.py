@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
-from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.errors import EngineOverloadedError
@@ -20,13 +18,9 @@ from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubServer
 from rollstream.trajectory import Completion
 from tests.support.until import until
+from tests.unit.agent.rollouts import started
 from tests.unit.rollout.test_local import Harness
 from tests.unit.store.fabric import open_dir
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> ChatTokenizer:
-    return load_tokenizer(str(MODEL_PATH))
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ ROWS = [index for index in range(150) if index not in (3, 5)]  # those two fail 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("metrics", [True, False])
 async def test_a_long_queue_is_cut_short_and_nothing_is_lost(
-    tmp_path: Path, tokenizer: ChatTokenizer, metrics: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, metrics: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rollstream.rollout.concurrency")
     async with StubServer(response_tokens=8, latency=Latency("fixed", 0.02), max_running=4) as server:
@@ -51,7 +45,7 @@ async def test_a_long_queue_is_cut_short_and_nothing_is_lost(
         engine = SGLangEngine([server.url])
         await engine.start()
         with open_dir(tmp_path) as run:
-            harness = Harness(run, engine, tokenizer, max_in_flight=64, every_s=0.02)
+            harness = Harness(run, engine, max_in_flight=64, every_s=0.02)
             try:
                 await harness.executor.run(run.state.keys.owed(ROWS, retry_failed=False))
             finally:
@@ -64,13 +58,13 @@ async def test_a_long_queue_is_cut_short_and_nothing_is_lost(
 
 
 @pytest.mark.usefixtures("quick")
-async def test_refusals_lower_the_cap_and_it_recovers(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+async def test_refusals_lower_the_cap_and_it_recovers(tmp_path: Path) -> None:
     async with StubServer(response_tokens=8, latency=Latency("fixed", 0.01)) as server:
         server.faults = Faults(error=0.3, error_status=429)
         engine = SGLangEngine([server.url])
         await engine.start()
         with open_dir(tmp_path) as run:
-            harness = Harness(run, engine, tokenizer, max_in_flight=32, every_s=0.02)
+            harness = Harness(run, engine, max_in_flight=32, every_s=0.02)
             keys = run.state.keys.owed(range(10_000), retry_failed=False)
             work = asyncio.create_task(harness.executor.run(keys))
             await until(lambda: harness.executor.cap <= 16)
@@ -82,13 +76,12 @@ async def test_refusals_lower_the_cap_and_it_recovers(tmp_path: Path, tokenizer:
         await engine.close()
 
 
-async def test_refusals_cost_no_attempt_until_patience_ends(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
-    engine = ScriptedEngine()
-    await engine.start()
+async def test_refusals_cost_no_attempt_until_patience_ends(tmp_path: Path) -> None:
+    engine = await started()
     engine.fail(lambda request: request.request_id == "0-0-1", EngineOverloadedError("429"), times=3)
     engine.fail(lambda request: request.request_id[0] == "1", EngineOverloadedError("429: no"), times=None)
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, tokenizer, refusal_patience=0.3)
+        harness = Harness(run, engine, refusal_patience=0.3)
         await harness.work(2)
         assert (run.state.keys.done, run.state.keys.failed) == (2, 2)
     assert find_trajectory(tmp_path, 0, 0).row["attempts"] == 1
@@ -111,11 +104,11 @@ class LateRefusal(ScriptedEngine):
         return await super().generate(*args, **kwargs)
 
 
-async def test_patience_begins_with_the_first_refusal(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+async def test_patience_begins_with_the_first_refusal(tmp_path: Path) -> None:
     with open_dir(tmp_path) as run:
         engine = LateRefusal()
         await engine.start()
-        harness = Harness(run, engine, tokenizer, refusal_patience=1.0)
+        harness = Harness(run, engine, refusal_patience=1.0)
         await harness.work(1)
     assert find_trajectory(tmp_path, 0, 0).row["attempts"] == 1
 
@@ -141,13 +134,11 @@ async def busy(**named: object) -> BusyEngine:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("how", ["stop", "drop", "cancel"])
-async def test_slots_that_wait_for_room_end_with_the_run(
-    tmp_path: Path, tokenizer: ChatTokenizer, how: str
-) -> None:
+async def test_slots_that_wait_for_room_end_with_the_run(tmp_path: Path, how: str) -> None:
     engine = await busy(latency=0.005)
     engine.fail(lambda request: True, EngineOverloadedError("429"), times=None)
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, tokenizer, max_in_flight=32, every_s=0.01)
+        harness = Harness(run, engine, max_in_flight=32, every_s=0.01)
         work = asyncio.create_task(
             harness.executor.run(run.state.keys.owed(range(10_000), retry_failed=False))
         )
@@ -160,13 +151,11 @@ async def test_slots_that_wait_for_room_end_with_the_run(
 
 
 @pytest.mark.usefixtures("quick")
-async def test_an_engine_that_cannot_say_its_load_is_no_reason_to_stop(
-    tmp_path: Path, tokenizer: ChatTokenizer
-) -> None:
+async def test_an_engine_that_cannot_say_its_load_is_no_reason_to_stop(tmp_path: Path) -> None:
     engine = await busy(latency=0.002)
     engine.said = RuntimeError("a bug in somebody's engine")
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, tokenizer, max_in_flight=4, every_s=0.001)
+        harness = Harness(run, engine, max_in_flight=4, every_s=0.001)
         try:
             await harness.executor.run(run.state.keys.owed(ROWS[:40], retry_failed=False))
         finally:
@@ -177,7 +166,7 @@ async def test_an_engine_that_cannot_say_its_load_is_no_reason_to_stop(
 
 
 async def test_a_broken_adaptation_ends_the_run_with_its_error(
-    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R10: never silently."""
 
@@ -187,14 +176,14 @@ async def test_a_broken_adaptation_ends_the_run_with_its_error(
     monkeypatch.setattr(concurrency.ConcurrencyPolicy, "observe", broken)
     engine = await busy(latency=1e6)
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, tokenizer, max_in_flight=4, every_s=0.001)
+        harness = Harness(run, engine, max_in_flight=4, every_s=0.001)
         with pytest.raises(ZeroDivisionError, match="state machine"):
             await harness.work(4)
 
 
 @pytest.mark.usefixtures("quick")
 async def test_while_the_engine_is_away_nothing_is_concluded(
-    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await busy(latency=0.01)
     observed = 0
@@ -207,7 +196,7 @@ async def test_while_the_engine_is_away_nothing_is_concluded(
 
     monkeypatch.setattr(concurrency.ConcurrencyPolicy, "observe", counting)
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, tokenizer, max_in_flight=8, every_s=0.001)
+        harness = Harness(run, engine, max_in_flight=8, every_s=0.001)
         work = asyncio.create_task(harness.executor.run(run.state.keys.owed(ROWS[:30], retry_failed=False)))
         await until(lambda: observed, every=0)
         engine.go_down()

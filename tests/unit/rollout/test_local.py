@@ -10,8 +10,6 @@ import pytest
 from rollstream.agent.base import AgentLoop, AgentResources
 from rollstream.agent.prompt import PromptRenderer
 from rollstream.agent.registry import register
-from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
-from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import Engine
 from rollstream.errors import (
     DataError,
@@ -34,12 +32,8 @@ from rollstream.store.summary import read_failures
 from rollstream.store.writer import StoreWriter
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import Completion, Failure, PromptRow, Rollout, SamplingParams, Trajectory
+from tests.unit.agent.rollouts import demo_tokenizer, started
 from tests.unit.store.fabric import N, keys_on_disk, open_dir
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> ChatTokenizer:
-    return load_tokenizer(str(MODEL_PATH))
 
 
 class LengthReward:
@@ -64,7 +58,6 @@ class Harness:
         self,
         run: RunDirectory,
         engine: Engine,
-        tokenizer: ChatTokenizer,
         *,
         every_s: float | None = None,
         refusal_patience: float = 0.0,
@@ -77,7 +70,10 @@ class Harness:
         self.engine = engine
         metered = InstrumentedEngine(engine)
         resources = AgentResources(
-            metered, tokenizer, PromptRenderer(tokenizer, prompt_length=64, truncation="error"), 16
+            metered,
+            demo_tokenizer(),
+            PromptRenderer(demo_tokenizer(), prompt_length=64, truncation="error"),
+            16,
         )
         self.availability = EngineAvailability(engine, timeout=engine_timeout)
         self.worker = RolloutWorker(
@@ -113,14 +109,13 @@ class Harness:
             await self.writer.close()
 
 
-async def test_every_rollout_is_done_or_recorded(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
-    engine = ScriptedEngine()
-    await engine.start()
+async def test_every_rollout_is_done_or_recorded(tmp_path: Path) -> None:
+    engine = await started()
     engine.fail(lambda request: request.request_id.startswith("1-0-"), EngineError("400: no"), times=None)
     engine.fail(lambda request: request.request_id == "2-0-1", TransientEngineError("503"))
     engine.fail(lambda request: request.request_id.startswith("4-1-"), TransientEngineError("5"), times=None)
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, tokenizer)
+        harness = Harness(run, engine)
         await harness.work(7)
         assert (run.state.keys.done, run.state.keys.failed) == (14 - 4, 4)
         assert harness.worker.counters.retries == 3
@@ -138,12 +133,11 @@ async def test_every_rollout_is_done_or_recorded(tmp_path: Path, tokenizer: Chat
     assert "row 3 cannot be scored" in unscored["reward_extra"]["error"]
 
 
-async def test_stored_tokens_are_those_the_engine_sampled(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+async def test_stored_tokens_are_those_the_engine_sampled(tmp_path: Path) -> None:
     """R1, id for id and log-prob for log-prob."""
-    engine = ScriptedEngine()
-    await engine.start()
+    engine = await started()
     with open_dir(tmp_path) as run:
-        await Harness(run, engine, tokenizer).work(3)
+        await Harness(run, engine).work(3)
     sampled = dict(engine.completions)
     for index in range(3):
         for repeat in range(N):
@@ -157,11 +151,10 @@ async def test_stored_tokens_are_those_the_engine_sampled(tmp_path: Path, tokeni
     assert len(seeds) == 6
 
 
-async def test_a_row_says_how_it_is_sampled(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
-    engine = ScriptedEngine()
-    await engine.start()
+async def test_a_row_says_how_it_is_sampled(tmp_path: Path) -> None:
+    engine = await started()
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, tokenizer)
+        harness = Harness(run, engine)
         row = replace(load_row(0), columns={"sampling_params": {"temperature": 0.25, "max_tokens": 2}})
         await harness.worker.run(row, 0)
         failed = await harness.worker.run(replace(row, columns={"sampling_params": {"temprature": 1}}), 1)
@@ -172,19 +165,17 @@ async def test_a_row_says_how_it_is_sampled(tmp_path: Path, tokenizer: ChatToken
     assert isinstance(failed, Failure) and "has 'temprature'" in failed.error
 
 
-async def test_in_flight_never_exceeds_the_window(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
-    engine = ScriptedEngine(latency=0.001)
-    await engine.start()
+async def test_in_flight_never_exceeds_the_window(tmp_path: Path) -> None:
+    engine = await started(latency=0.001)
     with open_dir(tmp_path) as run:
-        await Harness(run, engine, tokenizer, max_in_flight=5).work(5)
+        await Harness(run, engine, max_in_flight=5).work(5)
     assert 0 < engine.peak_in_flight <= 5
 
 
-async def test_an_outage_costs_no_attempt(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
-    engine = ScriptedEngine(latency=0.01)
-    await engine.start()
+async def test_an_outage_costs_no_attempt(tmp_path: Path) -> None:
+    engine = await started(latency=0.01)
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, tokenizer)
+        harness = Harness(run, engine)
         work = asyncio.create_task(harness.work(5))
         while not engine.requests:
             await asyncio.sleep(0)
@@ -198,14 +189,11 @@ async def test_an_outage_costs_no_attempt(tmp_path: Path, tokenizer: ChatTokeniz
     assert find_trajectory(tmp_path, 0, 0).row["attempts"] == 1
 
 
-async def test_an_engine_that_stays_away_ends_the_run_with_its_cause(
-    tmp_path: Path, tokenizer: ChatTokenizer
-) -> None:
-    engine = ScriptedEngine()
-    await engine.start()
+async def test_an_engine_that_stays_away_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    engine = await started()
     engine.go_down()
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, tokenizer, engine_timeout=0.3)
+        harness = Harness(run, engine, engine_timeout=0.3)
         with pytest.raises(EngineLostError, match="engine_timeout") as caught:
             await harness.work(3)
         assert isinstance(caught.value.__cause__, EngineUnavailableError)
@@ -228,7 +216,7 @@ class CrashingEngine(ScriptedEngine):
 
 @pytest.mark.parametrize("deadly", [{3}, {2, 4, 9}])
 async def test_deadly_requests_are_found_and_nobody_else_is_charged(
-    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, deadly: set[int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadly: set[int]
 ) -> None:
     monkeypatch.setattr("rollstream.rollout.availability._FIRST_PROBE_S", 0.001)
     monkeypatch.setattr("rollstream.rollout.availability._PROBE_S_MAX", 0.001)
@@ -237,7 +225,7 @@ async def test_deadly_requests_are_found_and_nobody_else_is_charged(
     engine.deadly = frozenset(deadly)
     rows = [index for index in range(60) if index != 5]  # row 5 cannot be loaded
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, tokenizer, max_in_flight=8)
+        harness = Harness(run, engine, max_in_flight=8)
         try:
             await harness.executor.run(run.state.keys.owed(rows[:20], retry_failed=False))
             engine.peak_in_flight = 0
@@ -284,11 +272,10 @@ class HangingAgent(AgentLoop):
         return parts
 
 
-async def test_loops_that_misbehave_hurt_only_themselves(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
-    engine = ScriptedEngine()
-    await engine.start()
+async def test_loops_that_misbehave_hurt_only_themselves(tmp_path: Path) -> None:
+    engine = await started()
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, tokenizer, loop="hanging_agent", attempt_timeout=0.05)
+        harness = Harness(run, engine, loop="hanging_agent", attempt_timeout=0.05)
         await harness.work(12)
         assert run.state.keys.done + run.state.keys.failed == 24
     failures = {one.index: one for one in read_failures(tmp_path) if one.repeat == 0}
@@ -304,13 +291,10 @@ async def test_loops_that_misbehave_hurt_only_themselves(tmp_path: Path, tokeniz
     assert keys_on_disk(tmp_path) == [(i, r, t) for i in (3, 4) for r in range(N) for t in range(3)]
 
 
-async def test_stop_finishes_what_is_in_flight_and_drop_cuts_it_off(
-    tmp_path: Path, tokenizer: ChatTokenizer
-) -> None:
-    engine = ScriptedEngine(latency=lambda request: 0.02 if request.request_id[0] == "0" else 1e6)
-    await engine.start()
+async def test_stop_finishes_what_is_in_flight_and_drop_cuts_it_off(tmp_path: Path) -> None:
+    engine = await started(latency=lambda request: 0.02 if request.request_id[0] == "0" else 1e6)
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, tokenizer, max_in_flight=4)
+        harness = Harness(run, engine, max_in_flight=4)
         work = asyncio.create_task(harness.work(5))
         while len(engine.requests) < 4:
             await asyncio.sleep(0)
