@@ -1,9 +1,11 @@
 """Rollouts and runs for the store's tests."""
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -23,6 +25,22 @@ def manifest(**identity: object) -> Manifest:
 
 def open_dir(root: Path, *, fresh: bool = False, **identity: object) -> RunDirectory:
     return open_run(lock_run(root), root, manifest(**identity), config_yaml="a: 1\n", fresh=fresh)
+
+
+@contextlib.contextmanager
+def writing(
+    root: Path, *, identity: Mapping[str, object] | None = None, pull_timeout: float = 60, **settings: Any
+) -> Iterator[tuple[RunDirectory, StoreWriter]]:
+    """A run directory, and a writer that has been started; the test closes it."""
+    with open_dir(root, **(identity or {})) as run:
+        writer = StoreWriter(run, pull_timeout=pull_timeout, **settings)
+        writer.start()
+        yield run, writer
+
+
+def merge(root: Path, **identity: object) -> None:
+    with open_dir(root, **identity) as run:
+        merge_batches(run.paths, run.manifest.run_id_bytes)
 
 
 def rollout(
@@ -81,9 +99,7 @@ async def commit_all(
     seal: bool = True,
     **identity: object,
 ) -> None:
-    with open_dir(root, **identity) as run:
-        writer = StoreWriter(run, save_batch_size=size, pull_timeout=60)
-        writer.start()
+    with writing(root, identity=identity, save_batch_size=size) as (_, writer):
         await asyncio.gather(*(writer.commit(one) for one in records))
         await writer.close(seal=seal)
 

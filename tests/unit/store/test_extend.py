@@ -13,9 +13,8 @@ import pytest
 from rollstream.errors import DamageError, IdentityMismatchError
 from rollstream.store.extend import extend_run, finish_extend
 from rollstream.store.manifest import DATASET_IDENTITY
-from rollstream.store.merge import merge_batches
 from rollstream.store.run_dir import lock_run
-from tests.unit.store.fabric import commit_all, failure, manifest, open_dir, rollout
+from tests.unit.store.fabric import commit_all, failure, manifest, merge, open_dir, rollout
 
 ROWS = f"{DATASET_IDENTITY}.fingerprint"
 
@@ -107,8 +106,7 @@ def removed(root: Path) -> list[str]:
 async def test_an_artifact_is_extended_when_its_batches_are_gone(tmp_path: Path) -> None:
     await start(tmp_path, "abc")
     await commit_all(tmp_path, [], **{ROWS: "abc"})
-    with open_dir(tmp_path, **{ROWS: "abc"}) as run:
-        merge_batches(run.paths, run.manifest.run_id_bytes)
+    merge(tmp_path, **{ROWS: "abc"})
     shutil.rmtree(tmp_path / "batches")
     extend(tmp_path, "cxa")
     assert state(tmp_path, "cxa") == ({0: "c", 2: "a"}, 0)

@@ -19,7 +19,8 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Rollout
-from tests.unit.store.fabric import commit_all, failure, flip, keys_in, open_dir, rollout
+from tests.unit.store.fabric import commit_all, failure, flip, keys_in, rollout
+from tests.unit.store.fabric import merge as merge_run
 
 RUN_ID = bytes(16)
 codec = RecordCodec()
@@ -124,8 +125,7 @@ async def test_validate_says_what_is_wrong(tmp_path: Path) -> None:
     records = [rollout(i, trajectories=1 + i % 2) for i in range(40)]
     await commit_all(tmp_path, [*records, failure(99)], size=10)
     paths = RunPaths(tmp_path)
-    with open_dir(tmp_path) as run:
-        merge_batches(paths, run.manifest.run_id_bytes)
+    merge_run(tmp_path)
     result = validate_run(tmp_path)
     assert result.sound, result.problems
     assert (result.rollouts, result.rows, result.artifact_rows) == (40, 60, 60)

@@ -29,7 +29,7 @@ from rollstream.store.summary import read_failures, read_status, write_checkpoin
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Failure, Rollout
 from tests.support.processes import full_disk
-from tests.unit.store.fabric import N, commit_all, failure, flip, open_dir, rollout
+from tests.unit.store.fabric import N, commit_all, failure, flip, merge, open_dir, rollout
 
 Work = list[Rollout | Failure]
 
@@ -140,8 +140,7 @@ async def test_what_is_not_one_whole_run_is_refused(tmp_path: Path) -> None:
 
 async def test_a_shard_without_batches_gives_its_artifact(tmp_path: Path) -> None:
     roots = await write_shards(tmp_path, work_of(6), 2)
-    with open_dir(roots[1], **{"generation.shard": "1/2"}) as run:
-        merge_batches(run.paths, run.manifest.run_id_bytes)
+    merge(roots[1], **{"generation.shard": "1/2"})
     shutil.rmtree(roots[1] / "batches")
     assert merge_shards(roots, tmp_path / "out").completed == 12
     assert validate_run(tmp_path / "out").sound

@@ -18,7 +18,7 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.prune import prune_run
 from rollstream.store.summary import read_status, write_checkpoint
 from rollstream.store.validate import repair_run, validate_run
-from tests.unit.store.fabric import commit_all, failure, flip, keys_in, merged_run, open_dir, rollout
+from tests.unit.store.fabric import commit_all, failure, flip, keys_in, merge, merged_run, open_dir, rollout
 
 ROLLOUTS = 12
 KEYS = [(index, 0, number) for index in range(ROLLOUTS) for number in range(2)]
@@ -30,11 +30,6 @@ async def merged(root: Path) -> RunPaths:
     await merged_run(root, work, size=6)
     assert len(RunPaths(root).batch_numbers()) == 4
     return RunPaths(root)
-
-
-def merge(root: Path) -> None:
-    with open_dir(root) as run:
-        merge_batches(run.paths, run.manifest.run_id_bytes)
 
 
 def lose_folder(paths: RunPaths) -> None:

@@ -18,7 +18,7 @@ from rollstream.store.recovery import inspect
 from rollstream.store.run_dir import lock_run
 from rollstream.store.validate import repair_run, validate_run
 from rollstream.store.writer import StoreWriter
-from tests.unit.store.fabric import commit_all, failure, flip, keys_on_disk, open_dir, rollout
+from tests.unit.store.fabric import commit_all, failure, flip, keys_on_disk, merge, open_dir, rollout, writing
 
 
 async def test_commit_then_seal_keeps_every_value(tmp_path: Path) -> None:
@@ -46,9 +46,7 @@ async def test_commit_then_seal_keeps_every_value(tmp_path: Path) -> None:
 async def test_group_commit_keeps_the_order_of_commits(tmp_path: Path) -> None:
     order = list(range(500))
     random.Random(3).shuffle(order)
-    with open_dir(tmp_path) as run:
-        writer = StoreWriter(run, save_batch_size=100_000, pull_timeout=60)
-        writer.start()
+    with writing(tmp_path, save_batch_size=100_000) as (run, writer):
         resolved: list[int] = []
 
         async def commit(index: int) -> None:
@@ -69,9 +67,7 @@ async def test_batches_have_exactly_the_asked_rows(tmp_path: Path) -> None:
 
 
 async def test_idle_rollouts_are_sealed_after_pull_timeout(tmp_path: Path) -> None:
-    with open_dir(tmp_path) as run:
-        writer = StoreWriter(run, save_batch_size=1000, pull_timeout=0.05)
-        writer.start()
+    with writing(tmp_path, save_batch_size=1000, pull_timeout=0.05) as (_, writer):
         await writer.commit(rollout(0))
         async with asyncio.timeout(20):
             while not writer.saved_batches:
@@ -82,9 +78,7 @@ async def test_idle_rollouts_are_sealed_after_pull_timeout(tmp_path: Path) -> No
 
 async def test_durable_when_said(tmp_path: Path) -> None:
     """What commit() returned for is in the journal already, whole, before any close."""
-    with open_dir(tmp_path) as run:
-        writer = StoreWriter(run, save_batch_size=1000, pull_timeout=60)
-        writer.start()
+    with writing(tmp_path, save_batch_size=1000) as (run, writer):
         await writer.commit(rollout(4, trajectories=3))
         frames = list(scan(tmp_path / "journal" / "000000.rsj", run.manifest.run_id_bytes, ScanReport()))
         assert len(RecordCodec().decode_rollout(frames[0].body).trajectories) == 3
@@ -142,9 +136,7 @@ async def test_journal_and_its_batch_both_there_count_once(tmp_path: Path) -> No
 
 
 async def test_failures_are_recorded_and_a_later_success_wins(tmp_path: Path) -> None:
-    with open_dir(tmp_path) as run:
-        writer = StoreWriter(run, save_batch_size=10, pull_timeout=60)
-        writer.start()
+    with writing(tmp_path, save_batch_size=10) as (run, writer):
         await asyncio.gather(writer.commit(failure(0)), writer.commit(failure(1)), writer.commit(rollout(2)))
         await writer.close()
     with open_dir(tmp_path) as run:
@@ -161,9 +153,7 @@ async def test_what_cannot_be_stored_fails_alone(tmp_path: Path) -> None:
     bad.final.response_ids = [2**40] * len(bad.final.response_mask)
     worse = rollout(3)
     worse.final.extra = {"what": object()}
-    with open_dir(tmp_path) as run:
-        writer = StoreWriter(run, save_batch_size=10, pull_timeout=60)
-        writer.start()
+    with writing(tmp_path, save_batch_size=10) as (_, writer):
         results = await asyncio.gather(
             *(writer.commit(one) for one in (rollout(0), bad, rollout(2), worse)), return_exceptions=True
         )
@@ -200,9 +190,7 @@ async def test_never_refuses_a_folder_with_a_run(tmp_path: Path) -> None:
 
 
 async def test_a_broken_writer_says_so_to_everyone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_dir(tmp_path) as run:
-        writer = StoreWriter(run, save_batch_size=10, pull_timeout=60)
-        writer.start()
+    with writing(tmp_path, save_batch_size=10) as (run, writer):
         await writer.commit(rollout(0))
 
         def full(*_: object) -> None:
@@ -236,9 +224,7 @@ async def test_an_unforeseen_error_in_the_writer_thread_reaches_everyone(
     def fail(*_: object, **__: object) -> None:
         raise MemoryError("no room")
 
-    with open_dir(tmp_path) as run:
-        writer = StoreWriter(run, save_batch_size=10, pull_timeout=float("inf"))
-        writer.start()
+    with writing(tmp_path, save_batch_size=10, pull_timeout=float("inf")) as (run, writer):
         await writer.commit(rollout(0))
         target = {"append": JournalFile, "mark_done": type(run.state.keys)}[where]
         monkeypatch.setattr(target, where, fail)
@@ -262,9 +248,7 @@ async def test_an_unforeseen_error_in_the_writer_thread_reaches_everyone(
 
 
 async def test_commit_after_close_is_refused(tmp_path: Path) -> None:
-    with open_dir(tmp_path) as run:
-        writer = StoreWriter(run, save_batch_size=10, pull_timeout=60)
-        writer.start()
+    with writing(tmp_path, save_batch_size=10) as (_, writer):
         await writer.close()
         async with asyncio.timeout(10):
             with pytest.raises(StorageError, match="closed"):
@@ -292,9 +276,7 @@ async def test_a_seal_that_fails_is_never_passed_over(
 
 
 async def test_cancelled_closing_ends_only_when_the_threads_have(tmp_path: Path) -> None:
-    with open_dir(tmp_path) as run:
-        writer = StoreWriter(run, save_batch_size=4, pull_timeout=60)
-        writer.start()
+    with writing(tmp_path, save_batch_size=4) as (_, writer):
         await asyncio.gather(*(writer.commit(rollout(index)) for index in range(30)))
         closing = asyncio.create_task(writer.close())
         for _ in range(3):
@@ -349,16 +331,14 @@ async def test_an_unfinished_checksum_line_spoils_only_itself(tmp_path: Path) ->
 
 async def test_repair_quarantines_damage_and_restores_checksums(tmp_path: Path) -> None:
     await commit_all(tmp_path, [rollout(index) for index in range(6)], size=2)
-    with open_dir(tmp_path) as run:
-        merge_batches(run.paths, run.manifest.run_id_bytes)
+    merge(tmp_path)
     batch = tmp_path / "batches" / "batch_000001.parquet"
     flip(batch, 0.25)
     assert not validate_run(tmp_path).sound
     assert any("batch_000001.parquet" in line for line in repair_run(tmp_path))
     with open_dir(tmp_path) as run:
         assert run.state.keys.done == 6  # the artifact has them
-    with open_dir(tmp_path) as run:
-        merge_batches(run.paths, run.manifest.run_id_bytes)
+    merge(tmp_path)
     assert validate_run(tmp_path).sound
     (tmp_path / "batches" / "_SHA256SUMS").write_bytes(b"")
     assert not validate_run(tmp_path).sound
@@ -367,9 +347,7 @@ async def test_repair_quarantines_damage_and_restores_checksums(tmp_path: Path) 
 
 
 async def test_a_journal_damaged_before_sealing_is_quarantined(tmp_path: Path) -> None:
-    with open_dir(tmp_path) as run:
-        writer = StoreWriter(run, save_batch_size=100, pull_timeout=60)
-        writer.start()
+    with writing(tmp_path, save_batch_size=100) as (run, writer):
         for index in range(3):
             await writer.commit(rollout(index))
         journal = run.paths.journal(0)
@@ -383,9 +361,7 @@ async def test_a_journal_damaged_before_sealing_is_quarantined(tmp_path: Path) -
 
 
 async def test_big_rollouts_close_a_journal_by_their_bytes(tmp_path: Path) -> None:
-    with open_dir(tmp_path) as run:
-        writer = StoreWriter(run, save_batch_size=1000, pull_timeout=60, segment_bytes=20_000)
-        writer.start()
+    with writing(tmp_path, save_batch_size=1000, segment_bytes=20_000) as (_, writer):
         for index in range(10):
             one = rollout(index)
             one.final.response_ids = [7] * 1000  # compresses to next to nothing
