@@ -317,22 +317,6 @@ async def test_a_prompt_that_had_to_be_truncated_stays_as_it_was_seen() -> None:
     assert final.prompt_ids[:500] == snapshot.prompt_ids
 
 
-async def test_a_prompt_with_calls_and_without_content() -> None:
-    call = {"type": "function", "id": "c00100000", "function": {"name": "it", "arguments": {"x": 1}}}
-    messages: list[Message] = [
-        {"role": "user", "content": "3 + 9 ="},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "11", "tool_call_id": "c00100000", "name": "it"},
-    ]
-    rollout, engine = await play(delete(2), "12", row=make_row(messages=messages))
-    check_every_token_once(rollout, engine)
-    assert [message["content"] for message in rollout.final.messages[:3]] == [
-        "[msg_id: 0]\n3 + 9 =",
-        "[msg_id: 1]\n",
-        "[msg_id: 2] [deleted]",
-    ]
-
-
 async def test_what_is_thought_in_a_deleted_answer_is_deleted_with_it() -> None:
     rollout, engine = await play(f"<think>a secret</think>{call_text('it')}", delete(1), "12")
     check_every_token_once(rollout, engine)

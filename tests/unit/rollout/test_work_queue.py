@@ -137,40 +137,6 @@ DispatchMachine.TestCase.settings = settings(max_examples=75, stateful_step_coun
 TestDispatch = DispatchMachine.TestCase
 
 
-def run_alone(queue: WorkQueue, poison: RolloutKey) -> tuple[int, list[tuple[RolloutKey, int]], int]:
-    """Workers that die of `poison`; returns deaths, what was handed back, and what was delivered."""
-    worker, deaths, delivered = 0, 0, 0
-    queue.add(worker)
-    handed_back: list[tuple[RolloutKey, int]] = []
-    while not queue.is_finished:
-        queue.assign()
-        assert queue.held_by(worker) or queue.is_finished  # it never waits for nothing
-        if poison in queue.held_by(worker):
-            deaths += 1
-            failed = queue.worker_lost(worker)
-            for key, _ in failed:
-                queue.commit(key)
-            handed_back += failed
-            worker += 1
-            queue.add(worker)
-            continue
-        for key in queue.held_by(worker):
-            assert queue.receive(worker, key)
-            queue.commit(key)
-            delivered += 1
-    return deaths, handed_back, delivered
-
-
-@given(st.integers(0, 19), st.integers(1, 8))
-def test_what_kills_its_worker_is_found_and_hurts_itself_only(poison: int, cap: int) -> None:
-    owed = keys(20)
-    queue = WorkQueue(iter(owed), cap=cap, max_charges=3, free_deaths=4)
-    deaths, handed_back, delivered = run_alone(queue, owed[poison])
-    assert handed_back == [(owed[poison], 3)]
-    assert 4 + 3 <= deaths <= 4 + 3 + 3  # the last three: in company that gets smaller each time
-    assert delivered == 19
-
-
 @given(st.integers(0, 39), st.integers(1, 24), st.integers(1, 5), st.integers())
 def test_among_several_workers_it_is_found_too(poison: int, cap: int, count: int, seed: int) -> None:
     """Whoever delivers or dies first: it alone is handed back, and what it costs is bounded."""
@@ -206,34 +172,6 @@ def test_among_several_workers_it_is_found_too(poison: int, cap: int, count: int
     assert handed_back == [owed[poison]]
     assert delivered == 39
     assert deaths <= 4 + 3 + 12
-
-
-def test_innocents_are_through_after_a_few_rounds() -> None:
-    """Four workers lose all they have four times, through no fault of their 256 rollouts; then they live."""
-    queue = WorkQueue(iter(keys(256)), cap=256, max_charges=3)
-    queue.expected = 4
-    workers = iter(range(1000))
-    for _ in range(4):
-        alive = [next(workers) for _ in range(4)]
-        for worker in alive:
-            queue.add(worker)
-        queue.assign()
-        assert queue.at_workers == 256
-        for worker in alive:
-            assert queue.worker_lost(worker) == []
-    alive = [next(workers) for _ in range(4)]
-    for worker in alive:
-        queue.add(worker)
-    in_flight = []
-    while not queue.is_finished:
-        queue.assign()
-        in_flight.append(queue.at_workers)
-        for worker in alive:
-            for key in queue.held_by(worker):
-                assert queue.receive(worker, key)
-                queue.commit(key)
-    assert len(in_flight) <= 5
-    assert in_flight[0] >= 2
 
 
 def test_others_go_on_while_suspects_are_tried() -> None:

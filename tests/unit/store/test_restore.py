@@ -71,15 +71,6 @@ async def test_the_artifact_counts_where_batches_are_gone(
     assert read_status(tmp_path).artifact_rows == 0
 
 
-async def test_a_run_without_batches_goes_on_and_keeps_its_rollouts(tmp_path: Path) -> None:
-    paths = await merged(tmp_path)
-    lose_folder(paths)
-    await commit_all(tmp_path, [rollout(ROLLOUTS)])
-    merge(tmp_path)
-    assert keys_in(paths.artifact) == [*KEYS, (ROLLOUTS, 0, 0)]
-    assert validate_run(tmp_path).sound
-
-
 async def test_fewer_rows_never_overwrite_the_artifact(tmp_path: Path) -> None:
     paths = await merged(tmp_path)
     with open_dir(tmp_path) as run:
