@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pyarrow.parquet as pq
 
 from rollstream.demo import MODEL_PATH
 from rollstream.testing.stub_server import StubServer
@@ -88,6 +89,23 @@ def file_size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def rows_of(run_dir: Path, *columns: str) -> list[dict[str, Any]]:
+    """Of the artifact; all columns where none is named."""
+    table = pq.read_table(run_dir / "trajectories.parquet", columns=list(columns) or None)
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
+
+
+def check_each_is_there_once(run_dir: Path, rows: int, repeats: int) -> None:
+    """R3, R5: every rollout, in order, and none has cost an attempt."""
+    found = rows_of(run_dir, "index", "repeat", "attempts")
+    assert found == [
+        {"index": index, "repeat": repeat, "attempts": 1}
+        for index in range(rows)
+        for repeat in range(repeats)
+    ]
 
 
 class Runner:

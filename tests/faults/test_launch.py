@@ -9,14 +9,13 @@ from pathlib import Path
 from uuid import uuid4
 
 import orjson
-import pyarrow.parquet as pq
 import pytest
 
 from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
 from tests.faults.launches import LAUNCH, Launched, has_begun, launch_overrides, stub_python
-from tests.faults.runs import Runner, run_to_end, write_prompts
+from tests.faults.runs import Runner, check_each_is_there_once, run_to_end, write_prompts
 
 pytest.importorskip("openvino_genai")
 
@@ -24,14 +23,6 @@ pytest.importorskip("openvino_genai")
 @pytest.fixture
 def launched() -> Launched:
     return Launched(uuid4().hex)
-
-
-def attempts(root: Path) -> dict[int, int]:
-    """How many rollouts took how many attempts."""
-    found: dict[int, int] = {}
-    for count in pq.read_table(root / "trajectories.parquet", columns=["attempts"])["attempts"].to_pylist():
-        found[count] = found.get(count, 0) + 1
-    return found
 
 
 @pytest.mark.slow
@@ -67,7 +58,7 @@ def test_kills_of_replicas_cost_no_rollout_and_no_attempt(
     assert runner.process.returncode == 0, runner.output()[-3000:]
     assert kills >= least
     assert read_status(paths.root).completed == 4 * rows
-    assert attempts(paths.root) == {1: 4 * rows}
+    check_each_is_there_once(paths.root, rows, 4)
     assert validate_run(paths.root).sound
     assert "is started again in" in runner.output()  # whether it is back in time depends on the next kills
     assert launched.are_gone()
@@ -111,7 +102,7 @@ def test_after_an_outage_of_all_the_run_goes_on_with_all_that_was_in_flight(
         assert runner.wait_until(lambda: not launched.serving())
     assert runner.wait_until(lambda: in_flight(launched) > 24)
     assert runner.wait() == 0, runner.output()[-3000:]
-    assert attempts(paths.root) == {1: rows}
+    check_each_is_there_once(paths.root, rows, 1)
     assert validate_run(paths.root).sound
 
 
@@ -161,7 +152,7 @@ def test_replicas_that_do_not_come_back_end_the_run_and_nothing_is_lost(
     (tmp_path / "latency").write_text("fixed:0")
     run_to_end(command, tmp_path / "mended.log")
     assert read_status(paths.root).completed == 200
-    assert attempts(paths.root) == {1: 200}
+    check_each_is_there_once(paths.root, 200, 1)
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT", "SIGINT twice", "SIGTERM"])

@@ -14,12 +14,11 @@ import pytest
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.generation.runner import run_generation
-from rollstream.store.paths import RunPaths
 from rollstream.store.validate import validate_run
 from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.trajectory import Completion, SamplingParams
-from tests.faults.runs import overrides, stub_in_thread, write_prompts
+from tests.faults.runs import overrides, rows_of, stub_in_thread, write_prompts
 from tests.support.until import until
 
 SAMPLING = SamplingParams(max_tokens=16)
@@ -121,13 +120,11 @@ async def test_a_server_dies_in_the_middle_of_a_thousand_requests() -> None:
 
 def run(tmp_path: Path, urls: list[str], **settings: object) -> list[dict[str, object]]:
     """A whole run of 120 prompts; its rows."""
-    import pyarrow.parquet as pq
-
     prompts = write_prompts(tmp_path / "prompts.jsonl", 120)
     result = run_generation(overrides(tmp_path / "run", prompts, ",".join(urls), **settings))
     assert (result.total, result.completed, result.failed) == (120, 120, 0)
     assert validate_run(tmp_path / "run").sound
-    return pq.read_table(RunPaths(tmp_path / "run").root / "trajectories.parquet").to_pylist()
+    return rows_of(tmp_path / "run")
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])

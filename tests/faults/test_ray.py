@@ -7,12 +7,10 @@ servers over HTTP.
 import os
 import signal
 import threading
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from rollstream.generation.runner import run_generation
@@ -21,7 +19,14 @@ from rollstream.store.summary import read_status
 from rollstream.testing.stub_faults import Latency
 from tests.faults import worker_scenarios as scenarios
 from tests.faults.ray_nodes import lose_node, nodes, working_pids
-from tests.faults.runs import has_rollouts, overrides, stub_in_thread, write_prompts
+from tests.faults.runs import (
+    check_each_is_there_once,
+    has_rollouts,
+    overrides,
+    rows_of,
+    stub_in_thread,
+    write_prompts,
+)
 from tests.support.until import wait_until
 
 pytest.importorskip("ray")
@@ -35,11 +40,6 @@ REPEATS = 4
 def cluster() -> Iterator[Any]:
     with nodes(2, 2, 2) as cluster:
         yield cluster
-
-
-def artifact(run_dir: Path, *columns: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = pq.read_table(run_dir / "trajectories.parquet").select(columns).to_pylist()
-    return rows
 
 
 def kill_at_times(run_dir: Path, kill_at: tuple[int, ...], ended: threading.Event, killed: list[int]) -> None:
@@ -110,13 +110,10 @@ def test_kills_cost_nothing_but_time(
     assert len(killed) == len(kill_at) and len(lost) == 1
     assert requests > count * REPEATS  # work was lost, and done again
     assert (result.completed, result.failed, result.artifact_rows) == (count * REPEATS, 0, count * REPEATS)
-    rows = artifact(tmp_path / "ray", "index", "repeat", "attempts", "prompt_ids", "response_ids")
-    assert Counter((row["index"], row["repeat"]) for row in rows) == {
-        (index, repeat): 1 for index in range(count) for repeat in range(REPEATS)
-    }
-    assert {row["attempts"] for row in rows} == {1}
+    check_each_is_there_once(tmp_path / "ray", count, REPEATS)
     assert local.completed == count * REPEATS
-    assert rows == artifact(tmp_path / "local", "index", "repeat", "attempts", "prompt_ids", "response_ids")
+    ids = ("prompt_ids", "response_ids")
+    assert rows_of(tmp_path / "ray", *ids) == rows_of(tmp_path / "local", *ids)
 
 
 @pytest.fixture

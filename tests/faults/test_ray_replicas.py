@@ -9,14 +9,12 @@ import contextlib
 import os
 import signal
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 
 from rollstream.demo import MODEL_PATH
@@ -30,7 +28,14 @@ from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
 from tests.faults.launches import LAUNCH, Launched, stub_python
 from tests.faults.ray_nodes import lose_node, nodes
-from tests.faults.runs import Runner, has_rollouts, overrides, run_to_end, write_prompts
+from tests.faults.runs import (
+    Runner,
+    check_each_is_there_once,
+    has_rollouts,
+    overrides,
+    run_to_end,
+    write_prompts,
+)
 from tests.support.until import until, wait_until
 
 ray = pytest.importorskip("ray")
@@ -274,12 +279,7 @@ def test_replicas_that_move_cost_nothing_but_time(tmp_path: Path, cluster: Any, 
     attacker.join(120)
     assert trouble == []
     assert (result.completed, result.failed) == (rows * repeats, 0)
-    columns = ["index", "repeat", "attempts"]
-    table = pq.read_table(tmp_path / "run" / "trajectories.parquet", columns=columns).to_pylist()
-    assert Counter((row["index"], row["repeat"]) for row in table) == {
-        (index, repeat): 1 for index in range(rows) for repeat in range(repeats)
-    }
-    assert {row["attempts"] for row in table} == {1}
+    check_each_is_there_once(tmp_path / "run", rows, repeats)
     assert not launched.processes()
     wait_until(lambda: not groups(cluster) and not actors())
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import pyarrow.parquet as pq
 import pytest
 
 from demo_model.chats import CALCULATOR
 from rollstream.cli import main as cli
 from rollstream.demo import MODEL_PATH
 from rollstream.store.validate import validate_run
+from tests.faults.runs import rows_of
 
 ROWS, N = 64, 2
 
@@ -113,11 +113,6 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "ROLLSTREAM_CACHE": str(folder / "cache")},
         check=False,
     )
-
-
-def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = pq.read_table(run_dir / "trajectories.parquet").to_pylist()
-    return rows
 
 
 def mean_reward(rows: list[dict[str, Any]]) -> float:

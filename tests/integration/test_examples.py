@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import pyarrow.parquet as pq
 import pytest
 
 from rollstream.agent.base import AgentResources
@@ -23,6 +22,7 @@ from rollstream.testing.scripted import ScriptedEngine
 from rollstream.testing.stub_server import StubServer
 from rollstream.testing.text_rules import answer_by_text
 from rollstream.trajectory import SamplingParams
+from tests.faults.runs import rows_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "agents.md").read_text()
@@ -50,8 +50,7 @@ def run_in(clone: Path, command: list[str]) -> str:
 
 
 def stored(run: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = pq.read_table(run / "trajectories.parquet").to_pylist()
-    return [{**row, "extra": orjson.loads(row["extra"])} for row in rows]
+    return [{**row, "extra": orjson.loads(row["extra"])} for row in rows_of(run)]
 
 
 def command(words: str) -> str:

@@ -18,6 +18,7 @@ from rollstream.generation.runner import run_generation
 from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_causes, read_status
 from rollstream.store.validate import validate_run
+from tests.faults.runs import rows_of
 
 
 def config(run_dir: Path, files: Path, **changes: Any) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def test_a_run_stores_what_the_model_sampled(tmp_path: Path, sums: Path, reward_
     # The row with a == 18: beyond max_failed_share 0.
     assert (result.unscored, result.reward_failed, result.exit_code) == (2, 2, 1)
     assert validate_run(tmp_path / "run").sound
-    rows = pq.read_table(tmp_path / "run" / "trajectories.parquet").to_pylist()
+    rows = rows_of(tmp_path / "run")
     assert [(row["index"], row["repeat"]) for row in rows] == [(i, r) for i in range(12) for r in range(2)]
     worst = 0.0
     for row in rows:
@@ -150,14 +151,14 @@ def test_resume_modes(tmp_path: Path, sums: Path) -> None:
         run_generation(config(run_dir, sums, generation__resume="never"))
     with pytest.raises(IdentityMismatchError, match=r"rollout\.temperature: 1\.0 -> 0\.5"):
         run_generation(config(run_dir, sums, actor_rollout_ref__rollout__temperature=0.5))
-    before = pq.read_table(run_dir / "trajectories.parquet").to_pylist()
+    before = rows_of(run_dir)
 
     write_sums(sums, [*reversed(PAIRS), (5, 6)])
     with pytest.raises(IdentityMismatchError, match="resume=extend"):
         run_generation(config(run_dir, sums))
     extended = run_generation(config(run_dir, sums, generation__resume="extend"))
     assert (extended.total, extended.completed, extended.generated) == (26, 26, 2)
-    after = pq.read_table(run_dir / "trajectories.parquet").to_pylist()
+    after = rows_of(run_dir)
     assert len(after) == 26
     old = {(row["index"], row["repeat"]): row["response_ids"] for row in before}
     for row in after[:24]:

@@ -15,7 +15,8 @@ from rollstream.generation.runner import as_config, generate
 from rollstream.store.manifest import read_manifest
 from rollstream.store.validate import validate_run
 from rollstream.testing.stub_chat import ChatFault, ChatStub
-from tests.integration.test_agents import FUNCTION, mean_reward, rows_of, run, words
+from tests.faults.runs import rows_of
+from tests.integration.test_agents import FUNCTION, mean_reward, run, words
 from tests.integration.test_images import TOOLS as LOOK
 from tests.integration.test_images import write_rows
 from tests.support.serving import Served

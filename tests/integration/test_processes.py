@@ -15,7 +15,7 @@ from rollstream.errors import ConfigError
 from rollstream.generation.runner import run_generation
 from rollstream.testing.stub_faults import Latency
 from rollstream.testing.stub_server import StubServer
-from tests.faults.runs import overrides, stub_in_thread, write_prompts
+from tests.faults.runs import check_each_is_there_once, overrides, stub_in_thread, write_prompts
 from tests.integration.test_ray import Command
 
 REPEATS = 2
@@ -89,12 +89,7 @@ def test_workers_and_driver_killed(tmp_path: Path, server: StubServer, kills: in
         assert command.process.returncode == 0, command.log.read_text()[-3000:]
     result = orjson.loads(output)
     assert (result["completed"], result["failed"]) == (count * REPEATS, 0)
-    rows = pq.read_table(tmp_path / "run" / "trajectories.parquet").select(["index", "repeat", "attempts"])
-    assert rows.to_pylist() == [
-        {"index": index, "repeat": repeat, "attempts": 1}
-        for index in range(count)
-        for repeat in range(REPEATS)
-    ]
+    check_each_is_there_once(tmp_path / "run", count, REPEATS)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rollstream.store.summary import read_failures, read_status
 from rollstream.testing.stub_faults import Latency
 from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.testing.text_rules import answer_by_text
-from tests.faults.runs import overrides, stub_in_thread, write_prompts
+from tests.faults.runs import check_each_is_there_once, overrides, stub_in_thread, write_prompts
 from tests.integration.test_images import overrides as image_overrides
 from tests.support.until import wait_until
 from tests.unit.chat.vision import IMAGE_PAD, load_model, png, write_model
@@ -231,5 +231,4 @@ def test_stopped_killed_and_resumed(tmp_path: Path) -> None:
             assert third.process.returncode == 0, third.log.read_text()[-3000:]
         result = orjson.loads(output)
     assert (result["completed"], result["artifact_rows"], result["failed"]) == (160, 160, 0)
-    rows = pq.read_table(tmp_path / "run" / "trajectories.parquet").select(["index", "repeat"]).to_pylist()
-    assert rows == [{"index": index, "repeat": repeat} for index in range(80) for repeat in range(2)]
+    check_each_is_there_once(tmp_path / "run", 80, 2)

@@ -10,7 +10,6 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from rollstream.config.load import compose
@@ -25,6 +24,7 @@ from rollstream.generation.runner import generate
 from rollstream.generation.setup import Prepared
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Completion, SamplingParams
+from tests.faults.runs import rows_of
 from tests.integration.test_agents import FUNCTION
 from tests.integration.test_generation import config, write_sums
 from tests.support.serving import serve
@@ -194,7 +194,7 @@ async def test_a_run_goes_on_over_new_weights(
     result = await run
     assert (result.completed, result.failed) == (ROLLOUTS, 0)
     assert validate_run(tmp_path / "run").sound
-    rows = {row["index"]: row for row in pq.read_table(tmp_path / "run" / "trajectories.parquet").to_pylist()}
+    rows = {row["index"]: row for row in rows_of(tmp_path / "run")}
     assert len(rows) == ROLLOUTS
     with_tokens = [cut for cut in cuts if cut[2]]
     assert len({request_id for request_id, *_ in with_tokens}) >= ROLLOUTS // 8
@@ -251,7 +251,7 @@ async def test_a_run_may_begin_anew_or_end(
     with contextlib.suppress(EngineUnavailableError):  # when all were ended, so is the run
         await made[0].update_weights(str(steps[1]), 1)
     assert (await run).completed == 8
-    rows = pq.read_table(tmp_path / "run" / "trajectories.parquet").to_pylist()
+    rows = rows_of(tmp_path / "run")
     for row in rows:
         ((start, version),) = [(one["start"], one["version"]) for one in row["policy_versions"]]
         assert start == 0

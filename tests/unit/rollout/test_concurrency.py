@@ -200,25 +200,6 @@ def test_throughput_is_within_a_tenth_of_the_best_fixed_cap(
     assert changes(outcome) <= outcome.seconds / 10
 
 
-@pytest.mark.parametrize("says_load", [True, False])
-def test_work_that_is_thrown_away_at_a_time_limit(says_load: bool) -> None:
-    """With too many in flight most answers are cut off before their end, and begin anew."""
-
-    def run(cap: ConcurrencyPolicy | int) -> Outcome:
-        return simulate(
-            SimulatedEngine(),
-            cap,
-            lengths=lognormal(1000, 0.5),
-            rollouts=1200,
-            timeout_s=60.0,
-            says_load=says_load,
-        )
-
-    full, adaptive = run(256), run(ConcurrencyPolicy(256))
-    assert adaptive.timeouts < full.timeouts / 5
-    assert adaptive.rate > 1.3 * full.rate
-
-
 def test_a_lost_replica_and_its_return() -> None:
     finished: list[tuple[float, int]] = []
     outcome = simulate(
@@ -243,23 +224,6 @@ def test_a_lost_replica_and_its_return() -> None:
     before, after = (outcome.rate_between(a, b, finished) for a, b in ((100, 300), (700, 900)))
     assert outcome.rate_between(400, 600, finished) > 0.45 * before
     assert after > 0.95 * before
-
-
-def test_growth_from_far_below_is_quick() -> None:
-    cap = ConcurrencyPolicy(512)
-    for i, one in enumerate(times(60)):
-        cap.observe(replace(one, in_flight=cap.cap, overloads=100 * i))
-        if cap.cap < 16:
-            break
-    assert cap.cap < 16
-    # The engine has mended; an observer's clock goes on.
-    took = 0.0
-    for one in times(400, at=1000.0, load=EngineLoad(10, 0, 0.1, 0)):
-        took = one.at - 1000.0
-        if cap.observe(replace(one, in_flight=cap.cap)) == 512:
-            break
-    assert cap.cap == 512
-    assert took < 300
 
 
 def test_an_engine_that_reports_no_load_gets_its_cap_back_after_refusals() -> None:

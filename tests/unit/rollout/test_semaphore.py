@@ -59,16 +59,3 @@ async def test_places_are_given_to_all_who_want_one_and_never_twice(seed: int) -
     assert {type(result) for result in results} <= {type(None), asyncio.CancelledError}
     assert entered >= set(range(40)) - gone
     assert window.in_flight == inside == 0
-
-
-async def test_a_closed_window_lets_nobody_in_and_nobody_wait() -> None:
-    window = ResizableSemaphore(1)
-    assert await window.enter()
-    waiting = [asyncio.create_task(window.enter()) for _ in range(3)]
-    await settle()
-    assert not any(task.done() for task in waiting)
-    window.close()
-    assert await asyncio.gather(*waiting) == [False] * 3
-    window.leave()
-    assert not await window.enter()
-    assert window.in_flight == 0
