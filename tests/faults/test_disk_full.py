@@ -8,7 +8,7 @@ import pytest
 
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
-from tests.faults.runs import Runner, overrides, run_to_end, stub_server, write_prompts
+from tests.faults.runs import Runner, overrides, run_to_end, stub_in_thread, write_prompts
 
 
 def limited(kilobytes: int) -> Callable[[], None]:
@@ -24,18 +24,20 @@ def limited(kilobytes: int) -> Callable[[], None]:
 def test_full_disk_stops_the_run_and_resume_finishes_it(tmp_path: Path, what: str) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 600)
     run_dir = tmp_path / "run"
-    with stub_server("--response-tokens", "64") as url:
+    with stub_in_thread(response_tokens=64) as server:
         kilobytes, in_flight = 24, 8  # few at once: the first are durable before the disk is full
         if what == "merge":  # the journals and batches fit, the artifact does not
             whole = tmp_path / "whole"
-            run_to_end(overrides(whole, prompts, url, generation__save_batch_size=30), tmp_path / "whole.log")
+            run_to_end(
+                overrides(whole, prompts, server.url, generation__save_batch_size=30), tmp_path / "whole.log"
+            )
             in_flight = 64
             kilobytes = (whole / "trajectories.parquet").stat().st_size * 3 // 4 >> 10
             assert max(path.stat().st_size for path in (whole / "batches").iterdir()) < kilobytes << 10
         command = overrides(
             run_dir,
             prompts,
-            url,
+            server.url,
             generation__save_batch_size=30 if what == "merge" else 400,
             generation__max_in_flight=in_flight,
         )
