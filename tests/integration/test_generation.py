@@ -19,6 +19,7 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_causes, read_status
 from rollstream.store.validate import validate_run
 from tests.faults.runs import rows_of
+from tests.support.forward import demo_module, logprobs_under
 
 
 def config(run_dir: Path, files: Path, **changes: Any) -> dict[str, Any]:
@@ -76,18 +77,6 @@ def reward_file(tmp_path: Path) -> Path:
     return path
 
 
-def logprobs_by_forward_pass(prompt: list[int], response: list[int]) -> np.ndarray:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32)
-    ids = torch.tensor([prompt + response])
-    with torch.no_grad():
-        logits = model(ids).logits[0].log_softmax(-1)
-    at = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
-    return logits[at, ids[0, len(prompt) :]].numpy()
-
-
 def test_a_run_stores_what_the_model_sampled(tmp_path: Path, sums: Path, reward_file: Path) -> None:
     result = run_generation(config(tmp_path / "run", sums, custom_reward_function__path=str(reward_file)))
     assert (result.total, result.completed, result.failed, result.artifact_rows) == (24, 24, 0, 24)
@@ -99,7 +88,7 @@ def test_a_run_stores_what_the_model_sampled(tmp_path: Path, sums: Path, reward_
     worst = 0.0
     for row in rows:
         assert row["response_mask"] == [1] * len(row["response_ids"])
-        forward = logprobs_by_forward_pass(row["prompt_ids"], row["response_ids"])
+        forward = logprobs_under(demo_module(), row["prompt_ids"], row["response_ids"])
         worst = max(worst, float(np.abs(forward - np.array(row["response_logprobs"])).max()))
         messages = orjson.loads(row["messages"])
         assert [message["role"] for message in messages] == ["user", "assistant"]
@@ -116,7 +105,7 @@ def test_a_run_stores_what_the_model_sampled(tmp_path: Path, sums: Path, reward_
 
 
 def test_status_counts_failed_unscored_and_scored(
-    tmp_path: Path, sums: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, sums: Path, stub: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One row fails, those of a source without a rule are not scored, and one has a rule that cannot judge it."""
     add_long_prompt(sums)
@@ -125,7 +114,7 @@ def test_status_counts_failed_unscored_and_scored(
     rows[1] |= {"data_source": "reasoning_gym/none", "reward_model": {"ground_truth": "29"}}
     sums.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     run_dir = tmp_path / "run"
-    result = run_generation(config(run_dir, sums))
+    result = run_generation(config(run_dir, sums, **stub))
     status = read_status(run_dir)
     counts = (result.completed, result.failed, result.unscored, result.reward_failed)
     assert counts == (24, 2, 22, 2)
@@ -144,19 +133,19 @@ def test_the_same_seed_gives_the_same_tokens_and_again_does_nothing(tmp_path: Pa
     assert (again.generated, again.completed, again.exit_code) == (0, 24, 0)
 
 
-def test_resume_modes(tmp_path: Path, sums: Path) -> None:
+def test_resume_modes(tmp_path: Path, sums: Path, stub: dict[str, Any]) -> None:
     run_dir = tmp_path / "run"
-    run_generation(config(run_dir, sums))
+    run_generation(config(run_dir, sums, **stub))
     with pytest.raises(RunDirectoryError, match="resume=never"):
-        run_generation(config(run_dir, sums, generation__resume="never"))
+        run_generation(config(run_dir, sums, generation__resume="never", **stub))
     with pytest.raises(IdentityMismatchError, match=r"rollout\.temperature: 1\.0 -> 0\.5"):
-        run_generation(config(run_dir, sums, actor_rollout_ref__rollout__temperature=0.5))
+        run_generation(config(run_dir, sums, actor_rollout_ref__rollout__temperature=0.5, **stub))
     before = rows_of(run_dir)
 
     write_sums(sums, [*reversed(PAIRS), (5, 6)])
     with pytest.raises(IdentityMismatchError, match="resume=extend"):
-        run_generation(config(run_dir, sums))
-    extended = run_generation(config(run_dir, sums, generation__resume="extend"))
+        run_generation(config(run_dir, sums, **stub))
+    extended = run_generation(config(run_dir, sums, generation__resume="extend", **stub))
     assert (extended.total, extended.completed, extended.generated) == (26, 26, 2)
     after = rows_of(run_dir)
     assert len(after) == 26
@@ -164,49 +153,51 @@ def test_resume_modes(tmp_path: Path, sums: Path) -> None:
     for row in after[:24]:
         assert row["response_ids"] == old[11 - row["index"], row["repeat"]]
     assert validate_run(run_dir).sound
-    assert run_generation(config(run_dir, sums)).generated == 0
+    assert run_generation(config(run_dir, sums, **stub)).generated == 0
 
 
-def test_shuffle_and_max_samples_choose_rows_by_seed(tmp_path: Path, sums: Path) -> None:
+def test_shuffle_and_max_samples_choose_rows_by_seed(
+    tmp_path: Path, sums: Path, stub: dict[str, Any]
+) -> None:
     changes: dict[str, Any] = {"data__shuffle": True, "data__seed": 3, "data__train_max_samples": 4}
-    one = run_generation(config(tmp_path / "one", sums, **changes))
-    two = run_generation(config(tmp_path / "two", sums, **changes))
+    one = run_generation(config(tmp_path / "one", sums, **changes, **stub))
+    two = run_generation(config(tmp_path / "two", sums, **changes, **stub))
     chosen = [sorted(set(pq.read_table(result.artifact)["index"].to_pylist())) for result in (one, two)]
     assert len(chosen[0]) == 4
     assert chosen[0] == chosen[1] != [0, 1, 2, 3]
 
 
-def test_overlong_prompts_are_counted_and_left_out(tmp_path: Path, sums: Path) -> None:
+def test_overlong_prompts_are_counted_and_left_out(tmp_path: Path, sums: Path, stub: dict[str, Any]) -> None:
     add_long_prompt(sums)
-    result = run_generation(config(tmp_path / "kept", sums, data__filter_overlong_prompts=True))
+    result = run_generation(config(tmp_path / "kept", sums, data__filter_overlong_prompts=True, **stub))
     assert (result.total, result.failed) == (24, 0)
-    failing = run_generation(config(tmp_path / "failing", sums))
+    failing = run_generation(config(tmp_path / "failing", sums, **stub))
     assert (failing.total, failing.failed, failing.exit_code) == (26, 2, 1)
-    truncated = run_generation(config(tmp_path / "cut", sums, data__truncation="left"))
+    truncated = run_generation(config(tmp_path / "cut", sums, data__truncation="left", **stub))
     assert (truncated.total, truncated.failed) == (26, 0)
     lengths = [len(ids) for ids in pq.read_table(truncated.artifact)["prompt_ids"].to_pylist()]
     assert max(lengths) == 64
 
 
-def test_failures_are_tried_again_when_asked(tmp_path: Path, sums: Path) -> None:
+def test_failures_are_tried_again_when_asked(tmp_path: Path, sums: Path, stub: dict[str, Any]) -> None:
     add_long_prompt(sums)
     run_dir = tmp_path / "run"
-    assert run_generation(config(run_dir, sums)).failed == 2
-    again = run_generation(config(run_dir, sums, generation__retry_failed=True))
+    assert run_generation(config(run_dir, sums, **stub)).failed == 2
+    again = run_generation(config(run_dir, sums, generation__retry_failed=True, **stub))
     assert (again.generated, again.failed) == (0, 2)
-    allowed = run_generation(config(run_dir, sums, generation__max_failed_share=0.1))
+    allowed = run_generation(config(run_dir, sums, generation__max_failed_share=0.1, **stub))
     assert allowed.exit_code == 0
 
 
-def test_damage_is_redone(tmp_path: Path, sums: Path) -> None:
+def test_damage_is_redone(tmp_path: Path, sums: Path, stub: dict[str, Any]) -> None:
     run_dir = tmp_path / "run"
-    run_generation(config(run_dir, sums))
+    run_generation(config(run_dir, sums, **stub))
     whole = pq.read_table(run_dir / "trajectories.parquet", columns=["response_ids"])
     batch = RunPaths(run_dir).batch(1)
     data = bytearray(batch.read_bytes())
     data[-40] ^= 0xFF  # in the footer: found when the run is opened
     batch.write_bytes(data)
-    result = run_generation(config(run_dir, sums))
+    result = run_generation(config(run_dir, sums, **stub))
     assert (result.completed, result.exit_code) == (24, 0)
     assert "batch_000001.parquet" in result.damage[0]
     assert read_status(run_dir).quarantined == ["batch_000001.parquet"]
@@ -223,19 +214,19 @@ def add_long_prompt(sums: Path) -> None:
     "changes", [{"data__max_prompt_length": 400}, {"data__truncation": "left"}, {"data__truncation": "right"}]
 )
 def test_the_advice_for_long_prompts_works_in_the_run_they_failed_in(
-    tmp_path: Path, sums: Path, changes: dict[str, Any]
+    tmp_path: Path, sums: Path, stub: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     add_long_prompt(sums)
     run_dir = tmp_path / "run"
-    assert run_generation(config(run_dir, sums)).failed == 2
+    assert run_generation(config(run_dir, sums, **stub)).failed == 2
     before = pq.read_table(run_dir / "trajectories.parquet").slice(0, 24)
-    again = run_generation(config(run_dir, sums, generation__retry_failed=True, **changes))
+    again = run_generation(config(run_dir, sums, generation__retry_failed=True, **changes, **stub))
     assert (again.completed, again.generated, again.failed) == (26, 2, 0)
     assert pq.read_table(run_dir / "trajectories.parquet").slice(0, 24).equals(before)
     assert validate_run(run_dir).sound
-    assert run_generation(config(run_dir, sums, **changes)).generated == 0
+    assert run_generation(config(run_dir, sums, **changes, **stub)).generated == 0
     with pytest.raises(IdentityMismatchError, match=r"data\.(max_prompt_length|truncation): "):
-        run_generation(config(run_dir, sums))  # 2 rollouts are done that this would not make
+        run_generation(config(run_dir, sums, **stub))  # 2 rollouts are done that this would not make
 
 
 LOOP = """
@@ -258,10 +249,12 @@ def with_loop(run_dir: Path, files: Path, body: str, **changes: Any) -> dict[str
 MENDED = "return await super().run(*given, **row)"
 
 
-def test_a_loop_that_always_raises_stops_the_run_and_is_mended_in_place(tmp_path: Path, sums: Path) -> None:
+def test_a_loop_that_always_raises_stops_the_run_and_is_mended_in_place(
+    tmp_path: Path, sums: Path, stub: dict[str, Any]
+) -> None:
     run_dir = tmp_path / "run"
     broken = with_loop(
-        run_dir, sums, "raise ValueError(f'no {id(self)}')", generation__stop_after_failures=10
+        run_dir, sums, "raise ValueError(f'no {id(self)}')", generation__stop_after_failures=10, **stub
     )
     broken["generation"]["max_in_flight"] = 1
     result = run_generation(broken)
@@ -272,36 +265,40 @@ def test_a_loop_that_always_raises_stops_the_run_and_is_mended_in_place(tmp_path
     assert "stopped: 0/24" in summarise(result)
     assert "16 failed: ValueError: no " in summarise(result)
     assert read_causes(run_dir) == [cause]
-    mended = run_generation(with_loop(run_dir, sums, MENDED))
+    mended = run_generation(with_loop(run_dir, sums, MENDED, **stub))
     assert (mended.completed, mended.failed, mended.exit_code) == (24, 0, 0)
     assert len(list((run_dir / "logs").glob("failed-*/*.rsj"))) == 1
     assert validate_run(run_dir).sound
     with pytest.raises(IdentityMismatchError, match=r"agent loop mine \(.*loop_run_.*\.py\)"):
-        run_generation(with_loop(run_dir, sums, MENDED + "  # otherwise"))
+        run_generation(with_loop(run_dir, sums, MENDED + "  # otherwise", **stub))
 
 
-def test_a_loop_that_made_nothing_is_mended_in_place(tmp_path: Path, sums: Path) -> None:
+def test_a_loop_that_made_nothing_is_mended_in_place(
+    tmp_path: Path, sums: Path, stub: dict[str, Any]
+) -> None:
     rows = [orjson.loads(line) for line in sums.read_bytes().splitlines()]
     for row in rows[:5]:
         row["agent_name"] = "single_turn_agent"
     sums.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     run_dir = tmp_path / "run"
-    broken = run_generation(with_loop(run_dir, sums, "raise KeyError('x')"))
+    broken = run_generation(with_loop(run_dir, sums, "raise KeyError('x')", **stub))
     assert (broken.completed, broken.failed) == (10, 14)
     assert "generation.retry_failed=true" in summarise(broken)
     before = pq.read_table(run_dir / "trajectories.parquet")
-    mended = run_generation(with_loop(run_dir, sums, MENDED, generation__retry_failed=True))
+    mended = run_generation(with_loop(run_dir, sums, MENDED, generation__retry_failed=True, **stub))
     assert (mended.completed, mended.generated, mended.failed) == (24, 14, 0)
     assert pq.read_table(run_dir / "trajectories.parquet").slice(0, 10).equals(before)
     # Now it has made rollouts: no other code may add to them, and the advice is what works.
     with pytest.raises(IdentityMismatchError, match="With that back in place, the same command goes on"):
-        run_generation(with_loop(run_dir, sums, MENDED + "  # again"))
-    assert run_generation(with_loop(run_dir, sums, MENDED)).generated == 0
+        run_generation(with_loop(run_dir, sums, MENDED + "  # again", **stub))
+    assert run_generation(with_loop(run_dir, sums, MENDED, **stub)).generated == 0
 
 
-def test_what_differs_is_named_by_file_and_setting(tmp_path: Path, sums: Path, reward_file: Path) -> None:
+def test_what_differs_is_named_by_file_and_setting(
+    tmp_path: Path, sums: Path, stub: dict[str, Any], reward_file: Path
+) -> None:
     run_dir = tmp_path / "run"
-    given = config(run_dir, sums, custom_reward_function__path=str(reward_file))
+    given = config(run_dir, sums, custom_reward_function__path=str(reward_file), **stub)
     run_generation(given)
     reward_file.write_text(reward_file.read_text() + "# mended\n")
     given["data"]["max_prompt_length"] = 30

@@ -27,6 +27,7 @@ from rollstream.trajectory import Completion, SamplingParams
 from tests.faults.runs import rows_of
 from tests.integration.test_agents import FUNCTION
 from tests.integration.test_generation import config, write_sums
+from tests.support.forward import logprobs_under
 from tests.support.serving import serve
 from tests.support.until import until
 
@@ -72,14 +73,6 @@ def modules(steps: dict[int, Path]) -> dict[int, Any]:
         version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for version, folder in steps.items()
     }
-
-
-def logprobs_under(module: Any, prompt: list[int], response: list[int]) -> np.ndarray[Any, Any]:
-    ids = torch.tensor([prompt + response])
-    with torch.no_grad():
-        logits = module(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    found: np.ndarray[Any, Any] = logits.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
-    return found
 
 
 def versions_of(runs: list[tuple[int, int]], length: int) -> list[int]:

@@ -2,8 +2,12 @@
 
 import asyncio
 import random
+from functools import cache
 from typing import Any
 
+import numpy as np
+
+from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import Engine
 from rollstream.trajectory import Completion, SamplingParams
 
@@ -26,6 +30,23 @@ async def answer(engine: Engine, asked: Asked) -> list[Completion]:
     return await asyncio.gather(
         *(engine.generate(prompt, how, request_id=str(i)) for i, (prompt, how) in enumerate(asked))
     )
+
+
+@cache
+def demo_module() -> Any:
+    """The demo model in transformers, float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32).eval()
+
+
+def logprobs_under(module: Any, prompt: list[int], response: list[int]) -> np.ndarray[Any, Any]:
+    """Of each token of the response, given what stands before it."""
+    scores = logits_of(module, prompt, response).log_softmax(-1).numpy()
+    found: np.ndarray[Any, Any] = scores[np.arange(len(response)), response]
+    return found
 
 
 def logits_of(module: Any, prompt: list[int], ids: list[int]) -> Any:
