@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """For `--dist loadgroup`: a file's tests share what they start once, and one cluster of Ray is enough at a time."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            group = "ray" if "ray" in item.path.stem else str(item.path)
+            group = "ray" if "ray" in item.path.stem else item.path.stem
             item.add_marker(pytest.mark.xdist_group(group))
 
 
