@@ -178,15 +178,17 @@ class Waits:
         waits.begin("loading the tokenizer")  # from any thread
     """
 
-    def __init__(self, pauses: Sequence[float] = _SAID_AFTER_S) -> None:
-        self._pauses = pauses
+    def __init__(
+        self, pauses: Sequence[float] = _SAID_AFTER_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pauses, self._clock = pauses, clock
         self._what: str | None = None
         self._began = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, what: str | None) -> None:
         """What is waited for from now on; None for nothing."""
-        self._began, self._what = time.monotonic(), what
+        self._began, self._what = self._clock(), what
 
     def __enter__(self) -> Self:
         self._task = asyncio.get_running_loop().create_task(self._say(), name="waits")
@@ -202,7 +204,7 @@ class Waits:
             await asyncio.sleep(min(_TERMINAL_EVERY_S, self._pauses[0]))
             if self._began != began:
                 began, said = self._began, 0
-            waited = time.monotonic() - began
+            waited = self._clock() - began
             if self._what is not None and said < len(self._pauses) and waited >= self._pauses[said]:
                 said = sum(waited >= pause for pause in self._pauses)
                 logger.info("%s … %s", self._what, format_duration(waited))

@@ -18,6 +18,7 @@ from rollstream.generation.progress import (
     format_line,
     show_progress,
 )
+from tests.support.until import until
 
 
 def snapshot(**changes: object) -> Snapshot:
@@ -59,17 +60,23 @@ def test_share_is_of_what_is_done() -> None:
 
 
 async def test_waits_are_said_when_they_take_long(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "rollstream"), Waits([0.01, 0.02]) as waits:
+    now = 0.0
+    with caplog.at_level(logging.INFO, "rollstream"), Waits([0.01, 20.0], clock=lambda: now) as waits:
         waits.begin("loading the tokenizer")
-        while len(caplog.records) < 2:
-            await asyncio.sleep(0.001)
+        now = 5.0
+        await until(lambda: len(caplog.records) == 1)
+        now = 30.0
+        await until(lambda: len(caplog.records) == 2)
         waits.begin(None)
+        now = 35.0
         waits.begin("merging")
-        while "merging" not in caplog.text:
-            await asyncio.sleep(0.001)
-    assert [record.getMessage().split(" …")[0] for record in caplog.records][:2] == [
-        "loading the tokenizer"
-    ] * 2
+        now = 40.0
+        await until(lambda: len(caplog.records) == 3)
+    assert [record.getMessage() for record in caplog.records] == [
+        "loading the tokenizer … 5s",
+        "loading the tokenizer … 30s",
+        "merging … 5s",
+    ]
 
 
 async def test_a_progress_line_on_a_terminal_ends_before_what_is_said() -> None:
