@@ -326,22 +326,24 @@ async def test_a_cancellation_while_it_is_finalized_does_not_stop_that() -> None
 @pytest.mark.parametrize("how", ["cancel", "timeout"])
 async def test_it_is_finalized_when_the_rollout_is_cut_off(how: str, finalize: Any) -> None:
     """And what that does, the rollout ends as it was told to: cancelled is cancelled, not failed."""
-    teacher = Teacher({"respond": "hang", "finalize": finalize})
-    engine = await started(says("10"))
-    partners = Interactions({"teacher": teacher}, timeout=1.0)
-    given = replace(resources(engine), interactions=partners)
-    seconds = 0.5 if how == "timeout" else FAR
-    worker = make_worker(given, max_attempts=1, attempt_timeout=seconds)
-    before = asyncio.all_tasks()
-    async with asyncio.timeout(FAR):
+    seconds = 0.5
+    while True:
+        teacher = Teacher({"respond": "hang", "finalize": finalize})
+        partners = Interactions({"teacher": teacher}, timeout=2 * seconds)
+        given = replace(resources(await started(says("10"))), interactions=partners)
+        worker = make_worker(given, max_attempts=1, attempt_timeout=seconds if how == "timeout" else FAR)
+        before = asyncio.all_tasks()
         task = asyncio.create_task(worker.run(make_row(extra_info=ASKS), 0))
-        await teacher.begun.wait()
         if how == "cancel":
+            await teacher.begun.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
         else:
-            assert "took longer than 0.5 s" in failed(await task).error
+            assert "took longer than" in failed(await task).error
+        if "respond" in teacher.done:
+            break
+        seconds *= 4  # a busy machine had not come so far
     assert teacher.done == ["start", "respond", "finalize"]
     assert asyncio.all_tasks() == before
 
