@@ -20,7 +20,7 @@ from rollstream.buffer.app import BufferServer
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.service import BufferOptions, Service
 from rollstream.web import Access, Limits
-from tests.support import until as waiting
+from tests.support.until import until
 
 COMMAND = [sys.executable, "-m", "rollstream.cli", "buffer", "serve", "--json"]
 PATIENCE_S = 60.0
@@ -132,7 +132,7 @@ class Served:
 
     async def until(self, check: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
         """What `check`, a coroutine function or not, gives, as soon as it is true."""
-        return await waiting.until(check, seconds)
+        return await until(check, seconds)
 
 
 @contextlib.asynccontextmanager

@@ -155,7 +155,7 @@ def test_status_says_why_a_job_failed(tmp_path: Path, capsys: Capture) -> None:
     run = "from rollstream.errors import ConfigError; raise ConfigError('there is no such model')"
     with serve_buffer(tmp_path / "buffer", "--generators", generator(tmp_path / "files", run=run)) as server:
         server.post("/v1/jobs", {"task_type": "math"})
-        until(lambda: server.get("/v1/stats")["job"]["state"] == "failed")
+        wait_until(lambda: server.get("/v1/stats")["job"]["state"] == "failed")
         for where in (server.url, str(server.folder)):
             assert main(["buffer", "status", where]) == 0
             said = capsys.readouterr().out
