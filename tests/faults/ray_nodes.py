@@ -57,12 +57,13 @@ def nodes(*cpus: int, gpus: int = 0) -> Iterator[Any]:
 def working_pids() -> list[int]:
     """Processes of this program's Ray workers that have started, and nobody else's, the oldest first.
 
-    Ray names a process after the method that it began last.
+    Ray names a process after the method that it began last, and after the class when that has returned.
     """
+    at_work = {"ray::WorkerHost", "ray::WorkerHost.reports", "ray::WorkerHost.give"}
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-            if process.cmdline()[0].startswith(("ray::WorkerHost.reports", "ray::WorkerHost.give")):
+            if process.cmdline()[0].rstrip("\0 ") in at_work:
                 found.append((process.create_time(), process.pid))
     return [pid for _, pid in sorted(found)]
 
