@@ -17,7 +17,7 @@ from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.hf import HFEngine
-from rollstream.engine.hf_model import load_module
+from rollstream.engine.hf_model import copy_weights, load_module
 from rollstream.engine.load import ask_load
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
@@ -452,6 +452,30 @@ async def test_weights_come_from_a_folder(start: Start, other: Any, tmp_path: An
         await engine.load_state_dict({"model.embed_tokens.weight": torch.zeros(512, 128)}, 2)
     assert engine.version == 1
     assert [c.token_ids for c in await answer(engine, asked)] == [c.token_ids for c in answers]
+
+
+async def test_weights_that_nobody_waits_for_any_more_have_their_version(
+    start: Start, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, begun, loop = await start(), asyncio.Event(), asyncio.get_running_loop()
+    goes_on = threading.Event()
+
+    def slow(pairs: Any) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        goes_on.wait(60)
+        copy_weights(pairs)
+
+    monkeypatch.setattr("rollstream.engine.hf.copy_weights", slow)
+    update = asyncio.create_task(engine.load_state_dict(other.state_dict(), 7))
+    await begun.wait()
+    update.cancel()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    asked = requests(4)
+    answers = await answer(engine, asked)
+    assert all(c.policy_versions == [(0, 7)] for c in answers)
+    assert worst_error(other, asked, answers) < 1e-4
 
 
 async def test_new_weights_outlive_the_thread(start: Start, module: Any, other: Any) -> None:

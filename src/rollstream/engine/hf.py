@@ -167,12 +167,20 @@ class HFEngine:
     async def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
         """Copies `state` (names to tensors, as `module.state_dict()` gives it) into the model, in place.
 
+        Cancelling this takes effect when the weights have been copied, or before that begins.
+
         Raises:
             EngineError: it does not fit the model. Nothing has been changed then.
         """
         pairs = self._live_model().match(state)
+        cancelled: asyncio.CancelledError | None = None
         async with self.changing_weights(version):
-            await finish_despite_cancellation(in_daemon_thread(copy_weights, pairs))
+            try:
+                await finish_despite_cancellation(in_daemon_thread(copy_weights, pairs))
+            except asyncio.CancelledError as error:
+                cancelled = error  # the weights are new ones nevertheless, and so is their version
+        if cancelled is not None:
+            raise cancelled
 
     @contextlib.asynccontextmanager
     async def changing_weights(self, version: int) -> AsyncIterator[None]:
@@ -198,9 +206,9 @@ class HFEngine:
                     self._life.backend.interrupt()
                 await _synchronize(model)
                 yield
-                await _synchronize(model)
                 model.version = version
                 self._weight_changes += 1
+                await _synchronize(model)
         finally:
             model.end_change()
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rollstream.aio import SharedCheck
+from rollstream.aio import SharedCheck, finish_despite_cancellation
 from rollstream.chat.wires.requests import RequestError, Sampling
 from rollstream.engine.base import Capabilities, Engine, EngineLoad
 from rollstream.engine.checks import check_request, ids_fit
@@ -135,6 +135,8 @@ class EngineService:
     async def update_weights(self, source: str, version: int | None) -> int:
         """Loads weights; returns their version. By default it is one more than the last.
 
+        Cancelling this takes effect when they have been loaded, or have not: two folders never share a version.
+
         Raises:
             RequestError: the engine cannot.
             EngineError: it failed; the old weights stay.
@@ -143,9 +145,12 @@ class EngineService:
             raise RequestError("this engine cannot update its weights", code="unsupported")
         async with self._update:
             number = self.weight_version + 1 if version is None else version
-            await self._engine.update_weights(source, number)
-            self.weight_version, self.model_path = number, source
+            await finish_despite_cancellation(self._load_weights(source, number))
         return number
+
+    async def _load_weights(self, source: str, version: int) -> None:
+        await self._engine.update_weights(source, version)
+        self.weight_version, self.model_path = version, source
 
     async def health(self) -> bool:
         """Whether requests are served; brings back an engine that died."""

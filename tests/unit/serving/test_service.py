@@ -109,6 +109,32 @@ class SlowToAbort(ScriptedEngine):
         await asyncio.sleep(0)
 
 
+class SlowToLoad(ScriptedEngine):
+    """An engine that loads weights when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads, self.may_load = asyncio.Event(), asyncio.Event()
+
+    async def update_weights(self, source: str, version: int) -> None:
+        self.loads.set()
+        await self.may_load.wait()
+        await super().update_weights(source, version)
+
+
+async def test_an_update_whose_client_has_gone_has_its_version() -> None:
+    engine = SlowToLoad()
+    service = await service_of(engine)
+    update = asyncio.create_task(service.update_weights("first", None))
+    await engine.loads.wait()
+    update.cancel()
+    engine.may_load.set()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    assert (service.weight_version, service.model_path) == (1, "first")
+    assert await service.update_weights("second", None) == 2
+
+
 async def test_a_pause_that_is_ended_at_once_is_answered() -> None:
     """Though the engine is still busy."""
     service = await service_of(SlowToAbort(latency=FOREVER))
