@@ -1,5 +1,6 @@
 """The HTTP server that agent programs ask for answers, by OpenAI's chat API."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -45,17 +46,21 @@ class Endpoint:
         self._model = model
         self._max_model_len = max_model_len
         self._sessions: dict[str, Recorder] = {}
+        self._answering: dict[asyncio.Task[Any], Recorder] = {}
         self.url = ""
         """Where it is, `/v1` included; known while it serves."""
 
     @contextmanager
     def session(self, name: str, recorder: Recorder) -> Iterator[None]:
-        """Requests with this name are the recorder's, for a while."""
+        """Requests with this name are the recorder's, for a while; who still waits at its end is cut off."""
         self._sessions[name] = recorder
         try:
             yield
         finally:
             del self._sessions[name]
+            for task, one in self._answering.items():
+                if one is recorder:
+                    task.cancel()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -85,9 +90,15 @@ class Endpoint:
     async def _chat(self, request: Request) -> web.Response:
         recorder = self._recorder(request)
         body = await request_object(request)
-        with recorder.noting():
-            asked = read_chat(body, harmless=_HARMLESS, neutral=_NEUTRAL)
-            turn, prompt_ids = await recorder.answer(_call_of(asked, recorder.sampling))
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering[task] = self._recorder(request)  # which may have ended while the body came
+        try:
+            with recorder.noting():
+                asked = read_chat(body, harmless=_HARMLESS, neutral=_NEUTRAL)
+                turn, prompt_ids = await recorder.answer(_call_of(asked, recorder.sampling))
+        finally:
+            del self._answering[task]
         completion = turn.completion
         if completion.finish_reason == "abort":
             # Cut off by an abort: for the client an answer that is not whole.

@@ -59,7 +59,7 @@ class Recorder:
             yield
         except Exception as error:
             # The rollout's own prompt, if it cannot be rendered, is an error as with every other loop.
-            own_prompt = isinstance(error, DataError) and not self.session.turns
+            own_prompt = isinstance(error, DataError) and not self.session.has_begun
             if isinstance(error, HTTPError | ConfigError | DataError) and not own_prompt:
                 self.refusal = error
             elif not self._broken.done():

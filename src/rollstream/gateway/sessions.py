@@ -103,7 +103,7 @@ class Renderer(Protocol):
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, first: bool
     ) -> tuple[Sequence[Message], Sequence[int]]:
-        """A conversation that nothing is known of; `first`: it is the session's own prompt."""
+        """A conversation that nothing is known of; `first`: it is what the session began with."""
         ...
 
     def after(self, turn: Turn, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[int]]:
@@ -124,17 +124,25 @@ class Session:
         self._name = name
         self._logprobs = logprobs
         self._segments = 0
+        self._prompt: tuple[list[Message], list[dict[str, Any]]] | None = None
         self._roots: list[Turn] = []
         self.turns: list[Turn] = []
         """All that were answered, in this order."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a call has been opened."""
+        return self._prompt is not None
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Ask:
         """Opens a call with a conversation; `answer` or `give_up` ends it."""
         messages = list(messages)  # whoever has it may add to it
         parent, known = self._find(messages, tools)
         if parent is None:
-            shown, ids = self._renderer.prompt(messages, tools, first=not self.turns)
-            return Ask(self._new_id(), None, None, list(tools), messages, shown, ids)
+            asked = (messages, list(tools))
+            shown, ids = self._renderer.prompt(*asked, first=self._prompt in (None, asked))
+            self._prompt = self._prompt or asked
+            return Ask(self._new_id(), None, None, asked[1], messages, shown, ids)
         given, tools = messages[known:], parent.ask.tools
         shown, ids = self._renderer.after(parent, given)
         if parent.following is not None:

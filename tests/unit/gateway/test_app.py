@@ -108,6 +108,38 @@ async def test_what_cannot_be_meant_is_refused(given: dict[str, Any], words: str
     assert not engine.requests
 
 
+async def test_a_call_ends_with_its_rollout() -> None:
+    engine = await started(latency=60.0)
+    recorder, broken = recorder_of(engine)
+    endpoint = Endpoint("m", 4096)
+    async with endpoint.serving(), aiohttp.ClientSession(headers={SESSION_HEADER: "mine"}) as client:
+        with endpoint.session("mine", recorder):
+            call = asyncio.create_task(client.post(endpoint.url + "/chat/completions", json=ASK))
+            await until(lambda: engine.in_flight)
+        await until(lambda: not engine.in_flight)
+        with pytest.raises(aiohttp.ClientError):
+            await call
+    assert not recorder.session.turns and not broken.done()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "tool", "tool_call_id": ["x"], "content": "7"},
+        {"role": "user", "name": {"a": 1}, "content": "7"},
+        {"role": "assistant", "tool_calls": [{"id": [1], "function": {"name": "f", "arguments": "{}"}}]},
+    ],
+)
+async def test_a_message_that_is_garbage_ends_no_rollout(message: dict[str, Any]) -> None:
+    engine = await started(response_tokens=4)
+    async with served(engine) as (recorder, post):
+        _, body = await post(ASK)
+        said = orjson.loads(body)["choices"][0]["message"]
+        status, body = await post({"messages": [*ASK["messages"], said, message, user("?")]})
+        assert status == 400 and "must be a text" in orjson.loads(body)["error"]["message"]
+        assert "must be a text" in str(recorder.refusal)
+
+
 async def test_log_probs_and_ids_of_a_cut_answer() -> None:
     engine = await started(response_tokens=50)
     async with served(engine) as (_, post):

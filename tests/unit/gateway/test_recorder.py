@@ -139,6 +139,19 @@ async def test_answers_at_once_are_lines_of_their_own() -> None:
     check_exact(engine, recorder.session.trajectories())
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_helpers_prompt_may_be_longer_than_the_rollouts(at_once: bool) -> None:
+    engine = await started(response_tokens=4, latency=0.01)
+    recorder, broken = recorder_of(engine, prompt_length=40)
+    calls = [asyncio.create_task(ask(recorder, [user("q")]))]
+    if not at_once:
+        await calls[0]
+    calls.append(asyncio.create_task(ask(recorder, [user("q" * 500 + "<|im_end|>")])))
+    await asyncio.gather(*calls)
+    assert not broken.done()
+    check_exact(engine, recorder.session.trajectories())
+
+
 async def test_calls_and_their_results() -> None:
     tokenizer = demo_tokenizer()
     texts = iter([call_text("add", a=1) + "\n" + call_text("add", a=2), "<tool_call>\n{broken", "3"])

@@ -183,6 +183,9 @@ def _read_message(message: Any, where: str) -> Message:
         raise RequestError(
             f"{where}.role is {role!r}, want one of {', '.join(_ROLES)}", param=f"{where}.role"
         )
+    for key in ("name", "tool_call_id"):
+        if not isinstance(message.get(key), str | None):
+            raise RequestError(f"{where}.{key} must be a text", param=f"{where}.{key}")
     if message.get("function_call") is not None:
         raise RequestError(f"{where}.function_call is not supported: use tool_calls", param=where)
     read: Message = {key: value for key, value in message.items() if value is not None}
@@ -215,6 +218,8 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} needs a function with a name", param=where)
+    if not isinstance(call.get("id"), str | None):
+        raise RequestError(f"{where}.id must be a text", param=f"{where}.id")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
