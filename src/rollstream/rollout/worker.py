@@ -113,8 +113,13 @@ class RolloutWorker:
         self._jitter = random.Random()
         self.counters = counts or Counts()
 
-    async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
-        """Executes one rollout to its end. Raises `EngineLostError` when the engine stays away."""
+    async def run(self, row: PromptRow, repeat: int, *, name: str = "") -> Rollout | Failure:
+        """Executes one rollout to its end. Raises `EngineLostError` when the engine stays away.
+
+        The engine knows its requests by `name`, by default of row and repeat: whoever runs one of those twice
+        at once gives names.
+        """
+        name = name or f"{row.index}-{repeat}"
         dispatched = time.monotonic()
         attempt, outages, suspected, passed = 1, 0, False, False
         refusals, refused_at = 0, 0.0
@@ -128,7 +133,7 @@ class RolloutWorker:
                 try:
                     if not self._availability.is_available:
                         continue  # it closed while this one waited
-                    trajectories, scoring = await self._attempt(row, repeat, attempt)
+                    trajectories, scoring = await self._attempt(row, repeat, attempt, f"{name}-{attempt}")
                 except Exception as error:
                     unavailable = find_unavailable(error)
                     failure = error
@@ -191,13 +196,13 @@ class RolloutWorker:
         )
 
     async def _attempt(
-        self, row: PromptRow, repeat: int, attempt: int
+        self, row: PromptRow, repeat: int, attempt: int, request_id: str
     ) -> tuple[Sequence[Trajectory], SnapshotScoring]:
         name = row.agent_name or self._default_loop
         sampling = self._sampling
         if (given := row.columns.get("sampling_params")) is not None:
             sampling = sampling_of_row(sampling, given)
-        loop = self._loops.create(name, self._resources, request_id=f"{row.index}-{repeat}-{attempt}")
+        loop = self._loops.create(name, self._resources, request_id=request_id)
         if self._seed is not None:
             sampling = replace(sampling, seed=rollout_seed(self._seed, row.index, repeat))
         try:

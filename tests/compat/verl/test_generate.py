@@ -1,6 +1,9 @@
 """`generate_sequences` of rollstream's loops: verl's DataProto in and out, by the demo model."""
 
+import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,9 +16,11 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
+from rollstream.agent.registry import AgentLoops
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import GroupFailedError
 from rollstream.integrations.verl import SequenceGenerator
+from rollstream.rollout.worker import RolloutWorker
 
 ROWS, N = 3, 2
 
@@ -121,3 +126,42 @@ def test_a_loop_that_edits_its_context_makes_more_rows(tmp_path: Any) -> None:
 def test_a_rollout_that_fails_is_an_error(rollouts: SequenceGenerator) -> None:
     with pytest.raises(GroupFailedError, match=r"row 2 failed.*max_prompt_length"):
         rollouts.generate_sequences(batch(["1 + 1 =", "1 " * 2000]))
+
+
+def test_batches_at_once_are_not_mixed_up(
+    rollouts: SequenceGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, create = [], AgentLoops.create
+
+    def noted(self: AgentLoops, *args: Any, request_id: str) -> Any:
+        ids.append(request_id)
+        return create(self, *args, request_id=request_id)
+
+    monkeypatch.setattr(AgentLoops, "create", noted)
+    with ThreadPoolExecutor(2) as threads:
+        left, right = threads.map(rollouts.generate_sequences, [sums(), sums()])
+    assert len(left) == len(right) == ROWS * N
+    assert len(set(ids)) == len(ids) == 2 * ROWS * N
+
+
+def test_an_interrupted_batch_ends(rollouts: SequenceGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def endless(self: RolloutWorker, *args: Any, **kwargs: Any) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    def interrupted(future: Any) -> None:
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RolloutWorker, "run", endless)
+        patched.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.generate_sequences(sums())
+    assert ended.wait(60)
+    assert len(rollouts.generate_sequences(sums())) == ROWS * N

@@ -1,5 +1,6 @@
 """rollstream's agent loops run by verl's own worker; its client is scripted, all else is real."""
 
+import asyncio
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -86,6 +87,13 @@ async def test_a_model_that_edits_its_context_gives_several_outputs(tmp_path: Pa
     assert "deleteContext" in str(snapshot.messages[-1]) and final.messages[-1]["content"] == "21"
     assert (snapshot.finish_reason, final.finish_reason) == ("stop", "stop")
     assert {one.reward for one in found} == {None}  # verl's to give
+
+
+async def test_conversations_have_ids_of_their_own_whatever_the_rows_say(tmp_path: Path) -> None:
+    made = worker(tmp_path, StreamingAgentLoopWorker)
+    await asyncio.gather(*(made.run_sample(ROW, index=0, repeat=repeat) for repeat in (0, 1, 1)))
+    assert len(made.llm_client.asked) == 3  # by them verl's balancer spreads conversations over servers
+    assert {len(turns) for turns in made.llm_client.asked.values()} == {len(ANSWERS)}
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ without Ray and without files. Needs verl.
 
 import asyncio
 import threading
+import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -115,7 +116,11 @@ class SequenceGenerator:
         self.close()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # where Ctrl-C ends the wait: nothing of it goes on
 
     async def _start(self) -> None:
         agents = await in_daemon_thread(load_agents, self._settings)
@@ -138,12 +143,12 @@ class SequenceGenerator:
             await self._setup.close()
 
     async def _generate(self, rows: Sequence[PromptRow], *, repeat: int) -> list[Rollout]:
-        worker = self._worker
+        worker, batch = self._worker, uuid.uuid4().hex  # several may be under way, of one step
         assert worker is not None
 
         async def run(row: PromptRow) -> Rollout:
             async with self._places:
-                result = await worker.run(row, repeat)
+                result = await worker.run(row, repeat, name=f"{batch}-{row.index}")
             if isinstance(result, Failure):
                 raise GroupFailedError(f"row {row.index} failed: {result.error}\n{result.traceback}")
             return result

@@ -6,6 +6,7 @@ Imported where verl is.
 """
 
 import asyncio
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -52,7 +53,8 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
             _workers[key] = asyncio.create_task(self._make_worker())
         worker = await asyncio.shield(_workers[key])
         prompt = to_row(row, int(row.get("index", 0)), sampling_params)
-        result = await worker.run(prompt, int(row.get("session_id", 0)))
+        # By its id a conversation has its server, and verl's index is 0 for every row that does not say.
+        result = await worker.run(prompt, int(row.get("session_id", 0)), name=uuid.uuid4().hex)
         if isinstance(result, Failure):
             raise GroupFailedError(f"{result.error}\n{result.traceback}")
         if len(result.trajectories) > 1:
