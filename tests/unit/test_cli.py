@@ -125,6 +125,10 @@ def test_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "generation.seed=3", "--show-config", "--json"]) == 0
     assert orjson.loads(capsys.readouterr().out)["generation"]["seed"] == 3
     assert main(["generate", "generation.bogus=3", "--show-config"]) == 2
+    for words in (["-cn", "mine"], ["--cfg", "hydra"], ["--config-name", "mine"]):
+        with pytest.raises(SystemExit):
+            main(["generate", *words])
+        assert "--config FILE" in capsys.readouterr().err
 
 
 async def test_damaged_files_are_errors_not_tracebacks(

@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--show-config", action="store_true", help="print the resolved configuration and exit"
     )
     # As Hydra has it, whose users look for it; what is printed is always resolved.
-    parser.add_argument("-c", "--cfg", dest="show_config", choices=["job"], help="job: as --show-config")
+    parser.add_argument(
+        "-c", "--cfg", dest="show_config", type=_job, metavar="job", help="job: as --show-config"
+    )
     parser.add_argument("--resolve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--help-config", action="store_true", help="print every key with its default and meaning, and exit"
@@ -56,9 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
 
 
+def _job(word: str) -> str:
+    if word != "job":  # also -cn, -cd and -cp, which argparse takes for -c with a word behind it
+        raise argparse.ArgumentTypeError(f"want job, not {word!r}{_HINT}")
+    return word
+
+
+_HINT = " (Hydra's; here: --config FILE, which may have defaults:, --show-config, and one run a command)"
+
 _HYDRAS = frozenset(
     {
-        *("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"),
+        *("--config-dir", "--config-name", "--config-path"),
         *("--info", "-i", "--multirun", "-m", "--package", "-p", "--run", "-r"),
     }
 )
@@ -77,7 +87,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         if unknown or not hasattr(options, "overrides"):
             hint = ""
             if _HYDRAS.intersection(word.partition("=")[0] for word in unknown):
-                hint = " (Hydra's; here: --config FILE, which may have defaults:, --show-config, and one run a command)"
+                hint = _HINT
             getattr(options, "parser", parser).error(
                 f"unrecognized arguments: {' '.join(unknown or rest)}{hint}"
             )
