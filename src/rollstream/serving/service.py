@@ -37,11 +37,14 @@ class EngineRequest:
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    prompt_name: str = ""
+    """What all samples of its prompt can be aborted by."""
 
 
 @dataclass(slots=True)
 class _InFlight:
-    group: str
+    names: tuple[str, ...]
+    """What it can be aborted by."""
     aborted: bool = False
 
 
@@ -106,7 +109,9 @@ class EngineService:
             EngineError: the engine's.
         """
         self._admit(requests)
-        self._in_flight |= {request.request_id: _InFlight(group) for request in requests}
+        self._in_flight |= {
+            one.request_id: _InFlight((one.request_id, one.prompt_name, group)) for one in requests
+        }
         try:
             async with asyncio.TaskGroup() as tasks:
                 answers = [tasks.create_task(self._answer(request)) for request in requests]
@@ -118,9 +123,9 @@ class EngineService:
         return [answer.result() for answer in answers]
 
     async def abort(self, name: str | None = None) -> None:
-        """Ends requests early: that id, all of that group, or with None all. They return what they have."""
+        """Ends requests early: all of that id, prompt or group, or with None all. They return what they have."""
         for request_id, one in list(self._in_flight.items()):
-            if name is None or name in (request_id, one.group):
+            if name is None or name in one.names:
                 one.aborted = True
                 await self._engine.abort(request_id)
 
@@ -287,4 +292,5 @@ def samples(name: str, prompt_ids: list[int], sampling: SamplingParams, n: int) 
     """The samples of a prompt: each has a seed of its own, the first one the request's."""
     for sample in range(n):
         seed = None if sampling.seed is None else (sampling.seed + sample) % _SEEDS
-        yield EngineRequest(name if n == 1 else f"{name}_{sample}", prompt_ids, replace(sampling, seed=seed))
+        request_id = name if n == 1 else f"{name}_{sample}"
+        yield EngineRequest(request_id, prompt_ids, replace(sampling, seed=seed), name)
