@@ -140,12 +140,12 @@ class ReplicaServer:
         if video_data or audio_data:
             raise EngineError("rollstream's engines take text and images, no videos and no sound")
         engine = await self._started()
-        if self._rejects:
-            return GivenTokens(token_ids=[], log_probs=[], stop_reason="aborted")
-        await self._admitted.wait()
         images: list[object] | None = None
         if image_data:
             images = [await asyncio.to_thread(encode_for_engine, image) for image in image_data]
+        if self._rejects:
+            return GivenTokens(token_ids=[], log_probs=[], stop_reason="aborted")
+        await self._admitted.wait()
         options = self._options
         sampling = from_verl(
             sampling_params,

@@ -1,6 +1,7 @@
 """verl's calls of a server's actor, before a stub server over HTTP."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -106,6 +107,30 @@ async def test_requests_are_aborted_and_held_until_resumed(options: ServerOption
 
         await server.abort_all_requests(reject_request=True)
         assert (await server.generate([5], dict(VERLS), "c")).stop_reason == "aborted"
+    finally:
+        await server.close()
+
+
+async def test_a_request_whose_images_are_read_is_held_as_well(
+    options: ServerOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, may_go_on = threading.Event(), threading.Event()
+
+    def read(image: Any) -> str:
+        reads.set()
+        may_go_on.wait(60)
+        return "an image"
+
+    monkeypatch.setattr("rollstream.integrations.verl.server.encode_for_engine", read)
+    server = ReplicaServer(options)
+    await server.start()
+    try:
+        asked = asyncio.ensure_future(server.generate([5], dict(VERLS), "a", image_data=["an image"]))
+        await until(reads.is_set)
+        await server.abort_all_requests(reject_request=True)
+        may_go_on.set()
+        assert (await asked).stop_reason == "aborted"
+        assert not requests(options.urls[0])
     finally:
         await server.close()
 
