@@ -25,10 +25,11 @@ def nobody_handles_sigterm() -> Iterator[None]:
 
 
 class Told(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
-    def __init__(self, number: signal.Signals, times: int = 1) -> None:
+    def __init__(self, number: signal.Signals, times: int = 1, *, at: str = "on_step_end") -> None:
         self.number, self.times = number, times
+        setattr(self, at, self.tell)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def tell(self, *_: Any, **more: Any) -> None:
         for _again in range(self.times):
             os.kill(os.getpid(), self.number)
 
@@ -80,6 +81,18 @@ def test_ctrl_c_saves_a_checkpoint_if_asked(tmp_path: Path, capsys: pytest.Captu
     resumed = trainer(tmp_path, rows(10), **changed)
     resumed.train(resume_from_checkpoint=True)
     assert len(resumed.trained_rows) == 2 and resumed.trained_rows[0] != made.trained_rows[0]
+
+
+def test_ctrl_c_in_a_last_batch_that_is_cut_short_saves_a_checkpoint(tmp_path: Path) -> None:
+    """Batches of two steps, one step: the checkpoint owes the batch."""
+    changed = {"per_device_train_batch_size": 4, "steps_per_generation": 2}
+    made = trainer(tmp_path, rows(10), max_steps=1, save_on_interrupt=True, **changed)
+    made.add_callback(Told(signal.SIGINT, at="on_step_begin"))
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    resumed = trainer(tmp_path, rows(10), max_steps=2, **changed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert resumed.trained_rows == made.trained_rows
 
 
 def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path: Path) -> None:

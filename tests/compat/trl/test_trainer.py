@@ -404,6 +404,23 @@ def test_evaluation_inside_and_outside_of_training(tmp_path: Path) -> None:
     assert 0 <= made.evaluate()["eval_reward"] <= 1
 
 
+def test_an_evaluation_between_the_steps_of_a_batch_leaves_its_figures(tmp_path: Path) -> None:
+    made = trainer(
+        tmp_path,
+        rows(ROWS),
+        eval_dataset=rows(4),
+        max_steps=4,
+        per_device_train_batch_size=4,
+        steps_per_generation=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+    )
+    made.train()
+    logged = [entry["step"] for entry in made.state.log_history if "rollstream/trajectories" in entry]
+    assert logged == [2, 4]
+
+
 def test_an_evaluation_has_the_environments_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And shares them with what is generated ahead meanwhile."""
     seen = at_once(monkeypatch)

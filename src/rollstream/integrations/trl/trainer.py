@@ -198,10 +198,12 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
     # --- rollouts in
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        rows = None
         if self.model.training:
             inputs, fields = self._next_batch(len(inputs))
+            rows = self._rows
         else:
-            self._rows, fields = None, self._rollouts_of(inputs)
+            fields = self._rollouts_of(inputs)
         self.rollout_func = lambda prompts, trainer: fields
         # TRL computes the old policy of the final trajectories first; it is computed below, of all, if it is.
         self._skips_old_policy = self._lasts_several_steps
@@ -210,8 +212,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         finally:
             self._skips_old_policy = False
         output.pop("old_per_token_logps", None)
-        if self._rows is not None:
-            output = self._with_snapshots(output, self._rows)
+        if rows is not None:
+            output = self._with_snapshots(output, rows)
         return self._use_sampler_logprobs(output)
 
     @property
@@ -448,15 +450,17 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         skipped nor trained again; an evaluation that decides on one waits with it. Those of the last step do
         not wait: a checkpoint owes its batch then.
         """
-        if self._step % self.args.generate_every:
-            if not self._ends(control):
-                self._postpone(control)
+        in_batch = self._step % self.args.generate_every != 0
+        if in_batch and not self._ends(control):
+            self._postpone(control)
             return
         if self.args.save_on_interrupt and from_main(self.accelerator, lambda: self._interrupt.asked):
             control.should_save = control.should_training_stop = self._interrupt.asked = True
         control.should_save |= self._saving_waits
         control.should_evaluate |= self._evaluation_waits
         self._saving_waits = self._evaluation_waits = False
+        if in_batch:
+            return
         self._trained_batches += 1
         if self._batches is not None:
             self._batches.trained(self._batch_step)
