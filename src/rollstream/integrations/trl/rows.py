@@ -242,22 +242,24 @@ def snapshot_advantages(
     mine[:, 0] = own
     groups = places // group_size
 
-    def total(values: torch.Tensor) -> torch.Tensor:
-        return (values * weights).nansum(1).masked_fill(values.isnan().all(1), torch.nan)
+    def total(values: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """A function that scored one rollout of a group has no deviation there: it counts as 0, as in TRL."""
+        return (values * weights).nansum(1).masked_fill(given.isnan().all(1), torch.nan)
 
     if aggregation == "normalize_then_sum":
         means, deviations = _statistics(rewards.reshape(-1, group_size, rewards.shape[1]))
         each = (rewards - means.repeat_interleave(group_size, 0)) / (
             deviations.repeat_interleave(group_size, 0) + _EPSILON
         )
-        mine = (mine - means[groups]) / (deviations[groups] + _EPSILON)
-        mean, deviation = _statistics(total(each)[None])
-        advantages = (total(mine) - mean) / (deviation + _EPSILON)
+        normalized = (mine - means[groups]) / (deviations[groups] + _EPSILON)
+        mean, deviation = _statistics(total(each, rewards)[None])
+        advantages = (total(normalized, mine) - mean) / (deviation + _EPSILON)
     else:
-        mean, deviation = _statistics(total(rewards).reshape(-1, group_size))
+        finals = total(rewards, rewards)
+        mean, deviation = _statistics(finals.reshape(-1, group_size))
         if scale == "batch":
-            deviation = _statistics(total(rewards)[None])[1].expand_as(deviation)
-        advantages = total(mine) - mean[groups]
+            deviation = _statistics(finals[None])[1].expand_as(deviation)
+        advantages = total(mine, mine) - mean[groups]
         if scale != "none":
             advantages = advantages / (deviation[groups] + _EPSILON)
     return advantages.masked_fill(unscored, 0.0).nan_to_num(nan=0.0)

@@ -127,6 +127,12 @@ NAN = float("nan")
         ([[0.0, 3.0], [1.0, 1.0]], [(0, 1.0)], {"scale": "none"}, [1.5]),  # other functions are the rollout's
         ([[NAN, 3.0], [NAN, 1.0]], [(0, None)], {"scale": "none"}, [1.0]),  # only others score
         ([[NAN], [1.0]], [(0, None), (1, 1.0)], {}, [0.0, 0.0]),  # failed; alone in its group
+        (  # which counts in the batch's deviation, as TRL has it
+            [[NAN], [3.0], [0.0], [1.0]],
+            [(1, 3.0), (3, 1.0)],
+            {"aggregation": "normalize_then_sum"},
+            [0.0, 1.0],
+        ),
     ],
 )
 def test_advantages_of_snapshots(
