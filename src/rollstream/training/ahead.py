@@ -327,7 +327,11 @@ class BatchesAhead:
 
     def __enter__(self) -> Self:
         if not self._started:
-            self.start()
+            try:
+                self.start()
+            except (KeyboardInterrupt, SystemExit):  # while an engine loads: no `__exit__` comes
+                self.stop()
+                raise
         return self
 
     def __exit__(

@@ -44,7 +44,7 @@ _BLOCKED_S = 3.0
 """A loop without a sign of life for this long is called blocked: no well-behaved callback takes so long."""
 
 _SWITCH_S = 5e-4
-"""After which a thread gives the interpreter to one that waits for it, while this thread is there; Python's
+"""After which a thread gives the interpreter to one that waits for it, from the first such thread on; Python's
 default is ten times as long. A trainer asks for it again after every operator that it has started."""
 
 

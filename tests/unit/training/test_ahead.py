@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -477,6 +479,22 @@ def test_what_cannot_start_says_so(
         batches.next_batch(LONG_S)
     if parts.get("close"):  # that it could not be closed either does not hide why
         assert "AttributeError: it has no session yet" in caplog.text
+
+
+def test_ctrl_c_while_it_starts_ends_it() -> None:
+    closed = []
+
+    async def loads() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await forever()
+
+    async def close() -> None:
+        closed.append(True)
+
+    batches = batches_of(start=loads, close=close)
+    with pytest.raises(KeyboardInterrupt), batches:
+        pytest.fail("it has no end")
+    assert closed and not batches.alive
 
 
 def test_nothing_is_begun_before_the_first_weights_are_there() -> None:
