@@ -421,6 +421,16 @@ def test_an_evaluation_between_the_steps_of_a_batch_leaves_its_figures(tmp_path:
     assert logged == [2, 4]
 
 
+def test_columns_of_the_users_own_are_no_matter(tmp_path: Path) -> None:
+    """Images of which there are none, and one whose name is also a word of ours."""
+    data = rows(ROWS).add_column("images", [None] * ROWS).add_column("row", list(range(ROWS)))
+    made = trainer(
+        tmp_path, data, eval_dataset=data.select(range(8)), max_steps=1, per_device_eval_batch_size=8
+    )
+    made.train()
+    assert made.state.global_step == 1 and 0 <= made.evaluate()["eval_reward"] <= 1
+
+
 def test_an_evaluation_has_the_environments_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And shares them with what is generated ahead meanwhile."""
     seen = at_once(monkeypatch)

@@ -43,6 +43,12 @@ _DATA_KEYS = (
 )
 """Keys that say which prompt rows there are."""
 
+_PACKED = "rollstream_row"
+"""The column of `RolloutEnvironment.dataset` that has all of a row but its prompt, as JSON text."""
+
+IMAGE_COLUMNS = ("images", "image")
+"""In which TRL looks for images, too; a dataset may have them with nothing in them."""
+
 _SEEDED = ("hf", "openvino")
 """Engines that repeat themselves: with others the seed would be an error at start."""
 
@@ -130,7 +136,7 @@ class RolloutEnvironment:
     def dataset(self) -> Any:
         """The prompt rows of `data.train_files` and `train_tasks` as a `datasets.Dataset` for a trainer.
 
-        Columns: `prompt` (messages), and `row` (JSON text), by which `read_row` gets the whole row back.
+        Columns: `prompt` (messages), and one by which `read_row` gets the whole row back.
 
         Raises:
             ConfigError: no data is named, or rows have images.
@@ -145,7 +151,7 @@ class RolloutEnvironment:
             [
                 {
                     "prompt": row.messages,
-                    "row": orjson.dumps(
+                    _PACKED: orjson.dumps(
                         {
                             "data_source": row.data_source,
                             "ground_truth": row.ground_truth,
@@ -174,8 +180,8 @@ def read_row(example: Mapping[str, Any], index: int) -> PromptRow:
         DataError: it is no prompt row, or has images.
     """
     columns = dict(example)
-    packed = columns.pop("row", None)
-    if isinstance(packed, str):
+    packed = columns.pop(_PACKED, None)
+    if packed is not None:
         known = {key: value for key, value in orjson.loads(packed).items() if value is not None}
         columns = {**known, **columns}
     try:
@@ -190,8 +196,8 @@ def read_row(example: Mapping[str, Any], index: int) -> PromptRow:
 def agent_names(dataset: Any) -> set[str]:
     """The agent loops that a dataset's rows name."""
     names = set(dataset["agent_name"]) if "agent_name" in dataset.column_names else set()
-    if "row" in dataset.column_names:
-        names |= {orjson.loads(row).get("agent_name") for row in dataset["row"]}
+    if _PACKED in dataset.column_names:
+        names |= {orjson.loads(row).get("agent_name") for row in dataset[_PACKED]}
     return {name for name in names if name}
 
 
@@ -209,9 +215,14 @@ def check_dataset(dataset: Any) -> None:
             f"{type(dataset).__name__} has none (an IterableDataset becomes one by "
             "Dataset.from_generator, or by datasets.load_dataset without streaming)"
         )
-    found = {"images", "image", "videos", "audios"}.intersection(dataset.column_names)
-    if any(any(value) for column in found for value in dataset[column]) or _has_parts(dataset):
+    found = {*IMAGE_COLUMNS, "videos", "audios"}.intersection(dataset.column_names)
+    if any(_is_there(value) for column in found for value in dataset[column]) or _has_parts(dataset):
         raise ConfigError(NO_IMAGES)
+
+
+def _is_there(value: Any) -> bool:
+    """Whether a column of images (each one, or a list of them, of any kind) has some in a row."""
+    return any(map(_is_there, value)) if isinstance(value, list) else value is not None
 
 
 def _has_parts(dataset: Any) -> bool:

@@ -31,7 +31,13 @@ from rollstream.integrations.trl.checkpoints import (
     write_state,
 )
 from rollstream.integrations.trl.config import GRPOEnvConfig
-from rollstream.integrations.trl.environment import RolloutEnvironment, agent_names, check_dataset, read_row
+from rollstream.integrations.trl.environment import (
+    IMAGE_COLUMNS,
+    RolloutEnvironment,
+    agent_names,
+    check_dataset,
+    read_row,
+)
 from rollstream.integrations.trl.groups import EnvironmentGroups, nothing_ahead, run_rows_from
 from rollstream.integrations.trl.plan import SamplerReplay, make_plan, make_policies
 from rollstream.integrations.trl.ranks import failing_together, from_main
@@ -204,6 +210,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             rows = self._rows
         else:
             fields = self._rollouts_of(inputs)
+        # There are none in them, but TRL would prepare the prompts for images.
+        inputs = [{name: one[name] for name in one if name not in IMAGE_COLUMNS} for one in inputs]
         self.rollout_func = lambda prompts, trainer: fields
         # TRL computes the old policy of the final trajectories first; it is computed below, of all, if it is.
         self._skips_old_policy = self._lasts_several_steps

@@ -70,7 +70,11 @@ def test_datasets_that_cannot_be_trained_on_are_refused() -> None:
     datasets = pytest.importorskip("datasets")
     text = {"prompt": [{"role": "user", "content": "1 + 1"}]}
     parts = [{"type": "text", "text": "what is"}, {"type": "image", "image": "cat.png"}]
-    check_dataset(datasets.Dataset.from_list([{**text, "images": []}]))
+    photo = pytest.importorskip("PIL.Image").new("RGB", (2, 2))
+    for none in ([], None, [None]):
+        check_dataset(datasets.Dataset.from_list([{**text, "images": none}]))
+    with pytest.raises(ConfigError, match="have images"):
+        check_dataset(datasets.Dataset.from_dict({"prompt": [text["prompt"]], "image": [photo]}))
     with pytest.raises(ConfigError, match="IterableDataset"):
         check_dataset(datasets.Dataset.from_list([text]).to_iterable_dataset())
     for row in ({**text, "images": ["cat.png"]}, {"prompt": [{"role": "user", "content": parts}]}):
