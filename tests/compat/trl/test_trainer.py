@@ -547,6 +547,29 @@ def test_weights_reach_an_engine_of_its_own(tmp_path: Path, monkeypatch: pytest.
     assert not torch.allclose(made.model.lm_head.weight, load_again().lm_head.weight, atol=1e-3)
 
 
+def test_an_evaluation_outside_of_a_training_has_one_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves no weights behind; nor does a training whose engine cannot start."""
+    plain, started = EnvironmentGroups.start, []
+
+    async def start(self: EnvironmentGroups) -> None:
+        started.append(self)
+        await plain(self)
+
+    monkeypatch.setattr(EnvironmentGroups, "start", start)
+    changed = {"per_device_eval_batch_size": 8, "weights_dir": str(tmp_path)}
+    made = trainer(
+        tmp_path, rows(ROWS), env=environment(tmp_path, "openvino"), eval_dataset=rows(8), **changed
+    )
+    made.evaluate()
+    assert len(made.outputs) == 2 and len(started) == 1
+    cannot = environment(tmp_path, "openvino", "actor_rollout_ref.rollout.engine_kwargs={nosuch: 1}")
+    with pytest.raises(ConfigError, match="nosuch"):
+        trainer(tmp_path, rows(ROWS), env=cannot, **changed).train()
+    assert not list(tmp_path.glob("rollstream-*"))
+
+
 def load_again() -> Any:
     return load()[0]
 

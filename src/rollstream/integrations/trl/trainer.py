@@ -153,6 +153,9 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._in_checkpoint = False
         self._interrupt = Interrupt(enabled=args.save_on_interrupt)
         self._evaluation_numbers = RowNumbers(len(dataset))
+        self._evaluation: list[tuple[EnvironmentGroups, BatchesAhead]] = []  # its own, outside of a training
+        self._evaluation_left = threading.Event()
+        self._evaluation_begun = False  # in every process
         self.add_callback(_StepEnds(self))
 
     @property
@@ -200,6 +203,19 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         """As `Trainer.evaluate`; every evaluation of the same rows has the same seeds."""
         self._evaluation_numbers = RowNumbers(len(self.train_dataset))
         return super().evaluate(*arguments, **keywords)
+
+    def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
+        """As `Trainer.evaluation_loop`. Outside of a training an engine is started for it, and ends with it."""
+        own, left = list[tuple[EnvironmentGroups, BatchesAhead]](), threading.Event()
+        self._evaluation, self._evaluation_left, self._evaluation_begun = own, left, False
+        try:
+            return super().evaluation_loop(*arguments, **keywords)
+        finally:
+            left.set()
+            for _, batches in own:  # may be being made in another thread, which nobody waits for any more
+                batches.stop()
+            if not self._generating:
+                self._folder.close()
 
     # --- rollouts in
 
@@ -273,30 +289,29 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         if self._generating:
             if self._ends(self.control) and self._engine_step != self.state.global_step:
                 self._give_weights()  # after the last step nobody else has
-        elif not self._shares_weights:
+        elif not (self._shares_weights or self._evaluation_begun):
             folder = self._folder.write(self.model, self.state.global_step)
+        self._evaluation_begun = True
+        own, left = self._evaluation, self._evaluation_left
 
         def run() -> Fields:
-            numbered = self._evaluation_numbers.number(every)
             if self._generating:
                 assert self._groups is not None and self._batches is not None
-                rollouts = run_rows_from(self._groups, self._batches, numbered, _EVALUATION_S)
+                groups, batches = self._groups, self._batches
+            elif own:
+                groups, batches = own[0]
             else:
                 groups = self._make_groups(folder, version=0)
-                own.append(nothing_ahead(groups))
+                batches = nothing_ahead(groups)
+                own.append((groups, batches))
                 if left.is_set():
                     raise GenerationStoppedError("nobody waits for this evaluation any more")
-                with own[0]:
-                    rollouts = run_rows_from(groups, own[0], numbered, _EVALUATION_S)
+                batches.start()
+            numbered = self._evaluation_numbers.number(every)
+            rollouts = run_rows_from(groups, batches, numbered, _EVALUATION_S)
             return to_rows(rollouts, end_id=self._tokenizer.eos_token_id).fields
 
-        own, left = list[BatchesAhead](), threading.Event()
-        try:
-            fields = from_main(self.accelerator, run)
-        finally:
-            left.set()
-            for batches in own:  # `run` may be in another thread, which nobody waits for any more
-                batches.stop()
+        fields = from_main(self.accelerator, run)
         self._metrics["eval"]["rollstream/failed"].append(float(sum(fields["env_failed"])))
         return take_slice(fields, self.accelerator.process_index, self.accelerator.num_processes)
 
@@ -565,6 +580,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         if not self._generating:
             if self._batches is not None:
                 self._batches.stop()  # another process failed while they were being started
+            self._folder.close()
             return
         self._generating = False
         if self._shared is not None:
