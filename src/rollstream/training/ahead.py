@@ -305,7 +305,11 @@ class BatchesAhead:
         self._started = True
         self._engine_version = version
         if weights is None:
-            self._thread.start(self._start_timeout)
+            try:
+                self._thread.start(self._start_timeout)
+            except (KeyboardInterrupt, SystemExit):  # while an engine loads: nobody else would end it
+                self.stop()
+                raise
             return
         with self._update_under_way(version, hold=True):
             try:
@@ -327,11 +331,7 @@ class BatchesAhead:
 
     def __enter__(self) -> Self:
         if not self._started:
-            try:
-                self.start()
-            except (KeyboardInterrupt, SystemExit):  # while an engine loads: no `__exit__` comes
-                self.stop()
-                raise
+            self.start()
         return self
 
     def __exit__(
