@@ -18,6 +18,16 @@ from rollstream.training import weight_updates
 from tests.compat.trl.parts import at_once, environment, load, numbers_of, rows, settings
 
 
+def test_rows_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+    from datasets import concatenate_datasets
+
+    data, env = rows(2), environment(tmp_path)
+    EnvRolloutFunction(env, rows=concatenate_datasets([data, data]))  # the same twice is no matter
+    other = data.map(lambda row: {"answer": row["answer"] + "0"})
+    with pytest.raises(ConfigError, match="row 2 has the prompt of an earlier one"):
+        EnvRolloutFunction(env, rows=concatenate_datasets([data, other]))
+
+
 @pytest.mark.parametrize("engine", ["hf", "openvino"])
 def test_rollouts_of_the_weights_of_each_step(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

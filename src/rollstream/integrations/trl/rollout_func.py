@@ -1,9 +1,10 @@
 """A plain `rollout_func` for TRL's own `GRPOTrainer`: rollouts of an environment, without any ahead."""
 
 import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rollstream.errors import TrainingError
+from rollstream.errors import ConfigError, TrainingError
 from rollstream.integrations.trl.config import check_distribution
 from rollstream.integrations.trl.environment import RolloutEnvironment, TrainerSays, read_row
 from rollstream.integrations.trl.groups import (
@@ -33,13 +34,16 @@ class EnvRolloutFunction:
         environment: agent loop, rewards and engine.
         rows: the training dataset, for the columns besides `prompt`.
         timeout: seconds for one call's rollouts.
+
+    Raises:
+        ConfigError: rows of one prompt differ in what a rollout or its reward needs.
     """
 
     def __init__(self, environment: RolloutEnvironment, *, rows: Any = None, timeout: float = 300.0) -> None:
         environment.refuse_data()
         self._environment = environment
         self._timeout = timeout
-        self._columns = {} if rows is None else {repr(row["prompt"]): dict(row) for row in rows}
+        self._columns = {} if rows is None else _by_prompt(rows)
         self._running: tuple[EnvironmentGroups, BatchesAhead] | None = None
         self._folder: FolderWeights | None = None
         self._seen_step = -1
@@ -125,6 +129,20 @@ def trainer_says(trainer: Any) -> TrainerSays:
         template_kwargs=args.chat_template_kwargs or {},
         tokenizer=getattr(tokenizer, "tokenizer", tokenizer),
     )
+
+
+def _by_prompt(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    columns, needs = dict[str, dict[str, Any]](), dict[str, Any]()
+    for number, example in enumerate(rows):
+        key, row = repr(example["prompt"]), read_row(example, number)
+        need = (row.data_source, row.ground_truth, row.agent_name, row.tools_kwargs)
+        if needs.setdefault(key, need) != need:
+            raise ConfigError(
+                f"row {number} has the prompt of an earlier one and another answer, data_source, agent_name or "
+                "tools_kwargs: TRL hands over prompts alone, so they cannot be told apart. Use GRPOEnvTrainer"
+            )
+        columns[key] = dict(example)
+    return columns
 
 
 def _no_plan(index: int) -> PromptRow:
