@@ -431,6 +431,15 @@ def test_columns_of_the_users_own_are_no_matter(tmp_path: Path) -> None:
     assert made.state.global_step == 1 and 0 <= made.evaluate()["eval_reward"] <= 1
 
 
+def test_rows_to_evaluate_are_looked_at_before_training(tmp_path: Path) -> None:
+    data = rows(4)
+    with pytest.raises(ConfigError, match="have images"):
+        trainer(tmp_path, rows(ROWS), eval_dataset={"a": data.add_column("images", [["a.png"]] * 4)})
+    made = trainer(tmp_path, rows(ROWS), eval_dataset=rows(4, agent="nobodys"), max_steps=1)
+    with pytest.raises(ConfigError, match="nobodys"):
+        made.train()
+
+
 def test_an_evaluation_has_the_environments_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And shares them with what is generated ahead meanwhile."""
     seen = at_once(monkeypatch)

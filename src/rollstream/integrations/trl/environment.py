@@ -201,6 +201,14 @@ def agent_names(dataset: Any) -> set[str]:
     return {name for name in names if name}
 
 
+def datasets_of(evaluated: Any) -> list[Any]:
+    """What TRL takes as `eval_dataset`, as far as it can be looked into before: not what is streamed."""
+    from datasets import Dataset
+
+    given = evaluated.values() if isinstance(evaluated, Mapping) else [evaluated]
+    return [one for one in given if isinstance(one, Dataset)]
+
+
 def check_dataset(dataset: Any) -> None:
     """Refuses what cannot be trained on, before anything is generated.
 

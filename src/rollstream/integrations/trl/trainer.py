@@ -36,6 +36,7 @@ from rollstream.integrations.trl.environment import (
     RolloutEnvironment,
     agent_names,
     check_dataset,
+    datasets_of,
     read_row,
 )
 from rollstream.integrations.trl.groups import EnvironmentGroups, nothing_ahead, run_rows_from
@@ -114,6 +115,9 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             environment.refuse_data()
         dataset = environment.dataset() if train_dataset is None else train_dataset
         check_dataset(dataset)
+        self._evaluated = datasets_of(others.get("eval_dataset"))
+        for one in self._evaluated:
+            check_dataset(one)
         SamplerReplay(len(dataset), args.groups_per_batch, seed=0, shuffle=False)  # says if there are too few
         make_policies(args)  # and if there is no such filter
         added = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
@@ -568,7 +572,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             lent_model=lent,
             first_weights=folder,
             first_version=version,
-            agent_names=agent_names(dataset),
+            agent_names=set().union(*map(agent_names, (dataset, *self._evaluated))),
             max_failed_groups=args.max_failed_groups,
             rollout_timeout=_ROLLOUT_SHARE * args.async_generation_timeout,
             to_score=None
