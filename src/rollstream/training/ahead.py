@@ -226,6 +226,7 @@ class BatchesAhead:
         self._held = False  # nothing is begun
         self._generation_times: deque[float] = deque(maxlen=TIMES_KEPT)
         self._asked_at = self._busy_before = 0.0
+        self._asked_in_vain = (0.0, 0.0)  # since the last batch came: seconds, and those of a busy engine
         self._current: StepTime | None = None
         self.counters = GroupCounters()
         self.times = StepTimes()
@@ -371,15 +372,21 @@ class BatchesAhead:
             StalenessError: no batch can come until the trainer moves: it says how.
         """
         self._end_step()
-        self._asked_at, self._busy_before = self._clock(), self._thread.busy_seconds()
+        waited, busy = self._asked_in_vain
+        self._asked_at, self._busy_before = self._clock() - waited, self._thread.busy_seconds() - busy
         batch = self._thread.wait_for(self._deliver, timeout)
         if batch is None:
+            self._asked_in_vain = (
+                self._clock() - self._asked_at,
+                self._thread.busy_seconds() - self._busy_before,
+            )
             schedule = self._schedule
             raise BatchTimeoutError(
                 f"batch {schedule.next_step} did not come within {timeout:g} s: {len(self._finished)} groups "
                 f"are finished and {schedule.generating} are being generated, of "
                 f"{schedule.rule.groups_per_step} that it needs; {self._thread.describe()}"
             )
+        self._asked_in_vain = (0.0, 0.0)
         batch.wait_s = batch.delivered_at - self._asked_at
         waiting = self.waiting
         self._current = StepTime(
