@@ -78,9 +78,17 @@ def test_settings_that_do_not_go_together_are_refused(
         settings(tmp_path, **changed)
 
 
-def test_an_unknown_filter_is_refused_at_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="group_filter"):
-        trainer(tmp_path, rows(8), group_filter="no_such_filter")
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"group_filter": "nosignal"}, "group_filter='nosignal': no_signal, or"),
+        ({"curriculum": "medium"}, "curriculum='medium': medium_first, easy_to_hard, or"),
+        ({"group_priority": "most", "order": "first"}, "group_priority='most': spread, or"),
+    ],
+)
+def test_unknown_names_are_refused_at_start(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trainer(tmp_path, rows(10), **changed)
 
 
 def test_a_filter_and_a_curriculum_that_are_resumed(tmp_path: Path) -> None:

@@ -122,11 +122,19 @@ def make_plan(args: "GRPOEnvConfig", dataset: Any, *, batches: int, shuffle: boo
     if args.curriculum is None:
         content = dataset_digest(dataset)
         return SamplerReplay(rows, groups, seed=args.seed, shuffle=shuffle, content=content).plan(length)
-    known = {"medium_first": medium_first, "easy_to_hard": easy_to_hard(max(1, batches * groups))}
-    weigh = known.get(args.curriculum) or import_name(args.curriculum, key="curriculum")
+    weigh = find_curriculum(args.curriculum, max(1, batches * groups))
     plan = _DatasetCurriculum(rows, seed=args.seed, weigh=weigh, length=length)
     plan.content = dataset_digest(dataset)
     return plan
+
+
+def find_curriculum(name: str, groups: int) -> Any:
+    """What weighs the rows of a training of so many groups.
+
+    Raises:
+        ConfigError: there is no such name.
+    """
+    return _named("curriculum", name, {"medium_first": medium_first, "easy_to_hard": easy_to_hard(groups)})
 
 
 def make_policies(args: "GRPOEnvConfig") -> dict[str, Any]:
@@ -136,20 +144,27 @@ def make_policies(args: "GRPOEnvConfig") -> dict[str, Any]:
         ConfigError: there is no such name.
     """
     filters: list[GroupFilter] = []
-    if args.group_filter == "no_signal":
-        filters.append(NoSignal())
-    elif args.group_filter is not None:
-        filters.append(import_name(args.group_filter, key="group_filter")())
+    if args.group_filter is not None:
+        filters.append(_named("group_filter", args.group_filter, {"no_signal": NoSignal})())
     rank = None
     if args.group_priority is not None:
-        own = args.group_priority != "spread"
-        priority = import_name(args.group_priority, key="group_priority") if own else _spread
+        priority = _named("group_priority", args.group_priority, {"spread": _spread})
         rank = Priority(args.group_priority, priority)
     budget = None
     if args.batch_tokens is not None:
         smallest = args.groups_per_batch
         budget = TokenBudget(args.batch_tokens, smallest, args.batch_groups_max or 4 * smallest)
     return {"filters": filters, "rank": rank, "batch_size": budget}
+
+
+def _named(key: str, name: str, known: dict[str, Any]) -> Any:
+    if name in known:
+        return known[name]
+    if "." not in name and ":" not in name:
+        raise ConfigError(
+            f"{key}={name!r}: {', '.join(known)}, or package.module.name (path.py:name) of your own"
+        )
+    return import_name(name, key=key)
 
 
 def _spread(group: Group) -> float:

@@ -40,7 +40,7 @@ from rollstream.integrations.trl.environment import (
     read_row,
 )
 from rollstream.integrations.trl.groups import EnvironmentGroups, nothing_ahead, run_rows_from
-from rollstream.integrations.trl.plan import SamplerReplay, make_plan, make_policies
+from rollstream.integrations.trl.plan import SamplerReplay, find_curriculum, make_plan, make_policies
 from rollstream.integrations.trl.ranks import failing_together, from_main
 from rollstream.integrations.trl.rollout_func import trainer_says
 from rollstream.integrations.trl.rows import (
@@ -119,7 +119,9 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         for one in self._evaluated:
             check_dataset(one)
         SamplerReplay(len(dataset), args.groups_per_batch, seed=0, shuffle=False)  # says if there are too few
-        make_policies(args)  # and if there is no such filter
+        make_policies(args)  # and if there is no such filter, or curriculum
+        if args.curriculum is not None:
+            find_curriculum(args.curriculum, 1)
         added = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
         super().__init__(
             model=model,
