@@ -34,7 +34,8 @@ from rollstream.integrations.verl.executor import end_verl
 from rollstream.store.records import EncodedRollout, RecordCodec
 from rollstream.store.summary import read_failures
 from rollstream.trajectory import Failure
-from tests.faults.ray_nodes import wait_for, working_pids
+from tests.faults.ray_nodes import working_pids
+from tests.support.until import wait_until
 from tests.without_torch import without_torch
 
 HERE = Path(__file__).parent
@@ -326,7 +327,7 @@ async def take_all(stream: AsyncIterator[Any]) -> None:
 
 def test_nothing_of_verls_is_left(cluster: None) -> None:
     """The actors of the runs in this process ended with them; those of the stream are its caller's."""
-    wait_for(lambda: not processes("ray::RayWorker", *PROXIES))
+    wait_until(lambda: not processes("ray::RayWorker", *PROXIES))
 
 
 def processes(*names: str) -> list[psutil.Process]:
