@@ -11,6 +11,9 @@ _WHY_IT_DIED = re.compile(r"The actor (?:is dead|died) because[^.\n]*")
 _WITH_ITS_NODE = "The actor died because its node has died"
 """What Ray says of an actor whose machine is gone. Where memory was short it says something else."""
 
+_FORGOTTEN = "Can't find actor"
+"""What Ray says at the call of an actor that died some time ago."""
+
 
 def import_ray() -> Any:
     """The package. Raises `ConfigError` when it is not installed."""
@@ -33,6 +36,21 @@ def cause_of(error: BaseException) -> BaseException:
         cause.add_note(str(error)[-4000:])  # where in the actor
         return cause
     return error
+
+
+def submit(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """`method.remote(*args, **kwargs)` of an actor's method: the reference to its answer.
+
+    Raises:
+        ActorDiedError: Ray has forgotten the dead actor. Ray itself raises a bare `Exception` for that, and at the
+            call, where what it knows of a dead actor is raised at the reference (seen with 2.60).
+    """
+    try:
+        return method.remote(*args, **kwargs)
+    except Exception as error:
+        if _FORGOTTEN not in str(error):
+            raise
+        raise import_ray().exceptions.ActorDiedError() from error
 
 
 def is_placed(actor: Any) -> bool | None:

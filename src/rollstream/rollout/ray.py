@@ -7,7 +7,15 @@ from functools import partial
 from typing import Any
 
 from rollstream.daemon_threads import DaemonThreads
-from rollstream.engine.ray_package import cause_of, import_ray, is_death, is_of_the_node, is_placed, one_line
+from rollstream.engine.ray_package import (
+    cause_of,
+    import_ray,
+    is_death,
+    is_of_the_node,
+    is_placed,
+    one_line,
+    submit,
+)
 from rollstream.errors import ConfigError
 from rollstream.redaction import redact
 from rollstream.rollout.supervisor import WorkerLostError
@@ -77,42 +85,43 @@ class RayWorker:
 
     async def start(self) -> int:
         """Makes the worker; returns its process id."""
-        return int(await self._answer(self.actor.start.remote()))
+        return int(await self._answer(self.actor.start))
 
     async def give(self, items: Sequence[WorkItem]) -> None:
         """Hands rollouts over."""
-        await self._answer(self.actor.give.remote(items))
+        await self._answer(self.actor.give, items)
 
     async def reports(self) -> AsyncGenerator[WorkerReport, None]:
         """What the worker says. Raises what ended it."""
-        references = self.actor.reports.options(num_returns="streaming").remote()
-        while True:
-            try:
-                reference = await anext(references)
-            except Exception as error:
-                raise await self._error(error) from None
-            yield await self._answer(reference)
+        try:
+            references = submit(self.actor.reports.options(num_returns="streaming"))
+            while True:
+                yield await (await anext(references))
+        except Exception as error:
+            raise await self._error(error) from None
 
     def follow(self, urls: Sequence[str]) -> None:
         """The engine's servers are others now."""
-        self.actor.follow.remote(list(urls))
+        with suppress(Exception):  # it is gone, as its reports will say
+            submit(self.actor.follow, list(urls))
 
     def drop(self) -> None:
         """Cuts off what is in flight."""
-        self.actor.drop.remote()
+        with suppress(Exception):  # it is gone, as its reports will say
+            submit(self.actor.drop)
 
     async def close(self) -> None:
         """Has the worker release what it has."""
-        await self._answer(self.actor.close.remote())
+        await self._answer(self.actor.close)
 
     def kill(self) -> None:
         """Ends the actor now."""
         with suppress(Exception):  # Ray may be gone
             import_ray().kill(self.actor)
 
-    async def _answer(self, reference: Any) -> Any:
+    async def _answer(self, method: Any, *args: Any) -> Any:
         try:
-            return await reference
+            return await submit(method, *args)
         except Exception as error:
             raise await self._error(error) from None
 
@@ -131,7 +140,7 @@ class RayWorker:
                 while isinstance(error, unavailable):
                     await asyncio.sleep(0.5)
                     try:
-                        await self.actor.__ray_ready__.remote()
+                        await submit(self.actor.__ray_ready__)
                     except Exception as again:
                         if is_death(again):
                             error = again

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rollstream.engine.ray_package import cause_of, import_ray, is_death, one_line
+from rollstream.engine.ray_package import cause_of, import_ray, is_death, one_line, submit
 from rollstream.errors import ConfigError, TransientError
 from rollstream.rollout.ray_cluster import RayCluster
 from rollstream.training.group import GroupGenerator
@@ -109,18 +109,18 @@ class RayGroups:
         self._joined = True
         kind = import_ray().remote(_GroupActor).options(**self._options)
         self._actors = [kind.remote(self._make) for _ in range(self._count)]
-        await asyncio.gather(*(_answer(actor.start.remote()) for actor in self._actors))
+        await asyncio.gather(*(_answer(actor.start) for actor in self._actors))
 
     async def generate(self, group: PlannedGroup) -> Sequence[Any]:
         number = min(range(self._count), key=lambda one: self._in_flight[one])
         self._in_flight[number] += 1
         try:
-            return await _answer(self._actors[number].generate.remote(group, self._weights))  # type: ignore[no-any-return]
+            return await _answer(self._actors[number].generate, group, self._weights)  # type: ignore[no-any-return]
         finally:
             self._in_flight[number] -= 1
 
     async def update_weights(self, source: str, version: int) -> None:
-        loads = [_answer(actor.update_weights.remote(source, version)) for actor in self._actors]
+        loads = [_answer(actor.update_weights, source, version) for actor in self._actors]
         # All of them are waited for, if one fails too: what came late would overwrite what is newer.
         for outcome in await asyncio.gather(*loads, return_exceptions=True):
             if isinstance(outcome, BaseException):
@@ -128,7 +128,7 @@ class RayGroups:
         self._weights = (source, version)
 
     async def close(self) -> None:
-        closing = [_answer(actor.close.remote()) for actor in self._actors]
+        closing = [_answer(actor.close) for actor in self._actors]
         with suppress(TimeoutError):  # one that hangs
             async with asyncio.timeout(_CLOSE_S):
                 await asyncio.gather(*closing, return_exceptions=True)
@@ -138,7 +138,7 @@ class RayGroups:
             await self._cluster.close()
 
 
-async def _answer(reference: Any) -> Any:
+async def _answer(method: Any, *args: Any) -> Any:
     """What an actor answers.
 
     Raises:
@@ -146,6 +146,7 @@ async def _answer(reference: Any) -> Any:
         Exception: as it was raised in the actor.
     """
     try:
+        reference = submit(method, *args)
         return await reference
     except asyncio.CancelledError:
         import_ray().cancel(reference)

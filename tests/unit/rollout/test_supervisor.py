@@ -118,3 +118,19 @@ async def test_why_an_actor_is_gone_is_asked_until_it_is_known(monkeypatch: pyte
     assert not await blameless(died)
     monkeypatch.setattr(ray_backend, "_WHY_S", 0.7)
     assert await blameless(unavailable)  # its machine does not answer
+
+
+async def test_a_worker_that_ray_has_forgotten_is_lost_and_the_run_goes_on() -> None:
+    """Ray raises at the call of an actor that died some time ago, not where its answer is awaited."""
+
+    def forgotten(*_: object) -> None:
+        raise Exception('Failed to submit task to actor ActorID(1) due to b"Can\'t find actor 1."')
+
+    method = SimpleNamespace(remote=forgotten, options=lambda **_: SimpleNamespace(remote=forgotten))
+    names = ("start", "give", "reports", "follow", "drop", "close")
+    worker = RayWorker(SimpleNamespace(**dict.fromkeys(names, method)))
+    for call in (worker.start(), worker.give([]), anext(worker.reports()), worker.close()):
+        with pytest.raises(supervisor.WorkerLostError, match="died"):
+            await call
+    worker.follow(["http://127.0.0.1:1"])
+    worker.drop()

@@ -28,6 +28,7 @@ from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.base import Engine
 from rollstream.engine.launched import LaunchedEngine
+from rollstream.engine.ray_package import submit
 from rollstream.engine.registry import check_capabilities, check_engine_config, data_deciding_kwargs
 from rollstream.errors import ConfigError, DataError
 from rollstream.generation.execution import Execution, Start, join_cluster
@@ -328,7 +329,8 @@ async def tell_urls(handles: Sequence[Any], urls: Callable[[], Sequence[str]]) -
     """Tells the proxies where the servers are: launched ones come back on other ports. Never ends."""
     while True:
         for handle in handles:
-            handle.follow.remote(list(urls()))
+            with contextlib.suppress(Exception):  # the proxy is gone, as who asks it finds out
+                submit(handle.follow, list(urls()))
         await asyncio.sleep(_URLS_EVERY_S)
 
 

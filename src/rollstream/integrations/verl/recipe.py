@@ -20,6 +20,7 @@ from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Capabilities
+from rollstream.engine.ray_package import submit
 from rollstream.errors import ConfigError, EngineError, EngineLostError
 from rollstream.integrations.verl.compose import to_rollstream
 from rollstream.integrations.verl.rows import VerlRow
@@ -315,8 +316,8 @@ async def _ask(actor: Any, method: str) -> object:
     try:
         async with asyncio.timeout(_HEALTH_S):
             if hasattr(actor, method):
-                return await getattr(actor, method).remote()
-            await actor.__ray_ready__.remote()
+                return await submit(getattr(actor, method))
+            await submit(actor.__ray_ready__)
             return True
     except Exception as error:
         return error

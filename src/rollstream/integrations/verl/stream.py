@@ -12,7 +12,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopW
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 from rollstream.agent.base import turn_seed
-from rollstream.engine.ray_package import one_line
+from rollstream.engine.ray_package import one_line, submit
 from rollstream.errors import ConfigError, DataError, EngineUnavailableError, RollstreamError
 from rollstream.integrations.verl.compose import OWN_SERVERS
 from rollstream.integrations.verl.recipe import bare_recipe
@@ -202,8 +202,8 @@ class _Server:
         return self
 
     async def remote(self, *args: Any, **kwargs: Any) -> Any:
-        reference = self._actor.generate.remote(*args, **kwargs)
         try:
+            reference = submit(self._actor.generate, *args, **kwargs)
             return await reference
         except asyncio.CancelledError:
             with suppress(Exception):  # Ray may be gone; who is cut off stays so
