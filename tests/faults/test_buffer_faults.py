@@ -316,7 +316,7 @@ def test_headers_are_bounded_before_the_token_is_checked(tmp_path: Path) -> None
 
 def test_unread_answers_are_bounded(server: BufferProcess) -> None:
     for number in range(100):
-        write(server, *group(number, (0, 1), pad="z" * 500_000))
+        write(server, *group(number, (0, 1), pad="z" * 250_000))
     before = server.peak_mb()
     read = request_text("/v1/read") + request_text("/v1/groups/1", method="GET") * 60
     with connections(server, 32, read), connections(server, 32, request_text("/get_rollout_data")):
