@@ -22,12 +22,9 @@ What may happen when is `GroupSchedule`'s; here are the lock, the waits, the ver
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence, Sized
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from rollstream.errors import (
     BatchTimeoutError,
@@ -42,7 +39,7 @@ from rollstream.errors import (
     WeightUpdateError,
 )
 from rollstream.rollout.retry import RetryPolicy
-from rollstream.training.generation_thread import RETRY, START_S, GenerationThread, logger
+from rollstream.training.generation_thread import RETRY, START_S, STOP_S, GenerationThread, logger
 from rollstream.training.group import (
     Group,
     GroupBatch,
@@ -53,19 +50,10 @@ from rollstream.training.group import (
 )
 from rollstream.training.plan import Plan
 from rollstream.training.schedule import GroupSchedule, Order
-from rollstream.training.selection import (
-    GroupFilter,
-    GroupRank,
-    Learns,
-    LearnsFromDrops,
-    Policy,
-    TokenBudget,
-)
+from rollstream.training.selection import GroupFilter, GroupRank, Policy, TokenBudget
 from rollstream.training.staleness import StalenessRule
 from rollstream.training.timing import TIMES_KEPT, StepTime, StepTimes, mean
-from rollstream.training.weight_updates import WeightUpdates, load_within
-
-T = TypeVar("T")
+from rollstream.training.weight_updates import WeightUpdates
 
 OnGroupFailure = Literal["fail", "drop_and_refill"]
 """`fail`: the first group that fails ends generation; `drop_and_refill`: the plan's next one replaces it."""
@@ -104,7 +92,7 @@ class Waiting:
     """Prompt and response tokens: of each, an id, and of those of the response a mask, and a log-prob."""
 
 
-class BatchesAhead:
+class BatchesAhead(GenerationThread[Group]):
     """An endless (or finite) sequence of batches, generated while the trainer works on earlier ones.
 
     Args:
@@ -182,51 +170,34 @@ class BatchesAhead:
             max_staleness if ahead is None else ahead,
             None if batch_size is None else batch_size.largest,
         )
-        self._schedule = GroupSchedule(
-            plan,
-            rule,
-            order=order,
-            token_budget=None if batch_size is None else batch_size.tokens,
+        super().__init__(
+            at_once=max_groups_in_flight,
+            time_limit=_group_timeout(group_timeout, generator),
+            limit_name="group_timeout",
+            retry=retry,
+            clock=clock,
         )
+        budget = None if batch_size is None else batch_size.tokens
+        self._schedule = GroupSchedule(plan, rule, order=order, token_budget=budget)
+        self._generator = generator
+        self._updates = WeightUpdates(self.submit, generator.update_weights)
         self._on_group_failure = on_group_failure
         self._max_failures = max_failures
         self._filters = filters
         self._max_drops = max(100, 16 * groups_per_step) if max_drops is None else max_drops
         self._rank = rank
         self._policies: list[Policy] = [*filters, *([] if rank is None else [rank])]
-        candidates: list[object] = [plan, *self._policies]
-        self._learners = [one for one in candidates if isinstance(one, Learns)]
-        self._drop_learners = [one for one in candidates if isinstance(one, LearnsFromDrops)]
         self._check_tokens = token_versions == "check"
         self._drains = weights == "drain"
         self._weight_timeout = weight_timeout
         self._start_timeout = start_timeout
-        self._clock = clock
-        self._thread = GenerationThread(
-            take=self._begin,
-            generate=lambda group: generator.generate(group.planned),
-            finish=self._finish,
-            failed=self._fail,
-            at_once=max_groups_in_flight,
-            time_limit=_group_timeout(group_timeout, generator),
-            setting="group_timeout",
-            retry=retry,
-            start=generator.start,
-            close=generator.close,
-            clock=clock,
-        )
-        self._updates = WeightUpdates(generator.update_weights)
-        self._changed = self._thread.changed  # guards what follows
-        self._started = False
-        self._finished: dict[int, Group] = {}  # and undelivered, by position
-        self._untrained: dict[int, list[Group]] = {}  # delivered, by step
         self._failures = self._drops = 0  # one after the other
         self._engine_version = 0
         self._updating: int | None = None  # the version on its way to the engine
         self._held = False  # nothing is begun
         self._generation_times: deque[float] = deque(maxlen=TIMES_KEPT)
         self._asked_at = self._busy_before = 0.0
-        self._asked_in_vain = (0.0, 0.0)  # since the last batch came: seconds, and those of a busy engine
+        self._asked_in_vain = False
         self._current: StepTime | None = None
         self.counters = GroupCounters()
         self.times = StepTimes()
@@ -248,11 +219,6 @@ class BatchesAhead:
         return self._engine_version
 
     @property
-    def alive(self) -> bool:
-        """Whether the generation thread runs."""
-        return self._thread.alive
-
-    @property
     def under_way(self) -> StepTime | None:
         """The step that was begun by the last `next_batch`, up to now; None before the first one.
 
@@ -260,16 +226,17 @@ class BatchesAhead:
         """
         if self._current is not None:
             self._current.total_s = self._clock() - self._asked_at
-            self._current.engine_busy_s = self._thread.busy_seconds() - self._busy_before
+            self._current.engine_busy_s = self._busy_seconds() - self._busy_before
         return self._current
 
     @property
     def waiting(self) -> Waiting:
         """What is finished and not delivered: what asynchrony costs in memory."""
         with self._changed:
-            groups = list(self._finished.values())
-        rollouts = sum(len(group.rollouts) for group in groups)
-        return Waiting(len(groups), rollouts, sum(group.tokens for group in groups))
+            groups = self._schedule.waiting
+        return Waiting(
+            len(groups), sum(len(one.rollouts) for one in groups), sum(one.tokens for one in groups)
+        )
 
     def get_pending_count(self) -> int:
         """Batches that the groups now being generated amount to, rounded up."""
@@ -299,49 +266,25 @@ class BatchesAhead:
             WeightUpdateError: the engine did not take `weights`.
             Exception: the generator's own, when it cannot start.
         """
-        if self._started:
+        if self._thread is not None:
             raise TrainingError("these batches were started before")
         version = self.step if engine_version is None else engine_version
         self._check_version(version)
-        self._started = True
-        self._engine_version = version
-        if weights is None:
-            try:
-                self._thread.start(self._start_timeout)
-            except (KeyboardInterrupt, SystemExit):  # while an engine loads: nobody else would end it
-                self.stop()
-                raise
-            return
-        with self._update_under_way(version, hold=True):
-            try:
-                self._thread.start(self._start_timeout)
+        try:
+            with self._changed:
+                self._engine_version, self._held = version, weights is not None
+            self._start_thread(self._start_timeout)
+            if weights is not None:
                 self._push(weights, version, self._weight_timeout)
-            except BaseException as error:
-                self._thread.fail(error)
-                self.stop()
-                raise
+        except BaseException as error:  # Ctrl-C while an engine loads, too: nobody else would end it
+            self._fail(error)
+            self.stop()
+            raise
+        self._release()
 
-    def stop(self, timeout: float = 10.0) -> bool:
-        """Ends generation: what is in flight is cut off. Idempotent.
-
-        Returns:
-            whether the generation thread ended within `timeout` seconds; one that hangs is left behind.
-        """
+    def stop(self, timeout: float = STOP_S) -> bool:
         self._end_step()
-        return self._thread.stop(timeout)
-
-    def __enter__(self) -> Self:
-        if not self._started:
-            self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
+        return super().stop(timeout)
 
     def __iter__(self) -> Iterator[GroupBatch]:
         """All batches; that before is reported as trained when the next one is asked for, if it was not.
@@ -372,21 +315,18 @@ class BatchesAhead:
             StalenessError: no batch can come until the trainer moves: it says how.
         """
         self._end_step()
-        waited, busy = self._asked_in_vain
-        self._asked_at, self._busy_before = self._clock() - waited, self._thread.busy_seconds() - busy
-        batch = self._thread.wait_for(self._deliver, timeout)
+        if not self._asked_in_vain:
+            self._asked_at, self._busy_before = self._clock(), self._busy_seconds()
+        self._asked_in_vain = False
+        batch = self._wait_for(self._deliver, timeout)
         if batch is None:
-            self._asked_in_vain = (
-                self._clock() - self._asked_at,
-                self._thread.busy_seconds() - self._busy_before,
-            )
+            self._asked_in_vain = True
             schedule = self._schedule
             raise BatchTimeoutError(
-                f"batch {schedule.next_step} did not come within {timeout:g} s: {len(self._finished)} groups "
+                f"batch {schedule.next_step} did not come within {timeout:g} s: {len(schedule.waiting)} groups "
                 f"are finished and {schedule.generating} are being generated, of "
-                f"{schedule.rule.groups_per_step} that it needs; {self._thread.describe()}"
+                f"{schedule.rule.groups_per_step} that it needs; {self._describe()}"
             )
-        self._asked_in_vain = (0.0, 0.0)
         batch.wait_s = batch.delivered_at - self._asked_at
         waiting = self.waiting
         self._current = StepTime(
@@ -405,10 +345,10 @@ class BatchesAhead:
     def trained(self, step: int) -> None:
         """Batch `step` has been trained: a state saved from now on does not owe it any more."""
         with self._changed:
-            self.counters.trained += len(self._schedule.trained(step))
-            for group in self._untrained.pop(step):
-                for policy in self._learners:
-                    policy.observe(group)
+            groups = self._schedule.trained(step)
+            self.counters.trained += len(groups)
+            for group in groups:
+                self._tell("observe", group)
             self._moved()
         if self._current is not None and self._current.step == step:
             self._current.train_s = self._clock() - self._asked_at - self._current.wait_s
@@ -435,24 +375,25 @@ class BatchesAhead:
         began, until = self._clock(), time.monotonic() + timeout
         drained = began
         self.raise_if_over()
-        with self._update_under_way(version, hold=self._drains):
+        with self._changed:
+            if self._updating is not None:
+                raise WeightUpdateError(f"version {self._updating} is on its way to the engine already")
+            if version < self._engine_version:
+                raise WeightUpdateError(
+                    f"the engine is at version {self._engine_version}, which does not fall to {version}"
+                )
+            self._updating, self._held = version, self._drains
+        try:
             if self._drains:
                 self._wait_until_idle(timeout)
                 drained = self._clock()
             self._push(source, version, until - time.monotonic())
+            self._engine_version = version  # else the old stamp stays, which is never too new
+        finally:
+            self._release()
         if self._current is not None:
             self._current.weights_s += self._clock() - began
             self._current.drain_s += drained - began
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Runs a coroutine in the generator's event loop. Raises `GenerationStoppedError`."""
-        return self._thread.submit(coroutine)
-
-    def raise_if_over(self) -> None:
-        """Raises `GenerationFailedError`, with the cause, or `GenerationStoppedError` when there is nothing
-        to wait for any more.
-        """
-        self._thread.raise_if_over()
 
     def state_dict(self) -> dict[str, Any]:
         """What has been trained on, and what the plan and the policies have learnt: JSON values.
@@ -471,7 +412,7 @@ class BatchesAhead:
         Raises:
             ConfigError: the state is of another plan; nothing is changed then.
         """
-        if self._started:
+        if self._thread is not None:
             raise TrainingError("load_state_dict comes before start")
         self._schedule.load_state_dict(state)
         for policy in self._policies:
@@ -480,34 +421,42 @@ class BatchesAhead:
 
     # --- in the generation thread
 
-    def _begin(self) -> Group | None:
-        scheduled = None if self._held else self._schedule.admit(self._engine_version)
-        if scheduled is None:
-            return None
-        self.counters.begun += 1
-        return Group(scheduled.planned, scheduled.start, begun_at=self._clock())
+    async def _open(self) -> None:
+        await self._generator.start()
 
-    def _finish(self, group: Group, rollouts: Any, attempts: int) -> None:
+    async def _close(self) -> None:
+        await self._generator.close()
+
+    def _take(self) -> Group | None:
+        group = None if self._held else self._schedule.admit(self._engine_version)
+        if group is not None:
+            self.counters.begun += 1
+            group.begun_at = self._clock()
+        return group
+
+    async def _generate(self, group: Group) -> Any:
+        return await self._generator.generate(group.planned)
+
+    def _done(self, group: Group, rollouts: Any, attempts: int) -> None:
         if (error := self._wrong_with(group, rollouts)) is not None:
-            self._fail(group, error)
+            self._failed(group, error)
             return
-        group.rollouts, group.attempts, group.tokens = rollouts, attempts, count_tokens(rollouts)
+        tokens = count_tokens(rollouts)
         with self._changed:
-            if self._thread.over:
+            if self._over:
                 return
+            group.rollouts, group.attempts, group.tokens = rollouts, attempts, tokens
             group.finished_at = self._clock()
             self.counters.finished += 1
             self._failures = 0
             for one in self._filters:
                 if (reason := one.drops(group)) is not None:
-                    for policy in self._drop_learners:
-                        policy.observe_dropped(group)
+                    self._tell("observe_dropped", group)
                     self._drop(group, reason)
                     return
             self._drops = 0
             rank = float(self.counters.finished) if self._rank is None else self._rank.rank(group)
-            self._schedule.finish(group.position, rank=rank, tokens=group.tokens)
-            self._finished[group.position] = group
+            self._schedule.finish(group.position, rank=rank, tokens=tokens)
             self._changed.notify_all()
 
     def _wrong_with(self, group: Group, rollouts: Any) -> TrainingError | None:
@@ -527,7 +476,7 @@ class BatchesAhead:
 
     def _drop(self, group: Group, reason: str) -> None:
         with self._changed:
-            if self._thread.over:
+            if self._over:
                 return
             self._schedule.drop(group.position)
             self.counters.dropped += 1
@@ -539,7 +488,7 @@ class BatchesAhead:
                 "nothing is left to train on"
             )
 
-    def _fail(self, group: Group, error: Exception) -> None:
+    def _failed(self, group: Group, error: Exception) -> None:
         if isinstance(error, DroppedGroupError):
             self._drop(group, str(error))
             return
@@ -561,71 +510,42 @@ class BatchesAhead:
 
     def _deliver(self) -> GroupBatch | None:
         schedule = self._schedule
-        delivery = schedule.deliver(self._engine_version)
-        if delivery is None:
+        batch = schedule.deliver(self._engine_version)
+        if batch is None:
             if schedule.ended:
                 raise PlanEndedError(f"the plan has ended: batch {schedule.next_step} is not in it")
-            self._thread.wake()  # asking may make room, and so does what a batch takes while it fills up
+            self._wake()  # asking may make room, and so does what a batch takes while it fills up
             reason = schedule.blocked(self._engine_version)
             if reason is not None and self._updating is None:
                 raise StalenessError(reason)
             return None
-        groups = [self._finished.pop(group.position) for group in delivery.groups]
-        self._untrained[delivery.step] = groups
+        groups = batch.groups
         last = max(group.finished_at for group in groups)
         self._generation_times.append(last - min(group.begun_at for group in groups))
         self._moved()
-        staleness = [delivery.step - group.start for group in groups]
-        return GroupBatch(delivery.step, groups, delivered_at=self._clock(), staleness=staleness)
-
-    @contextmanager
-    def _update_under_way(self, version: int, *, hold: bool) -> Iterator[None]:
-        """The engine has `version` when this ends well; else the old stamp stays, which is never too new."""
-        with self._changed:
-            if self._updating is not None:
-                raise WeightUpdateError(f"version {self._updating} is on its way to the engine already")
-            if version < self._engine_version:
-                raise WeightUpdateError(
-                    f"the engine is at version {self._engine_version}, which does not fall to {version}"
-                )
-            self._updating, self._held = version, hold
-        taken = False
-        try:
-            yield
-            taken = True
-        finally:
-            with self._changed:
-                if taken:
-                    self._engine_version = version
-                self._updating, self._held = None, False
-                self._moved()
+        batch.delivered_at = self._clock()
+        return batch
 
     def _wait_until_idle(self, timeout: float) -> None:
-        if self._thread.wait_for(lambda: None if self._schedule.generating else True, timeout) is None:
+        if self._wait_for(lambda: None if self._schedule.generating else True, timeout) is None:
             raise WeightUpdateError(
                 f"{self._schedule.generating} groups are still being generated after {timeout:g} s of waiting "
                 "for an idle engine: give it longer (weight_timeout), or update in flight "
-                f"(weights='in_flight'); {self._thread.describe()}"
+                f"(weights='in_flight'); {self._describe()}"
             )
 
     def _push(self, source: str, version: int, timeout: float) -> None:
-        until = time.monotonic() + timeout
         try:
-            load_within(
-                self._thread.submit,
-                lambda: self._updates.send(source, version, until - time.monotonic()),
-                version,
-                timeout,
-            )
+            self._updates.send(source, version, timeout)
         except TrainingError as error:
             self.raise_if_over()  # a loop that ends cuts off what was submitted: its error is the cause
-            error.add_note(self._thread.describe())
+            error.add_note(self._describe())
             raise
 
     def _check_version(self, version: int) -> None:
-        if not 0 <= version <= self.step:
+        if type(version) is not int or not 0 <= version <= self.step:
             raise ConfigError(
-                f"version {version} of the weights: the trainer has made {self.step} updates, "
+                f"version {version!r} of the weights: the trainer has made {self.step} updates, "
                 "and a version is a number of updates"
             )
 
@@ -634,9 +554,21 @@ class BatchesAhead:
             self.times.add(current)
             self._current = None
 
+    def _tell(self, learns: str, group: Group) -> None:
+        """What plan, filters and rank learn from a group, if they do."""
+        for one in (self._schedule.plan, *self._policies):
+            if (learn := getattr(one, learns, None)) is not None:
+                learn(group)
+
+    def _release(self) -> None:
+        """Groups may be begun again."""
+        with self._changed:
+            self._updating, self._held = None, False
+            self._moved()
+
     def _moved(self) -> None:
         self._changed.notify_all()
-        self._thread.wake()
+        self._wake()
 
 
 def _group_timeout(asked: float | None, generator: GroupGenerator) -> float | None:

@@ -8,13 +8,11 @@ The names are those that trainers with an asynchronous environment know. `Batche
 where the trainer can leave it to a plan what comes next: it bounds staleness and resumes by itself.
 """
 
-import heapq
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from rollstream.daemon_threads import in_daemon_thread, is_async
 from rollstream.errors import BatchTimeoutError, ConfigError, GenerationFailedError, TrainingError
@@ -57,11 +55,12 @@ class BatchResult:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _Batch:
     request: BatchRequest
     submitted: float
-    begun: float = 0.0
-    queued: bool = False
+    wanted: bool
+    """It may be generated: at once, or (where generation is synchronous) when somebody asks for it."""
+    begun: float | None = None
     result: BatchResult | None = None
     error: Exception | None = None
 
@@ -73,7 +72,7 @@ class _Entry:
         return self.result is not None or self.error is not None
 
 
-class AsyncBatchGenerator:
+class AsyncBatchGenerator(GenerationThread[_Batch]):
     """Generates submitted batches in a thread with an event loop of its own.
 
     Args:
@@ -113,50 +112,23 @@ class AsyncBatchGenerator:
         )
         if self.async_max_queue_size < least:
             raise ConfigError(f"async_max_queue_size={async_max_queue_size}: at least 1, and num_steps_async")
-        self._generate = generate
-        self._max_failures = max_failures
-        self._clock = clock
-        self._thread = GenerationThread(
-            take=self._take,
-            generate=self._call,
-            finish=self._finish,
-            failed=self._fail,
+        super().__init__(
             at_once=least,
             time_limit=async_generation_timeout,
-            setting="async_generation_timeout",
+            limit_name="async_generation_timeout",
             retry=retry,
+            clock=clock,
         )
-        self._changed = self._thread.changed  # guards what follows
-        self._entries: dict[int, _Entry] = {}
-        self._waiting: list[tuple[float, int, _Entry]] = []  # heap of (-priority, number, entry)
-        self._number = 0
+        self._function = generate
+        self._max_failures = max_failures
+        self._batches: dict[int, _Batch] = {}  # in the order of submission
         self._failures = 0  # one after the other
         self._times: deque[float] = deque(maxlen=TIMES_KEPT)
 
     def start(self) -> None:
         """Starts the thread. Again while it runs: nothing happens."""
-        if self._thread.over or not self._thread.alive:
-            self._thread.start(START_S)
-
-    def stop(self, timeout: float = 10.0) -> bool:
-        """Cuts off what is in flight; who waits is told. Idempotent.
-
-        Returns:
-            whether the thread ended within `timeout` seconds; one that hangs is left behind.
-        """
-        return self._thread.stop(timeout)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
+        if self._over or not self.alive:
+            self._start_thread(START_S)
 
     def submit_batch(self, request: BatchRequest) -> bool:
         """Asks for a batch.
@@ -169,17 +141,18 @@ class AsyncBatchGenerator:
             GenerationFailedError: the generator has ended, the cause is attached.
             GenerationStoppedError: it was stopped, or not started.
         """
+        number = request.batch_id
         with self._changed:
-            self._thread.raise_if_over()
-            known = self._entries.get(request.batch_id)
+            self.raise_if_over()
+            known = self._batches.get(number)
             if known is not None and known.error is None:
                 return True
             # Whoever submits until it is refused must not fill the memory with batches that nobody fetches.
-            if known is None and len(self._entries) >= self.async_max_queue_size:
+            if known is None and len(self._batches) >= self.async_max_queue_size:
                 return False
-            entry = self._entries[request.batch_id] = _Entry(request, self._clock())
-            if self.num_steps_async > 0:
-                self._queue(entry)
+            self._batches.pop(number, None)  # it is the last one that was submitted
+            self._batches[number] = _Batch(request, self._clock(), wanted=self.num_steps_async > 0)
+            self._wake()
             return True
 
     def get_batch(self, batch_id: int, timeout: float | None = None) -> BatchResult:
@@ -198,33 +171,32 @@ class AsyncBatchGenerator:
         """
         timeout = self.async_generation_timeout if timeout is None else timeout
         with self._changed:
-            entry = self._entries.get(batch_id)
-            if entry is None or not entry.done:
-                if entry is not None and timeout > 0:
-                    self._queue(entry)  # it is not yet, where generation is synchronous
-                entry = self._thread.wait_for(lambda: self._done(batch_id), timeout)
-            if entry is None:
+            batch = self._batches.get(batch_id)
+            if batch is not None and timeout > 0:
+                batch.wanted = True
+                self._wake()
+            if batch is None or not batch.done:
+                batch = self._wait_for(lambda: self._completed(batch_id), timeout)
+            if batch is None:
                 raise BatchTimeoutError(
-                    f"batch {batch_id} did not come within {timeout:g} s; {self._thread.describe()}"
+                    f"batch {batch_id} did not come within {timeout:g} s; {self._describe()}"
                 )
-            self._entries.pop(batch_id, None)
+            self._batches.pop(batch_id, None)
             self._changed.notify_all()
-        if entry.error is not None:
-            raise GenerationFailedError(
-                f"{entry} failed with {type(entry.error).__name__}: {entry.error}"
-            ) from entry.error
-        assert entry.result is not None
-        return entry.result
+        if batch.result is None:
+            error = batch.error
+            raise GenerationFailedError(f"{batch} failed with {type(error).__name__}: {error}") from error
+        return batch.result
 
     def get_pending_count(self) -> int:
         """Batches submitted and not generated yet."""
         with self._changed:
-            return sum(not entry.done for entry in self._entries.values())
+            return sum(not batch.done for batch in self._batches.values())
 
     def get_completed_count(self) -> int:
         """Batches generated and not fetched yet."""
         with self._changed:
-            return sum(entry.result is not None for entry in self._entries.values())
+            return sum(batch.result is not None for batch in self._batches.values())
 
     def get_average_generation_time(self) -> float:
         """Seconds, over the last batches; 0.0 before the first one."""
@@ -234,7 +206,7 @@ class AsyncBatchGenerator:
     def should_submit_more(self) -> bool:
         """Whether fewer than `num_steps_async` batches are pending or completed."""
         with self._changed:
-            return len(self._entries) < self.num_steps_async
+            return len(self._batches) < self.num_steps_async
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
         """Runs something else in the thread's event loop, as a weight update; returns what it returns.
@@ -245,57 +217,52 @@ class AsyncBatchGenerator:
             Exception: its own.
         """
         timeout = self.async_generation_timeout if timeout is None else timeout
-        self._thread.raise_if_over()
-        future = self._thread.submit(work())
+        self.raise_if_over()
+        future = self.submit(work())
         try:
             return future.result(timeout)
         except TimeoutError:
             if future.done():
                 raise
             future.cancel()
-            raise BatchTimeoutError(f"not done within {timeout:g} s; {self._thread.describe()}") from None
+            raise BatchTimeoutError(f"not done within {timeout:g} s; {self._describe()}") from None
 
-    def _queue(self, entry: _Entry) -> None:
-        if not entry.queued:
-            entry.queued = True
-            self._number += 1
-            heapq.heappush(self._waiting, (-entry.request.priority, self._number, entry))
-            self._thread.wake()
-
-    def _done(self, batch_id: int) -> _Entry | None:
-        if batch_id not in self._entries:
+    def _completed(self, batch_id: int) -> _Batch | None:
+        if batch_id not in self._batches:
             raise TrainingError(f"batch {batch_id} was not submitted, or was fetched before")
-        entry = self._entries[batch_id]
-        return entry if entry.done else None
+        batch = self._batches[batch_id]
+        return batch if batch.done else None
 
     # --- in the generation thread
 
-    def _take(self) -> _Entry | None:
-        if not self._waiting:
+    def _take(self) -> _Batch | None:
+        waiting = [batch for batch in self._batches.values() if batch.wanted and batch.begun is None]
+        if not waiting:
             return None
-        entry = heapq.heappop(self._waiting)[2]
-        entry.begun = self._clock()
-        return entry
+        batch = max(waiting, key=lambda one: one.request.priority)  # of equals, the first
+        batch.begun = self._clock()
+        return batch
 
-    async def _call(self, entry: _Entry) -> Any:
-        if is_async(self._generate):
-            return await self._generate(entry.request)
-        value = await in_daemon_thread(self._generate, entry.request)
+    async def _generate(self, batch: _Batch) -> Any:
+        if is_async(self._function):
+            return await self._function(batch.request)
+        value = await in_daemon_thread(self._function, batch.request)
         return await value if isinstance(value, Awaitable) else value
 
-    def _finish(self, entry: _Entry, results: Any, attempts: int) -> None:
-        request, taken = entry.request, self._clock() - entry.begun
+    def _done(self, batch: _Batch, results: Any, attempts: int) -> None:
+        request, begun = batch.request, batch.begun or 0.0
+        taken = self._clock() - begun
         with self._changed:
-            entry.result = BatchResult(
-                request.batch_id, results, request.version, taken, entry.begun - entry.submitted, attempts
+            batch.result = BatchResult(
+                request.batch_id, results, request.version, taken, begun - batch.submitted, attempts
             )
             self._failures = 0
             self._times.append(taken)
             self._changed.notify_all()
 
-    def _fail(self, entry: _Entry, error: Exception) -> None:
+    def _failed(self, batch: _Batch, error: Exception) -> None:
         with self._changed:
-            entry.error = error
+            batch.error = error
             self._failures += 1
             self._changed.notify_all()
             if self._failures > self._max_failures:

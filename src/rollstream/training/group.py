@@ -1,7 +1,7 @@
 """A group as the trainer gets it, a batch of them, and the seam to whatever generates groups."""
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from rollstream.errors import WeightUpdateError
@@ -23,6 +23,9 @@ class Group:
     attempts: int = 1
     tokens: int = 0
     """Prompt and response tokens of all its trajectories."""
+    finished: bool = False
+    rank: float = 0.0
+    """The smaller, the sooner it is delivered where the order leaves a choice."""
 
     def __str__(self) -> str:
         return f"group {self.position} (prompt {self.index})"
@@ -62,9 +65,12 @@ class GroupBatch:
     """In the plan's order."""
     delivered_at: float = 0.0
     wait_s: float = 0.0
-    """How long the trainer waited for it."""
-    staleness: list[int] = field(default_factory=list)
-    """Of each group: `step` minus the version at which it was begun."""
+    """Since the trainer first asked for it."""
+
+    @property
+    def staleness(self) -> list[int]:
+        """Of each group: `step` minus the version at which it was begun."""
+        return [self.step - group.start for group in self.groups]
 
     @property
     def rollouts(self) -> list[Any]:
@@ -77,7 +83,7 @@ class GroupBatch:
 
         At least as many as rollouts. Empty where the generator returns no `Rollout`s.
         """
-        return [one for rollout in self.rollouts for one in getattr(rollout, "trajectories", ())]
+        return trajectories_of(self.rollouts)
 
 
 def reward_of(rollout: Any) -> float | None:
@@ -92,23 +98,19 @@ def unscored_share(rollouts: Sequence[Any]) -> float:
     return sum(missing) / len(missing) if missing else 0.0
 
 
+def trajectories_of(rollouts: Iterable[Any]) -> list[Any]:
+    """All trajectories of `Rollout`s; of anything else, none."""
+    return [one for rollout in rollouts for one in getattr(rollout, "trajectories", ())]
+
+
 def token_versions(rollouts: Iterable[Any]) -> list[int]:
-    """The versions that the engine stamped on the tokens of `Rollout`s; of anything else, none."""
-    return [
-        version
-        for rollout in rollouts
-        for trajectory in getattr(rollout, "trajectories", ())
-        for _, version in trajectory.policy_versions
-    ]
+    """The versions that the engine stamped on the tokens of `Rollout`s."""
+    return [version for one in trajectories_of(rollouts) for _, version in one.policy_versions]
 
 
 def count_tokens(rollouts: Iterable[Any]) -> int:
-    """Prompt and response tokens of `Rollout`s; 0 for anything else."""
-    return sum(
-        len(trajectory.prompt_ids) + len(trajectory.response_ids)
-        for rollout in rollouts
-        for trajectory in getattr(rollout, "trajectories", ())
-    )
+    """Prompt and response tokens of `Rollout`s."""
+    return sum(len(one.prompt_ids) + len(one.response_ids) for one in trajectories_of(rollouts))
 
 
 @runtime_checkable
@@ -158,24 +160,15 @@ class CallableGenerator:
         start: Callable[[], Awaitable[None]] | None = None,
         close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self._generate = generate
-        self._update_weights = update_weights
-        self._start = start
-        self._close = close
+        self.generate = generate
+        self.update_weights = update_weights or _share
+        self.start = start or _nothing
+        self.close = close or _nothing
 
-    async def start(self) -> None:
-        if self._start is not None:
-            await self._start()
 
-    async def generate(self, group: PlannedGroup) -> Sequence[Any]:
-        return await self._generate(group)
+async def _nothing() -> None: ...
 
-    async def update_weights(self, source: str, version: int) -> None:
-        if self._update_weights is not None:
-            await self._update_weights(source, version)
-        elif source:
-            raise WeightUpdateError(f"this generator has no update_weights: it cannot load {source!r}")
 
-    async def close(self) -> None:
-        if self._close is not None:
-            await self._close()
+async def _share(source: str, version: int) -> None:
+    if source:
+        raise WeightUpdateError(f"this generator has no update_weights: it cannot load {source!r}")

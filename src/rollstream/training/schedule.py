@@ -17,52 +17,17 @@ With `groups_per_step=2, ahead=1`, two steps:
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Literal
 
 from rollstream.errors import ConfigError, TrainingError
-from rollstream.training.plan import Plan, PlannedGroup
+from rollstream.training.group import Group, GroupBatch
+from rollstream.training.plan import Plan
 from rollstream.training.staleness import Candidate, StalenessRule, choose
 
 Order = Literal["plan", "first"]
 """`plan`: batches hold the plan's positions in order; `first`: what is finished first goes first."""
 
 _FORMAT = 1
-
-
-class GroupState(StrEnum):
-    """Where a group that was begun is."""
-
-    GENERATING = "generating"
-    FINISHED = "finished"
-    DELIVERED = "delivered"
-
-
-@dataclass(slots=True)
-class ScheduledGroup:
-    """A group that was begun and is not trained yet."""
-
-    planned: PlannedGroup
-    start: int
-    """The engine's version when it was begun."""
-    state: GroupState = GroupState.GENERATING
-    rank: float = 0.0
-    tokens: int = 0
-
-    @property
-    def position(self) -> int:
-        """Its place in the plan."""
-        return self.planned.position
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """What one batch holds."""
-
-    step: int
-    groups: list[ScheduledGroup]
-    """In the order of their positions."""
 
 
 class GroupSchedule:
@@ -93,11 +58,11 @@ class GroupSchedule:
         self.plan = plan
         self._order = order
         self._token_budget = token_budget
-        self._groups: dict[int, ScheduledGroup] = {}  # undelivered, ascending: begun in the plan's order
+        self._groups: dict[int, Group] = {}  # undelivered, ascending: begun in the plan's order
         self._generating = 0
         self._starts: Counter[int] = Counter()  # of these
-        self._taken: list[ScheduledGroup] = []  # by the next batch, which is not full yet
-        self._delivered: dict[int, list[ScheduledGroup]] = {}  # by step, untrained
+        self._taken: list[Group] = []  # by the next batch, which is not full yet
+        self._delivered: dict[int, list[Group]] = {}  # by step, untrained
         self._settled: dict[int, bool] = {}  # positions from the watermark on: True trained, False dropped
         self._next_position = 0
         self._awaited = False  # the trainer has asked for the next batch since it trained one
@@ -117,6 +82,11 @@ class GroupSchedule:
     def outstanding(self) -> int:
         """Groups that were begun and not delivered."""
         return len(self._groups) + len(self._taken)
+
+    @property
+    def waiting(self) -> list[Group]:
+        """Groups that are finished and not delivered."""
+        return [*self._taken, *(group for group in self._groups.values() if group.finished)]
 
     @property
     def untrained(self) -> int:
@@ -145,11 +115,11 @@ class GroupSchedule:
             taken=len(self._taken),
         )
 
-    def admit(self, version: int) -> ScheduledGroup | None:
+    def admit(self, version: int) -> Group | None:
         """Begins the next group of the plan, if there is room. `version` never falls."""
         if self.room(version) == 0:
             return None
-        group = ScheduledGroup(self.plan.at(self._next_position), version)
+        group = Group(self.plan.at(self._next_position), version)
         self._groups[group.position] = group
         self._generating += 1
         self._starts[version] += 1
@@ -165,18 +135,16 @@ class GroupSchedule:
             tokens: its size, for batches of a dynamic size.
         """
         group = self._groups[position]
-        if group.state is not GroupState.GENERATING:
-            raise TrainingError(f"group {position} is {group.state}, it cannot finish")
-        group.state, group.rank, group.tokens = GroupState.FINISHED, rank, tokens
+        group.finished, group.rank, group.tokens = True, rank, tokens
         self._generating -= 1
 
     def drop(self, position: int) -> None:
         """A group will not be delivered; the next position of the plan takes its place."""
         group = self._remove(position)
-        self._generating -= group.state is GroupState.GENERATING
+        self._generating -= not group.finished
         self._settle(position, trained=False)
 
-    def deliver(self, version: int) -> Delivery | None:
+    def deliver(self, version: int) -> GroupBatch | None:
         """The next batch, if what it must hold is finished. Asked by the trainer; `version`: the engine's.
 
         Having asked in vain, there may be room for more: see `room`.
@@ -186,20 +154,17 @@ class GroupSchedule:
         self._awaited = delivery is None
         return delivery
 
-    def _deliver(self, version: int) -> Delivery | None:
+    def _deliver(self, version: int) -> GroupBatch | None:
         if not self._taken and not self._take_smallest():
             return None
         if self._token_budget is not None and not self._fill(version):
             return None
         groups, self._taken = sorted(self._taken, key=lambda group: group.position), []
-        for group in groups:
-            group.state = GroupState.DELIVERED
-        delivery = Delivery(self.next_step, groups)
         self._delivered[self.next_step] = groups
         self.next_step += 1
-        return delivery
+        return GroupBatch(self.next_step - 1, groups)
 
-    def trained(self, step: int) -> list[ScheduledGroup]:
+    def trained(self, step: int) -> list[Group]:
         """Batch `step` has been trained: its groups are never delivered again. In turn."""
         if step != self.trained_steps or step not in self._delivered:
             raise TrainingError(
@@ -309,16 +274,16 @@ class GroupSchedule:
         """Positions of finished groups, the first ones first; fewer than `size` where others must come first."""
         if self._order == "plan":  # the lowest positions are the oldest: they are what the rule demands
             lowest = itertools.islice(self._groups.values(), size)
-            done = itertools.takewhile(lambda group: group.state is GroupState.FINISHED, lowest)
+            done = itertools.takewhile(lambda group: group.finished, lowest)
             return [group.position for group in done]
         candidates = [
             Candidate(group.position, group.start, group.rank)
             for group in self._groups.values()
-            if group.state is GroupState.FINISHED
+            if group.finished
         ]
         return [one.position for one in choose(candidates, must, size=size)]
 
-    def _remove(self, position: int) -> ScheduledGroup:
+    def _remove(self, position: int) -> Group:
         group = self._groups.pop(position)
         self._starts[group.start] -= 1
         if not self._starts[group.start]:

@@ -9,11 +9,11 @@ While no engine is there, an update waits for it: it is sent again and again, wi
 """
 
 import asyncio
-import concurrent.futures
 import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any
 
 from rollstream.errors import WeightUpdateError
@@ -28,108 +28,92 @@ back is kept waiting for no longer than this."""
 _SAID_S = 1.0
 """For the cause of the last try, at the time limit, to be heard of before the limit itself is told."""
 
+Submit = Callable[[Coroutine[Any, Any, None]], "Future[None]"]
 
-def load_within(
-    submit: Callable[[Coroutine[Any, Any, None]], "concurrent.futures.Future[None]"],
-    update: Callable[[], Awaitable[None]],
-    version: int,
-    timeout: float,
-) -> None:
-    """Sends weights from another thread than the engine's, and waits until it has them.
+
+class WeightUpdates:
+    """Sends weights from another thread than the engine's.
 
     Args:
         submit: runs a coroutine in the engine's event loop.
-        update: sends the weights; again and again while no engine is there.
-        version: of the weights.
-        timeout: seconds.
-
-    Raises:
-        WeightUpdateError: they were refused, or no engine came (the cause is attached), or it took too long.
-        Exception: what `submit` raises.
+        update: as `GroupGenerator.update_weights`.
     """
-    loading = submit(_until_taken(update, version, time.monotonic() + timeout))
-    try:
-        loading.result(timeout + _SAID_S)
-    except WeightUpdateError:
-        raise
-    except Exception as error:
-        if loading.done():
+
+    def __init__(self, submit: Submit, update: Callable[[str, int], Awaitable[None]]) -> None:
+        self._submit = submit
+        self._update = update
+        self._last: asyncio.Task[None] | None = None
+        self._version = 0
+
+    def send(self, source: str, version: int, timeout: float) -> None:
+        """Returns when the engine has the weights.
+
+        Raises:
+            WeightUpdateError: they were refused, or no engine came (the cause is attached), or that took more
+                than `timeout` seconds, or an earlier update did not end by then.
+            Exception: what `submit` raises.
+        """
+        sending = self._submit(self._send(source, version, timeout))
+        try:
+            sending.result(timeout + _SAID_S)
+        except WeightUpdateError:
+            raise
+        except Exception as error:
+            if not sending.done():  # the event loop is blocked
+                sending.cancel()
+                raise _late(version, timeout) from None
             waited = f" within {timeout:.1f} s" if find_unavailable(error) is not None else ""
             raise WeightUpdateError(
                 f"the engine did not take version {version}{waited}: {type(error).__name__}: {error}"
             ) from error
-        loading.cancel()
-        raise WeightUpdateError(
-            f"the engine has not taken version {version} within {timeout:.1f} s"
-        ) from None
 
-
-async def _until_taken(update: Callable[[], Awaitable[None]], version: int, until: float) -> None:
-    waits, jitter = 0, random.Random()
-    while True:
-        try:
-            return await update()
-        except Exception as error:
-            waits += 1
-            wait = _AGAIN.wait(waits, jitter)
-            if find_unavailable(error) is None or time.monotonic() + wait >= until:
-                raise
-            logger.warning(
-                "no engine is there for weights of version %d (%s); they are sent again in %.1f s",
-                *(version, error, wait),
-            )
-            await asyncio.sleep(wait)
-            if time.monotonic() >= until:  # the loop was busy: the caller has given up
-                raise
-
-
-class WeightUpdates:
-    """Sends weights, one update after the other; all calls in one event loop.
-
-    Args:
-        update: as `GroupGenerator.update_weights`.
-    """
-
-    def __init__(self, update: Callable[[str, int], Awaitable[None]]) -> None:
-        self._update = update
-        self._running: asyncio.Task[None] | None = None
-        self._version = 0
-        self._begun_at = 0.0
-
-    async def send(self, source: str, version: int, timeout: float) -> None:
-        """Returns when the engine has the weights.
-
-        Raises:
-            WeightUpdateError: it has not taken them within `timeout` seconds, or an earlier update has not
-                ended by then.
-            Exception: the engine's own.
-        """
+    async def _send(self, source: str, version: int, timeout: float) -> None:
         until = time.monotonic() + timeout
-        if self._running is not None and not await _done(self._running, until):
-            if not self._running.cancelling():  # a second time would cut off how it cleans up
-                self._running.cancel()
+        if self._last is not None and not await _ended(self._last, until):
+            if not self._last.cancelling():  # a second time would cut off how it cleans up
+                self._last.cancel()
             raise WeightUpdateError(
-                f"version {self._version} has been on its way to the engine for "
-                f"{time.monotonic() - self._begun_at:.1f} s, which keeps back version {version}: it is cut "
-                "off now, try again (and give weight_timeout more than the engine's own time limits)"
+                f"version {self._version} has been on its way to the engine all the while, which keeps back "
+                f"version {version}: it is cut off now, try again (and give weight_timeout more than the "
+                "engine's own time limits)"
             )
-        self._version, self._begun_at = version, time.monotonic()
-        self._running = asyncio.ensure_future(self._update(source, version))
-        self._running.add_done_callback(_see)
-        if not await _done(self._running, until):
-            raise WeightUpdateError(
-                f"the engine has not taken version {version} within {timeout:.1f} s (weight_timeout); what it was "
-                "sent may still come, and the next update waits for its end"
-            )
-        self._running.result()
+        self._version, self._last = version, asyncio.create_task(self._until_taken(source, version, until))
+        self._last.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
+        if not await _ended(self._last, until):
+            raise _late(version, timeout)
+        self._last.result()
+
+    async def _until_taken(self, source: str, version: int, until: float) -> None:
+        waits, jitter = 0, random.Random()
+        while True:
+            try:
+                return await self._update(source, version)
+            except Exception as error:
+                waits += 1
+                wait = _AGAIN.wait(waits, jitter)
+                if find_unavailable(error) is None or time.monotonic() + wait >= until:
+                    raise
+                logger.warning(
+                    "no engine is there for weights of version %d (%s); they are sent again in %.1f s",
+                    *(version, error, wait),
+                )
+                await asyncio.sleep(wait)
+                if time.monotonic() >= until:  # the loop was busy: the caller has given up
+                    raise
 
 
-async def _done(task: "asyncio.Task[None]", until: float) -> bool:
+def load_within(submit: Submit, update: Callable[[], Awaitable[None]], version: int, timeout: float) -> None:
+    """One update for itself, as `WeightUpdates.send`; `update` sends the weights."""
+    WeightUpdates(submit, lambda source, version: update()).send("", version, timeout)
+
+
+def _late(version: int, timeout: float) -> WeightUpdateError:
+    return WeightUpdateError(
+        f"the engine has not taken version {version} within {timeout:.1f} s (weight_timeout); what it was sent "
+        "may still come, and the next update waits for its end"
+    )
+
+
+async def _ended(task: "asyncio.Task[None]", until: float) -> bool:
     await asyncio.wait({task}, timeout=max(0.0, until - time.monotonic()))
     return task.done()
-
-
-def _see(task: "asyncio.Task[None]") -> None:
-    """The end of an update that nobody waits for any more is no news."""
-    if not task.cancelled():
-        task.exception()

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.errors import ConfigError, TrainingError
+from rollstream.training.group import GroupBatch
 from rollstream.training.plan import ShuffledPlan
-from rollstream.training.schedule import Delivery, GroupSchedule
+from rollstream.training.schedule import GroupSchedule
 from rollstream.training.staleness import StalenessRule
 
 
@@ -26,7 +27,7 @@ class Play:
         self.starts: dict[int, int] = {}
         """Of the positions that were begun and not delivered."""
         self.generating: list[int] = []
-        self.taken: list[Delivery] = []
+        self.taken: list[GroupBatch] = []
         self.sequence: list[list[int]] = []
         """Positions of each trained batch."""
         self.dropped: set[int] = set()
