@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Predicts, and prints what it predicts."""
-    from rollstream.training.simulate import Setup, compare, parse_duration
+    from rollstream.training.simulate import Comparison, Setup, parse_duration
 
-    compared = compare(
+    compared = Comparison(
         Setup(
             generation=parse_duration(options.generation),
             training_s=options.training,

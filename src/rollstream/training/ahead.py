@@ -403,7 +403,9 @@ class BatchesAhead(GenerationThread[Group]):
         with self._changed:
             return {
                 **self._schedule.state_dict(),
-                "policies": {policy.name: policy.state_dict() for policy in self._policies},
+                "policies": {
+                    one.name: one.state_dict() for one in self._policies if hasattr(one, "state_dict")
+                },
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -415,9 +417,9 @@ class BatchesAhead(GenerationThread[Group]):
         if self._thread is not None:
             raise TrainingError("load_state_dict comes before start")
         self._schedule.load_state_dict(state)
-        for policy in self._policies:
-            if policy.name in state.get("policies", {}):
-                policy.load_state_dict(state["policies"][policy.name])
+        for one in self._policies:
+            if one.name in state.get("policies", {}) and hasattr(one, "load_state_dict"):
+                one.load_state_dict(state["policies"][one.name])
 
     # --- in the generation thread
 

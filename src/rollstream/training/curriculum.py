@@ -7,7 +7,7 @@ import numpy as np
 
 from rollstream.errors import ConfigError
 from rollstream.training.group import Group
-from rollstream.training.plan import PlannedGroup
+from rollstream.training.plan import PlannedGroup, seeded
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -88,8 +88,8 @@ class Curriculum:
         if position not in self._decided:
             weights = np.maximum(self._weigh(self._success, self._trained), 0.0)
             weights = np.cumsum(weights + self._floor * (weights.max() or 1.0))
-            rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, position])))
-            index = int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))
+            drawn = seeded(self._seed, position).random() * weights[-1]
+            index = int(np.searchsorted(weights, drawn, side="right"))
             index = min(index, len(weights) - 1)  # a product may round up to the whole
             self._decided[position] = PlannedGroup(position, self._drawn.get(index, 0), index)
             self._drawn[index] = self._drawn.get(index, 0) + 1

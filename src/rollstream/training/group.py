@@ -160,15 +160,24 @@ class CallableGenerator:
         start: Callable[[], Awaitable[None]] | None = None,
         close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self.generate = generate
-        self.update_weights = update_weights or _share
-        self.start = start or _nothing
-        self.close = close or _nothing
+        self._generate = generate
+        self._update_weights = update_weights
+        self._start = start
+        self._close = close
 
+    async def start(self) -> None:
+        if self._start is not None:
+            await self._start()
 
-async def _nothing() -> None: ...
+    async def generate(self, group: PlannedGroup) -> Sequence[Any]:
+        return await self._generate(group)
 
+    async def update_weights(self, source: str, version: int) -> None:
+        if self._update_weights is not None:
+            await self._update_weights(source, version)
+        elif source:
+            raise WeightUpdateError(f"this generator has no update_weights: it cannot load {source!r}")
 
-async def _share(source: str, version: int) -> None:
-    if source:
-        raise WeightUpdateError(f"this generator has no update_weights: it cannot load {source!r}")
+    async def close(self) -> None:
+        if self._close is not None:
+            await self._close()

@@ -4,9 +4,9 @@ Nothing looks into a live iterator: what comes at position `p` is a function of 
 future is known, and a resumed run goes on with the same sequence.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -118,19 +118,14 @@ class ShuffledPlan(FunctionPlan):
             raise ConfigError("a plan needs at least one prompt row")
         if epochs is not None and epochs < 1:
             raise ConfigError(f"epochs={epochs}: at least 1, or None for no end")
-        permutations: OrderedDict[int, np.ndarray[Any, np.dtype[np.int64]]] = OrderedDict()
+
+        @lru_cache(_EPOCHS_KEPT)
+        def permutation(epoch: int) -> Any:
+            return seeded(seed, epoch).permutation(rows)
 
         def index_at(position: int) -> tuple[int, int]:
             epoch, place = divmod(position, rows)
-            if not shuffle:
-                return epoch, place
-            if epoch not in permutations:
-                # Philox by a key of both numbers: neighbouring seeds and epochs share nothing.
-                rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
-                permutations[epoch] = rng.permutation(rows)
-                if len(permutations) > _EPOCHS_KEPT:
-                    permutations.popitem(last=False)
-            return epoch, int(permutations[epoch][place])
+            return epoch, int(permutation(epoch)[place]) if shuffle else place
 
         kind = "shuffled" if shuffle else "sequential"
         super().__init__(
@@ -138,3 +133,8 @@ class ShuffledPlan(FunctionPlan):
             identity={"kind": kind, "rows": rows, "seed": seed if shuffle else None},
             length=None if epochs is None else epochs * rows,
         )
+
+
+def seeded(*numbers: int) -> np.random.Generator:
+    """Random numbers of a key of several numbers: by Philox, neighbouring keys share nothing."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(numbers)))

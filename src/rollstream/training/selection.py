@@ -1,57 +1,33 @@
-"""Which groups are trained on, and in what order: small policies, each with a state that is saved.
+"""Which groups are trained on, and in what order: small policies.
 
 A filter looks at a finished group and may throw it away: the plan's next group takes its place, so that a
 batch has its full number of groups with signal. A rank decides what goes first where the order leaves a
-choice. What a policy learns, it learns from groups that were trained on (`Learns`) or dropped
-(`LearnsFromDrops`): after a restart it knows what it knew then. (What prompts come at all is the plan's:
-`Curriculum`. How many rollouts of a group are waited for is the generator's: `RolloutGroups`.)
+choice. (What prompts come at all is the plan's: `Curriculum`. How many rollouts of a group are waited for is
+the generator's: `RolloutGroups`.)
+
+A policy or plan may learn, by methods that it need not have. They are quick: a lock is held.
+
+    observe(group)            each group once its batch has been trained, in the order of training
+    observe_dropped(group)    each group that a filter throws away, when it does; it does not come again
+    state_dict()              what a filter or rank has learnt, as JSON values: saved with what it learnt it from
+    load_state_dict(state)    after a restart it knows what it knew then
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import pstdev
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
 from rollstream.errors import ConfigError
 from rollstream.training.group import Group
 
 
-@runtime_checkable
-class Learns(Protocol):
-    """A plan or policy that learns from what was trained on."""
-
-    def observe(self, group: Group) -> None:
-        """Told of each group once its batch has been trained, in the order of training."""
-        ...
-
-
-@runtime_checkable
-class LearnsFromDrops(Protocol):
-    """A plan or policy that learns from what a filter threw away, too: it may be why it was thrown away."""
-
-    def observe_dropped(self, group: Group) -> None:
-        """Told of each group that a filter drops, when it does: what is learnt is saved with the drop.
-
-        (After a restart a dropped group does not come again, so it is learnt from once.) Quick: a lock is
-        held.
-        """
-        ...
-
-
 class Policy(Protocol):
-    """What filters and ranks have in common: a state that is saved."""
+    """What filters and ranks have in common."""
 
     @property
     def name(self) -> str:
-        """Under which its state is saved; unique among the policies of a run."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a saved state."""
+        """Under which its state is saved, if it has one; unique among the policies of a run."""
         ...
 
 
@@ -84,26 +60,14 @@ class NoSignal:
     def __init__(self, *, spread: float = 0.0, unscored: bool = True) -> None:
         self._spread = spread
         self._unscored = unscored
-        self.dropped = 0
-        """Groups so far."""
-        self.seen = 0
 
     def drops(self, group: Group) -> str | None:
-        self.seen += 1
         rewards = [reward for reward in group.rewards if reward is not None]
-        reason = None
         if len(rewards) < 2:
-            reason = f"only {len(rewards)} of its rollouts have a reward" if self._unscored else None
-        elif pstdev(rewards) <= self._spread:
-            reason = f"its {len(rewards)} rewards are all {rewards[0]:g}, or nearly so"
-        self.dropped += reason is not None
-        return reason
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"dropped": self.dropped, "seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.dropped, self.seen = state["dropped"], state["seen"]
+            return f"only {len(rewards)} of its rollouts have a reward" if self._unscored else None
+        if pstdev(rewards) <= self._spread:
+            return f"its {len(rewards)} rewards are all {rewards[0]:g}, or nearly so"
+        return None
 
 
 class Priority:
@@ -113,7 +77,7 @@ class Priority:
         >>> most_signal = Priority("spread", lambda group: pstdev(map(float, group.rewards)))
 
     Args:
-        name: under which its state is saved.
+        name: of the policy.
         priority: the greater, the sooner.
     """
 
@@ -123,12 +87,6 @@ class Priority:
 
     def rank(self, group: Group) -> float:
         return -self._priority(group)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take up: a pure function."""
 
 
 @dataclass(frozen=True, slots=True)

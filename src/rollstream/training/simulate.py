@@ -10,13 +10,13 @@ import math
 import random
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any, Literal
 
 from rollstream.errors import ConfigError
 from rollstream.training.plan import ShuffledPlan
 from rollstream.training.schedule import GroupSchedule, Order
 from rollstream.training.staleness import StalenessRule
-from rollstream.training.timing import format_histogram
 
 Kind = Literal["constant", "exponential", "lognormal", "pareto"]
 
@@ -158,128 +158,87 @@ class Prediction:
 
 def simulate(setup: Setup) -> Prediction:
     """Plays `setup.steps` steps. Raises `ConfigError` for what a training run would refuse, too."""
-    return _Run(setup).play()
+    rule = StalenessRule(setup.groups_per_step, setup.max_staleness, setup.ahead)
+    schedule = GroupSchedule(ShuffledPlan(1, shuffle=False), rule, order=setup.order)
+    now = busy = 0.0
+    version = finished = 0
+    events: list[tuple[float, int, str, int]] = []  # heap of (time, number, kind, position or step)
+    numbers = itertools.count()
+    asked: float | None = 0.0  # since when the trainer waits for a batch
+    trained: float | None = None  # since when it waits for an update to begin
+    held = False  # nothing is begun
+    histogram, delivered, waited, drained = Counter[int](), list[float](), list[float](), list[float]()
 
+    def later(seconds: float, kind: str, number: int = 0) -> None:
+        heapq.heappush(events, (now + seconds, next(numbers), kind, number))
 
-class _Run:
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        rule = StalenessRule(setup.groups_per_step, setup.max_staleness, setup.ahead)
-        self.schedule = GroupSchedule(ShuffledPlan(1, shuffle=False), rule, order=setup.order)
-        self.now = self.busy = 0.0
-        self.version = self.finished = self.number = 0
-        self.held = False
-        self.events: list[tuple[float, int, str, int]] = []  # heap of (time, number, kind, position or step)
-        self.histogram: Counter[int] = Counter()
-        self.delivered: list[float] = []
-        self.waited: list[float] = []
-        self.drained: list[float] = []
-
-    def play(self) -> Prediction:
-        setup, schedule = self.setup, self.schedule
-        asked: float | None = 0.0  # since when the trainer waits for a batch
-        drain_since: float | None = None
-        while len(self.delivered) < setup.steps + 1:
-            if drain_since is not None and schedule.generating == 0:
-                self.drained.append(self.now - drain_since)
-                drain_since = None
-                self._at(setup.update_s, "updated")
-            self._begin()
-            if asked is not None and (delivery := schedule.deliver(self.version)) is not None:
-                self.histogram.update(delivery.step - group.start for group in delivery.groups)
-                self.delivered.append(self.now)
-                self.waited.append(self.now - asked)
-                asked = None
-                self._at(setup.training_s, "trained", delivery.step)
-                continue  # there is room for more now
-            at, _, kind, number = heapq.heappop(self.events)
-            self.busy += (at - self.now) * schedule.generating
-            self.now = at
-            if kind == "group":
-                self._finish(number)
-            elif kind == "trained":
-                schedule.trained(number)
-                if setup.weights == "drain":
-                    self.held = True
-                    drain_since = self.now
-                else:
-                    self.drained.append(0.0)
-                    self._at(setup.update_s, "updated")
-            else:
-                self.version = schedule.trained_steps
-                self.held = False
-                asked = self.now
-        return self._predict()
-
-    def _predict(self) -> Prediction:
-        setup = self.setup
-        steps = [after - before for before, after in itertools.pairwise(self.delivered)]
-        filled = min(len(steps) - 1, setup.ahead + 1)  # the first steps fill the pipeline
-        count = len(steps) - filled
-        step_s = sum(steps[filled:]) / count
-        total = self.histogram.total()
-        return Prediction(
-            step_s=step_s,
-            first_s=self.delivered[0],
-            wait_s=sum(self.waited[filled + 1 :]) / count,
-            drain_s=sum(self.drained[filled:]) / count,
-            trainer_idle=max(0.0, 1 - (setup.training_s + setup.update_s) / step_s) if step_s else 0.0,
-            engine_idle=max(0.0, 1 - self.busy / (self.now * setup.places)) if self.now else 0.0,
-            staleness={key: self.histogram[key] / total for key in sorted(self.histogram)},
-            staleness_max=max(self.histogram),
-        )
-
-    def _at(self, seconds: float, kind: str, number: int = 0) -> None:
-        self.number += 1
-        heapq.heappush(self.events, (self.now + seconds, self.number, kind, number))
-
-    def _begin(self) -> None:
-        while not self.held and self.schedule.generating < self.setup.places:
-            group = self.schedule.admit(self.version)
-            if group is None:
-                return
-            self._at(self.setup.generation.draw(self.setup.seed, group.position), "group", group.position)
-
-    def _finish(self, position: int) -> None:
-        dropped = self.setup.dropped
+    while len(delivered) < setup.steps + 1:
+        if trained is not None and not (held and schedule.generating):
+            drained.append(now - trained)
+            trained = None
+            later(setup.update_s, "updated")
+        while not held and schedule.generating < setup.places and (group := schedule.admit(version)):
+            later(setup.generation.draw(setup.seed, group.position), "group", group.position)
+        if asked is not None and (batch := schedule.deliver(version)) is not None:
+            histogram.update(batch.staleness)
+            delivered.append(now)
+            waited.append(now - asked)
+            asked = None
+            later(setup.training_s, "trained", batch.step)
+            continue  # there is room for more now
+        at, _, kind, number = heapq.heappop(events)
+        busy += (at - now) * schedule.generating
+        now = at
         # The fractional part of multiples of an irrational number is spread evenly: no chance, and no seed.
-        if dropped and (position * 0.6180339887498949) % 1.0 < dropped:
-            self.schedule.drop(position)
-            return
-        self.finished += 1
-        self.schedule.finish(position, rank=float(self.finished))
+        if kind == "group" and (number * 0.6180339887498949) % 1.0 < setup.dropped:
+            schedule.drop(number)
+        elif kind == "group":
+            finished += 1
+            schedule.finish(number, rank=float(finished))
+        elif kind == "trained":
+            schedule.trained(number)
+            trained, held = now, setup.weights == "drain"
+        else:
+            version, held, asked = schedule.trained_steps, False, now
+
+    steps = [after - before for before, after in itertools.pairwise(delivered)]
+    filled = min(len(steps) - 1, setup.ahead + 1)  # the first steps fill the pipeline
+    step_s = fmean(steps[filled:])
+    return Prediction(
+        step_s=step_s,
+        first_s=delivered[0],
+        wait_s=fmean(waited[filled + 1 :]),
+        drain_s=fmean(drained[filled:]),
+        trainer_idle=max(0.0, 1 - (setup.training_s + setup.update_s) / step_s) if step_s else 0.0,
+        engine_idle=max(0.0, 1 - busy / (now * setup.places)),
+        staleness={key: histogram[key] / histogram.total() for key in sorted(histogram)},
+        staleness_max=max(histogram),
+    )
 
 
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """A setup beside the synchronous one, and beside what could be set otherwise."""
 
-    setup: Setup
-    chosen: Prediction
-    by_ahead: dict[int, Prediction]
-    """The same with 0 (synchronous), 1, 2, 4 batches ahead, and a staleness bound of as many steps."""
-    in_flight: Prediction
-    """As asked, but weight updates wait for nobody."""
-    first: Prediction
-    """That with `order="first"` and a greater staleness bound: long groups are overtaken."""
-
-    @property
-    def synchronous(self) -> Prediction:
-        """Nothing ahead, no staleness."""
-        return self.by_ahead[0]
-
-    @property
-    def speed_up(self) -> float:
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.chosen = simulate(setup)
+        self.by_ahead = {
+            ahead: simulate(replace(setup, ahead=ahead, max_staleness=ahead)) for ahead in (0, 1, 2, 4)
+        }
+        """The same with so many batches ahead (0: synchronous), and a staleness bound of as many steps."""
+        in_flight = replace(setup, weights="in_flight")
+        self.in_flight = simulate(in_flight)
+        """As asked, but weight updates wait for nobody."""
+        slack = _SLACK * setup.ahead
+        self.first = simulate(replace(in_flight, order="first", max_staleness=slack))
+        """That with `order="first"` and a greater staleness bound: long groups are overtaken."""
+        synchronous_s = self.by_ahead[0].step_s
+        self.speed_up = synchronous_s / self.chosen.step_s
         """How many times faster than synchronous a step is."""
-        return self.synchronous.step_s / self.chosen.step_s
-
-    @property
-    def fewest_ahead(self) -> int:
-        """Batches ahead beyond which a step gets no faster; 0: asynchrony does not pay."""
         fastest = min(one.step_s for one in self.by_ahead.values())
-        if self.synchronous.step_s < _WORTH_IT * fastest:
-            return 0
-        return next(ahead for ahead, one in self.by_ahead.items() if one.step_s <= _AS_GOOD * fastest)
+        as_good = [ahead for ahead, one in self.by_ahead.items() if one.step_s <= _AS_GOOD * fastest]
+        self.fewest_ahead = 0 if synchronous_s < _WORTH_IT * fastest else as_good[0]
+        """Batches ahead beyond which a step gets no faster; 0: asynchrony does not pay."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -289,7 +248,7 @@ class Comparison:
             "speed_up": self.speed_up,
             "fewest_ahead": self.fewest_ahead,
             **self.chosen.to_json(),
-            "synchronous": self.synchronous.to_json(),
+            "synchronous": self.by_ahead[0].to_json(),
             "by_ahead": {str(ahead): one.to_json() for ahead, one in self.by_ahead.items()},
             "in_flight": self.in_flight.to_json(),
             "first": self.first.to_json(),
@@ -297,7 +256,7 @@ class Comparison:
 
     def table(self) -> str:
         """For people."""
-        setup, synchronous, ahead = self.setup, self.synchronous, self.fewest_ahead
+        setup, synchronous, ahead = self.setup, self.by_ahead[0], self.fewest_ahead
         rows = {
             "synchronous": synchronous,
             **{f"ahead {one}, staleness <= {one}": self.by_ahead[one] for one in self.by_ahead if one},
@@ -307,31 +266,16 @@ class Comparison:
         }
         lines = [f"{'':<26}{'step s':>9}{'speed-up':>10}{'trainer idle':>14}{'engine idle':>13}   staleness"]
         for name, one in rows.items():
-            shares = Counter({key: round(1e6 * share) for key, share in one.staleness.items()})
             lines.append(
                 f"{name:<26}{one.step_s:>9.3g}{synchronous.step_s / one.step_s:>9.2f}x"
-                f"{100 * one.trainer_idle:>12.0f} %{100 * one.engine_idle:>11.0f} %   {format_histogram(shares)}"
+                f"{100 * one.trainer_idle:>12.0f} %{100 * one.engine_idle:>11.0f} %   "
+                + ", ".join(f"{key}: {100 * share:.0f} %" for key, share in one.staleness.items())
             )
-        return "\n".join(
-            [
-                *lines,
-                f"{'ideal':<26}{setup.ideal_s:>9.3g}{synchronous.step_s / setup.ideal_s:>9.2f}x",
-                "",
-                f"a step as asked: generation {setup.generation_s:.3g} s, training and update "
-                f"{setup.training_s + setup.update_s:.3g} s, waits for an idle engine {self.chosen.drain_s:.3g} s",
-                f"fewest batches ahead that are as fast as any: {ahead}"
-                + ("" if ahead else " (asynchrony does not pay)"),
-            ]
-        )
-
-
-def compare(setup: Setup) -> Comparison:
-    """Simulates a setup, the synchronous one, and those beside it."""
-    in_flight = replace(setup, weights="in_flight")
-    return Comparison(
-        setup,
-        simulate(setup),
-        {ahead: simulate(replace(setup, ahead=ahead, max_staleness=ahead)) for ahead in (0, 1, 2, 4)},
-        simulate(in_flight),
-        simulate(replace(in_flight, order="first", max_staleness=_SLACK * setup.ahead)),
-    )
+        lines += [
+            f"{'ideal':<26}{setup.ideal_s:>9.3g}{synchronous.step_s / setup.ideal_s:>9.2f}x",
+            "",
+            f"a step as asked: generation {setup.generation_s:.3g} s, training and update "
+            f"{setup.training_s + setup.update_s:.3g} s, waits for an idle engine {self.chosen.drain_s:.3g} s",
+            f"fewest batches ahead that are as fast as any: {ahead or '0 (asynchrony does not pay)'}",
+        ]
+        return "\n".join(lines)

@@ -555,16 +555,31 @@ async def every_third_without_signal(group: PlannedGroup) -> list[Any]:
     return scored(1.0, 1.0) if group.position % 3 == 0 else scored(0.0, 1.0)
 
 
+class Counts(NoSignal):
+    """Remembers how many it has dropped."""
+
+    dropped = 0
+
+    def observe_dropped(self, group: Group) -> None:
+        self.dropped += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dropped": self.dropped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dropped = state["dropped"]
+
+
 def test_groups_without_signal_are_replaced_exactly() -> None:
-    filters = [NoSignal()]
-    with batches_of(every_third_without_signal, filters=filters) as batches:
+    with batches_of(every_third_without_signal, filters=[Counts()]) as batches:
         assert train(batches, 3) == [[1, 2, 4, 5], [7, 8, 10, 11], [13, 14, 16, 17]]
         assert batches.counters.dropped >= 5
         assert max(batches.staleness_histogram()) <= 1
-        state = batches.state_dict()
-    again = NoSignal()
+        state = json.loads(json.dumps(batches.state_dict()))
+    again = Counts()
     batches_of(filters=[again]).load_state_dict(state)
-    assert again.dropped >= 5  # filters remember
+    assert again.dropped == state["policies"]["no_signal"]["dropped"] >= 5
+    batches_of(filters=[NoSignal()]).load_state_dict(state)  # it has nothing to remember
 
 
 def test_nothing_but_groups_without_signal_ends_with_the_reason() -> None:
@@ -821,8 +836,9 @@ def test_versions_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="version 7"):
         batches_of().start(engine_version=7)
     with batches_of() as batches:
-        with pytest.raises(ConfigError, match="version 1 of the weights"):
-            batches.update_weights(version=1)
+        for version in (1, -1, True):
+            with pytest.raises(ConfigError, match=f"version {version} of the weights"):
+                batches.update_weights(version=version)
         batches.trained(batches.next_batch(LONG_S).step)
         with pytest.raises(WeightUpdateError, match=r"cannot load 'file.safetensors'"):
             batches.update_weights("file.safetensors")

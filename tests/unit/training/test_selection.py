@@ -10,7 +10,7 @@ from rollstream.errors import ConfigError
 from rollstream.training.curriculum import Curriculum, easy_to_hard
 from rollstream.training.group import Group
 from rollstream.training.plan import PlannedGroup
-from rollstream.training.selection import Learns, NoSignal, Priority, TokenBudget
+from rollstream.training.selection import NoSignal, Priority, TokenBudget
 
 
 def group(*rewards: float | None, index: int = 0, position: int = 0) -> Group:
@@ -26,10 +26,6 @@ def test_no_signal() -> None:
     assert policy.drops(group(1.0, None, 0.0)) is None
     assert NoSignal(unscored=False).drops(group(None, None)) is None
     assert NoSignal(spread=0.1).drops(group(1.0, 0.9)) is not None
-    assert (policy.dropped, policy.seen) == (2, 4)
-    other = NoSignal()
-    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    assert (other.dropped, other.seen) == (2, 4)
 
 
 def test_priority() -> None:
@@ -52,7 +48,6 @@ def test_a_curriculum_prefers_what_succeeds_half_of_the_time() -> None:
 
 def test_it_learns_from_what_was_trained_on() -> None:
     plan = Curriculum(2, rate=0.5, floor=0.0)
-    assert isinstance(plan, Learns)
     for _ in range(60):
         plan.observe(group(1.0, 1.0, index=0))
         plan.observe(group(None, index=1))  # says nothing

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollstream.cli import main
 from rollstream.errors import ConfigError
-from rollstream.training.simulate import Comparison, Duration, Setup, compare, parse_duration, simulate
+from rollstream.training.simulate import Comparison, Duration, Setup, parse_duration, simulate
 
 ONE = Duration("constant", 1.0)
 
@@ -95,7 +95,7 @@ def test_durations_are_read() -> None:
 
 
 def compared(generation: Duration, training_s: float, **others: Any) -> Comparison:
-    return compare(Setup(generation, training_s, **{"groups_per_step": 8, "steps": 60, **others}))
+    return Comparison(Setup(generation, training_s, **{"groups_per_step": 8, "steps": 60, **others}))
 
 
 def test_what_is_set_otherwise_stands_beside_it() -> None:
@@ -116,7 +116,7 @@ def test_what_is_set_otherwise_stands_beside_it() -> None:
 
 
 def test_it_is_shown_and_written() -> None:
-    compared = compare(Setup(Duration("pareto", 1.0, 2.5), 1.0, steps=50))
+    compared = Comparison(Setup(Duration("pareto", 1.0, 2.5), 1.0, steps=50))
     values = json.loads(json.dumps(compared.to_json()))
     assert values["speed_up"] == pytest.approx(compared.speed_up)
     assert set(values["by_ahead"]) == {"0", "1", "2", "4"}
