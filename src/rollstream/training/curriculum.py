@@ -7,7 +7,7 @@ import numpy as np
 
 from rollstream.errors import ConfigError
 from rollstream.training.group import Group
-from rollstream.training.plan import PlannedGroup, seeded
+from rollstream.training.plan import Plan, PlannedGroup, seeded
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -36,7 +36,7 @@ def easy_to_hard(groups: int) -> Weigh:
     return weigh
 
 
-class Curriculum:
+class Curriculum(Plan):
     """Draws each position's prompt row by weights that depend on how often it succeeded.
 
     A draw is decided when the position is first asked for, and kept until it is trained or dropped, in the

@@ -10,13 +10,14 @@ are one, `BatchesAhead` and `AsyncBatchGenerator`: they say what work there is, 
 
 import asyncio
 import logging
+import math
 import random
 import sys
 import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
@@ -42,15 +43,47 @@ _CLOSE_S = 20.0
 STOP_S = _CLOSE_S + 10.0
 """For the thread to end: what is in flight is cut off first."""
 
-_BEAT_S = 0.5
-"""Between signs of life of the loop: rare enough to cost nothing, often enough for a wait of seconds."""
-
-_BLOCKED_S = 3.0
-"""A loop without a sign of life for this long is called blocked: no well-behaved callback takes so long."""
-
 _SWITCH_S = 5e-4
 """After which a thread gives the interpreter to one that waits for it, from the first such thread on; Python's
 default is ten times as long. A trainer asks for it again after every operator that it has started."""
+
+
+async def try_again(
+    call: Callable[[], Awaitable[T]],
+    what: str,
+    retry: RetryPolicy,
+    jitter: random.Random,
+    until: float = math.inf,
+) -> tuple[T, int]:
+    """What a call returns, and the attempts that it took. An engine that is away is charged to nobody.
+
+    Args:
+        call: what it raises may pass or not.
+        what: is being done, for the log.
+        retry: for what may pass.
+        jitter: of the waits.
+        until: when to stop trying, of the monotonic clock.
+
+    Raises:
+        Exception: of the last attempt.
+    """
+    attempts, waits = 1, 0
+    while True:
+        try:
+            return await call(), attempts
+        except Exception as error:
+            if find_unavailable(error) is None:
+                if attempts >= retry.max_attempts or not is_transient(error):
+                    raise
+                attempts += 1
+            waits += 1
+            wait = retry.wait(waits, jitter)
+            if time.monotonic() + wait >= until:
+                raise
+            logger.warning("%s: %s: %s; again in %.1f s", what, type(error).__name__, error, wait)
+            await asyncio.sleep(wait)
+            if time.monotonic() >= until:  # the loop was busy
+                raise
 
 
 class GenerationThread(ABC, Generic[W]):
@@ -85,7 +118,6 @@ class GenerationThread(ABC, Generic[W]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main_task: asyncio.Task[None] | None = None
         self._cleans_up = False
-        self._beat = 0.0
         self._jitter = random.Random()
         self._in_flight = 0
         self._busy_s = 0.0
@@ -194,7 +226,6 @@ class GenerationThread(ABC, Generic[W]):
                 raise GenerationStoppedError("generation was stopped: make a new one")
             if self._thread is not None:
                 raise TrainingError("generation was started before")
-            self._beat = time.monotonic()
             self._loop = loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
                 target=self._run, args=(loop,), name="rollstream-generation", daemon=True
@@ -231,17 +262,14 @@ class GenerationThread(ABC, Generic[W]):
                 self._changed.wait(left)
 
     def _describe(self) -> str:
-        """What the thread does, for an error message: whether it is dead, blocked (and where), or well."""
+        """What the thread does, for an error message: where it is, unless it waits for something to happen."""
         if self._thread is None or not self.alive:
             return "the generation thread does not run"
-        silent = time.monotonic() - self._beat
-        if silent < _BLOCKED_S:
-            return "the generation thread is well"
         frame = sys._current_frames().get(self._thread.ident or 0)
-        where = "".join(traceback.format_stack(frame)[-4:]).rstrip() if frame is not None else "?"
-        return (
-            f"the generation thread has been blocked for {silent:.0f} s by code that does not await:\n{where}"
-        )
+        if frame is None or frame.f_globals.get("__name__", "").partition(".")[0] in ("selectors", "asyncio"):
+            return "the generation thread is well"
+        where = "".join(traceback.format_stack(frame)[-4:]).rstrip()
+        return f"the generation thread is at code that blocks it, if it stays there:\n{where}"
 
     # --- for both
 
@@ -292,7 +320,6 @@ class GenerationThread(ABC, Generic[W]):
         self._main_task = asyncio.current_task()
         if self._stopped:
             raise GenerationStoppedError("generation was stopped before it began")
-        beating = asyncio.create_task(self._keep_beating())
         try:
             await self._open()
             self._ready.set_result(None)
@@ -308,13 +335,6 @@ class GenerationThread(ABC, Generic[W]):
                     *(type(error).__name__, type(closing).__name__, closing),
                 )
             raise
-        finally:
-            beating.cancel()
-
-    async def _keep_beating(self) -> None:
-        while True:
-            self._beat = time.monotonic()
-            await asyncio.sleep(_BEAT_S)
 
     async def _work(self) -> None:
         try:
@@ -347,7 +367,9 @@ class GenerationThread(ABC, Generic[W]):
         try:
             try:
                 async with asyncio.timeout(self._time_limit) as limit:
-                    result, attempts = await self._try(work)
+                    result, attempts = await try_again(
+                        lambda: self._call(work), str(work), self._retry, self._jitter
+                    )
             except (
                 SystemExit,
                 KeyboardInterrupt,
@@ -371,21 +393,6 @@ class GenerationThread(ABC, Generic[W]):
             if self._in_flight == 0:
                 self._busy_s += self._clock() - self._busy_since
             self._room.set()
-
-    async def _try(self, work: W) -> tuple[Any, int]:
-        attempts, waits = 1, 0
-        while True:
-            try:
-                return await self._call(work), attempts
-            except Exception as error:
-                if find_unavailable(error) is None:  # an engine that is away is charged to nobody
-                    if attempts >= self._retry.max_attempts or not is_transient(error):
-                        raise
-                    attempts += 1
-                waits += 1
-                wait = self._retry.wait(waits, self._jitter)
-                logger.warning("%s: %s: %s; again in %.1f s", work, type(error).__name__, error, wait)
-                await asyncio.sleep(wait)
 
     async def _call(self, work: W) -> Any:
         try:

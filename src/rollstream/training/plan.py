@@ -7,7 +7,7 @@ future is known, and a resumed run goes on with the same sequence.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,7 +29,6 @@ class PlannedGroup:
     """Of the prompt row (`PromptRow.index`, or a position in whatever the generator looks up)."""
 
 
-@runtime_checkable
 class Plan(Protocol):
     """Says what stands at each position.
 
@@ -37,33 +36,31 @@ class Plan(Protocol):
     until `forget`: asking again gives the same answer, also after `load_state_dict`.
     """
 
-    @property
-    def length(self) -> int | None:
-        """Positions there are; None: endless."""
-        ...
+    length: int | None
+    """Positions there are; None: endless."""
 
     def at(self, position: int) -> PlannedGroup:
         """The group at a position, `0 <= position < length`."""
-        ...
-
-    def forget(self, below: int) -> None:
-        """Told that nobody asks for positions under `below` any more."""
         ...
 
     def identity(self) -> dict[str, Any]:
         """What decides the sequence: JSON values. A saved state of another identity is refused (R6)."""
         ...
 
+    def forget(self, below: int) -> None:
+        """Told that nobody asks for positions under `below` any more."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """What the plan has learnt and decided: JSON values."""
-        ...
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up a saved state."""
-        ...
+        return None
 
 
-class FunctionPlan:
+class FunctionPlan(Plan):
     """A sequence that a function decides, as a trainer's own seeded sampler.
 
     Args:
@@ -90,15 +87,6 @@ class FunctionPlan:
 
     def identity(self) -> dict[str, Any]:
         return self._identity
-
-    def forget(self, below: int) -> None:
-        """Nothing: a function has decided nothing that it could forget."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take up."""
 
 
 class ShuffledPlan(FunctionPlan):

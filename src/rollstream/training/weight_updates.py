@@ -9,7 +9,6 @@ While no engine is there, an update waits for it: it is sent again and again, wi
 """
 
 import asyncio
-import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,8 +17,7 @@ from typing import Any
 
 from rollstream.errors import WeightUpdateError
 from rollstream.rollout.retry import RetryPolicy, find_unavailable
-
-logger = logging.getLogger(__name__)
+from rollstream.training.generation_thread import try_again
 
 _AGAIN = RetryPolicy(max_attempts=1, delay=0.5, delay_max=5.0)
 """Waits for an engine that is away; its attempts do not count. Asking costs little, and an engine that is
@@ -42,8 +40,9 @@ class WeightUpdates:
     def __init__(self, submit: Submit, update: Callable[[str, int], Awaitable[None]]) -> None:
         self._submit = submit
         self._update = update
-        self._last: asyncio.Task[None] | None = None
+        self._last: asyncio.Task[tuple[None, int]] | None = None
         self._version = 0
+        self._jitter = random.Random()
 
     def send(self, source: str, version: int, timeout: float) -> None:
         """Returns when the engine has the weights.
@@ -77,29 +76,18 @@ class WeightUpdates:
                 f"version {version}: it is cut off now, try again (and give weight_timeout more than the "
                 "engine's own time limits)"
             )
-        self._version, self._last = version, asyncio.create_task(self._until_taken(source, version, until))
+        trying = try_again(
+            lambda: self._update(source, version),
+            f"weights of version {version}",
+            _AGAIN,
+            self._jitter,
+            until,
+        )
+        self._version, self._last = version, asyncio.create_task(trying)
         self._last.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
         if not await _ended(self._last, until):
             raise _late(version, timeout)
         self._last.result()
-
-    async def _until_taken(self, source: str, version: int, until: float) -> None:
-        waits, jitter = 0, random.Random()
-        while True:
-            try:
-                return await self._update(source, version)
-            except Exception as error:
-                waits += 1
-                wait = _AGAIN.wait(waits, jitter)
-                if find_unavailable(error) is None or time.monotonic() + wait >= until:
-                    raise
-                logger.warning(
-                    "no engine is there for weights of version %d (%s); they are sent again in %.1f s",
-                    *(version, error, wait),
-                )
-                await asyncio.sleep(wait)
-                if time.monotonic() >= until:  # the loop was busy: the caller has given up
-                    raise
 
 
 def load_within(submit: Submit, update: Callable[[], Awaitable[None]], version: int, timeout: float) -> None:
@@ -114,6 +102,6 @@ def _late(version: int, timeout: float) -> WeightUpdateError:
     )
 
 
-async def _ended(task: "asyncio.Task[None]", until: float) -> bool:
+async def _ended(task: "asyncio.Task[tuple[None, int]]", until: float) -> bool:
     await asyncio.wait({task}, timeout=max(0.0, until - time.monotonic()))
     return task.done()

@@ -439,7 +439,7 @@ def test_code_that_blocks_the_loop_is_named_and_left_behind() -> None:
     batches.start()
     said = ""
     try:
-        while "blocked for" not in said:
+        while "blocks it" not in said:
             with pytest.raises(BatchTimeoutError) as raised:
                 batches.next_batch(1.0)
             said = str(raised.value)
