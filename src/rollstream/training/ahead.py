@@ -323,7 +323,7 @@ class BatchesAhead(GenerationThread[Group]):
             self._asked_in_vain = True
             schedule = self._schedule
             raise BatchTimeoutError(
-                f"batch {schedule.next_step} did not come within {timeout:g} s: {len(schedule.waiting)} groups "
+                f"batch {schedule.next_step} did not come within {timeout:g} s: {self.waiting.groups} groups "
                 f"are finished and {schedule.generating} are being generated, of "
                 f"{schedule.rule.groups_per_step} that it needs; {self._describe()}"
             )
@@ -385,7 +385,13 @@ class BatchesAhead(GenerationThread[Group]):
             self._updating, self._held = version, self._drains
         try:
             if self._drains:
-                self._wait_until_idle(timeout)
+                idle = self._wait_for(lambda: None if self._schedule.generating else True, timeout)
+                if idle is None:
+                    raise WeightUpdateError(
+                        f"{self._schedule.generating} groups are still being generated after {timeout:g} s of "
+                        "waiting for an idle engine: give it longer (weight_timeout), or update in flight "
+                        f"(weights='in_flight'); {self._describe()}"
+                    )
                 drained = self._clock()
             self._push(source, version, until - time.monotonic())
             self._engine_version = version  # else the old stamp stays, which is never too new
@@ -443,23 +449,18 @@ class BatchesAhead(GenerationThread[Group]):
         if (error := self._wrong_with(group, rollouts)) is not None:
             self._failed(group, error)
             return
-        tokens = count_tokens(rollouts)
-        with self._changed:
-            if self._over:
+        group.rollouts, group.attempts, group.tokens = rollouts, attempts, count_tokens(rollouts)
+        group.finished_at = self._clock()
+        self.counters.finished += 1
+        self._failures = 0
+        for one in self._filters:
+            if (reason := one.drops(group)) is not None:
+                self._tell("observe_dropped", group)
+                self._drop(group, reason)
                 return
-            group.rollouts, group.attempts, group.tokens = rollouts, attempts, tokens
-            group.finished_at = self._clock()
-            self.counters.finished += 1
-            self._failures = 0
-            for one in self._filters:
-                if (reason := one.drops(group)) is not None:
-                    self._tell("observe_dropped", group)
-                    self._drop(group, reason)
-                    return
-            self._drops = 0
-            rank = float(self.counters.finished) if self._rank is None else self._rank.rank(group)
-            self._schedule.finish(group.position, rank=rank, tokens=tokens)
-            self._changed.notify_all()
+        self._drops = 0
+        rank = float(self.counters.finished) if self._rank is None else self._rank.rank(group)
+        self._schedule.finish(group.position, rank=rank, tokens=group.tokens)
 
     def _wrong_with(self, group: Group, rollouts: Any) -> TrainingError | None:
         if not isinstance(rollouts, Sized) or not len(rollouts):
@@ -477,13 +478,9 @@ class BatchesAhead(GenerationThread[Group]):
         return None
 
     def _drop(self, group: Group, reason: str) -> None:
-        with self._changed:
-            if self._over:
-                return
-            self._schedule.drop(group.position)
-            self.counters.dropped += 1
-            self._failures, self._drops = 0, self._drops + 1
-            self._moved()
+        self._schedule.drop(group.position)
+        self.counters.dropped += 1
+        self._failures, self._drops = 0, self._drops + 1
         if self._drops > self._max_drops:
             raise TrainingError(
                 f"{self._drops} groups were thrown away one after the other, the last one because {reason}: "
@@ -503,10 +500,8 @@ class BatchesAhead(GenerationThread[Group]):
                 f"{type(error).__name__}: {error}"
             ) from error
         logger.warning("%s failed and is replaced: %s: %s", group, type(error).__name__, error)
-        with self._changed:
-            self._schedule.drop(group.position)
-            self.counters.failed += 1
-            self._moved()
+        self._schedule.drop(group.position)
+        self.counters.failed += 1
 
     # --- in the trainer's thread
 
@@ -527,14 +522,6 @@ class BatchesAhead(GenerationThread[Group]):
         self._moved()
         batch.delivered_at = self._clock()
         return batch
-
-    def _wait_until_idle(self, timeout: float) -> None:
-        if self._wait_for(lambda: None if self._schedule.generating else True, timeout) is None:
-            raise WeightUpdateError(
-                f"{self._schedule.generating} groups are still being generated after {timeout:g} s of waiting "
-                "for an idle engine: give it longer (weight_timeout), or update in flight "
-                f"(weights='in_flight'); {self._describe()}"
-            )
 
     def _push(self, source: str, version: int, timeout: float) -> None:
         try:

@@ -252,18 +252,14 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
     def _done(self, batch: _Batch, results: Any, attempts: int) -> None:
         request, begun = batch.request, batch.begun or 0.0
         taken = self._clock() - begun
-        with self._changed:
-            batch.result = BatchResult(
-                request.batch_id, results, request.version, taken, begun - batch.submitted, attempts
-            )
-            self._failures = 0
-            self._times.append(taken)
-            self._changed.notify_all()
+        batch.result = BatchResult(
+            request.batch_id, results, request.version, taken, begun - batch.submitted, attempts
+        )
+        self._failures = 0
+        self._times.append(taken)
 
     def _failed(self, batch: _Batch, error: Exception) -> None:
-        with self._changed:
-            batch.error = error
-            self._failures += 1
-            self._changed.notify_all()
-            if self._failures > self._max_failures:
-                raise error
+        batch.error = error
+        self._failures += 1
+        if self._failures > self._max_failures:
+            raise error

@@ -55,17 +55,9 @@ async def try_again(
     jitter: random.Random,
     until: float = math.inf,
 ) -> tuple[T, int]:
-    """What a call returns, and the attempts that it took. An engine that is away is charged to nobody.
+    """What a call returns, and the attempts that it took; what may pass is tried again after a back-off.
 
-    Args:
-        call: what it raises may pass or not.
-        what: is being done, for the log.
-        retry: for what may pass.
-        jitter: of the waits.
-        until: when to stop trying, of the monotonic clock.
-
-    Raises:
-        Exception: of the last attempt.
+    An engine that is away is charged to nobody. Nothing is tried again at `until` (of the monotonic clock).
     """
     attempts, waits = 1, 0
     while True:
@@ -82,8 +74,6 @@ async def try_again(
                 raise
             logger.warning("%s: %s: %s; again in %.1f s", what, type(error).__name__, error, wait)
             await asyncio.sleep(wait)
-            if time.monotonic() >= until:  # the loop was busy
-                raise
 
 
 class GenerationThread(ABC, Generic[W]):
@@ -140,11 +130,11 @@ class GenerationThread(ABC, Generic[W]):
 
     @abstractmethod
     def _done(self, work: W, result: Any, attempts: int) -> None:
-        """Takes the result. What this or `_failed` raises ends generation."""
+        """Takes the result, with the lock held. What this or `_failed` raises ends generation."""
 
     @abstractmethod
     def _failed(self, work: W, error: Exception) -> None:
-        """It has failed for good."""
+        """It has failed for good; with the lock held."""
 
     async def _open(self) -> None:
         """Gets ready; what it raises is raised by `start`."""
@@ -364,6 +354,8 @@ class GenerationThread(ABC, Generic[W]):
                 raise
 
     async def _one(self, work: W) -> None:
+        error: Exception | None = None
+        result, attempts = None, 0
         try:
             try:
                 async with asyncio.timeout(self._time_limit) as limit:
@@ -373,20 +365,25 @@ class GenerationThread(ABC, Generic[W]):
             except (
                 SystemExit,
                 KeyboardInterrupt,
-            ) as error:  # of the user's code: they would tear the loop down
-                raise TrainingError(f"the generator raised {type(error).__name__}({error})") from error
-            except Exception as error:
-                if isinstance(error, TimeoutError) and limit.expired():
-                    late = TrainingError(
+            ) as exit:  # of the user's code: they would tear the loop down
+                raise TrainingError(f"the generator raised {type(exit).__name__}({exit})") from exit
+            except Exception as raised:
+                error = raised
+                if isinstance(raised, TimeoutError) and limit.expired():
+                    error = TrainingError(
                         f"{work} took longer than {self._time_limit:g} s ({self._limit_name})"
                     )
-                    late.__cause__ = error.__context__ or error
-                    error = late
-                self._failed(work, error)
-            else:
-                self._done(work, result, attempts)
-        except Exception as error:
-            self._fail(error)
+                    error.__cause__ = raised.__context__ or raised
+            with self._changed:
+                if self._over:
+                    pass
+                elif error is None:
+                    self._done(work, result, attempts)
+                else:
+                    self._failed(work, error)
+                self._changed.notify_all()
+        except Exception as fatal:
+            self._fail(fatal)  # at once: what is in flight may take long to end
             raise
         finally:
             self._in_flight -= 1

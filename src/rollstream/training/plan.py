@@ -49,7 +49,7 @@ class Plan(Protocol):
 
     def forget(self, below: int) -> None:
         """Told that nobody asks for positions under `below` any more."""
-        return None
+        return
 
     def state_dict(self) -> dict[str, Any]:
         """What the plan has learnt and decided: JSON values."""
@@ -57,7 +57,7 @@ class Plan(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up a saved state."""
-        return None
+        return
 
 
 class FunctionPlan(Plan):
