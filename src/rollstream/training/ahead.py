@@ -21,7 +21,7 @@ What may happen when is `GroupSchedule`'s; here are the lock, the waits, the ver
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -52,7 +52,7 @@ from rollstream.training.plan import Plan
 from rollstream.training.schedule import GroupSchedule, Order
 from rollstream.training.selection import GroupFilter, GroupRank, Policy, TokenBudget
 from rollstream.training.staleness import StalenessRule
-from rollstream.training.timing import TIMES_KEPT, StepTime, StepTimes, mean
+from rollstream.training.timing import StepTime, StepTimes, mean
 from rollstream.training.weight_updates import WeightUpdates
 
 OnGroupFailure = Literal["fail", "drop_and_refill"]
@@ -195,7 +195,6 @@ class BatchesAhead(GenerationThread[Group]):
         self._engine_version = 0
         self._updating: int | None = None  # the version on its way to the engine
         self._held = False  # nothing is begun
-        self._generation_times: deque[float] = deque(maxlen=TIMES_KEPT)
         self._asked_at = self._busy_before = 0.0
         self._asked_in_vain = False
         self._current: StepTime | None = None
@@ -241,12 +240,6 @@ class BatchesAhead(GenerationThread[Group]):
     def get_pending_count(self) -> int:
         """Batches that the groups now being generated amount to, rounded up."""
         return -(-self._schedule.generating // self._schedule.rule.groups_per_step)
-
-    def get_average_generation_time(self) -> float:
-        """Seconds from the beginning of a batch's first group to the end of its last one, over the last
-        batches; 0.0 before the first one.
-        """
-        return mean(self._generation_times)
 
     def staleness_histogram(self) -> Counter[int]:
         """Groups delivered so far, by staleness."""
@@ -518,7 +511,7 @@ class BatchesAhead(GenerationThread[Group]):
             return None
         groups = batch.groups
         last = max(group.finished_at for group in groups)
-        self._generation_times.append(last - min(group.begun_at for group in groups))
+        self._times.append(last - min(group.begun_at for group in groups))
         self._moved()
         batch.delivered_at = self._clock()
         return batch

@@ -9,7 +9,6 @@ where the trainer can leave it to a plan what comes next: it bounds staleness an
 """
 
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from rollstream.daemon_threads import in_daemon_thread, is_async
 from rollstream.errors import BatchTimeoutError, ConfigError, GenerationFailedError, TrainingError
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.training.generation_thread import RETRY, START_S, GenerationThread
-from rollstream.training.timing import TIMES_KEPT, mean
 
 T = TypeVar("T")
 
@@ -123,7 +121,6 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
         self._max_failures = max_failures
         self._batches: dict[int, _Batch] = {}  # in the order of submission
         self._failures = 0  # one after the other
-        self._times: deque[float] = deque(maxlen=TIMES_KEPT)
 
     def start(self) -> None:
         """Starts the thread. Again while it runs: nothing happens."""
@@ -197,11 +194,6 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
         """Batches generated and not fetched yet."""
         with self._changed:
             return sum(batch.result is not None for batch in self._batches.values())
-
-    def get_average_generation_time(self) -> float:
-        """Seconds, over the last batches; 0.0 before the first one."""
-        with self._changed:
-            return mean(self._times)
 
     def should_submit_more(self) -> bool:
         """Whether fewer than `num_steps_async` batches are pending or completed."""

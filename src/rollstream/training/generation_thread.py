@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,6 +26,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from rollstream.errors import GenerationFailedError, GenerationStoppedError, TrainingError
 from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
+from rollstream.training.timing import mean
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,9 @@ _CLOSE_S = 20.0
 
 STOP_S = _CLOSE_S + 10.0
 """For the thread to end: what is in flight is cut off first."""
+
+_TIMES_KEPT = 100
+"""Batches whose generation times are averaged: enough to be smooth, few enough to follow a change."""
 
 _SWITCH_S = 5e-4
 """After which a thread gives the interpreter to one that waits for it, from the first such thread on; Python's
@@ -114,6 +119,7 @@ class GenerationThread(ABC, Generic[W]):
         self._busy_since = 0.0
         self._room = asyncio.Event()
         self._ready: Future[None] = Future()
+        self._times: deque[float] = deque(maxlen=_TIMES_KEPT)
 
     # --- what a kind of batches does, in this thread
 
@@ -207,6 +213,13 @@ class GenerationThread(ABC, Generic[W]):
             raise GenerationFailedError(f"generation ended with {type(cause).__name__}: {cause}") from cause
         if self._stopped or self._thread is None:
             raise GenerationStoppedError("generation was stopped" if self._stopped else "start() comes first")
+
+    def get_average_generation_time(self) -> float:
+        """Seconds from the beginning of a batch's generation to its end, over the last batches; 0.0 before the
+        first one.
+        """
+        with self._changed:
+            return mean(self._times)
 
     def _start_thread(self, timeout: float) -> None:
         """Starts, once; returns when it is ready. Raises what `_open` raises, or that it takes too long."""

@@ -9,9 +9,6 @@ from typing import Any
 _STEPS_KEPT = 10_000
 """Steps whose times are kept one by one; some 2 MB. Means and the histogram are of all of them."""
 
-TIMES_KEPT = 100
-"""Batches whose generation times are averaged: enough to be smooth, few enough to follow a change."""
-
 
 @dataclass(slots=True)
 class StepTime:

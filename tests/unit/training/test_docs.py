@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from rollstream.demo import MODEL_PATH
-from rollstream.integrations.configured_groups import ConfiguredGroups
 from rollstream.training import (
     BatchesAhead,
     BatchRequest,
@@ -53,13 +51,15 @@ def test_the_loop_and_its_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "train_on": trained.append,
         "save": lambda model, state: saved.append(json.dumps(state)),
     }
-    exec(as_here(block("batches.times.table()")), names)
+    loop = as_here(block("batches.times.table()"))
+    exec(loop, names)
     assert [batch.step for batch in trained] == [0, 1]
     assert [len(batch.rollouts) for batch in trained] == [32, 32]
     assert all(rollout.final.reward is not None for rollout in trained[0].rollouts)
     assert names["batches"].engine_version == 2
 
-    names |= {"generator": again_of(names["generator"]), "state": json.loads(saved[-1])}
+    exec(loop.partition("with BatchesAhead")[0], names)  # as in another process
+    names["state"] = json.loads(saved[-1])
     first: list[GroupBatch] = []
     names["train_on"] = first.append
     resume = as_here(block("load_state_dict(state)"))
@@ -69,11 +69,6 @@ def test_the_loop_and_its_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert first[0].step == 2
     assert [group.position for group in first[0].groups] == list(range(8, 12))
     assert first[0].staleness == [0] * 4
-
-
-def again_of(generator: ConfiguredGroups) -> ConfiguredGroups:
-    """As in another process."""
-    return ConfiguredGroups(config=[OmegaConf.to_container(generator._config)])  # type: ignore[list-item]
 
 
 def test_the_loop_over_a_plan_that_ends() -> None:
