@@ -70,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
         )
     )
     if options.json:
-        sys.stdout.write(orjson.dumps(compared.to_json(), option=orjson.OPT_INDENT_2).decode() + "\n")
+        written = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
+        sys.stdout.write(orjson.dumps(compared.to_json(), option=written).decode() + "\n")
     else:
         sys.stdout.write(compared.table() + "\n")
     return 0

@@ -150,15 +150,11 @@ class GroupSchedule:
         Having asked in vain, there may be room for more: see `room`.
         """
         self._awaited = True
-        delivery = self._deliver(version)
-        self._awaited = delivery is None
-        return delivery
-
-    def _deliver(self, version: int) -> GroupBatch | None:
         if not self._taken and not self._take_smallest():
             return None
         if self._token_budget is not None and not self._fill(version):
             return None
+        self._awaited = False
         groups, self._taken = sorted(self._taken, key=lambda group: group.position), []
         self._delivered[self.next_step] = groups
         self.next_step += 1

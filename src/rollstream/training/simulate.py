@@ -151,10 +151,6 @@ class Prediction:
     """Share of the groups trained on, by steps of staleness."""
     staleness_max: int
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return {**asdict(self), "staleness": {str(key): share for key, share in self.staleness.items()}}
-
 
 def simulate(setup: Setup) -> Prediction:
     """Plays `setup.steps` steps. Raises `ConfigError` for what a training run would refuse, too."""
@@ -241,17 +237,17 @@ class Comparison:
         """Batches ahead beyond which a step gets no faster; 0: asynchrony does not pay."""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values."""
+        """All of it; keys may be numbers, which JSON writes as text."""
         return {
             "setup": asdict(self.setup),
             "ideal_s": self.setup.ideal_s,
             "speed_up": self.speed_up,
             "fewest_ahead": self.fewest_ahead,
-            **self.chosen.to_json(),
-            "synchronous": self.by_ahead[0].to_json(),
-            "by_ahead": {str(ahead): one.to_json() for ahead, one in self.by_ahead.items()},
-            "in_flight": self.in_flight.to_json(),
-            "first": self.first.to_json(),
+            **asdict(self.chosen),
+            "synchronous": asdict(self.by_ahead[0]),
+            "by_ahead": {ahead: asdict(one) for ahead, one in self.by_ahead.items()},
+            "in_flight": asdict(self.in_flight),
+            "first": asdict(self.first),
         }
 
     def table(self) -> str:

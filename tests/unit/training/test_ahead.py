@@ -746,8 +746,7 @@ def test_an_update_that_hangs_or_is_refused_is_a_clear_error_and_may_be_tried_ag
         assert batches.next_batch(LONG_S).step == 1
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_an_engine_that_stays_away_is_an_error_of_the_update_in_time(first: bool) -> None:
+def test_an_engine_that_stays_away_is_an_error_of_the_update_in_time() -> None:
     asked = []
 
     async def update(source: str, version: int) -> None:
@@ -755,12 +754,9 @@ def test_an_engine_that_stays_away_is_an_error_of_the_update_in_time(first: bool
         raise EngineUnavailableError("no server is there")
 
     batches = batches_of(update=update, weights="in_flight", weight_timeout=2.0)
-    with pytest.raises(WeightUpdateError, match=r"within \d\.\d s.*no server is there") as raised:
-        if first:
-            batches.start(weights="w")
-        with batches:
-            batches.trained(batches.next_batch(LONG_S).step)
-            batches.update_weights("w")
+    with pytest.raises(WeightUpdateError, match=r"within \d\.\d s.*no server is there") as raised, batches:
+        batches.trained(batches.next_batch(LONG_S).step)
+        batches.update_weights("w")
     assert isinstance(raised.value.__cause__, EngineUnavailableError)
     assert len(asked) >= 2
 
