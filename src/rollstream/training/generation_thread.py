@@ -54,17 +54,13 @@ default is ten times as long. A trainer asks for it again after every operator t
 
 
 async def try_again(
-    call: Callable[[], Awaitable[T]],
-    what: str,
-    retry: RetryPolicy,
-    jitter: random.Random,
-    until: float = math.inf,
+    call: Callable[[], Awaitable[T]], what: str, retry: RetryPolicy, *, until: float = math.inf
 ) -> tuple[T, int]:
     """What a call returns, and the attempts that it took; what may pass is tried again after a back-off.
 
     An engine that is away is charged to nobody. Nothing is tried again at `until` (of the monotonic clock).
     """
-    attempts, waits = 1, 0
+    attempts, waits, jitter = 1, 0, random.Random()
     while True:
         try:
             return await call(), attempts
@@ -113,7 +109,6 @@ class GenerationThread(ABC, Generic[W]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main_task: asyncio.Task[None] | None = None
         self._cleans_up = False
-        self._jitter = random.Random()
         self._in_flight = 0
         self._busy_s = 0.0
         self._busy_since = 0.0
@@ -367,36 +362,27 @@ class GenerationThread(ABC, Generic[W]):
                 raise
 
     async def _one(self, work: W) -> None:
-        error: Exception | None = None
-        result, attempts = None, 0
+        outcome: tuple[Any, int] | Exception
         try:
             try:
                 async with asyncio.timeout(self._time_limit) as limit:
-                    result, attempts = await try_again(
-                        lambda: self._call(work), str(work), self._retry, self._jitter
-                    )
-            except (
-                SystemExit,
-                KeyboardInterrupt,
-            ) as exit:  # of the user's code: they would tear the loop down
-                raise TrainingError(f"the generator raised {type(exit).__name__}({exit})") from exit
-            except Exception as raised:
-                error = raised
-                if isinstance(raised, TimeoutError) and limit.expired():
-                    error = TrainingError(
-                        f"{work} took longer than {self._time_limit:g} s ({self._limit_name})"
-                    )
-                    error.__cause__ = raised.__context__ or raised
+                    outcome = await try_again(lambda: self._call(work), str(work), self._retry)
+            except Exception as error:
+                outcome = error
+                if isinstance(error, TimeoutError) and limit.expired():
+                    late = f"{work} took longer than {self._time_limit:g} s ({self._limit_name})"
+                    outcome = TrainingError(late)
+                    outcome.__cause__ = error.__context__ or error
             with self._changed:
                 if self._over:
                     pass
-                elif error is None:
-                    self._done(work, result, attempts)
+                elif isinstance(outcome, Exception):
+                    self._failed(work, outcome)
                 else:
-                    self._failed(work, error)
+                    self._done(work, *outcome)
                 self._changed.notify_all()
-        except Exception as fatal:
-            self._fail(fatal)  # at once: what is in flight may take long to end
+        except Exception as error:
+            self._fail(error)  # at once: what is in flight may take long to end
             raise
         finally:
             self._in_flight -= 1
@@ -407,9 +393,9 @@ class GenerationThread(ABC, Generic[W]):
     async def _call(self, work: W) -> Any:
         try:
             return await self._generate(work)
-        except asyncio.CancelledError as error:
+        except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            # It would end this task without a trace, and the work would never be done.
-            raise RuntimeError("the generator let a CancelledError of its own escape") from error
+            # It would end this task without a trace, or the event loop.
+            raise RuntimeError(f"the generator let a {type(error).__name__} of its own escape") from error

@@ -9,7 +9,6 @@ While no engine is there, an update waits for it: it is sent again and again, wi
 """
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
@@ -42,7 +41,6 @@ class WeightUpdates:
         self._update = update
         self._last: asyncio.Task[tuple[None, int]] | None = None
         self._version = 0
-        self._jitter = random.Random()
 
     def send(self, source: str, version: int, timeout: float) -> None:
         """Returns when the engine has the weights.
@@ -76,13 +74,8 @@ class WeightUpdates:
                 f"version {version}: it is cut off now, try again (and give weight_timeout more than the "
                 "engine's own time limits)"
             )
-        trying = try_again(
-            lambda: self._update(source, version),
-            f"weights of version {version}",
-            _AGAIN,
-            self._jitter,
-            until,
-        )
+        what = f"weights of version {version}"
+        trying = try_again(lambda: self._update(source, version), what, _AGAIN, until=until)
         self._version, self._last = version, asyncio.create_task(trying)
         self._last.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
         if not await _ended(self._last, until):

@@ -214,10 +214,6 @@ async def hangs(group: PlannedGroup) -> list[int]:
     return [group.index]
 
 
-async def exits(group: PlannedGroup) -> list[int]:
-    sys.exit(3)
-
-
 async def stops_the_loop(group: PlannedGroup) -> list[int]:
     asyncio.get_running_loop().stop()
     await forever()
@@ -250,8 +246,8 @@ REFILL = {"on_group_failure": "drop_and_refill"}
         (raising(TransientError("busy")), {}, "busy", TransientError),
         (raising(ValueError("no")), {**REFILL, "max_failures": 5}, "6 groups failed one after", ValueError),
         (raising(EngineLostError("away for 600 s")), REFILL, "away for 600 s", EngineLostError),
-        (raising(KeyboardInterrupt()), REFILL, "KeyboardInterrupt", KeyboardInterrupt),
-        (exits, REFILL, "SystemExit", SystemExit),
+        (raising(KeyboardInterrupt()), {}, "KeyboardInterrupt of its own", KeyboardInterrupt),
+        (raising(SystemExit(3)), REFILL, "9 groups .* SystemExit of its own", SystemExit),
         (stops_the_loop, {}, "generation ended", RuntimeError),
         (hangs, {"group_timeout": 0.2}, r"group 1 .* longer than 0.2 s \(group_timeout\)", asyncio.CancelledError),
         (returning([]), {}, r"\[\] for group 2 \(prompt \d+\)", GroupFailedError),
