@@ -457,12 +457,22 @@ async def no_session() -> None:
     raise AttributeError("it has no session yet")
 
 
+async def no_file(source: str, version: int) -> None:
+    raise ValueError(f"no file {source}")
+
+
+async def never_taken(source: str, version: int) -> None:
+    await forever()
+
+
 @pytest.mark.parametrize(
     ("parts", "error", "message"),
     [
         ({"start": no_device}, OSError, "no such device"),
         ({"start": no_device, "close": no_session}, OSError, "no such device"),
         ({"start": forever, "start_timeout": 0.2}, TrainingError, "did not start within 0.2 s"),
+        ({"update": no_file}, WeightUpdateError, "no file checkpoint"),
+        ({"update": never_taken, "weight_timeout": 0.2}, WeightUpdateError, "within"),
     ],
 )
 def test_what_cannot_start_says_so(
@@ -470,9 +480,10 @@ def test_what_cannot_start_says_so(
 ) -> None:
     batches = batches_of(**parts)
     with pytest.raises(error, match=message):
-        batches.start()
+        batches.start(weights="checkpoint")
     with pytest.raises(GenerationFailedError, match=message):
         batches.next_batch(LONG_S)
+    assert batches.counters.begun == 0 and not batches.alive
     if parts.get("close"):  # that it could not be closed either does not hide why
         assert "AttributeError: it has no session yet" in caplog.text
 
@@ -510,21 +521,6 @@ def test_nothing_is_begun_before_the_first_weights_are_there() -> None:
         batches.next_batch(LONG_S)
     assert seen[0] == ("checkpoint", 0)
     assert sorted(seen[1:5]) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("way", ["refuse", "hang"])
-def test_first_weights_that_are_not_taken_end_it(way: str) -> None:
-    async def update(source: str, version: int) -> None:
-        if way == "hang":
-            await forever()
-        raise ValueError("no such file")
-
-    batches = batches_of(update=update, weight_timeout=0.2)
-    with pytest.raises(WeightUpdateError, match=r"no such file|within"):
-        batches.start(weights="checkpoint")
-    assert batches.counters.begun == 0
-    with pytest.raises(GenerationFailedError, match=r"no such file|within"):
-        batches.next_batch(LONG_S)
 
 
 def test_a_program_that_forgets_to_stop_ends_all_the_same() -> None:

@@ -102,7 +102,7 @@ def test_the_loop_over_batches_by_number_generates_while_it_trains(settings: str
 
     def train_on(result: BatchResult) -> None:
         coming = begun[result.batch_id + 1 : result.batch_id + 1 + ahead]
-        assert all(one.wait(10) for one in coming)  # those ahead are begun while this one is trained
+        assert all(one.wait(60) for one in coming)  # those ahead are begun while this one is trained
         assert not any(one.is_set() for one in begun[result.batch_id + 1 + ahead :])
         trained.append(result)
 

@@ -157,28 +157,6 @@ def test_an_error_of_the_loader_keeps_its_place(
         broken.load_state_dict({"consumed": len(flat) + 1, "epoch": epoch})
 
 
-@given(st.integers(1, 5), st.integers(0, 14), st.integers(0, 9))
-@settings(deadline=None)
-def test_resume(size: int, consumed: int, peeked: int) -> None:
-    wrapper = AsyncDataLoaderWrapper(Loader(size))
-    flat = [batch for epoch in plain(size, 30) for batch in epoch]
-
-    def take(wrapper: AsyncDataLoaderWrapper, count: int) -> list[Any]:
-        taken: list[Any] = []
-        while len(taken) < count:
-            for batch in wrapper:
-                taken.append(batch)
-                if len(taken) == count:
-                    break
-        return taken
-
-    take(wrapper, consumed)
-    wrapper.peek_ahead(peeked)
-    again = AsyncDataLoaderWrapper(Loader(size))
-    again.load_state_dict(wrapper.state_dict())
-    assert take(again, 10) == flat[consumed : consumed + 10]
-
-
 def test_a_loader_that_has_become_shorter_is_an_error() -> None:
     wrapper = AsyncDataLoaderWrapper([1], epochs=1)
     with pytest.raises(DataError, match="has 1 batches; 4 were given before"):
