@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from rollstream.errors import WeightUpdateError
 from rollstream.training.plan import PlannedGroup
@@ -113,7 +113,6 @@ def count_tokens(rollouts: Iterable[Any]) -> int:
     return sum(len(one.prompt_ids) + len(one.response_ids) for one in trajectories_of(rollouts))
 
 
-@runtime_checkable
 class GroupGenerator(Protocol):
     """Generates groups; all its coroutines run in one event loop, that of the generation thread."""
 
