@@ -179,8 +179,7 @@ class AgentLoop(ABC):
 
         Args:
             messages: the prompt.
-            prompt_key: of the prompt row: its repeats are rendered once. Other messages than the row's need
-                a key of their own.
+            prompt_key: of the prompt row: its repeats are rendered once, as long as their messages are the same.
             tools: schemas to show; None shows those of `data.tool_config_path`, if there are any.
             images: the row's `images`, one for each image part of the messages.
 

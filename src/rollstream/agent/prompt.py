@@ -59,8 +59,9 @@ class PromptRenderer:
         self.tools = tool_schemas or None
         """Schemas that loops without tools show."""
         self._images = images
-        self._remembered: OrderedDict[_Key, list[int]] = OrderedDict()
-        self._remembered_images: OrderedDict[_Key, ImagePrompt] = OrderedDict()
+        self._remembered: OrderedDict[_Key, tuple[list[Message], list[int]]] = OrderedDict()
+        """With the messages: a row's loops may each change them in their own way."""
+        self._remembered_images: OrderedDict[_Key, tuple[list[Message], ImagePrompt]] = OrderedDict()
         self._reading: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
         """Repeats of a row wait for the first of them; when that one is cancelled, the next takes over."""
 
@@ -101,7 +102,10 @@ class PromptRenderer:
     ) -> list[int]:
         """Ids of a prompt without images, at most `prompt_length`. Do not change the list.
 
-        `prompt_key` stands for the messages. `tools` are schemas to show; None shows `tool_schemas`.
+        Args:
+            messages: the prompt.
+            prompt_key: of the row: its repeats are rendered once, as long as their messages are the same.
+            tools: schemas to show; None shows `tool_schemas`.
 
         Raises:
             DataError: the template refuses the messages, or they are too long and truncation is `error`.
@@ -110,13 +114,13 @@ class PromptRenderer:
             _refuse_images(messages)
             return []
         key = (prompt_key, _names(tools))
-        ids = self._remembered.get(key)
-        if ids is None:
+        known, ids = self._remembered.get(key, (None, []))
+        if known != messages:
             ids = self._render(messages, self.tools if tools is None else tools)
             if not ids:
                 raise DataError("the prompt renders to no tokens at all")
             ids = truncate(ids, self._prompt_length, self._truncation)
-            self._remembered[key] = ids
+            self._remembered[key] = (_copy(messages), ids)
             if len(self._remembered) > _REMEMBERED_ROWS:
                 self._remembered.popitem(last=False)
         return ids
@@ -139,12 +143,13 @@ class PromptRenderer:
         key = (prompt_key, _names(tools))
         reading = self._reading.setdefault(key, asyncio.Lock())  # held as long as somebody waits
         async with reading:
-            prompt = self._remembered_images.get(key)
-            if prompt is None:
-                prompt = await self._read_and_render(messages, images, self.tools if tools is None else tools)
-                self._remembered_images[key] = prompt
-                if len(self._remembered_images) > _REMEMBERED_IMAGE_ROWS:
-                    self._remembered_images.popitem(last=False)
+            known = self._remembered_images.get(key)
+            if known is not None and known[0] == messages:
+                return known[1]
+            prompt = await self._read_and_render(messages, images, self.tools if tools is None else tools)
+            self._remembered_images[key] = (_copy(messages), prompt)
+            if len(self._remembered_images) > _REMEMBERED_IMAGE_ROWS:
+                self._remembered_images.popitem(last=False)
         return prompt
 
     async def _read_and_render(
@@ -175,6 +180,11 @@ class PromptRenderer:
 def _refuse_images(messages: list[Message]) -> None:
     if shows_images(messages):
         raise DataError("the messages have image parts, but no images are there for them")
+
+
+def _copy(messages: list[Message]) -> list[Message]:
+    """So that a loop which changes its messages later does not change what is remembered."""
+    return [dict(message) for message in messages]
 
 
 def _names(tools: list[dict[str, Any]] | None) -> tuple[str, ...] | None:

@@ -127,6 +127,23 @@ async def test_a_deletion_ends_a_trajectory_and_the_next_one_begins_with_a_stub(
     assert [snapshot.metrics.tool_calls, final.metrics.tool_calls] == [2, 0]
 
 
+async def test_a_row_that_was_rendered_as_it_is_before_is_rendered_anew_with_its_ids() -> None:
+    """A run tries its first rows before anything is generated, and another loop may have the row as it is."""
+    engine = await started(says("12"))
+    given, row = resources(engine), make_row()
+    plain = given.prompts.render(row.messages, prompt_key=row.prompt_key, tools=SCHEMAS)
+    worker = make_worker(given, loop="context_agent")
+    first, second = completed(await worker.run(row, 0)), completed(await worker.run(row, 1))
+    assert (
+        text(first.final.prompt_ids).replace("[msg_id: 0]\n", "")
+        == text(plain)
+        != text(first.final.prompt_ids)
+    )
+    assert second.final.prompt_ids is first.final.prompt_ids  # rendered once
+    assert engine.requests[0].prompt_ids == first.final.prompt_ids
+    assert given.prompts.render(row.messages, prompt_key=row.prompt_key, tools=SCHEMAS) == plain
+
+
 async def test_answers_and_questions_can_be_deleted_too() -> None:
     rollout, engine = await play(
         call_text("it", secret=17),
