@@ -232,8 +232,10 @@ class RolloutWorker:
             if task is not None and task.cancelling():
                 raise
             raise RuntimeError(f"agent loop {name!r} let a CancelledError of its own escape") from error
-        except SystemExit as error:  # of the user's code: it would end the run, not the rollout
-            raise RuntimeError(f"agent loop {name!r} called sys.exit({error.code!r})") from error
+        except (Exception, GeneratorExit):
+            raise
+        except BaseException as error:  # SystemExit, KeyboardInterrupt: it would end the run, not the rollout
+            raise RuntimeError(f"agent loop {name!r} raised {error!r}") from error
         trajectories = [result] if isinstance(result, Trajectory) else result
         if (
             not isinstance(trajectories, list | tuple)

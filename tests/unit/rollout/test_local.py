@@ -240,6 +240,10 @@ async def test_deadly_requests_are_found_and_nobody_else_is_charged(
         assert [find_trajectory(tmp_path, index, repeat).row["attempts"] for repeat in range(N)] == [1, 1]
 
 
+ENDS = {12: SystemExit(3), 13: KeyboardInterrupt("of the loop"), 14: BaseException("bare")}
+"""What raises them; in a task of its own each would end more than a rollout."""
+
+
 @register("hanging_agent")
 class HangingAgent(AgentLoop):
     """Hangs on row 0, raises on row 1, returns nonsense on row 2, several trajectories else."""
@@ -269,6 +273,8 @@ class HangingAgent(AgentLoop):
             parts[2].reward = float("nan")
         if row["index"] == 11:
             parts[2].extra = None  # type: ignore[assignment]
+        if row["index"] in ENDS:
+            raise ENDS[row["index"]]
         return parts
 
 
@@ -276,8 +282,8 @@ async def test_loops_that_misbehave_hurt_only_themselves(tmp_path: Path) -> None
     engine = await started()
     with open_dir(tmp_path) as run:
         harness = Harness(run, engine, loop="hanging_agent", attempt_timeout=0.05)
-        await harness.work(12)
-        assert run.state.keys.done + run.state.keys.failed == 24
+        await harness.work(15)
+        assert run.state.keys.done + run.state.keys.failed == 30
     failures = {one.index: one for one in read_failures(tmp_path) if one.repeat == 0}
     assert "attempt 3 took longer than 0.05 s" in failures[0].error
     assert "bug in the loop" in failures[1].error
@@ -287,7 +293,9 @@ async def test_loops_that_misbehave_hurt_only_themselves(tmp_path: Path) -> None
     assert "CancelledError" in failures[8].error
     assert "must be a number" in failures[9].error
     assert "must be finite" in failures[10].error
-    assert failures.keys() == {0, 1, 2, *range(5, 12)}
+    for index, error in ENDS.items():
+        assert f"agent loop 'hanging_agent' raised {error!r}" in failures[index].error
+    assert failures.keys() == {0, 1, 2, *range(5, 15)}
     assert keys_on_disk(tmp_path) == [(i, r, t) for i in (3, 4) for r in range(N) for t in range(3)]
 
 
