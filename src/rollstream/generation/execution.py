@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -207,7 +207,7 @@ class SetupRecipe:
                 setup.make_worker(engine, list(self.loop_names)),
                 close=stack.pop_all().aclose,
                 owns_engine=rollout.name in EMBEDDED_ENGINES,
-                follow=_follower(setup, plain) if self.follows else None,
+                follow=follower(setup, plain) if self.follows else None,
             )
 
     def _build(self, config: DictConfig) -> RolloutSetup:
@@ -317,7 +317,8 @@ def _worker_config(prepared: Prepared, workers: int, urls: Callable[[], Sequence
     return OmegaConf.to_yaml(config)
 
 
-def _follower(setup: RolloutSetup, engine: Engine) -> Any:
+def follower(setup: RolloutSetup, engine: Engine) -> Callable[[Sequence[str]], Awaitable[None]]:
+    """Takes the URLs of servers that are launched anew, for an engine by URLs."""
     assert isinstance(engine, PoolEngine)
     settings = setup.settings.actor_rollout_ref
     assert settings.model.path is not None

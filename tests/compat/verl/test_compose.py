@@ -29,11 +29,11 @@ from rollstream.integrations.verl.server import ReplicaServer, ServerOptions
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def composed(*words: str, overrides: Sequence[str] = (), urls: tuple[str, ...] = ("http://x:1",)) -> Any:
+def composed(*words: str, overrides: Sequence[str] = ()) -> Any:
     base = [f"actor_rollout_ref.model.path={MODEL_PATH}", "data.train_files=rows.parquet"]
     given = {"generation": {"executor": "verl", "verl_overrides": list(overrides)}}
     settings = to_settings(compose([*base, *words], layers=[given]))
-    return compose_verl(settings, urls=urls)
+    return compose_verl(settings)
 
 
 def test_our_keys_are_verls() -> None:
@@ -46,13 +46,12 @@ def test_our_keys_are_verls() -> None:
             "data.image_patch_size=28",
             "+actor_rollout_ref.model.override_config.attn_implementation=eager",
         ],
-        urls=("http://x:1", "http://x:2"),
     )
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.response_length, rollout.prompt_length, rollout.temperature) == (77, 33, 0.5)
     assert (config.data.max_response_length, config.data.max_prompt_length) == (77, 33)
     assert rollout.multi_turn.max_parallel_calls == 3
-    assert (rollout.name, rollout.nnodes, rollout.n_gpus_per_node) == ("rollstream", 1, 2)
+    assert rollout.name == "rollstream"
     assert rollout.load_format == "auto"
     assert config.data.image_patch_size == 28
     assert config.actor_rollout_ref.model.override_config.attn_implementation == "eager"
@@ -107,7 +106,7 @@ def identity_of(*overrides: str) -> dict[str, Any]:
     given = {"generation": {"executor": "verl", "verl_overrides": list(overrides)}}
     base = [f"actor_rollout_ref.model.path={MODEL_PATH}", "data.train_files=rows.parquet"]
     settings = to_settings(compose(base, layers=[given]))
-    config = compose_verl(settings, urls=["http://x:1"])
+    config = compose_verl(settings)
     return verl_identity(settings, serving_settings(settings), config)
 
 
@@ -131,6 +130,7 @@ def test_overrides_are_in_the_identity_by_what_they_come_to() -> None:
         (f"{ROLLOUT}.tensor_model_parallel_size=2", "is a key of rollstream's"),
         (f"{ROLLOUT}.name=vllm", r"nnodes is 0"),
         (f"{ROLLOUT}.name=hf", "vllm, sglang, trtllm"),
+        (f"{ROLLOUT}.router_config_path=r.yaml", "chooses its server itself"),
         (f"{ROLLOUT}.n=4", r"rollout\.n is a key of rollstream's"),
         ("data.max_response_length=4", r"rollout\.response_length is a key of rollstream's"),
         (f"{ROLLOUT}.agent={{num_workers:3}}", "is a key of rollstream's"),
@@ -181,7 +181,7 @@ def trainers_side(folder: Path) -> Any:
 
     config = composed()
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    rollout.custom.weights_dir, model.local_path = str(folder), str(MODEL_PATH)
+    rollout.custom, model.local_path = {"weights_dir": str(folder)}, str(MODEL_PATH)
     return get_rollout_class("rollstream")(rollout, model, None)
 
 
@@ -227,16 +227,13 @@ async def test_a_trainers_weights_reach_the_servers(
     import ray
     from verl.workers.rollout.base import get_rollout_class
 
-    config = composed(urls=(served,))
+    config = composed()
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    rollout.custom.weights_dir = str(tmp_path / "weights")
+    rollout.custom = {"urls": [served], "weights_dir": str(tmp_path / "weights")}
     adapter = get_rollout_class("rollstream")(rollout, model, None)
-    lengths = {"prompt_length": 64, "response_length": 8, "max_model_len": None}
-    server = ReplicaServer(
-        ServerOptions.read(
-            {"urls": [served], "weights_dir": str(tmp_path)}, model_path=str(MODEL_PATH), **lengths
-        )
-    )
+    rollout.prompt_length, rollout.response_length = 64, 8
+    options = ServerOptions.read(rollout, str(MODEL_PATH))
+    server = ReplicaServer(options.lengths, options=options)
     await server.start()
     told = SimpleNamespace(update_weights=SimpleNamespace(remote=lambda *args: server.update_weights(*args)))
     monkeypatch.setattr(ray, "get_actor", lambda name: told)

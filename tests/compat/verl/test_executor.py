@@ -30,7 +30,6 @@ from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, DataError, RunDirectoryError
 from rollstream.generation.runner import run_generation
 from rollstream.integrations.verl.compose import compose_verl
-from rollstream.integrations.verl.executor import end_verl
 from rollstream.store.records import EncodedRollout, RecordCodec
 from rollstream.store.summary import read_failures
 from rollstream.trajectory import Failure
@@ -288,25 +287,27 @@ async def test_a_stream_of_verls_own_classes(tmp_path: Path, url: str, cluster: 
         **by_url(url),
         actor_rollout_ref__rollout__agent__num_workers=1,
     )
-    config = compose_verl(to_settings(compose(words)), urls=[url])
+    config = compose_verl(to_settings(compose(words)))
+    config.actor_rollout_ref.rollout.update({"custom": {"urls": [url]}, "nnodes": 1, "n_gpus_per_node": 1})
     servers = await StreamingLLMServerManager.create(config)
     client = servers.get_client(client_cls=StreamingLLMServerClient)
     manager = await GenerationLoopManager.create(config, client)
-    manager.server_handles = servers.server_handles
     samples = [
         {"index": i, "raw_prompt": [{"role": "user", "content": f"1{i} + 2{i} ="}], "extra_info": {}}
         for i in (5, 3, 11, 0, 7, 2, 1)
     ]
+    samples.insert(3, {"index": 8, "raw_prompt": ["text"]})
     got: list[EncodedRollout | Failure] = []
-    assert servers.global_load_balancer is None
     (proxy,) = processes(*PROXIES)
     async for result in manager.stream(samples, max_in_flight=1):
-        assert not isinstance(result, Failure), result.traceback
         if not got:
             proxy.kill()
         got.append(result)
     assert processes(*PROXIES)[0].pid != proxy.pid
-    assert sorted(result.index for result in got) == [0, 1, 2, 3, 5, 7, 11]
+    assert sorted(result.index for result in got) == [0, 1, 2, 3, 5, 7, 8, 11]
+    (failure,) = [result for result in got if isinstance(result, Failure)]
+    assert failure.index == 8 and "want a list of messages" in failure.error
+    assert isinstance(got[0], EncodedRollout)
     record = RecordCodec().decode_rollout(got[0].body)
     assert record.trajectories[0].response_ids
 
@@ -316,7 +317,10 @@ async def test_a_stream_of_verls_own_classes(tmp_path: Path, url: str, cluster: 
     with pytest.raises(DataError, match="an index of its own"):
         async with contextlib.aclosing(manager.stream([{"raw_prompt": []}])) as stream:
             await take_all(stream)
-    end_verl(servers)
+    async with contextlib.aclosing(manager.stream(samples)) as stream:
+        await anext(stream)  # left early
+    wait_until(lambda: not processes("ray::RayWorker"))
+    servers.close()
 
 
 async def take_all(stream: AsyncIterator[Any]) -> None:
@@ -326,7 +330,7 @@ async def take_all(stream: AsyncIterator[Any]) -> None:
 
 
 def test_nothing_of_verls_is_left(cluster: None) -> None:
-    """The actors of the runs in this process ended with them; those of the stream are its caller's."""
+    """The actors of the runs in this process ended with them, and those of the stream with its manager."""
     wait_until(lambda: not processes("ray::RayWorker", *PROXIES))
 
 

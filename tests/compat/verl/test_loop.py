@@ -67,7 +67,7 @@ def worker(
         "data.max_prompt_length=900",
         "data.train_files=none.parquet",
     ]
-    config = compose_verl(to_settings(compose(words)), urls=["http://x:1"])
+    config = compose_verl(to_settings(compose(words)))
     config.trainer.use_v1 = use_v1
     return kind(config, ScriptedClient(config))
 

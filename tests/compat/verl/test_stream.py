@@ -1,9 +1,9 @@
-"""verl's client and manager as rollstream extends them, over fakes of Ray's actors, without a cluster."""
+"""verl's client and manager of servers as rollstream extends them, over fakes of Ray's actors."""
 
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,22 +12,15 @@ import pytest
 pytest.importorskip("verl")
 
 import ray
-from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient
+from verl.workers.rollout.llm_server import LLMServerClient
 
 from rollstream.agent.base import turn_seed
 from rollstream.errors import ConfigError, DataError, EngineLostError, EngineUnavailableError
 from rollstream.integrations.verl import stream
+from rollstream.integrations.verl.executor import start_servers
 from rollstream.integrations.verl.recipe import ClientEngine, verl_servers
-from rollstream.integrations.verl.stream import (
-    GenerationLoopManager,
-    StreamingLLMServerClient,
-    StreamingLLMServerManager,
-)
+from rollstream.integrations.verl.stream import StreamingLLMServerClient, StreamingLLMServerManager
 from rollstream.integrations.verl.worker import SampleCalls, noting
-from rollstream.rollout import workers as workers_executor
-from rollstream.rollout.worker_host import WorkerReport
-from rollstream.store.records import EncodedRollout, RecordCodec
-from rollstream.trajectory import Failure, Rollout, Trajectory
 
 
 class Method:
@@ -79,41 +72,12 @@ class DeadServer(Server):
         raise self._error
 
 
-def choosing_client(servers: dict[str, Any], name: str = "vllm") -> StreamingLLMServerClient:
-    """One that chooses its servers itself."""
+def client_of(servers: dict[str, Any], name: str = "vllm") -> StreamingLLMServerClient:
     rollout = SimpleNamespace(
         name=name, full_determinism=False, prompt_length=8, response_length=4, max_model_len=None
     )
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     return StreamingLLMServerClient(config, servers=servers)
-
-
-def balanced_client(servers: dict[str, Any], name: str = "vllm") -> StreamingLLMServerClient:
-    """With verl's own load balancer, in this process."""
-    balancer = GlobalRequestLoadBalancer(servers)
-
-    def method(function: Callable[..., Any]) -> Any:
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except RuntimeError as error:
-                raise task_error(error) from error
-
-        return Method(call)
-
-    handle = SimpleNamespace(
-        **{
-            name: method(getattr(balancer, name))
-            for name in (
-                *("acquire_server", "release_server", "remove_servers", "get_all_servers"),
-                *("require_acquire_fields", "require_release_fields"),
-            )
-        }
-    )
-    return StreamingLLMServerClient(choosing_client({}, name).config, handle)
-
-
-CLIENTS = pytest.mark.parametrize("make", [choosing_client, balanced_client])
 
 
 async def ask(client: StreamingLLMServerClient, prompt: Sequence[int] = (1,)) -> Any:
@@ -123,7 +87,7 @@ async def ask(client: StreamingLLMServerClient, prompt: Sequence[int] = (1,)) ->
 async def test_generations_side_by_side_have_seeds_of_their_own() -> None:
     """Best of four within one loop: four answers, not the same one four times."""
     server = Server(0.2, 0.1, 0.15, 0.0)
-    client = choosing_client({"only": server})
+    client = client_of({"only": server})
     calls = SampleCalls(seed=11)
     with noting(calls):
         await asyncio.gather(*(ask(client, range(1, 2 + i)) for i in range(4)))
@@ -160,7 +124,7 @@ async def test_what_ends_at_its_limit_is_cut_off(
     tokens: int, prompt: int, limits: dict[str, Any], reason: str, said: str | None
 ) -> None:
     """verl's servers tell no difference, and a filter on truncation has to."""
-    client = choosing_client({"only": Talker(tokens, said)})
+    client = client_of({"only": Talker(tokens, said)})
     client.config.actor_rollout_ref.rollout.max_model_len = limits.get("model")
     calls = SampleCalls()
     with noting(calls):
@@ -178,7 +142,7 @@ async def test_what_a_server_says_of_the_end_holds() -> None:
     ):
         calls = SampleCalls()
         with noting(calls):
-            await ask(choosing_client({"only": Talker(4, said, fields)}), [1, 2])
+            await ask(client_of({"only": Talker(4, said, fields)}), [1, 2])
         assert calls.calls[-1].finish_reason == reason
 
 
@@ -187,7 +151,7 @@ async def test_who_is_cut_off_ends_the_generation(monkeypatch: pytest.MonkeyPatc
     cancelled: list[Any] = []
     monkeypatch.setattr(ray, "cancel", cancelled.append)
     server = Server(0.0, 30.0)
-    client = choosing_client({"only": server})
+    client = client_of({"only": server})
     await ask(client)
     assert not cancelled
     with pytest.raises(TimeoutError):
@@ -196,19 +160,9 @@ async def test_who_is_cut_off_ends_the_generation(monkeypatch: pytest.MonkeyPatc
     assert len(server.asked) == 2 and len(cancelled) == 1
 
 
-async def test_a_balancer_that_is_gone_is_an_engine_that_is_not_there() -> None:
-    async def gone(**_: Any) -> Any:
-        raise ray.exceptions.ActorUnavailableError("restarting", None)
-
-    client = balanced_client({})
-    client.balancer.acquire_server = Method(gone)
-    with pytest.raises(EngineUnavailableError, match="verl's load balancer is gone"):
-        await ask(client)
-
-
 async def test_a_conversation_stays_with_its_server_and_others_go_to_the_least_busy() -> None:
     servers = {name: Server(*[0.0] * 20) for name in "ab"}
-    client = choosing_client(servers)
+    client = client_of(servers)
     for turn in range(6):
         await client.generate("one", prompt_ids=[1], sampling_params={"turn": turn})
     assert sorted(len(server.asked) for server in servers.values()) == [0, 6]
@@ -223,13 +177,12 @@ async def test_a_conversation_stays_with_its_server_and_others_go_to_the_least_b
     "error",
     [ray.exceptions.ActorDiedError(), task_error(EngineDeadError()), task_error(AsyncEngineDeadError())],
 )
-@CLIENTS
-async def test_a_server_of_verls_that_has_ended_is_asked_no_more(make: Any, error: Exception) -> None:
+async def test_a_server_of_verls_that_has_ended_is_asked_no_more(error: Exception) -> None:
     """It has nothing in flight, so the balancer would give it nearly every request."""
     dead = DeadServer(error)
-    client = make({"dead": dead, **{f"good {i}": Server(*[0.0] * 200) for i in range(3)}})
+    client = client_of({"dead": dead, **{f"good {i}": Server(*[0.0] * 200) for i in range(3)}})
     refused = 0
-    for i in range(200):  # the balancers choose at random among those that are as busy
+    for i in range(200):  # the balancer chooses at random among those that are as busy
         try:
             await client.generate(f"r{i}", prompt_ids=[1], sampling_params={})
         except EngineUnavailableError as gone:  # charged to no rollout
@@ -238,12 +191,10 @@ async def test_a_server_of_verls_that_has_ended_is_asked_no_more(make: Any, erro
     assert (refused, len(dead.asked)) == (1, 1)
 
 
-@CLIENTS
-async def test_when_the_last_server_has_ended_the_run_does(make: Any) -> None:
+async def test_when_the_last_server_has_ended_the_run_does() -> None:
     """Not each of its rollouts (R5): what is left goes on with the same command."""
-    client = make({"a": DeadServer(ray.exceptions.ActorDiedError())})
+    client = client_of({"a": DeadServer(ray.exceptions.ActorDiedError())})
     servers = ClientEngine(client, verl_servers("vllm"))
-    assert await servers.health()
     for _ in range(2):
         with pytest.raises(EngineUnavailableError):
             await ask(client)
@@ -264,122 +215,88 @@ async def test_when_the_last_server_has_ended_the_run_does(make: Any) -> None:
     ],
 )
 async def test_a_server_that_may_serve_stays(name: str, error: Exception, raised: type[Exception]) -> None:
-    client = choosing_client({"a": DeadServer(error)}, name)
+    client = client_of({"a": DeadServer(error)}, name)
     for _ in range(2):
         with pytest.raises(raised):
             await ask(client)
-    assert list(client.servers or ()) == ["a"]
+    assert list(client.servers) == ["a"]
 
 
-def test_a_client_that_needs_a_balancer_is_told_where_there_is_none() -> None:
+def manager_of(**attributes: Any) -> StreamingLLMServerManager:
+    """One that has got as far as these."""
     manager = object.__new__(StreamingLLMServerManager)
-    manager.config, manager.global_load_balancer = choosing_client({}).config, None
-    manager.server_addresses, manager.server_handles = ["http://x"], ["actor"]
-    client = manager.get_client()
-    assert isinstance(client, StreamingLLMServerClient) and client.servers == {"http://x": "actor"}
+    vars(manager).update(attributes)
+    return manager
+
+
+def test_its_clients_know_their_servers() -> None:
+    manager = manager_of(config=client_of({}).config, server_addresses=["http://x"], server_handles=["actor"])
+    assert manager.get_client().servers == {"http://x": "actor"}
     with pytest.raises(ConfigError, match="derive it from StreamingLLMServerClient"):
         manager.get_client(client_cls=LLMServerClient)
 
 
-class OneWorker:
-    """A supervisor of one worker, which delivers what it is given after a moment."""
-
-    def __init__(self, backend: Any, recipe: Any, owner: Any, **_: Any) -> None:
-        self._owner = owner
-        self._member = SimpleNamespace(id=1)
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.deaths = 0
-        self.is_closed = False
-
-    @property
-    def workers(self) -> dict[int, Any]:
-        return {1: self._member}
-
-    async def start(self, count: int) -> None:
-        pass
-
-    def expected(self) -> int:
-        return 1
-
-    def give(self, member: Any, items: Sequence[Any]) -> None:
-        report = WorkerReport([encoded(item.index) for item in items])
-        asyncio.get_running_loop().call_later(0.01, self._owner.reported, member, report)
-
-    def drop(self) -> None:
-        pass
-
-    def fail(self, error: BaseException) -> None:
-        if not self.failed.done():
-            self.failed.set_exception(error)
-
-    async def close(self) -> None:
-        self.is_closed = True
-
-
-def encoded(index: int) -> EncodedRollout:
-    trajectory = Trajectory(
-        prompt_ids=[1],
-        response_ids=[2],
-        response_mask=[1],
-        response_logprobs=None,
-        messages=[],
-        finish_reason="stop",
-        policy_versions=[(0, 0)],
-        num_turns=1,
-        reward=None,
-    )
-    return RecordCodec().encode(
-        Rollout(
-            index=index,
-            repeat=0,
-            prompt_key="k",
-            trajectories=[trajectory],
-            data_source="d",
-            ground_truth=None,
-            attempts=1,
-        )
-    )
-
-
 @pytest.fixture
-def manager(monkeypatch: pytest.MonkeyPatch) -> GenerationLoopManager:
-    """With `crews`, the workers of its streams."""
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was ended of actors and placement groups; of some Ray says that they are gone."""
+    names: list[str] = []
 
-    async def nothing() -> None:
-        pass
+    def end(what: str) -> None:
+        names.append(what)
+        if what in ("worker 1", "group 1"):
+            raise RuntimeError("it is gone already")
 
-    crews: list[OneWorker] = []
-
-    def crew(*args: Any, **kwargs: Any) -> OneWorker:
-        crews.append(OneWorker(*args, **kwargs))
-        return crews[-1]
-
-    monkeypatch.setattr(stream, "bare_recipe", lambda manager, **_: None)
-    monkeypatch.setattr(stream, "RayCluster", lambda _: SimpleNamespace(start=nothing, close=nothing))
-    monkeypatch.setattr(workers_executor, "WorkerSupervisor", crew)
-    made = object.__new__(GenerationLoopManager)
-    made.rollout_config = SimpleNamespace(agent=SimpleNamespace(num_workers=1))
-    made.crews = crews
-    return made
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "kill", end)
+    monkeypatch.setattr(stream, "remove_placement_group", end)
+    return names
 
 
-def sample(index: int) -> dict[str, Any]:
-    return {"index": index, "raw_prompt": [{"role": "user", "content": "q"}]}
+def replica(number: int, pool: Any) -> Any:
+    return SimpleNamespace(servers=[f"server {number}"], workers=[f"worker {number}"], resource_pool=pool)
 
 
-async def test_a_stream_may_be_left_early(manager: Any) -> None:
-    async with asyncio.timeout(20):
-        async with aclosing(manager.stream(map(sample, range(20)), max_in_flight=8)) as stream:
-            async for _ in stream:
-                break
-    assert manager.crews[0].is_closed
+def test_actors_workers_and_placement_groups_are_ended(
+    ended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = [
+        replica(1, SimpleNamespace(pgs=["group 1", "group 2"])),
+        replica(2, SimpleNamespace(pgs=None)),
+        replica(3, None),
+    ]
+    manager = manager_of(rollout_replicas=replicas, server_handles=["server 1", "server 2", "server 3"])
+    manager.close()
+    wanted = {f"{what} {number}" for what in ("server", "worker") for number in (1, 2, 3)}
+    assert set(ended) == wanted | {"group 1", "group 2"}
+    ended.clear()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    manager.close()  # Ray would start a cluster to kill an actor in
+    assert not ended
 
 
-@pytest.mark.parametrize("bad", [{}, {"raw_prompt": None}, {"raw_prompt": ["text"]}, {"raw_prompt": 3}])
-async def test_a_sample_without_messages_fails_alone(manager: Any, bad: dict[str, Any]) -> None:
-    samples = [sample(0), sample(1), {"index": 3, **bad}, sample(4), sample(5)]
-    async with asyncio.timeout(20):
-        got = [result async for result in manager.stream(samples)]
-    assert sorted(result.index for result in got) == [0, 1, 3, 4, 5]
-    (failure,) = [result for result in got if isinstance(result, Failure)]
-    assert failure.index == 3 and "want a list of messages" in failure.error
+class HalfStarted(StreamingLLMServerManager):
+    """Its servers get no further than their workers."""
+
+    def __init__(self) -> None:
+        self.half_made = asyncio.Event()
+        self.goes_on: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def _initialize_llm_servers(self) -> None:
+        self.rollout_replicas = [replica(7, None)]
+        self.half_made.set()
+        await self.goes_on
+
+
+@pytest.mark.parametrize("is_cut_off", [True, False])
+async def test_a_start_that_comes_to_nothing_leaves_nothing(ended: list[str], is_cut_off: bool) -> None:
+    """On a cluster that stays it would keep its GPUs."""
+    servers = HalfStarted()
+    with pytest.raises(asyncio.CancelledError if is_cut_off else RuntimeError):
+        async with asyncio.timeout(60), AsyncExitStack() as stack:
+            starting = start_servers(servers, stack)
+            await servers.half_made.wait()
+            if is_cut_off:
+                raise asyncio.CancelledError
+            servers.goes_on.set_exception(RuntimeError("no servers"))
+            await starting
+    assert ended == ["server 7", "worker 7"]

@@ -28,11 +28,14 @@ NAME = "rollstream"
 OWN_SERVERS = ("vllm", "sglang", "trtllm")
 """`rollout.name`s of servers that verl starts itself."""
 
+NO_ROUTER = (
+    "actor_rollout_ref.rollout.router_config_path: each worker's client chooses its server itself, the one that "
+    "has a conversation in its cache, else the least busy one: leave it out"
+)
+"""verl's balancer, and a router in its place, is an actor that runs once, and without it no server is asked."""
+
 _KEY = "generation.verl_overrides"
 _MODEL, _ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
-
-_PROXIES_MAX = 4
-"""Proxies before rollstream's servers at most: each moves what some thousand requests in flight answer."""
 
 _TURNS = (
     *("max_assistant_turns", "max_user_turns", "format", "max_parallel_calls"),
@@ -85,12 +88,8 @@ _LAYOUT = frozenset(
 _TRACERS = ("weave", "mlflow", "trackio")
 
 
-def compose_verl(settings: Settings, *, urls: Sequence[str] = ()) -> DictConfig:
-    """The whole configuration of verl, as its trainers have it.
-
-    Args:
-        settings: the run's.
-        urls: of the servers of rollstream's engine.
+def compose_verl(settings: Settings) -> DictConfig:
+    """The whole configuration of verl for a run, as its trainers have it.
 
     Raises:
         ConfigError: an override that cannot be read, that verl does not know, that has a key of its own in
@@ -119,12 +118,7 @@ def compose_verl(settings: Settings, *, urls: Sequence[str] = ()) -> DictConfig:
         OmegaConf.update(config, key, value, merge=False, force_add=True)
     rollout: Any = config.actor_rollout_ref.rollout
     if not own_servers(settings):
-        rollout.name, rollout.nnodes = NAME, 1
-        rollout.n_gpus_per_node = max(1, min(len(urls), _PROXIES_MAX))  # proxies
-        for size in ("tensor_model", "pipeline_model", "data"):
-            rollout[f"{size}_parallel_size"] = 1  # of a proxy: the servers have their own
-        custom = {"urls": list(urls), "engine": ours.name, "engine_kwargs": ours.engine_kwargs}
-        rollout.custom = {**(rollout.get("custom") or {}), **custom}
+        rollout.name = NAME
     elif rollout.name not in OWN_SERVERS:
         raise ConfigError(
             f"{_KEY}: {_ROLLOUT}.name is {rollout.name!r}: leave it out for rollstream's engine, or name "
@@ -135,6 +129,8 @@ def compose_verl(settings: Settings, *, urls: Sequence[str] = ()) -> DictConfig:
             f"{_KEY}: {_ROLLOUT}.nnodes is {rollout.nnodes}: without a trainer verl's servers need nodes of "
             "their own, 1 or more"
         )
+    if rollout.get("router_config_path"):
+        raise ConfigError(NO_ROUTER)
     if ours.load_format == "dummy":
         raise ConfigError(
             f"{_ROLLOUT}.load_format=dummy starts servers with random weights, which only a trainer replaces: "

@@ -1,10 +1,8 @@
 """`generation.executor=verl`: verl's dataset and agent loops, rollstream's store, workers and engines.
 
-    verl's dataset -> WorkersExecutor -> WorkerHost(verl's AgentLoopWorker) -> verl's client
-                                        |                                        |
-                                   trajectories                      RollstreamReplica's actor
-                                        v                                        v
-                                   StoreWriter                       servers of rollstream's engine
+    verl's dataset -> WorkersExecutor -> WorkerHost(verl's AgentLoopWorker -> verl's client -> engine)
+                                        |
+                                   trajectories -> StoreWriter
 
 Which sample runs where, what a dead worker costs, what is tried again and what is durable is as with
 `executor=ray`, by the same code.
@@ -14,21 +12,20 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import sys
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rollstream.config.load import to_settings
+from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.base import Engine
 from rollstream.engine.launched import LaunchedEngine
-from rollstream.engine.ray_package import submit
 from rollstream.engine.registry import check_capabilities, check_engine_config, data_deciding_kwargs
 from rollstream.errors import ConfigError, DataError
 from rollstream.generation.execution import Execution, Start, join_cluster
@@ -36,7 +33,6 @@ from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.setup import Prepared, manifest_for, take_shard
 from rollstream.integrations.verl.compose import compose_verl, loop_entries, own_servers, verl_identity
-from rollstream.integrations.verl.plugin import register
 from rollstream.integrations.verl.recipe import (
     VerlLoops,
     VerlRecipe,
@@ -57,9 +53,6 @@ _EMBEDDED = ("hf", "openvino")
 
 _NEEDED = ("verl", "ray", "torch", "tensordict", "cachetools", "uvicorn", "fastapi", "openai")
 """Some of them verl imports and does not ask for."""
-
-_URLS_EVERY_S = 1.0
-"""As workers on Ray are told."""
 
 
 class VerlExecutor:
@@ -113,7 +106,7 @@ def _prepare(config: DictConfig) -> VerlPrepared:
     settings = to_settings(resolved)
     check_exports(settings.generation.export)
     _check(settings)
-    verl_config = compose_verl(settings, urls=settings.actor_rollout_ref.rollout.server_urls or ["to come"])
+    verl_config = compose_verl(settings)
     served = serving_settings(settings)
     setup = plain_setup(served, VerlLoops())
     if own_servers(settings):
@@ -231,7 +224,7 @@ async def _start(start: Start, prepared: VerlPrepared) -> Execution:
     generation, rollout = settings.generation, settings.actor_rollout_ref.rollout
     stack.callback(prepared.reward.close)
     engine: Engine | None = None
-    urls: Callable[[], Sequence[str]] = lambda: rollout.server_urls  # noqa: E731
+    urls: Callable[[], Sequence[str]] | None = None
     options = dict(settings.ray_kwargs.worker)
     if not own_servers(settings):
         # Here, too: what the servers cannot give shows before a worker starts, and they are asked once how
@@ -242,98 +235,58 @@ async def _start(start: Start, prepared: VerlPrepared) -> Execution:
             urls = lambda: launched.replicas  # noqa: E731
             options = {"scheduling_strategy": here(), **options}  # they listen on this machine alone
     await join_cluster(start)
-    config = compose_verl(settings, urls=list(urls()))
-    composed: Any = config.actor_rollout_ref.rollout
-    composed.agent.num_workers = rollout.agent.num_workers or default_workers()
-    if engine is not None:
-        serving = prepared.serving.settings.actor_rollout_ref.rollout
-        composed.custom.engine, composed.custom.engine_kwargs = serving.name, serving.engine_kwargs
-    starting = asyncio.create_task(start_verl(config))
-    stack.push_async_callback(_ended, starting)  # a stop waits for it to clean up, before the cluster is left
-    servers, manager = await start.stop.unless_stopped(starting)
-    stack.callback(end_verl, servers)
-    if isinstance(engine, LaunchedEngine):
-        stack.push_async_callback(_ended, asyncio.create_task(tell_urls(servers.server_handles, urls)))
+    config = compose_verl(settings)
+    workers = rollout.agent.num_workers or default_workers()
+    config.actor_rollout_ref.rollout.agent.num_workers = workers
+    stream = await in_daemon_thread(importlib.import_module, "rollstream.integrations.verl.stream")
+    client = None
+    if engine is None:
+        servers = stream.StreamingLLMServerManager(config)
+        await start.stop.unless_stopped(start_servers(servers, stack))
+        client = servers.get_client()
     recipe = VerlRecipe(
         settings=prepared.serving.settings,
         verl_config=config,
-        worker=manager.worker_class,
-        client=manager.llm_client,
-        handles=tuple(servers.server_handles),
+        worker=stream.StreamingAgentLoopWorker,
+        client=client,
         loop_names=tuple(prepared.loop_names),
         first_data_source=prepared.first_data_source,
-        capabilities=verl_servers(str(composed.name)) if engine is None else engine.capabilities,
     )
     executor = WorkersExecutor(
-        lambda: recipe,
+        # Servers may be others by the time that a worker is replaced.
+        lambda: replace(recipe, settings=with_servers(recipe.settings, urls())) if urls else recipe,
         start.writer,
         RayBackend(options),
         load_row=prepared.dataset.row,
         max_in_flight=in_flight_limit(settings),
-        workers=composed.agent.num_workers,
+        workers=workers,
         attempt_timeout=generation.attempt_timeout,
         max_attempts=generation.max_attempts,
         engine_timeout=generation.engine_timeout,
         adaptive=generation.adaptive_in_flight,
         engine=engine,
+        urls=urls,
         on_durable=start.on_durable,
     )
     return await start.start_workers(executor, engine)
 
 
-async def start_verl(config: DictConfig) -> tuple[Any, Any]:
-    """Starts servers and the manager of loops, both of verl. What it began ends with it when it fails."""
-    stream = await in_daemon_thread(_import_stream)
-    servers = stream.StreamingLLMServerManager(config)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # it prints where servers are
-            await servers.start()
-        client = servers.get_client(client_cls=stream.StreamingLLMServerClient)
-        manager = await stream.GenerationLoopManager.create(config, client)
-    except BaseException:
-        end_verl(servers)
-        raise
-    return servers, manager
+def with_servers(settings: Settings, urls: Sequence[str]) -> Settings:
+    """The settings of a worker whose engine's servers have been launched; it launches none itself."""
+    rollout = settings.actor_rollout_ref.rollout
+    launch = to_settings(compose()).actor_rollout_ref.rollout.launch
+    rollout = replace(rollout, server_urls=list(urls), launch=launch)
+    return replace(settings, actor_rollout_ref=replace(settings.actor_rollout_ref, rollout=rollout))
 
 
-def _import_stream() -> Any:
-    register()
-    return importlib.import_module("rollstream.integrations.verl.stream")
+def start_servers(servers: Any, stack: AsyncExitStack) -> "asyncio.Task[None]":
+    """Starts a `StreamingLLMServerManager`; `stack` ends what it began, also before it is done with it."""
+    starting = asyncio.create_task(servers.start())
 
+    async def end() -> None:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)  # what it began is known when it has ended
+        servers.close()
 
-def end_verl(servers: Any) -> None:
-    """Ends what verl started and has no way to end: on a cluster that stays, it would stay, with its GPUs.
-
-    Args:
-        servers: an `LLMServerManager`, started or half so: then it lacks what comes later.
-    """
-    import ray
-    from ray.util import remove_placement_group
-
-    if not ray.is_initialized():
-        return  # and to be asked for anything, it would start a cluster
-    actors = [getattr(servers, "global_load_balancer", None), *getattr(servers, "server_handles", ())]
-    groups: list[Any] = []
-    for replica in getattr(servers, "rollout_replicas", ()):
-        actors += [*replica.servers, *replica.workers]
-        groups += getattr(replica.resource_pool, "pgs", None) or []
-    for actor in filter(None, actors):
-        with contextlib.suppress(Exception):  # Ray may be gone
-            ray.kill(actor)
-    for group in groups:
-        with contextlib.suppress(Exception):
-            remove_placement_group(group)
-
-
-async def tell_urls(handles: Sequence[Any], urls: Callable[[], Sequence[str]]) -> None:
-    """Tells the proxies where the servers are: launched ones come back on other ports. Never ends."""
-    while True:
-        for handle in handles:
-            with contextlib.suppress(Exception):  # the proxy is gone, as who asks it finds out
-                submit(handle.follow, list(urls()))
-        await asyncio.sleep(_URLS_EVERY_S)
-
-
-async def _ended(task: "asyncio.Task[Any]") -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    stack.push_async_callback(end)
+    return starting

@@ -5,10 +5,13 @@ verl's own worker runs verl's own loops.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -19,12 +22,13 @@ from rollstream.agent.registry import AgentLoops, LoopEntry
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
-from rollstream.engine.base import Capabilities
+from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.ray_package import submit
 from rollstream.errors import ConfigError, EngineError, EngineLostError
-from rollstream.integrations.verl.compose import to_rollstream
+from rollstream.generation.execution import follower
 from rollstream.integrations.verl.rows import VerlRow
-from rollstream.integrations.verl.sampling import to_verl
+from rollstream.integrations.verl.sampling import Lengths, to_verl
+from rollstream.integrations.verl.server import ReplicaServer
 from rollstream.integrations.verl.worker import SampleCalls, to_trajectories
 from rollstream.rollout.setup import Agents, RolloutSetup, build_setup
 from rollstream.rollout.stats import Counts
@@ -35,11 +39,6 @@ from rollstream.trajectory import Completion, Failure, PromptRow, Rollout, Sampl
 
 _HEALTH_S = 10.0
 """For a server's actor to answer; one that is started anew takes some seconds."""
-
-_NO_SERVER_LEFT = (
-    "all of verl's servers have ended, and nobody starts them anew (Ray's logs of their actors say why). "
-    "What is done is safe; run the same command again."
-)
 
 _row: ContextVar[tuple[VerlRow, int]] = ContextVar("rollstream_verl_row")
 
@@ -67,42 +66,59 @@ class VerlRecipe:
     """A worker with verl's loops."""
 
     settings: Settings
+    """Of the run; where the worker has an engine of its own, with the URLs of that engine's servers."""
     verl_config: DictConfig
     worker: Callable[[DictConfig, Any], Any]
-    """Makes verl's own worker of `verl_config` and the client: a class, for it travels by its name."""
+    """Makes verl's own worker of `verl_config` and a client: a class, for it travels by its name."""
     client: Any
-    """A `StreamingLLMServerClient`."""
-    handles: tuple[Any, ...]
-    """Of the servers."""
+    """A `StreamingLLMServerClient` of servers that verl started; None: each worker has an engine of rollstream's."""
     loop_names: tuple[str, ...]
     first_data_source: str
-    capabilities: Capabilities
 
     async def build(self, number: int) -> BuiltWorker:
         """See `WorkerRecipe`."""
-        worker, context = await in_daemon_thread(self._make_worker)
-        setup = await in_daemon_thread(plain_setup, self.settings, VerlLoops(worker))
+        loops = VerlLoops()
+        setup = await in_daemon_thread(plain_setup, self.settings, loops)
         async with AsyncExitStack() as stack:
             stack.callback(setup.reward.close)
-            stack.push_async_callback(in_daemon_thread, _end_traces, context)
+            client, follow = self.client, None
+            if client is None:
+                plain = setup.create_plain_engine(Path(tempfile.gettempdir()))  # by URL: it writes no logs
+                engine = setup.interruptible(plain)
+                stack.push_async_callback(engine.close)
+                await engine.start()
+                setup.check_engine(engine)
+                client, follow = await in_daemon_thread(self._client_of, engine), follower(setup, plain)
+            else:
+                engine = ClientEngine(client, verl_servers(self.verl_config.actor_rollout_ref.rollout.name))
             await setup.prepare_reward_for(self.first_data_source)
-            engine = ClientEngine(self.client, self.capabilities, self.handles)
+            loops.worker, context = await in_daemon_thread(self._make_worker, client)
+            stack.push_async_callback(in_daemon_thread, _end_traces, context)
             built = setup.make_worker(engine, list(self.loop_names))
-            self.client.meter = built.instrumented
+            client.meter = built.instrumented
             return replace(
                 built,
                 worker=SampleWorker(built.worker, context),  # type: ignore[arg-type]
                 close=stack.pop_all().aclose,
                 owns_engine=False,
+                follow=follow,
             )
 
-    def _make_worker(self) -> tuple[Any, "_Context"]:
+    def _client_of(self, engine: Engine) -> Any:
+        """A client of verl's whose only server is in this process."""
+        from rollstream.integrations.verl.stream import StreamingLLMServerClient
+
+        server = ReplicaServer(Lengths.read(self.verl_config.actor_rollout_ref.rollout), engine=engine)
+        asked = {name: SimpleNamespace(remote=getattr(server, name)) for name in ("generate", "health")}
+        return StreamingLLMServerClient(self.verl_config, servers={"engine": SimpleNamespace(**asked)})
+
+    def _make_worker(self, client: Any) -> tuple[Any, "_Context"]:
         """A worker of verl's, and what it left in the context of its thread: a tracer's run."""
         from verl.workers.rollout.utils import get_max_position_embeddings
 
         before = dict(copy_context().items())
-        worker = self.worker(self.verl_config, self.client)
-        rollout = self.client.config.actor_rollout_ref.rollout
+        worker = self.worker(self.verl_config, client)
+        rollout = client.config.actor_rollout_ref.rollout
         if rollout.max_model_len is None:  # verl's servers take the model's, if it has one
             with suppress(ValueError):
                 rollout.max_model_len = int(get_max_position_embeddings(worker.model_config.hf_config))
@@ -123,26 +139,6 @@ def _end_traces(context: _Context) -> None:
     end = {"mlflow": "flush_trace_async_logging", "trackio": "finish", "weave": "finish"}
     with suppress(Exception):  # the rollouts are safe, whatever becomes of their traces
         getattr(tracer, end[str(RolloutTraceConfig.get_backend())])()
-
-
-def bare_recipe(manager: Any, *, max_attempts: int) -> VerlRecipe:
-    """A recipe by verl's configuration alone: nothing is scored but by the loops themselves.
-
-    Args:
-        manager: a `GenerationLoopManager`.
-        max_attempts: tries at one sample.
-    """
-    rollout = manager.config.actor_rollout_ref.rollout
-    return VerlRecipe(
-        settings=to_rollstream(manager.config, [f"generation.max_attempts={max_attempts}"]),
-        verl_config=manager.config,
-        worker=manager.worker_class,
-        client=manager.llm_client,
-        handles=tuple(manager.server_handles),
-        loop_names=(rollout.agent.default_agent_loop,),
-        first_data_source="unknown",
-        capabilities=verl_servers(rollout.name),
-    )
 
 
 def plain_setup(settings: Settings, loops: AgentLoops) -> RolloutSetup:
@@ -175,10 +171,8 @@ class VerlLoop(AgentLoop):
 class VerlLoops(AgentLoops):
     """Every name is a loop of verl's; whether there is one, the worker knows."""
 
-    def __init__(self, worker: Any = None) -> None:
-        """`worker`: a `StreamingAgentLoopWorker`; None where nothing is executed."""
-        super().__init__()
-        self._worker = worker
+    worker: Any = None
+    """A `StreamingAgentLoopWorker`; None where nothing is executed."""
 
     def entry(self, name: str) -> LoopEntry:
         return LoopEntry(VerlLoop)
@@ -187,7 +181,7 @@ class VerlLoops(AgentLoops):
         check_loop_names(names)
 
     def create(self, name: str, resources: AgentResources, *, request_id: str) -> AgentLoop:
-        return VerlLoop(resources, request_id=request_id, shared=self._worker)
+        return VerlLoop(resources, request_id=request_id, shared=self.worker)
 
 
 def check_loop_names(names: Iterable[str], given: Iterable[str] = ()) -> None:
@@ -237,15 +231,14 @@ class ClientEngine:
     """verl's client as an engine: rollstream's loops generate by it, and workers wait for its servers.
 
     Args:
-        client: verl's `LLMServerClient`, with or without rollstream's additions.
+        client: verl's `LLMServerClient`. A `StreamingLLMServerClient` knows its servers, which are asked how they
+            are; without, requests that fail say it.
         capabilities: of the servers behind it.
-        handles: of their actors; none: requests that fail say how they are.
     """
 
-    def __init__(self, client: Any, capabilities: Capabilities, handles: Sequence[Any] = ()) -> None:
+    def __init__(self, client: Any, capabilities: Capabilities) -> None:
         self._client = client
         self.capabilities = capabilities
-        self._handles = list(handles)
 
     async def start(self) -> None:
         """Nothing: verl's servers run, and who started them ends them."""
@@ -284,40 +277,34 @@ class ClientEngine:
         raise EngineError("the weights of verl's servers are verl's to update")
 
     async def health(self) -> bool:
-        """Whether one of the actors lives, and says that it is well where it can say so; and the balancer.
+        """Whether one of the actors lives, and says that it is well where it can say so.
 
         Raises:
-            EngineLostError: the balancer or all servers have ended, and nobody starts them anew.
+            EngineLostError: all servers have ended, and nobody starts them anew.
         """
         from ray.exceptions import ActorDiedError
 
-        servers = getattr(self._client, "servers", None)
-        if (balancer := getattr(self._client, "balancer", None)) is not None:
-            servers = await _ask(balancer, "get_all_servers")
-            if isinstance(servers, ActorDiedError):
-                raise EngineLostError(
-                    "verl's load balancer has ended, and without it no server can be asked. "
-                    "What is done is safe; run the same command again."
-                )
-            if isinstance(servers, Exception):
-                return False
-        answers = await asyncio.gather(*(_ask(handle, "health") for handle in self._handles))
-        all_ended = bool(answers) and all(isinstance(answer, ActorDiedError) for answer in answers)
-        if all_ended or servers in ({}, []):
-            raise EngineLostError(_NO_SERVER_LEFT)
-        return not answers or any(answer is True for answer in answers)
+        if (servers := getattr(self._client, "servers", None)) is None:
+            return True
+        answers = await asyncio.gather(*map(_ask, servers.values()))
+        if all(isinstance(answer, ActorDiedError) for answer in answers):
+            raise EngineLostError(
+                "all of verl's servers have ended, and nobody starts them anew (Ray's logs of their actors say "
+                "why). What is done is safe; run the same command again."
+            )
+        return any(answer is True for answer in answers)
 
     async def close(self) -> None:
         """See `start`."""
 
 
-async def _ask(actor: Any, method: str) -> object:
-    """What an actor answers, True if it has no such method and lives; or its error."""
+async def _ask(server: Any) -> object:
+    """What a server's actor says of its health, True if it has no such method and lives; or the error."""
     try:
         async with asyncio.timeout(_HEALTH_S):
-            if hasattr(actor, method):
-                return await submit(getattr(actor, method))
-            await submit(actor.__ray_ready__)
+            if hasattr(server, "health"):
+                return await submit(server.health)
+            await submit(server.__ray_ready__)
             return True
     except Exception as error:
         return error

@@ -37,13 +37,7 @@ class RollstreamReplica(RolloutReplica):  # type: ignore[misc]
         await self.launch_servers()
 
     async def launch_servers(self) -> None:
-        options = ServerOptions.read(
-            self.config.custom,
-            model_path=str(self.model_config.path),
-            prompt_length=self.config.prompt_length,
-            response_length=self.config.response_length,
-            max_model_len=self.config.max_model_len,
-        )
+        options = ServerOptions.read(self.config, str(self.model_config.path))
         actor: Any = (
             ray.remote(ReplicaServer)
             .options(
@@ -52,7 +46,7 @@ class RollstreamReplica(RolloutReplica):  # type: ignore[misc]
                 max_restarts=-1,
                 max_concurrency=_REQUESTS_AT_ONCE,
             )
-            .remote(options)
+            .remote(options.lengths, options=options)
         )
         self.servers = [actor]  # before it is up: who is cut off here has to end it
         self._server_handle = actor

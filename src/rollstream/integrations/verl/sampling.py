@@ -1,7 +1,7 @@
 """How to sample: verl's parameters of a request as rollstream's, and the other way round."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rollstream.errors import EngineError
@@ -40,14 +40,37 @@ def to_verl(sampling: SamplingParams, *, max_tokens: bool) -> dict[str, Any]:
     return params | {name: value for name, value in given.items() if value} | dict(sampling.extra)
 
 
-def from_verl(
-    given: Mapping[str, Any],
-    *,
-    prompt_tokens: int,
-    prompt_length: int,
-    response_length: int,
-    max_model_len: int | None,
-) -> SamplingParams:
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of `rollout` in verl's configuration, in tokens."""
+
+    prompt_length: int
+    response_length: int
+    max_model_len: int | None
+    """Prompt and response together; None: as long as both can be."""
+
+    @classmethod
+    def read(cls, rollout: Any) -> "Lengths":
+        return cls(rollout.prompt_length, rollout.response_length, rollout.max_model_len)
+
+    def room(self, prompt_tokens: int) -> int:
+        """Tokens that may follow a prompt; below 1 for one that is too long."""
+        return (self.max_model_len or self.prompt_length + self.response_length) - prompt_tokens
+
+    def most(self, asked: int | None, prompt_tokens: int) -> int:
+        """Tokens that one of verl's servers generates at most. Source: its `vLLMHttpServer.generate`.
+
+        Args:
+            asked: `max_tokens` of the request; None: what is left of prompt and response together, one
+                response at most.
+            prompt_tokens: of the request.
+        """
+        if asked is None:
+            asked = min(self.response_length, self.prompt_length + self.response_length - prompt_tokens)
+        return max(1, int(min(asked, self.room(prompt_tokens))))
+
+
+def from_verl(given: Mapping[str, Any], *, prompt_tokens: int, lengths: Lengths) -> SamplingParams:
     """Reads the parameters of a request.
 
     Raises:
@@ -59,16 +82,9 @@ def from_verl(
         if value is not None and (name not in _NEUTRAL or value != _NEUTRAL[name])
     }
     asked = values.pop("max_new_tokens", values.pop("max_tokens", None))
-    room = (max_model_len or prompt_length + response_length) - prompt_tokens
-    if room < 1:
+    if (room := lengths.room(prompt_tokens)) < 1:
         raise EngineError(f"a prompt of {prompt_tokens} tokens leaves no room within {room + prompt_tokens}")
-    values["max_tokens"] = token_limit(
-        asked,
-        prompt_tokens=prompt_tokens,
-        prompt_length=prompt_length,
-        response_length=response_length,
-        max_model_len=max_model_len or prompt_length + response_length,
-    )
+    values["max_tokens"] = lengths.most(asked, prompt_tokens)
     values.setdefault("logprobs", False)
     extra = {name: values.pop(name) for name in SERVER_SAMPLING if name in values}
     if unknown := ", ".join(f"{name}={values[name]!r}" for name in sorted(values.keys() - _PLAIN)):
@@ -77,27 +93,3 @@ def from_verl(
         if name in values:
             values[name] = (values[name],) if isinstance(values[name], str) else tuple(values[name])
     return SamplingParams(**values, extra=extra)
-
-
-def token_limit(
-    asked: int | None,
-    *,
-    prompt_tokens: int,
-    prompt_length: int,
-    response_length: int,
-    max_model_len: int | None,
-) -> int:
-    """Tokens that one of verl's servers generates at most. Source: its `vLLMHttpServer.generate`.
-
-    Args:
-        asked: `max_tokens` of the request; None: what is left of prompt and response together, one response
-            at most.
-        prompt_tokens: of the request.
-        prompt_length: of `rollout`.
-        response_length: of `rollout`.
-        max_model_len: prompt and response together; None: nobody knows.
-    """
-    limit = min(response_length, prompt_length + response_length - prompt_tokens) if asked is None else asked
-    if max_model_len is not None:
-        limit = min(limit, max_model_len - prompt_tokens)
-    return max(1, int(limit))

@@ -1,13 +1,13 @@
-"""The actor behind a `RollstreamReplica`: verl's servers' methods before a rollstream engine.
+"""verl's servers' methods before a rollstream engine: the actor behind a `RollstreamReplica`, or in a worker.
 
-It holds a pool of all servers by their URLs, so one that goes away costs time and nothing else; what it is
-asked while none is there waits in the callers, who are told `EngineUnavailableError`. Ray may start the actor
-anew at any time: it has no state but its arguments and what `follow` says again.
+The actor holds a pool of all servers by their URLs, so one that goes away costs time and nothing else; what it
+is asked while none is there waits in the callers, who are told `EngineUnavailableError`. Ray may start it anew
+at any time: it has no state but its arguments.
 """
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,9 @@ from typing import Any
 from rollstream.chat.images import encode_for_engine
 from rollstream.engine.base import Engine
 from rollstream.engine.continuation import ContinuingEngine
-from rollstream.engine.pool import PoolEngine
-from rollstream.engine.registry import create_engine, replica_maker
+from rollstream.engine.registry import create_engine
 from rollstream.errors import ConfigError, EngineError
-from rollstream.generation.execution import follow_urls
-from rollstream.integrations.verl.sampling import from_verl
+from rollstream.integrations.verl.sampling import Lengths, from_verl
 
 logger = logging.getLogger(__name__)
 
@@ -30,24 +28,23 @@ ENGINES = ("sglang", "vllm")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What an actor is made from. Lengths in tokens."""
+    """What an actor is made from."""
 
     urls: tuple[str, ...]
     engine: str
     """`sglang` or `vllm`: what the servers speak."""
-    model_path: str | None
-    prompt_length: int
-    response_length: int
-    max_model_len: int | None
     engine_kwargs: Mapping[str, Any]
+    model_path: str
+    lengths: Lengths
 
     @classmethod
-    def read(cls, custom: Mapping[str, Any] | None, **lengths: Any) -> "ServerOptions":
-        """From `rollout.custom` of verl's configuration.
+    def read(cls, rollout: Any, model_path: str) -> "ServerOptions":
+        """From `rollout` of verl's configuration: its `custom`, and its lengths.
 
         Raises:
             ConfigError: a key that is not known, no URLs, or another engine.
         """
+        custom: Mapping[str, Any] | None = rollout.custom
         given = dict(custom or {})
         urls, engine = given.pop("urls", None), given.pop("engine", "sglang")
         kwargs = given.pop("engine_kwargs", None) or {}
@@ -64,7 +61,7 @@ class ServerOptions:
             )
         if engine not in ENGINES:
             raise ConfigError(f"rollout.custom.engine is {engine!r}: want one of {', '.join(ENGINES)}")
-        return cls(tuple(map(str, urls)), engine, engine_kwargs=kwargs, **lengths)
+        return cls(tuple(map(str, urls)), engine, kwargs, model_path, Lengths.read(rollout))
 
 
 @dataclass
@@ -83,14 +80,20 @@ class GivenTokens:
 
 
 class ReplicaServer:
-    """See above. Methods are those that verl calls of its servers' actors."""
+    """See above. Methods are those that verl calls of its servers' actors.
 
-    def __init__(self, options: ServerOptions) -> None:
+    Args:
+        lengths: limit what is sampled.
+        options: of the engine that it connects to when it is first asked.
+        engine: started; who gives it closes it.
+    """
+
+    def __init__(
+        self, lengths: Lengths, *, options: ServerOptions | None = None, engine: Engine | None = None
+    ) -> None:
+        self._lengths = lengths
         self._options = options
-        self._urls = tuple(options.urls)
-        """Where the servers are, as far as this one was told."""
-        self._pool: PoolEngine | None = None
-        self._engine: Engine | None = None
+        self._engine = engine
         self._starting = asyncio.Lock()
         self._admitted = asyncio.Event()
         self._admitted.set()
@@ -105,17 +108,17 @@ class ReplicaServer:
         async with self._starting:
             if self._engine is None:
                 options = self._options
+                assert options is not None
                 pool = create_engine(
                     options.engine,
                     model_path=options.model_path,
-                    server_urls=self._urls,
-                    max_model_len=options.max_model_len,
+                    server_urls=options.urls,
+                    max_model_len=self._lengths.max_model_len,
                     engine_kwargs=options.engine_kwargs,
                     log_dir=Path(),
                 )
-                assert isinstance(pool, PoolEngine)
                 await pool.start()
-                self._pool, self._engine = pool, ContinuingEngine(pool)
+                self._engine = ContinuingEngine(pool)
             return self._engine
 
     async def generate(
@@ -146,14 +149,7 @@ class ReplicaServer:
         if self._rejects:
             return GivenTokens(token_ids=[], log_probs=[], stop_reason="aborted")
         await self._admitted.wait()
-        options = self._options
-        sampling = from_verl(
-            sampling_params,
-            prompt_tokens=len(prompt_ids),
-            prompt_length=options.prompt_length,
-            response_length=options.response_length,
-            max_model_len=options.max_model_len,
-        )
+        sampling = from_verl(sampling_params, prompt_tokens=len(prompt_ids), lengths=self._lengths)
         self._in_flight.add(request_id)
         try:
             completion = await engine.generate(
@@ -181,24 +177,6 @@ class ReplicaServer:
         except EngineError as error:
             logger.info("no server answers: %s", error)
             return False
-
-    async def follow(self, urls: Sequence[str]) -> None:
-        """The servers are at these URLs now. One that is still deaf is left out until it is named again.
-
-        An actor that Ray started anew knows no others: those of its arguments may be long gone.
-        """
-        self._urls = tuple(urls) or self._urls
-        try:
-            await self._started()
-        except EngineError as error:
-            logger.info("no server answers yet: %s", error)
-            return
-        options = self._options
-        make = replica_maker(
-            options.engine, model_path=str(options.model_path), engine_kwargs=options.engine_kwargs
-        )
-        assert self._pool is not None
-        await follow_urls(self._pool, make, urls)
 
     async def update_weights(self, source: str, version: int) -> None:
         """Loads weights into all servers; see `Engine.update_weights`."""

@@ -1,23 +1,23 @@
 """verl's worker, client and managers, with rollstream's stream of results. Imported where verl is."""
 
 import asyncio
-import random
-from collections import Counter, OrderedDict
+import sys
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing, redirect_stdout, suppress
 from typing import Any
 
 import ray
+from ray.util import remove_placement_group
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
-from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
+from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient, LLMServerManager
 
 from rollstream.agent.base import turn_seed
 from rollstream.engine.ray_package import one_line, submit
 from rollstream.errors import ConfigError, DataError, EngineUnavailableError, RollstreamError
-from rollstream.integrations.verl.compose import OWN_SERVERS
-from rollstream.integrations.verl.recipe import bare_recipe
+from rollstream.integrations.verl.compose import NO_ROUTER, OWN_SERVERS, to_rollstream
+from rollstream.integrations.verl.recipe import VerlRecipe
 from rollstream.integrations.verl.rows import sample_row
-from rollstream.integrations.verl.sampling import token_limit
+from rollstream.integrations.verl.sampling import Lengths
 from rollstream.integrations.verl.worker import EngineCall, StreamingAgentLoopWorkerMixin, current_calls
 from rollstream.rollout.instrumented import InstrumentedEngine
 from rollstream.rollout.ray import RayBackend
@@ -37,39 +37,29 @@ class StreamingAgentLoopWorker(StreamingAgentLoopWorkerMixin, AgentLoopWorker): 
 class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
     """A client of verl that notes a sample's generations, and tells servers that are gone from a refusal.
 
-    Given `servers`, it chooses among them itself: the one that has a conversation in its cache, else the one
-    with the least of this client's requests. Otherwise it asks verl's load balancer, as verl's does.
+    It chooses among `servers` itself, by verl's balancer in its own process: the one that has a conversation in
+    its cache, else the one with the least of this client's requests.
 
     Args:
         config: of verl.
-        load_balancer_handle: verl's balancer, or the user's router; None with `servers`.
         servers: actors by their addresses.
     """
 
     meter: InstrumentedEngine | None = None
     """Counts requests, where somebody wants to know."""
 
-    def __init__(
-        self,
-        config: Any,
-        load_balancer_handle: Any = None,
-        *,
-        servers: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(config, load_balancer_handle, **kwargs)
-        self.balancer = load_balancer_handle
-        self.servers = None if servers is None else dict(servers)
-        """Those that have not ended, where this client chooses."""
-        self._homes: OrderedDict[str, str] = OrderedDict()
-        self._in_flight: Counter[str] = Counter()
+    def __init__(self, config: Any, *, servers: Mapping[str, Any], **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self.servers = dict(servers)
+        """Those that have not ended."""
+        self._balancer = GlobalRequestLoadBalancer(self.servers, max_cache_size=_CONVERSATIONS)
 
     async def generate(self, request_id: Any, **request: Any) -> Any:
         """See `LLMServerClient.generate`.
 
         Raises:
-            EngineUnavailableError: the actor of the server or of the load balancer is not there; Ray starts
-                those of rollstream anew, and one that verl started is asked no more.
+            EngineUnavailableError: the server's actor is not there; Ray starts those of rollstream anew, and
+                one that verl started is asked no more.
             RollstreamError: what a server of rollstream's raised, as it was raised there.
         """
         calls = current_calls()
@@ -105,17 +95,13 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
         """
         if output.stop_reason not in (None, "completed"):
             return str(output.stop_reason)
-        rollout = self.config.actor_rollout_ref.rollout
         params = request["sampling_params"]
-        limit = token_limit(
-            # TensorRT-LLM's takes no limit of a request: its own holds.
-            None if output.stop_reason is None else params.get("max_tokens", params.get("max_new_tokens")),
-            prompt_tokens=len(request["prompt_ids"]),
-            prompt_length=rollout.prompt_length,
-            response_length=rollout.response_length,
-            max_model_len=rollout.max_model_len,
+        # TensorRT-LLM's takes no limit of a request: its own holds.
+        asked = None if output.stop_reason is None else params.get("max_tokens", params.get("max_new_tokens"))
+        lengths = Lengths.read(self.config.actor_rollout_ref.rollout)
+        return (
+            "length" if len(output.token_ids) >= lengths.most(asked, len(request["prompt_ids"])) else "stop"
         )
-        return "length" if len(output.token_ids) >= limit else "stop"
 
     async def _ask(self, request_id: Any, request: dict[str, Any]) -> Any:
         try:
@@ -128,34 +114,15 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
             raise EngineUnavailableError(f"a server's actor is gone: {one_line(error)}") from error
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
-        if self.servers is None:
-            try:
-                server_id, server = await super()._acquire_server(request_id, **extra)
-            except ray.exceptions.RayTaskError as error:
-                if _NO_SERVERS in str(error.cause):
-                    raise EngineUnavailableError("none of verl's servers is left") from error
-                raise
-            except ray.exceptions.RayActorError as error:
-                raise EngineUnavailableError(f"verl's load balancer is gone: {one_line(error)}") from error
-            return server_id, _Server(self, server_id, server)
         if not self.servers:
             raise EngineUnavailableError("none of verl's servers is left")
-        home = self._homes.pop(request_id, None)
-        if home not in self.servers:
-            home = min(self.servers, key=lambda one: (self._in_flight[one], random.random()))
-        self._homes[request_id] = home
-        if len(self._homes) > _CONVERSATIONS:
-            self._homes.popitem(last=False)
-        self._in_flight[home] += 1
-        return home, _Server(self, home, self.servers[home])
+        server_id, actor = self._balancer.acquire_server(request_id)
+        return server_id, _Server(self, server_id, actor)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        if self.servers is None:
-            super()._release_server(server_id, request_id)
-        else:
-            self._in_flight[server_id] -= 1
+        self._balancer.release_server(server_id)
 
-    async def failed(self, server_id: str, error: BaseException) -> None:
+    def failed(self, server_id: str, error: BaseException) -> None:
         """Sees that a server that verl started and that has ended is asked no more: nobody starts it anew.
 
         Raises:
@@ -163,19 +130,13 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
         """
         if self.config.actor_rollout_ref.rollout.name not in OWN_SERVERS or not _has_ended(error):
             return
-        if self.servers is not None:
-            self.servers.pop(server_id, None)
-        else:
-            with suppress(ray.exceptions.RayError):  # a balancer that is gone is the next request's to find
-                await self.balancer.remove_servers.remote([server_id])
+        self.servers.pop(server_id, None)
+        self._balancer.remove_servers([server_id])
         why = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
         raise EngineUnavailableError(
             f"verl's server {server_id} has ended and is asked no more: {one_line(why)}"
         ) from error
 
-
-_NO_SERVERS = "No available servers"
-"""What verl's load balancer says without any."""
 
 _DEAD_ENGINES = frozenset({"EngineDeadError", "AsyncEngineDeadError"})
 """vLLM's errors, by name, of an engine that ended and whose actor lives on. SGLang's end with their actor."""
@@ -210,37 +171,64 @@ class _Server:
                 ray.cancel(reference)
             raise
         except ray.exceptions.RayError as error:
-            await self._client.failed(self._id, error)
+            self._client.failed(self._id, error)
             raise
 
 
 class StreamingLLMServerManager(LLMServerManager):  # type: ignore[misc]
     """verl's manager of servers, whose clients choose their servers themselves.
 
-    verl's load balancer is an actor on any node that runs once: when it ends, no server can be asked any more. A
-    router of a plugin (`router_config_path`), or a balancer's class, stays verl's to start.
+    verl's load balancer is an actor on any node that runs once: when it ends, no server can be asked any more.
+
+    Raises:
+        ConfigError: a balancer is asked for, by its class or by `router_config_path`.
     """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if self._load_balancer_cls is not None or self.rollout_config.get("router_config_path"):
+            raise ConfigError(NO_ROUTER)
 
     async def start(self) -> None:
         """What `create` does to a new one: who has that can end what was started when this fails halfway."""
-        await self._initialize_llm_servers()
-        await self._init_global_load_balancer()
+        with redirect_stdout(sys.stderr):  # it prints where servers are
+            await self._initialize_llm_servers()
 
     async def _init_global_load_balancer(self) -> None:
         self.global_load_balancer = None
-        if getattr(self.rollout_config, "router_config_path", None) or self._load_balancer_cls is not None:
-            await super()._init_global_load_balancer()
 
-    def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
+    def get_client(
+        self, client_cls: type[StreamingLLMServerClient] | None = None, **kwargs: Any
+    ) -> StreamingLLMServerClient:
         client_cls = client_cls or StreamingLLMServerClient
-        if self.global_load_balancer is None:
-            if not issubclass(client_cls, StreamingLLMServerClient):
-                raise ConfigError(
-                    f"{client_cls.__name__} asks a load balancer, which StreamingLLMServerManager does without: "
-                    "derive it from StreamingLLMServerClient, or use verl's LLMServerManager"
-                )
-            kwargs["servers"] = dict(zip(self.server_addresses, self.server_handles, strict=True))
-        return super().get_client(client_cls, **kwargs)
+        if not issubclass(client_cls, StreamingLLMServerClient):
+            raise ConfigError(
+                f"{client_cls.__name__} asks a load balancer, which StreamingLLMServerManager does without: "
+                "derive it from StreamingLLMServerClient, or use verl's LLMServerManager"
+            )
+        return client_cls(
+            self.config,
+            servers=dict(zip(self.server_addresses, self.server_handles, strict=True)),
+            **kwargs,
+        )
+
+    def close(self) -> None:
+        """Ends what was started and verl has no way to end: on a cluster that stays, it would stay, with its GPUs.
+
+        Also of one that was started halfway, and lacks what comes later.
+        """
+        if not ray.is_initialized():
+            return  # and to be asked for anything, it would start a cluster
+        actors, groups = list(getattr(self, "server_handles", ())), list[Any]()
+        for replica in getattr(self, "rollout_replicas", ()):
+            actors += [*replica.servers, *replica.workers]
+            groups += getattr(replica.resource_pool, "pgs", None) or []
+        for actor in actors:
+            with suppress(Exception):  # Ray may be gone
+                ray.kill(actor)
+        for group in groups:
+            with suppress(Exception):
+                remove_placement_group(group)
 
 
 class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
@@ -262,8 +250,6 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.agent_loop_workers_class = ray.remote(self.worker_class)
         self.agent_loop_workers: list[Any] = []
-        self.server_handles: list[Any] = []
-        """Of the servers, asked whether they are well; without, requests that fail say it."""
         super().__init__(*args, **kwargs)
 
     async def _init_agent_loop_workers(self) -> None:
@@ -290,7 +276,14 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
                 messages is a failed one.)
         """
         rows: dict[int, Mapping[str, Any]] = {}
-        recipe = bare_recipe(self, max_attempts=max_attempts)
+        recipe = VerlRecipe(
+            settings=to_rollstream(self.config, [f"generation.max_attempts={max_attempts}"]),
+            verl_config=self.config,
+            worker=self.worker_class,
+            client=self.llm_client,
+            loop_names=(self.rollout_config.agent.default_agent_loop,),
+            first_data_source="unknown",
+        )
         results = _Results()
         run = WorkersExecutor(
             lambda: recipe,

@@ -5,20 +5,14 @@ from typing import Any
 import pytest
 
 from rollstream.errors import EngineError
-from rollstream.integrations.verl.sampling import from_verl, to_verl
+from rollstream.integrations.verl.sampling import Lengths, from_verl, to_verl
 from rollstream.trajectory import SamplingParams
 
 VERLS = {"temperature": 1.0, "top_p": 1, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 
 
 def read(prompt_tokens: int = 1, **given: Any) -> SamplingParams:
-    return from_verl(
-        {**VERLS, **given},
-        prompt_tokens=prompt_tokens,
-        prompt_length=32,
-        response_length=16,
-        max_model_len=None,
-    )
+    return from_verl({**VERLS, **given}, prompt_tokens=prompt_tokens, lengths=Lengths(32, 16, None))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +53,5 @@ def test_parameters() -> None:
 )
 def test_there_and_back(sampling: SamplingParams) -> None:
     given = to_verl(sampling, max_tokens=True)
-    assert (
-        from_verl(given, prompt_tokens=1, prompt_length=8, response_length=8, max_model_len=None) == sampling
-    )
+    assert from_verl(given, prompt_tokens=1, lengths=Lengths(8, 8, None)) == sampling
     assert "max_tokens" not in to_verl(sampling, max_tokens=False)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
@@ -16,12 +17,16 @@ from rollstream.integrations.verl.server import ReplicaServer, ServerOptions
 from tests.faults.runs import stub_server
 from tests.support.until import until
 
-LENGTHS: dict[str, Any] = {
-    "model_path": str(MODEL_PATH),
-    "prompt_length": 32,
-    "response_length": 16,
-    "max_model_len": None,
-}
+
+def read(custom: Any) -> ServerOptions:
+    rollout = SimpleNamespace(custom=custom, prompt_length=32, response_length=16, max_model_len=None)
+    return ServerOptions.read(rollout, str(MODEL_PATH))
+
+
+def server_of(options: ServerOptions) -> ReplicaServer:
+    return ReplicaServer(options.lengths, options=options)
+
+
 VERLS = {
     "temperature": 1.0,
     "top_p": 1,
@@ -54,7 +59,7 @@ def latency_s() -> float:
 @pytest.fixture
 async def options(latency_s: float) -> AsyncIterator[ServerOptions]:
     with stub_server("--latency", f"fixed:{latency_s}") as url:
-        yield ServerOptions.read({"urls": [url], "engine": "sglang"}, **LENGTHS)
+        yield read({"urls": [url], "engine": "sglang"})
 
 
 @pytest.mark.parametrize(
@@ -68,11 +73,11 @@ async def options(latency_s: float) -> AsyncIterator[ServerOptions]:
 )
 def test_what_cannot_be_asked(custom: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ServerOptions.read(custom, **LENGTHS)
+        read(custom)
 
 
 async def test_tokens_in_tokens_out(options: ServerOptions) -> None:
-    server = ReplicaServer(options)
+    server = server_of(options)
     await server.start()
     try:
         given = await server.generate([5, 6, 7], dict(VERLS), "a")
@@ -89,7 +94,7 @@ async def test_tokens_in_tokens_out(options: ServerOptions) -> None:
 
 @pytest.mark.parametrize("latency_s", [2.0])
 async def test_requests_are_aborted_and_held_until_resumed(options: ServerOptions) -> None:
-    server = ReplicaServer(options)
+    server = server_of(options)
     await server.start()
     try:
         asked = asyncio.ensure_future(server.generate([5, 6, 7], dict(VERLS), "a"))
@@ -122,7 +127,7 @@ async def test_a_request_whose_images_are_read_is_held_as_well(
         return "an image"
 
     monkeypatch.setattr("rollstream.integrations.verl.server.encode_for_engine", read)
-    server = ReplicaServer(options)
+    server = server_of(options)
     await server.start()
     try:
         asked = asyncio.ensure_future(server.generate([5], dict(VERLS), "a", image_data=["an image"]))
@@ -135,35 +140,6 @@ async def test_a_request_whose_images_are_read_is_held_as_well(
         await server.close()
 
 
-async def test_it_follows_its_servers_and_says_when_none_is_there(options: ServerOptions) -> None:
-    nobody = "http://127.0.0.1:9"
-    server = ReplicaServer(options)
-    await server.start()
-    try:
-        with stub_server() as other:
-            await server.follow([other])
-            assert (await server.generate([5], dict(VERLS), "a")).token_ids
-            assert requests(other) == 1 and not requests(*options.urls)
-            await server.follow([*options.urls, other])
-            await asyncio.gather(*(server.generate([5], dict(VERLS), f"{i}") for i in range(20)))
-            assert requests(other) > 1 and requests(*options.urls) > 0
-        await server.follow(options.urls)
-        await server.follow([nobody])  # the last one stays
-        assert (await server.generate([5], dict(VERLS), "b")).token_ids
-    finally:
-        await server.close()
-    deaf = ReplicaServer(replace(options, urls=(nobody,)))
+async def test_it_says_when_no_server_is_there(options: ServerOptions) -> None:
+    deaf = server_of(replace(options, urls=("http://127.0.0.1:9",)))
     assert not await deaf.health()
-
-
-async def test_one_that_ray_started_anew_finds_servers_that_moved(options: ServerOptions) -> None:
-    """Its arguments name where they were when the run began."""
-    server = ReplicaServer(replace(options, urls=("http://127.0.0.1:9",)))
-    try:
-        await server.follow(["http://127.0.0.1:9"])  # not there yet: said to nobody, and tried again
-        assert not await server.health()
-        await server.follow([])
-        await server.follow(options.urls)
-        assert (await server.generate([5], dict(VERLS), "a")).token_ids
-    finally:
-        await server.close()
