@@ -14,9 +14,9 @@ from statistics import fmean
 from typing import Any, Self, TypeVar
 
 import numpy as np
+import pyarrow as pa
 import torch
 from verl import DataProto
-from verl.utils.model import compute_position_id_with_mask
 
 from rollstream.config.load import compose, to_settings
 from rollstream.daemon_threads import in_daemon_thread
@@ -26,9 +26,14 @@ from rollstream.integrations.verl.loop import to_row
 from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.scratch import ScratchFolder
+from rollstream.store.batch import SCHEMA
+from rollstream.store.export.dataproto import TENSORS, fill_tensors
 from rollstream.trajectory import Failure, PromptRow, Rollout
 
 T = TypeVar("T")
+
+_WHOLE = ("input_ids", "attention_mask", "position_ids")
+"""Tensors of prompt and response together."""
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
 
@@ -163,37 +168,25 @@ class SequenceGenerator:
     def _to_dataproto(self, given: DataProto, rollouts: Sequence[Rollout]) -> DataProto:
         assert self._setup is not None
         rollout = self._settings.actor_rollout_ref.rollout
-        pad = self._setup.tokenizer.pad_id or 0
         rows = [(at, one) for at, done in enumerate(rollouts) for one in done.trajectories]
         trajectories = [one for _, one in rows]
         places = np.array([at for at, _ in rows])
-        widest = max(len(one.prompt_ids) for one in trajectories)
-        prompt_length = max(rollout.prompt_length, widest)  # a prompt that a loop wrote anew may be longer
-        padded = partial(_padded, width=rollout.response_length)
-        prompts = _padded([one.prompt_ids for one in trajectories], pad, width=prompt_length, left=True)
-        responses = padded([one.response_ids for one in trajectories], pad)
-        seen = torch.cat(
-            [
-                _padded([[1] * len(o.prompt_ids) for o in trajectories], 0, width=prompt_length, left=True),
-                padded([[1] * len(one.response_ids) for one in trajectories], 0),
-            ],
-            dim=1,
-        )
-        tensors = {
-            "prompts": prompts,
-            "responses": responses,
-            "response_mask": padded([one.response_mask for one in trajectories], 0),
-            "input_ids": torch.cat([prompts, responses], dim=1),
-            "attention_mask": seen,
-            "position_ids": compute_position_id_with_mask(seen),
-        }
+        prompt_length = max(rollout.prompt_length, *(len(one.prompt_ids) for one in trajectories))
+        # A prompt that a loop wrote anew may be longer than the rows' own.
+        widths = {"prompts": prompt_length} | dict.fromkeys(_WHOLE, prompt_length + rollout.response_length)
+        named = {"prompt_ids": "prompts", "response_ids": "responses", "response_mask": "response_mask"}
         if rollout.calculate_log_probs:
-            tensors["rollout_log_probs"] = padded([one.response_logprobs or [] for one in trajectories], 0.0)
-        rewards = [one.reward for one in trajectories if one.reward is not None]
-        if len(rewards) == len(trajectories):
-            lengths = [max(1, len(one.response_ids)) for one in trajectories]
-            scores = [[0.0] * (n - 1) + [reward] for n, reward in zip(lengths, rewards, strict=True)]
-            tensors["rm_scores"] = padded(scores, 0.0)
+            named["response_logprobs"] = "rollout_log_probs"
+        if all(one.reward is not None for one in trajectories):
+            named["reward"] = "rm_scores"
+        tensors = {
+            name: np.zeros((len(rows), widths.get(name, rollout.response_length)), TENSORS[name])
+            for name in (*named.values(), *_WHOLE)
+        }
+        columns = [
+            pa.array([getattr(one, name) for one in trajectories], SCHEMA.field(name).type) for name in named
+        ]
+        fill_tensors(tensors, pa.table(columns, list(named)), self._setup.tokenizer.pad_id or 0)
         own = {
             "row": places,
             "is_snapshot": np.array([one.is_snapshot for one in trajectories]),
@@ -204,26 +197,16 @@ class SequenceGenerator:
         }
         extras = sorted({name for one in trajectories for name in one.reward_extra})
         own |= {name: _objects([one.reward_extra.get(name) for one in trajectories]) for name in extras}
-        columns = {name: values[places] for name, values in given.non_tensor_batch.items()}
+        own |= {name: values[places] for name, values in given.non_tensor_batch.items() if name not in own}
         seconds = {"generate_sequences": "generate_s", "tool_calls": "tool_s", "compute_score": "reward_s"}
         timing = {
             f"agent_loop/{name}/mean": fmean(getattr(one.metrics, field) for one in trajectories)
             for name, field in seconds.items()
         }
-        meta: dict[str, Any] = {"timing": timing} | (
-            {"reward_extra_keys": extras} if "rm_scores" in tensors else {}
-        )
-        return DataProto.from_dict(tensors, columns | own, meta)
-
-
-def _padded(rows: Sequence[Sequence[Any]], value: float, *, width: int, left: bool = False) -> "torch.Tensor":
-    kind = torch.float32 if isinstance(value, float) else torch.int64
-    tensor = torch.full((len(rows), width), value, dtype=kind)
-    for at, row in enumerate(rows):
-        if row:
-            place = slice(width - len(row), width) if left else slice(0, len(row))
-            tensor[at, place] = torch.tensor(row, dtype=kind)
-    return tensor
+        meta: dict[str, Any] = {"timing": timing}
+        if "rm_scores" in tensors:
+            meta["reward_extra_keys"] = extras
+        return DataProto.from_dict({name: torch.from_numpy(one) for name, one in tensors.items()}, own, meta)
 
 
 def _objects(values: Sequence[Any]) -> Any:

@@ -63,7 +63,7 @@ class VerlRows(RowSource):
     def __init__(self, dataset: Any, prompt_column: str) -> None:
         self._dataset = dataset
         # What is rollstream's of a row and what is the loop's are made of one reading: verl's opens images.
-        self._read = lru_cache(maxsize=1)(dataset.__getitem__)
+        self._read = lru_cache(maxsize=_KEPT_ROWS)(dataset.__getitem__)
         self.prompt_column = prompt_column
         super().__init__(f"verl's {type(dataset).__name__}")  # it has opened what a row names
         if not len(dataset):
@@ -171,14 +171,10 @@ class VerlDataset(PromptDataset):
 
     def __init__(self, rows: VerlRows, *, shuffle_seed: int | None) -> None:
         self._rows = rows
-        self._kept = lru_cache(maxsize=_KEPT_ROWS)(self._made)
         super().__init__(rows, prompt_column=rows.prompt_column, shuffle_seed=shuffle_seed)
 
     def row(self, index: int) -> VerlRow:
-        """See `PromptDataset.row`. The repeats of a row get the same one: it must not be changed."""
-        return self._kept(index)
-
-    def _made(self, index: int) -> VerlRow:
+        """See `PromptDataset.row`. The repeats of a row share its `sample`, which must not be changed."""
         plain = super().row(index)
         try:
             sample = self._rows.sample(index)

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from contextlib import aclosing, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from typing import Any
 
 import ray
@@ -301,12 +301,13 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
         try:
             await run.start()
             work = asyncio.ensure_future(run.run(_keys(samples, rows)))
-            work.add_done_callback(lambda _: results.put(None))
+            work.add_done_callback(lambda _: results.put_nowait(None))
             try:
-                async with aclosing(results.taken()) as taken:
-                    async for result in taken:
-                        rows.pop(result.index, None)
-                        yield result
+                while (item := await results.get()) is not None:
+                    result, taken = item
+                    taken.set_result(None)
+                    rows.pop(result.index, None)
+                    yield result
                 await work
             finally:
                 run.drop()
@@ -317,38 +318,26 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
             await cluster.close()
 
 
-class _Results:
-    """Takes the place of a store: a result is durable once somebody has taken it, or will never."""
+class _Results(asyncio.Queue[Any]):
+    """Takes the place of a store: a result is durable once somebody has taken it, or nobody takes any more."""
 
-    def __init__(self) -> None:
-        self.put, self._get = (queue := asyncio.Queue[Any]()).put_nowait, queue.get
-        self._waiting: set[asyncio.Future[None]] = set()
-        self._abandoned = False
+    is_abandoned = False
 
     def submit(self, result: EncodedRollout | Failure) -> "asyncio.Future[None]":
         """See `StoreWriter.submit`."""
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._abandoned:
+        if self.is_abandoned:
             taken.set_result(None)
         else:
-            self._waiting.add(taken)
-            taken.add_done_callback(self._waiting.discard)
-            self.put((result, taken))
+            self.put_nowait((result, taken))
         return taken
 
     def abandon(self) -> None:
         """Nobody takes anything any more."""
-        self._abandoned = True
-        for taken in self._waiting:
-            if not taken.done():
-                taken.set_result(None)
-
-    async def taken(self) -> AsyncGenerator[EncodedRollout | Failure, None]:
-        while (item := await self._get()) is not None:
-            result, taken = item
-            if not taken.done():
-                taken.set_result(None)
-            yield result
+        self.is_abandoned = True
+        while not self.empty():
+            if (item := self.get_nowait()) is not None:
+                item[1].set_result(None)
 
 
 def _keys(samples: Iterable[Mapping[str, Any]], rows: dict[int, Mapping[str, Any]]) -> Iterator[RolloutKey]:

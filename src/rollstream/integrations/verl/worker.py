@@ -6,7 +6,7 @@ Needs no verl: the worker is whatever the mixin is put before, and outputs are r
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rollstream.data.values import BadRow, to_jsonable
@@ -38,19 +38,21 @@ class EngineCall:
     cached_prompt_tokens: int = 0
 
 
-@dataclass(slots=True)
 class SampleCalls:
-    """The generations of one attempt at a sample. Several may be in flight at once."""
+    """The generations of one attempt at a sample. Several may be in flight at once.
 
-    seed: int | None = None
-    """Of the first generation; None: the engine's choice."""
-    begun: int = 0
-    _calls: dict[int, EngineCall] = field(default_factory=dict)
+    Args:
+        seed: of the first generation; None: the engine's choice.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = seed
+        self._calls: list[EngineCall | None] = []
 
     def begin(self) -> int:
         """The number of a generation that begins now, from 0."""
-        self.begun += 1
-        return self.begun - 1
+        self._calls.append(None)
+        return len(self._calls) - 1
 
     def complete(self, number: int, call: EngineCall) -> None:
         """Takes in a generation, by the number that it began with."""
@@ -59,7 +61,7 @@ class SampleCalls:
     @property
     def calls(self) -> list[EngineCall]:
         """Those that are complete, in the order in which they began."""
-        return [self._calls[number] for number in sorted(self._calls)]
+        return [call for call in self._calls if call is not None]
 
 
 _current: ContextVar[SampleCalls | None] = ContextVar("rollstream_sample_calls", default=None)

@@ -65,7 +65,7 @@ NO_IMAGES = (
 _ROWS_AT_ONCE = 1024
 """Rows padded at once: their indices and masks take about 30 bytes a padded token, besides the tensors."""
 
-_TENSORS = {
+TENSORS = {
     **dict.fromkeys(("prompts", "responses", "response_mask"), np.int64),
     **dict.fromkeys(("input_ids", "attention_mask", "position_ids"), np.int64),
     **dict.fromkeys(("rollout_log_probs", "rm_scores"), np.float32),
@@ -236,7 +236,7 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
             ", ".join(dict.fromkeys(left_out)),
         )
     padded = rows * (layout.prompt_width + layout.response_width)
-    size = rows * sum(width * np.dtype(_TENSORS[name]).itemsize for name, width in layout.widths().items())
+    size = rows * sum(width * np.dtype(TENSORS[name]).itemsize for name, width in layout.widths().items())
     logger.info(
         "%d rows padded to %d + %d tokens (%.1f times what there is): %.2f GB; --max-rows-per-file makes "
         "several files, one in memory at a time",
@@ -247,7 +247,7 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
 
 def _is_free(name: str) -> bool:
     """Whether a row's own column may have this name."""
-    return name not in _TENSORS and name not in _COLUMNS and name != PROMPT_MESSAGES
+    return name not in TENSORS and name not in _COLUMNS and name != PROMPT_MESSAGES
 
 
 def _scored(table: pa.Table) -> pa.ChunkedArray:
@@ -326,7 +326,7 @@ def _write_file(
     size = len(table)
     # In one piece of memory, as verl has them before it pickles, and views of it that are filled in place.
     # numpy's zeros take no memory before they are written to (torch's do), and `consolidate` only reads them.
-    zeros = {name: np.zeros((size, width), _TENSORS[name]) for name, width in layout.widths().items()}
+    zeros = {name: np.zeros((size, width), TENSORS[name]) for name, width in layout.widths().items()}
     tensors = TensorDict({name: torch.from_numpy(array) for name, array in zeros.items()}, batch_size=[size])
     tensors = tensors.consolidate()
     views: dict[str, Array] = {name: np.asarray(tensors[name].numpy()) for name in zeros}
@@ -336,7 +336,7 @@ def _write_file(
         if cancelled():
             raise MergeCancelledError
         part = table.slice(at, _ROWS_AT_ONCE).combine_chunks()
-        _fill_tensors({name: view[at : at + len(part)] for name, view in views.items()}, part, pad_token_id)
+        fill_tensors({name: view[at : at + len(part)] for name, view in views.items()}, part, pad_token_id)
         for number, row in enumerate(_other_columns(part, layout, artifact), at):
             for name, value in row.items():
                 others[name][number] = value
@@ -347,8 +347,14 @@ def _write_file(
     return sum(prompt is None for prompt in others["raw_prompt"])
 
 
-def _fill_tensors(into: Mapping[str, Array], table: pa.Table, pad_token_id: int) -> None:
-    """Lays rows into tensors of zeros; `pad_token_id` fills prompts on the left, responses on the right."""
+def fill_tensors(into: Mapping[str, Array], table: pa.Table, pad_token_id: int) -> None:
+    """Lays rows into tensors of zeros; `pad_token_id` fills prompts on the left, responses on the right.
+
+    Args:
+        into: arrays of the names and types of `TENSORS`.
+        table: the columns of an artifact that they are made of.
+        pad_token_id: the tokenizer's.
+    """
     prompts, prompt_lengths = _ragged(table["prompt_ids"])
     responses, response_lengths = _ragged(table["response_ids"])
     width = into["prompts"].shape[1]
