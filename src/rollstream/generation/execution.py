@@ -37,7 +37,7 @@ from rollstream.rollout.ray import RayBackend, default_workers, here
 from rollstream.rollout.ray_cluster import RayCluster
 from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
 from rollstream.rollout.supervisor import WorkerBackend
-from rollstream.rollout.worker_host import BuiltWorker
+from rollstream.rollout.worker_host import BuiltWorker, WorkerRecipe
 from rollstream.rollout.workers import WorkersExecutor
 from rollstream.stop_signals import StopSignals
 from rollstream.store.records import EncodedRollout
@@ -198,7 +198,7 @@ class SetupRecipe:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(setup.close)
             await setup.agents.tools.describe()
-            plain = setup.create_plain_engine(self._log_dir(number))
+            plain = setup.create_plain_engine(worker_log_dir(self.log_dir, number))
             engine = setup.interruptible(plain)
             stack.push_async_callback(engine.close)
             await asyncio.gather(engine.start(), setup.prepare_reward_for(self.first_data_source))
@@ -214,24 +214,48 @@ class SetupRecipe:
         settings = to_settings(config)
         return build_setup(settings, load_agents(settings), shows_images=self.shows_images)
 
-    def _log_dir(self, number: int) -> Path:
-        if Path(self.log_dir).is_dir():
-            folder = Path(self.log_dir) / f"worker-{number}"
-            folder.mkdir(exist_ok=True)
-            return folder
-        return Path(tempfile.mkdtemp(prefix="rollstream-worker-"))
+
+def worker_log_dir(log_dir: str, number: int) -> Path:
+    """For the logs of a worker's engine: below the run's, where the worker's machine has that folder."""
+    if Path(log_dir).is_dir():
+        folder = Path(log_dir) / f"worker-{number}"
+        folder.mkdir(exist_ok=True)
+        return folder
+    return Path(tempfile.mkdtemp(prefix="rollstream-worker-"))
 
 
 async def _start_workers(start: Start) -> Execution:
+    prepared = start.prepared
+    prepared.check_rows()
+    recipe = partial(
+        SetupRecipe,
+        loop_names=tuple(prepared.loop_names),
+        shows_images=prepared.shows_images,
+        first_data_source=prepared.first_data_source,
+        log_dir=str(start.log_dir.absolute()),
+    )
+    return await start_in_workers(start, recipe)
+
+
+async def start_in_workers(
+    start: Start, make_recipe: Callable[..., WorkerRecipe], *, has_engine: bool = True
+) -> Execution:
+    """Starts workers, as actors on Ray or as processes here, and what they need of the run's engine.
+
+    Args:
+        start: see there.
+        make_recipe: gives the recipe of a worker, by `config_yaml`: the run's configuration as a worker needs it;
+            and `follows`: whether the URLs in it may change.
+        has_engine: whether workers use the run's engine.
+    """
     prepared, settings = start.prepared, start.settings
     generation, rollout = settings.generation, settings.actor_rollout_ref.rollout
-    prepared.check_rows()
     on_ray = launches_on_ray(settings)
     if on_ray:  # left last, so that what runs on it can end first
         await join_cluster(start)
     engine: Engine | None = None
     urls: Callable[[], Sequence[str]] | None = None
-    if rollout.name not in EMBEDDED_ENGINES:
+    if has_engine and rollout.name not in EMBEDDED_ENGINES:
         # Started here, too: what servers cannot give shows before a worker starts, and they are asked how
         # busy they are once, not by each worker. What is launched is launched here.
         engine = prepared.create_plain_engine(start.log_dir)
@@ -240,7 +264,7 @@ async def _start_workers(start: Start) -> Execution:
             launched = engine
             urls = lambda: launched.replicas  # noqa: E731
     backend: WorkerBackend
-    if generation.executor == "ray":
+    if generation.executor != "local":
         if not on_ray:  # after the engine: what is wrong with that shows sooner
             await join_cluster(start)
         claimed = _claimed_cpus(prepared, engine) if on_ray else 0.0
@@ -251,17 +275,10 @@ async def _start_workers(start: Start) -> Execution:
         backend = RayBackend(options)
     else:
         workers, backend = generation.processes, ProcessBackend()
-    recipe = SetupRecipe(
-        config_yaml=_worker_config(prepared, workers, urls),
-        loop_names=tuple(prepared.loop_names),
-        shows_images=prepared.shows_images,
-        first_data_source=prepared.first_data_source,
-        log_dir=str(start.log_dir.absolute()),
-        follows=urls is not None,
-    )
+    make_recipe = partial(make_recipe, follows=urls is not None)
     executor = WorkersExecutor(
         # Servers may be others by the time that a worker is replaced.
-        lambda: replace(recipe, config_yaml=_worker_config(prepared, workers, urls)) if urls else recipe,
+        lambda: make_recipe(config_yaml=_worker_config(prepared, workers, urls)),
         start.writer,
         backend,
         load_row=prepared.dataset.row,

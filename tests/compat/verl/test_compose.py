@@ -22,7 +22,6 @@ from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, EngineError
 from rollstream.integrations.verl.compose import compose_verl, verl_identity
-from rollstream.integrations.verl.executor import serving_settings
 from rollstream.integrations.verl.plugin import register
 from rollstream.integrations.verl.server import ReplicaServer, ServerOptions
 
@@ -107,7 +106,7 @@ def identity_of(*overrides: str) -> dict[str, Any]:
     base = [f"actor_rollout_ref.model.path={MODEL_PATH}", "data.train_files=rows.parquet"]
     settings = to_settings(compose(base, layers=[given]))
     config = compose_verl(settings)
-    return verl_identity(settings, serving_settings(settings), config)
+    return verl_identity(settings, config)
 
 
 def test_overrides_are_in_the_identity_by_what_they_come_to() -> None:

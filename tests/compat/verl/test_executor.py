@@ -175,7 +175,7 @@ def test_a_run_is_killed_and_goes_on(tmp_path: Path, url: str, capsys: pytest.Ca
 
 
 def test_tools_and_a_worker_that_dies(tmp_path: Path, cluster: None) -> None:
-    """150 rollouts by verl's `tool_agent` with a function tool; the engine is served by the run."""
+    """150 rollouts by verl's `tool_agent` with a function tool; each worker has an engine of its own."""
     prompts = write_sums(tmp_path / "prompts.jsonl", 150)
     killed: list[int] = []
     ended = threading.Event()

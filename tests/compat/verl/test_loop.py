@@ -17,6 +17,7 @@ from verl.workers.rollout.replica import TokenOutput
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, GroupFailedError
+from rollstream.integrations.verl import loop as loop_module
 from rollstream.integrations.verl.compose import compose_verl
 from rollstream.integrations.verl.stream import StreamingAgentLoopWorker
 from rollstream.integrations.verl.worker import SampleCalls, to_trajectories
@@ -87,6 +88,27 @@ async def test_a_model_that_edits_its_context_gives_several_outputs(tmp_path: Pa
     assert "deleteContext" in str(snapshot.messages[-1]) and final.messages[-1]["content"] == "21"
     assert (snapshot.finish_reason, final.finish_reason) == ("stop", "stop")
     assert {one.reward for one in found} == {None}  # verl's to give
+
+
+async def test_a_row_says_how_it_is_sampled(tmp_path: Path) -> None:
+    made = worker(tmp_path, StreamingAgentLoopWorker)
+    given = {"max_tokens": 5, "min_p": 0.1, "stop": ["."], "repetition_penalty": 1.0}
+    await made.run_sample(ROW, index=0, sampling_params=given)
+    (turns,) = made.llm_client.asked.values()
+    asked = turns[0]["sampling_params"]
+    assert (asked["max_tokens"], asked["min_p"], asked["stop"]) == (5, 0.1, ["."])
+
+
+async def test_a_worker_that_could_not_be_made_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a trainer shows its rollouts a moment later may be there: a file, a tool's server."""
+    made = worker(tmp_path, StreamingAgentLoopWorker)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop_module, "load_agents", lambda settings: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await made.run_sample(ROW, index=0)
+    assert await made.run_sample(ROW, index=0)
 
 
 async def test_conversations_have_ids_of_their_own_whatever_the_rows_say(tmp_path: Path) -> None:

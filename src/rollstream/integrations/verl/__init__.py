@@ -10,8 +10,8 @@ from typing import Any
 _WHERE = {
     "StreamingAgentLoopWorkerMixin": "worker",
     "StreamingAgentLoopWorker": "stream",
-    "StreamingLLMServerClient": "stream",
-    "StreamingLLMServerManager": "stream",
+    "StreamingLLMServerClient": "client",
+    "StreamingLLMServerManager": "client",
     "GenerationLoopManager": "stream",
     "SequenceGenerator": "generate",
     "RollstreamLoop": "loop",

@@ -20,7 +20,6 @@ from omegaconf import DictConfig, OmegaConf
 from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.errors import ConfigError
-from rollstream.generation.identity import launch_identity
 
 NAME = "rollstream"
 """`rollout.name` of the replica that asks rollstream's engines."""
@@ -228,12 +227,11 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def verl_identity(settings: Settings, serving: Settings, config: DictConfig) -> dict[str, Any]:
+def verl_identity(settings: Settings, config: DictConfig) -> dict[str, Any]:
     """What of verl decides the data of a run: its version, the user's words, and the files of loops and tools.
 
     Args:
         settings: of the run.
-        serving: of the servers behind the loops: those of an embedded engine get what is said of a launch.
         config: verl's, which says what the overrides came to.
 
     Raises:
@@ -245,7 +243,6 @@ def verl_identity(settings: Settings, serving: Settings, config: DictConfig) -> 
     loops = loop_entries(rollout.agent.agent_loop_config_path)
     identity: dict[str, Any] = {
         "verl.version": importlib.metadata.version("verl"),
-        **launch_identity(serving),
         "verl.custom_cls": _digest(settings.data.custom_cls.path),
         "verl.agent_loops": _digest(
             rollout.agent.agent_loop_config_path, (entry.get("_target_") for entry in loops)

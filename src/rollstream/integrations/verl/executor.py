@@ -12,23 +12,21 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rollstream.config.load import compose, to_settings
+from rollstream.config.load import to_settings
 from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.base import Engine
-from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.registry import check_capabilities, check_engine_config, data_deciding_kwargs
 from rollstream.errors import ConfigError, DataError
-from rollstream.generation.execution import Execution, Start, join_cluster
+from rollstream.generation.execution import Execution, Start, join_cluster, start_in_workers
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.setup import Prepared, manifest_for, take_shard
@@ -41,15 +39,10 @@ from rollstream.integrations.verl.recipe import (
     verl_servers,
 )
 from rollstream.integrations.verl.rows import VerlDataset, VerlRows, create_dataset, shows_media
-from rollstream.rollout.ray import RayBackend, default_workers, here
-from rollstream.rollout.setup import RolloutSetup, in_flight_limit, launch_request
-from rollstream.rollout.workers import WorkersExecutor
+from rollstream.rollout.setup import RolloutSetup, launch_request
 from rollstream.trajectory import PromptRow
 
 logger = logging.getLogger(__name__)
-
-_EMBEDDED = ("hf", "openvino")
-"""Engines that `rollstream serve` puts before verl's loops."""
 
 _NEEDED = ("verl", "ray", "torch", "tensordict", "cachetools", "uvicorn", "fastapi", "openai")
 """Some of them verl imports and does not ask for."""
@@ -81,16 +74,10 @@ class VerlExecutor:
 class VerlPrepared(Prepared):
     """A run whose rows and loops are verl's."""
 
-    serving: RolloutSetup = field(kw_only=True)
-    """Its settings are those of the engine behind verl's loops."""
-
     def create_plain_engine(self, log_dir: Path) -> Engine:
         if own_servers(self.settings):
             raise ConfigError("servers that verl starts show what they can when a run begins, not before")
-        return self.serving.create_plain_engine(log_dir)
-
-    def check_engine(self, engine: Engine, *, longest: bool = True) -> None:
-        self.serving.check_engine(engine, longest=longest)
+        return Prepared.create_plain_engine(self, log_dir)
 
     def prompt_tools(self, row: PromptRow) -> list[dict[str, Any]] | None:
         return None  # verl's loops show their own
@@ -106,19 +93,18 @@ def _prepare(config: DictConfig) -> VerlPrepared:
     settings = to_settings(resolved)
     check_exports(settings.generation.export)
     _check(settings)
+    rollout = settings.actor_rollout_ref.rollout
     verl_config = compose_verl(settings)
-    served = serving_settings(settings)
-    setup = plain_setup(served, VerlLoops())
+    setup = plain_setup(settings, VerlLoops())
     if own_servers(settings):
         check_own_servers(settings, setup, str(verl_config.actor_rollout_ref.rollout.name))
     else:
-        model, engine = served.actor_rollout_ref.model, served.actor_rollout_ref.rollout
         check_engine_config(
-            engine.name,
-            model_path=model.path,
-            server_urls=engine.server_urls,
-            engine_kwargs=engine.engine_kwargs,
-            launch=launch_request(served),
+            rollout.name,
+            model_path=settings.actor_rollout_ref.model.path,
+            server_urls=rollout.server_urls,
+            engine_kwargs=rollout.engine_kwargs,
+            launch=launch_request(settings),
         )
     dataset = VerlDataset(
         VerlRows(create_dataset(verl_config), settings.data.prompt_key),
@@ -130,7 +116,6 @@ def _prepare(config: DictConfig) -> VerlPrepared:
         )
     if (shard := settings.generation.shard_of) is not None:
         take_shard(dataset, *shard)
-    rollout = settings.actor_rollout_ref.rollout
     check_loop_names(
         {rollout.agent.default_agent_loop, *dataset.agent_names()},
         (str(entry.get("name")) for entry in loop_entries(rollout.agent.agent_loop_config_path)),
@@ -138,7 +123,7 @@ def _prepare(config: DictConfig) -> VerlPrepared:
     identity = build_identity(
         settings,
         tokenizer_digest=setup.tokenizer.digest(),
-        agents=verl_identity(settings, served, verl_config),
+        agents=verl_identity(settings, verl_config),
         images_digest=None,
         tools_digest=None,
         shown_tools_digest=None,
@@ -148,34 +133,16 @@ def _prepare(config: DictConfig) -> VerlPrepared:
         engine_settings=data_deciding_kwargs(rollout.name, rollout.engine_kwargs),
     )
     known = {one.name: getattr(setup, one.name) for one in fields(RolloutSetup)} | {"settings": settings}
-    prepared = VerlPrepared(**known, config=resolved, dataset=dataset, serving=setup)
+    prepared = VerlPrepared(**known, config=resolved, dataset=dataset)
     packages = ("verl", "ray", "tensordict")
     prepared.manifest = manifest_for(resolved, dataset, identity, n=rollout.n, packages=packages)
     return prepared
 
 
-def serving_settings(settings: Settings) -> Settings:
-    """Those of the servers behind verl's loops.
-
-    An embedded engine becomes servers of `rollstream serve` with that engine, since the workers are several
-    processes and their servers one service.
-    """
-    model, rollout = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout
-    if model.path is None:
-        raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder")
-    if rollout.name in _EMBEDDED and not own_servers(settings):
-        kwargs = {"engine-kwargs": rollout.engine_kwargs} if rollout.engine_kwargs else {}
-        launch = replace(
-            rollout.launch,
-            server="rollstream",
-            args={**rollout.launch.args, "engine": rollout.name, **kwargs},
-        )
-        rollout = replace(rollout, name="sglang", engine_kwargs={}, launch=launch)
-    return replace(settings, actor_rollout_ref=replace(settings.actor_rollout_ref, rollout=rollout))
-
-
 def _check(settings: Settings) -> None:
     rollout = settings.actor_rollout_ref.rollout
+    if settings.actor_rollout_ref.model.path is None:
+        raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder")
     if rollout.name == "openai":
         raise ConfigError(
             "generation.executor=verl needs token ids, which actor_rollout_ref.rollout.name=openai has none "
@@ -185,12 +152,6 @@ def _check(settings: Settings) -> None:
         raise ConfigError(
             "actor_rollout_ref.rollout.multi_turn.interaction_config_path is for rollstream's agent loops; "
             "generation.executor=verl runs verl's, which have no interactions: write them into a loop"
-        )
-    if rollout.launch.where == "ray":
-        raise ConfigError(
-            "actor_rollout_ref.rollout.launch.where=ray is for generation.executor=ray and local; with "
-            "generation.executor=verl servers are launched on this machine (leave launch.where out), started "
-            "elsewhere by you (actor_rollout_ref.rollout.server_urls), or by verl (generation.verl_overrides)"
         )
     if settings.data.truncation != "error":
         logger.info("verl's loops cut long prompts from the left, whatever data.truncation says")
@@ -220,63 +181,30 @@ def check_own_servers(settings: Settings, setup: RolloutSetup, name: str) -> Non
 
 
 async def _start(start: Start, prepared: VerlPrepared) -> Execution:
-    settings, stack = prepared.settings, start.stack
-    generation, rollout = settings.generation, settings.actor_rollout_ref.rollout
-    stack.callback(prepared.reward.close)
-    engine: Engine | None = None
-    urls: Callable[[], Sequence[str]] | None = None
-    options = dict(settings.ray_kwargs.worker)
-    if not own_servers(settings):
-        # Here, too: what the servers cannot give shows before a worker starts, and they are asked once how
-        # busy they are. What is launched is launched here.
-        engine = prepared.create_plain_engine(start.log_dir)
-        await start.start_engine(engine)
-        if isinstance(launched := engine, LaunchedEngine):
-            urls = lambda: launched.replicas  # noqa: E731
-            options = {"scheduling_strategy": here(), **options}  # they listen on this machine alone
-    await join_cluster(start)
-    config = compose_verl(settings)
-    workers = rollout.agent.num_workers or default_workers()
-    config.actor_rollout_ref.rollout.agent.num_workers = workers
+    start.stack.push_async_callback(prepared.close)
+    config = compose_verl(prepared.settings)
     stream = await in_daemon_thread(importlib.import_module, "rollstream.integrations.verl.stream")
     client = None
-    if engine is None:
-        servers = stream.StreamingLLMServerManager(config)
-        await start.stop.unless_stopped(start_servers(servers, stack))
+    if starts_servers := own_servers(prepared.settings):
+        await join_cluster(start)
+        client_module = importlib.import_module("rollstream.integrations.verl.client")
+        servers = client_module.StreamingLLMServerManager(config)
+        await start.stop.unless_stopped(start_servers(servers, start.stack))
         client = servers.get_client()
-    recipe = VerlRecipe(
-        settings=prepared.serving.settings,
-        verl_config=config,
-        worker=stream.StreamingAgentLoopWorker,
-        client=client,
-        loop_names=tuple(prepared.loop_names),
-        first_data_source=prepared.first_data_source,
-    )
-    executor = WorkersExecutor(
-        # Servers may be others by the time that a worker is replaced.
-        lambda: replace(recipe, settings=with_servers(recipe.settings, urls())) if urls else recipe,
-        start.writer,
-        RayBackend(options),
-        load_row=prepared.dataset.row,
-        max_in_flight=in_flight_limit(settings),
-        workers=workers,
-        attempt_timeout=generation.attempt_timeout,
-        max_attempts=generation.max_attempts,
-        engine_timeout=generation.engine_timeout,
-        adaptive=generation.adaptive_in_flight,
-        engine=engine,
-        urls=urls,
-        on_durable=start.on_durable,
-    )
-    return await start.start_workers(executor, engine)
 
+    def recipe(config_yaml: str, follows: bool) -> VerlRecipe:
+        return VerlRecipe(
+            settings=to_settings(OmegaConf.create(config_yaml)),  # type: ignore[arg-type]
+            verl_config=config,
+            worker=stream.StreamingAgentLoopWorker,
+            client=client,
+            loop_names=tuple(prepared.loop_names),
+            first_data_source=prepared.first_data_source,
+            log_dir=str(start.log_dir.absolute()),
+            follows=follows,
+        )
 
-def with_servers(settings: Settings, urls: Sequence[str]) -> Settings:
-    """The settings of a worker whose engine's servers have been launched; it launches none itself."""
-    rollout = settings.actor_rollout_ref.rollout
-    launch = to_settings(compose()).actor_rollout_ref.rollout.launch
-    rollout = replace(rollout, server_urls=list(urls), launch=launch)
-    return replace(settings, actor_rollout_ref=replace(settings.actor_rollout_ref, rollout=rollout))
+    return await start_in_workers(start, recipe, has_engine=not starts_servers)
 
 
 def start_servers(servers: Any, stack: AsyncExitStack) -> "asyncio.Task[None]":

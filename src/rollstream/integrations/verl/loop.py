@@ -20,13 +20,14 @@ from rollstream.data.values import to_jsonable
 from rollstream.errors import ConfigError, DataError, GroupFailedError
 from rollstream.integrations.verl.compose import to_rollstream
 from rollstream.integrations.verl.recipe import ClientEngine, verl_servers
+from rollstream.integrations.verl.sampling import row_sampling
 from rollstream.integrations.verl.worker import current_calls
 from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.trajectory import Failure, PromptRow, Trajectory
 
 _workers: dict[Any, "asyncio.Task[RolloutWorker]"] = {}
-"""One for every entry of the YAML of loops, as long as its process lives."""
+"""One for every entry of the YAML of loops, as long as its process lives. One that cannot be made is tried anew."""
 
 
 class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
@@ -49,9 +50,10 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
         key = (self.server_manager, self._name, self._overrides)
-        if key not in _workers:
-            _workers[key] = asyncio.create_task(self._make_worker())
-        worker = await asyncio.shield(_workers[key])
+        making = _workers.get(key)
+        if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
+            making = _workers[key] = asyncio.create_task(self._make_worker())
+        worker = await asyncio.shield(making)
         prompt = to_row(row, int(row.get("index", 0)), sampling_params)
         # By its id a conversation has its server, and verl's index is 0 for every row that does not say.
         result = await worker.run(prompt, int(row.get("session_id", 0)), name=uuid.uuid4().hex)
@@ -120,7 +122,7 @@ def to_row(sample: Mapping[str, Any], index: int, sampling: Mapping[str, Any] | 
     Args:
         sample: with `raw_prompt`; what JSON does not know is left out.
         index: of the row.
-        sampling: parameters that differ from the run's own: temperature, top_p and top_k.
+        sampling: the request's parameters, as verl has them.
 
     Raises:
         DataError: its prompt cannot be used.
@@ -132,8 +134,7 @@ def to_row(sample: Mapping[str, Any], index: int, sampling: Mapping[str, Any] | 
         except Exception:
             continue
     if sampling:
-        given = {name: sampling[name] for name in ("temperature", "top_p", "top_k") if name in sampling}
-        plain["sampling_params"] = {**given, **(plain.get("sampling_params") or {})}
+        plain["sampling_params"] = row_sampling(sampling) | (plain.get("sampling_params") or {})
     try:
         return parse_row(plain, index, "raw_prompt")[0]
     except Exception as error:

@@ -5,12 +5,10 @@ verl's own worker runs verl's own loops.
 """
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,8 @@ from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.ray_package import submit
 from rollstream.errors import ConfigError, EngineError, EngineLostError
-from rollstream.generation.execution import follower
+from rollstream.generation.execution import follower, worker_log_dir
+from rollstream.generation.setup import EMBEDDED_ENGINES
 from rollstream.integrations.verl.rows import VerlRow
 from rollstream.integrations.verl.sampling import Lengths, to_verl
 from rollstream.integrations.verl.server import ReplicaServer
@@ -66,7 +65,7 @@ class VerlRecipe:
     """A worker with verl's loops."""
 
     settings: Settings
-    """Of the run; where the worker has an engine of its own, with the URLs of that engine's servers."""
+    """Of the run, as a worker needs them."""
     verl_config: DictConfig
     worker: Callable[[DictConfig, Any], Any]
     """Makes verl's own worker of `verl_config` and a client: a class, for it travels by its name."""
@@ -74,21 +73,26 @@ class VerlRecipe:
     """A `StreamingLLMServerClient` of servers that verl started; None: each worker has an engine of rollstream's."""
     loop_names: tuple[str, ...]
     first_data_source: str
+    log_dir: str = ""
+    """Of the run, for an engine's log."""
+    follows: bool = False
+    """Whether the URLs of the engine's servers may change."""
 
     async def build(self, number: int) -> BuiltWorker:
         """See `WorkerRecipe`."""
         loops = VerlLoops()
         setup = await in_daemon_thread(plain_setup, self.settings, loops)
         async with AsyncExitStack() as stack:
-            stack.callback(setup.reward.close)
+            stack.push_async_callback(setup.close)
             client, follow = self.client, None
             if client is None:
-                plain = setup.create_plain_engine(Path(tempfile.gettempdir()))  # by URL: it writes no logs
+                plain = setup.create_plain_engine(worker_log_dir(self.log_dir, number))
                 engine = setup.interruptible(plain)
                 stack.push_async_callback(engine.close)
                 await engine.start()
                 setup.check_engine(engine)
-                client, follow = await in_daemon_thread(self._client_of, engine), follower(setup, plain)
+                client = await in_daemon_thread(self._client_of, engine)
+                follow = follower(setup, plain) if self.follows else None
             else:
                 engine = ClientEngine(client, verl_servers(self.verl_config.actor_rollout_ref.rollout.name))
             await setup.prepare_reward_for(self.first_data_source)
@@ -100,13 +104,14 @@ class VerlRecipe:
                 built,
                 worker=SampleWorker(built.worker, context),  # type: ignore[arg-type]
                 close=stack.pop_all().aclose,
-                owns_engine=False,
+                owns_engine=self.client is None
+                and self.settings.actor_rollout_ref.rollout.name in EMBEDDED_ENGINES,
                 follow=follow,
             )
 
     def _client_of(self, engine: Engine) -> Any:
         """A client of verl's whose only server is in this process."""
-        from rollstream.integrations.verl.stream import StreamingLLMServerClient
+        from rollstream.integrations.verl.client import StreamingLLMServerClient
 
         server = ReplicaServer(Lengths.read(self.verl_config.actor_rollout_ref.rollout), engine=engine)
         asked = {name: SimpleNamespace(remote=getattr(server, name)) for name in ("generate", "health")}

@@ -40,6 +40,16 @@ def to_verl(sampling: SamplingParams, *, max_tokens: bool) -> dict[str, Any]:
     return params | {name: value for name, value in given.items() if value} | dict(sampling.extra)
 
 
+def row_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What parameters of a request say beyond the run's own: a row's column `sampling_params`."""
+    values = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in ("logprobs", "seed") and (name not in _NEUTRAL or value != _NEUTRAL[name])
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """Of `rollout` in verl's configuration, in tokens."""

@@ -1,234 +1,26 @@
-"""verl's worker, client and managers, with rollstream's stream of results. Imported where verl is."""
+"""verl's worker and manager of agent loops, with rollstream's stream of results. Imported where verl is."""
 
 import asyncio
-import sys
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from contextlib import redirect_stdout, suppress
 from typing import Any
 
 import ray
-from ray.util import remove_placement_group
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
-from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient, LLMServerManager
 
-from rollstream.agent.base import turn_seed
-from rollstream.engine.ray_package import one_line, submit
-from rollstream.errors import ConfigError, DataError, EngineUnavailableError, RollstreamError
-from rollstream.integrations.verl.compose import NO_ROUTER, OWN_SERVERS, to_rollstream
+from rollstream.errors import DataError
+from rollstream.integrations.verl.compose import to_rollstream
 from rollstream.integrations.verl.recipe import VerlRecipe
 from rollstream.integrations.verl.rows import sample_row
-from rollstream.integrations.verl.sampling import Lengths
-from rollstream.integrations.verl.worker import EngineCall, StreamingAgentLoopWorkerMixin, current_calls
-from rollstream.rollout.instrumented import InstrumentedEngine
+from rollstream.integrations.verl.worker import StreamingAgentLoopWorkerMixin
 from rollstream.rollout.ray import RayBackend
 from rollstream.rollout.ray_cluster import RayCluster
 from rollstream.rollout.workers import WorkersExecutor
 from rollstream.store.records import EncodedRollout
 from rollstream.trajectory import Failure, RolloutKey
 
-_CONVERSATIONS = 100_000
-"""Whose server a client remembers; one that is forgotten costs its next turn the server's prefix cache."""
-
 
 class StreamingAgentLoopWorker(StreamingAgentLoopWorkerMixin, AgentLoopWorker):  # type: ignore[misc]
     """verl's agent loop worker, which also runs single samples."""
-
-
-class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
-    """A client of verl that notes a sample's generations, and tells servers that are gone from a refusal.
-
-    It chooses among `servers` itself, by verl's balancer in its own process: the one that has a conversation in
-    its cache, else the one with the least of this client's requests.
-
-    Args:
-        config: of verl.
-        servers: actors by their addresses.
-    """
-
-    meter: InstrumentedEngine | None = None
-    """Counts requests, where somebody wants to know."""
-
-    def __init__(self, config: Any, *, servers: Mapping[str, Any], **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
-        self.servers = dict(servers)
-        """Those that have not ended."""
-        self._balancer = GlobalRequestLoadBalancer(self.servers, max_cache_size=_CONVERSATIONS)
-
-    async def generate(self, request_id: Any, **request: Any) -> Any:
-        """See `LLMServerClient.generate`.
-
-        Raises:
-            EngineUnavailableError: the server's actor is not there; Ray starts those of rollstream anew, and
-                one that verl started is asked no more.
-            RollstreamError: what a server of rollstream's raised, as it was raised there.
-        """
-        calls = current_calls()
-        # By the order in which they begin: a loop may ask for several at once, each another sample.
-        number = 0 if calls is None else calls.begin()
-        if calls is not None and calls.seed is not None:
-            seed = turn_seed(calls.seed, number)
-            request["sampling_params"] = {**request["sampling_params"], "seed": seed}
-        prompt_tokens = len(request["prompt_ids"])  # a loop may go on to extend it
-        asked = self._ask(request_id, request)
-        output = await (asked if self.meter is None else self.meter.counted(asked))
-        fields = output.extra_fields
-        reason = fields.pop("finish_reason", None) or self._finish_reason(output, request)
-        versions = fields.pop("policy_versions", None) or [(0, int(fields.get("global_steps") or 0))]
-        if calls is not None:
-            calls.complete(
-                number,
-                EngineCall(
-                    prompt_tokens=prompt_tokens,
-                    token_ids=tuple(output.token_ids),
-                    policy_versions=versions,
-                    finish_reason=reason,
-                    cached_prompt_tokens=int(fields.get("num_cached_tokens") or 0),
-                ),
-            )
-        return output
-
-    def _finish_reason(self, output: Any, request: Mapping[str, Any]) -> str:
-        """Of what a server of verl's own gave.
-
-        vLLM's says `completed` of what ended by itself and of what was cut off, TensorRT-LLM's nothing: what
-        is as long as it could be was cut off. (Also where its last token is the model's end token.)
-        """
-        if output.stop_reason not in (None, "completed"):
-            return str(output.stop_reason)
-        params = request["sampling_params"]
-        # TensorRT-LLM's takes no limit of a request: its own holds.
-        asked = None if output.stop_reason is None else params.get("max_tokens", params.get("max_new_tokens"))
-        lengths = Lengths.read(self.config.actor_rollout_ref.rollout)
-        return (
-            "length" if len(output.token_ids) >= lengths.most(asked, len(request["prompt_ids"])) else "stop"
-        )
-
-    async def _ask(self, request_id: Any, request: dict[str, Any]) -> Any:
-        try:
-            return await super().generate(request_id, **request)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, RollstreamError):
-                raise error.cause from None
-            raise
-        except ray.exceptions.RayActorError as error:
-            raise EngineUnavailableError(f"a server's actor is gone: {one_line(error)}") from error
-
-    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
-        if not self.servers:
-            raise EngineUnavailableError("none of verl's servers is left")
-        server_id, actor = self._balancer.acquire_server(request_id)
-        return server_id, _Server(self, server_id, actor)
-
-    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        self._balancer.release_server(server_id)
-
-    def failed(self, server_id: str, error: BaseException) -> None:
-        """Sees that a server that verl started and that has ended is asked no more: nobody starts it anew.
-
-        Raises:
-            EngineUnavailableError: that is what happened.
-        """
-        if self.config.actor_rollout_ref.rollout.name not in OWN_SERVERS or not _has_ended(error):
-            return
-        self.servers.pop(server_id, None)
-        self._balancer.remove_servers([server_id])
-        why = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-        raise EngineUnavailableError(
-            f"verl's server {server_id} has ended and is asked no more: {one_line(why)}"
-        ) from error
-
-
-_DEAD_ENGINES = frozenset({"EngineDeadError", "AsyncEngineDeadError"})
-"""vLLM's errors, by name, of an engine that ended and whose actor lives on. SGLang's end with their actor."""
-
-
-def _has_ended(error: BaseException) -> bool:
-    """Whether an error of a server says that it will never answer again."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return not _DEAD_ENGINES.isdisjoint(one.__name__ for one in type(error.cause).__mro__)
-    return isinstance(error, ray.exceptions.ActorDiedError)
-
-
-class _Server:
-    """A server's actor as verl's client asks it: a generation ends there when who waits for it is cut off.
-
-    Ray ends a task of an actor when it is told, not when nobody waits for its result any more.
-    """
-
-    def __init__(self, client: StreamingLLMServerClient, server_id: str, actor: Any) -> None:
-        self._client, self._id, self._actor = client, server_id, actor
-
-    @property
-    def generate(self) -> "_Server":
-        return self
-
-    async def remote(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            reference = submit(self._actor.generate, *args, **kwargs)
-            return await reference
-        except asyncio.CancelledError:
-            with suppress(Exception):  # Ray may be gone; who is cut off stays so
-                ray.cancel(reference)
-            raise
-        except ray.exceptions.RayError as error:
-            self._client.failed(self._id, error)
-            raise
-
-
-class StreamingLLMServerManager(LLMServerManager):  # type: ignore[misc]
-    """verl's manager of servers, whose clients choose their servers themselves.
-
-    verl's load balancer is an actor on any node that runs once: when it ends, no server can be asked any more.
-
-    Raises:
-        ConfigError: a balancer is asked for, by its class or by `router_config_path`.
-    """
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        if self._load_balancer_cls is not None or self.rollout_config.get("router_config_path"):
-            raise ConfigError(NO_ROUTER)
-
-    async def start(self) -> None:
-        """What `create` does to a new one: who has that can end what was started when this fails halfway."""
-        with redirect_stdout(sys.stderr):  # it prints where servers are
-            await self._initialize_llm_servers()
-
-    async def _init_global_load_balancer(self) -> None:
-        self.global_load_balancer = None
-
-    def get_client(
-        self, client_cls: type[StreamingLLMServerClient] | None = None, **kwargs: Any
-    ) -> StreamingLLMServerClient:
-        client_cls = client_cls or StreamingLLMServerClient
-        if not issubclass(client_cls, StreamingLLMServerClient):
-            raise ConfigError(
-                f"{client_cls.__name__} asks a load balancer, which StreamingLLMServerManager does without: "
-                "derive it from StreamingLLMServerClient, or use verl's LLMServerManager"
-            )
-        return client_cls(
-            self.config,
-            servers=dict(zip(self.server_addresses, self.server_handles, strict=True)),
-            **kwargs,
-        )
-
-    def close(self) -> None:
-        """Ends what was started and verl has no way to end: on a cluster that stays, it would stay, with its GPUs.
-
-        Also of one that was started halfway, and lacks what comes later.
-        """
-        if not ray.is_initialized():
-            return  # and to be asked for anything, it would start a cluster
-        actors, groups = list(getattr(self, "server_handles", ())), list[Any]()
-        for replica in getattr(self, "rollout_replicas", ()):
-            actors += [*replica.servers, *replica.workers]
-            groups += getattr(replica.resource_pool, "pgs", None) or []
-        for actor in actors:
-            with suppress(Exception):  # Ray may be gone
-                ray.kill(actor)
-        for group in groups:
-            with suppress(Exception):
-                remove_placement_group(group)
 
 
 class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]

@@ -11,7 +11,6 @@ from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.integrations.verl import compose as compose_module
 from rollstream.integrations.verl.compose import verl_identity
-from rollstream.integrations.verl.executor import serving_settings
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -29,7 +28,7 @@ def identity_of(*words: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     for word in overrides:
         key, _, value = word.partition("=")
         OmegaConf.update(verls, key, value, force_add=True)
-    return verl_identity(settings, serving_settings(settings), verls)
+    return verl_identity(settings, verls)
 
 
 @pytest.mark.parametrize(
@@ -82,17 +81,3 @@ def test_the_numbers_of_verls_own_servers_are_in_it_and_their_layout_is_not() ->
     # As runs whose identity says nothing of it were made.
     assert "verl.load_format" not in plain
     assert "verl.dtype" not in identity_of(f"{ROLLOUT}.dtype=bfloat16", overrides=(name,))
-
-
-def test_what_the_servers_of_an_embedded_engine_get_is_in_it() -> None:
-    engine = f"{ROLLOUT}.name=openvino"
-    plain = identity_of(engine)
-    args = identity_of(engine, f"{ROLLOUT}.launch.args={{revision: main}}")
-    env = identity_of(engine, f"{ROLLOUT}.launch.env={{OPENVINO_PREC: f16}}")
-    assert args == plain | {"launch.args.revision": "main"}
-    assert env == plain  # as with servers that rollstream launches itself
-
-
-def test_servers_by_url_have_no_launch() -> None:
-    words = (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.server_urls=[http://x:1]")
-    assert not [key for key in identity_of(*words) if key.startswith("launch")]

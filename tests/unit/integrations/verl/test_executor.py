@@ -10,10 +10,8 @@ from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
 from rollstream.generation.runner import run_generation
 from rollstream.generation.setup import check_executor
-from rollstream.integrations.verl import executor
-from rollstream.integrations.verl.executor import check_own_servers, serving_settings
+from rollstream.integrations.verl.executor import check_own_servers
 from rollstream.integrations.verl.recipe import VerlLoops, plain_setup
-from rollstream.rollout.setup import launch_request
 
 
 def words(run_dir: Path, *more: str) -> list[str]:
@@ -42,46 +40,9 @@ def test_other_executors_ask_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pa
     check_executor(to_settings(compose(words(tmp_path, "generation.executor=local"))))
 
 
-def test_an_embedded_engine_is_served(tmp_path: Path) -> None:
-    given = words(
-        tmp_path,
-        "actor_rollout_ref.rollout.name=openvino",
-        "+actor_rollout_ref.rollout.engine_kwargs.cache_size=2",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=mine",
-        "actor_rollout_ref.rollout.agent.agent_loop_config_path=none.yaml",
-        "actor_rollout_ref.rollout.multi_turn.function_tool_path=none.py",
-        "generation.seed=1",
-    )
-    served = serving_settings(to_settings(compose(given)))
-    request = launch_request(served)
-    assert request is not None
-    assert (request.server, dict(request.args)) == (
-        "rollstream",
-        {"engine": "openvino", "engine-kwargs": {"cache_size": 2}},
-    )
-    rollout = served.actor_rollout_ref.rollout
-    assert (rollout.name, rollout.engine_kwargs) == ("sglang", {})
-
-
-def test_servers_by_url_stay_what_they_are(tmp_path: Path) -> None:
-    url = "actor_rollout_ref.rollout.server_urls=[http://x:1]"
-    settings = to_settings(compose(words(tmp_path, "actor_rollout_ref.rollout.name=vllm", url)))
-    assert serving_settings(settings) == settings
-
-
 def test_overrides_are_for_this_executor(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"verl_overrides is for generation\.executor=verl"):
         to_settings(compose(words(tmp_path, 'generation.verl_overrides=["a=b"]', "generation.executor=ray")))
-
-
-def test_servers_on_ray_are_refused_before_anything_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(executor, "_NEEDED", ())
-    where = "actor_rollout_ref.rollout.launch.where"
-    with pytest.raises(ConfigError, match=rf"{where}=ray is for generation\.executor=ray"):
-        run_generation(words(tmp_path / "run", "actor_rollout_ref.rollout.name=sglang", f"{where}=ray"))
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

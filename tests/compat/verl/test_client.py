@@ -16,10 +16,10 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from rollstream.agent.base import turn_seed
 from rollstream.errors import ConfigError, DataError, EngineLostError, EngineUnavailableError
-from rollstream.integrations.verl import stream
+from rollstream.integrations.verl import client as client_module
+from rollstream.integrations.verl.client import StreamingLLMServerClient, StreamingLLMServerManager
 from rollstream.integrations.verl.executor import start_servers
 from rollstream.integrations.verl.recipe import ClientEngine, verl_servers
-from rollstream.integrations.verl.stream import StreamingLLMServerClient, StreamingLLMServerManager
 from rollstream.integrations.verl.worker import SampleCalls, noting
 
 
@@ -248,7 +248,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "kill", end)
-    monkeypatch.setattr(stream, "remove_placement_group", end)
+    monkeypatch.setattr(client_module, "remove_placement_group", end)
     return names
 
 
