@@ -27,15 +27,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = [
-    "GenerationLoopManager",
-    "RollstreamLoop",
-    "RollstreamReplica",
-    "RollstreamRollout",
-    "SequenceGenerator",
-    "StreamingAgentLoopWorker",
-    "StreamingAgentLoopWorkerMixin",
-    "StreamingLLMServerClient",
-    "StreamingLLMServerManager",
-    "register",
-]
+__all__ = list(_WHERE)

@@ -57,7 +57,7 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
             seed = turn_seed(calls.seed, number)
             request["sampling_params"] = {**request["sampling_params"], "seed": seed}
         prompt_tokens = len(request["prompt_ids"])  # a loop may go on to extend it
-        asked = self._ask(request_id, request)
+        asked = super().generate(request_id, **request)
         output = await (asked if self.meter is None else self.meter.counted(asked))
         fields = output.extra_fields
         reason = fields.pop("finish_reason", None) or self._finish_reason(output, request)
@@ -86,20 +86,8 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
         params = request["sampling_params"]
         # TensorRT-LLM's takes no limit of a request: its own holds.
         asked = None if output.stop_reason is None else params.get("max_tokens", params.get("max_new_tokens"))
-        lengths = Lengths.read(self.config.actor_rollout_ref.rollout)
-        return (
-            "length" if len(output.token_ids) >= lengths.most(asked, len(request["prompt_ids"])) else "stop"
-        )
-
-    async def _ask(self, request_id: Any, request: dict[str, Any]) -> Any:
-        try:
-            return await super().generate(request_id, **request)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, RollstreamError):
-                raise error.cause from None
-            raise
-        except ray.exceptions.RayActorError as error:
-            raise EngineUnavailableError(f"a server's actor is gone: {one_line(error)}") from error
+        most = Lengths.read(self.config.actor_rollout_ref.rollout).most(asked, len(request["prompt_ids"]))
+        return "length" if len(output.token_ids) >= most else "stop"
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         if not self.servers:
@@ -110,41 +98,27 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
         self._balancer.release_server(server_id)
 
-    def failed(self, server_id: str, error: BaseException) -> None:
-        """Sees that a server that verl started and that has ended is asked no more: nobody starts it anew.
-
-        Raises:
-            EngineUnavailableError: that is what happened.
-        """
-        if self.config.actor_rollout_ref.rollout.name not in OWN_SERVERS or not _has_ended(error):
-            return
+    def leave_out(self, server_id: str) -> None:
+        """Asks a server no more."""
         self.servers.pop(server_id, None)
         self._balancer.remove_servers([server_id])
-        why = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-        raise EngineUnavailableError(
-            f"verl's server {server_id} has ended and is asked no more: {one_line(why)}"
-        ) from error
 
 
 _DEAD_ENGINES = frozenset({"EngineDeadError", "AsyncEngineDeadError"})
 """vLLM's errors, by name, of an engine that ended and whose actor lives on. SGLang's end with their actor."""
 
 
-def _has_ended(error: BaseException) -> bool:
-    """Whether an error of a server says that it will never answer again."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return not _DEAD_ENGINES.isdisjoint(one.__name__ for one in type(error.cause).__mro__)
-    return isinstance(error, ray.exceptions.ActorDiedError)
-
-
 class _Server:
-    """A server's actor as verl's client asks it: a generation ends there when who waits for it is cut off.
+    """A server's actor as verl's client asks it.
 
-    Ray ends a task of an actor when it is told, not when nobody waits for its result any more.
+    A generation ends there when who waits for it is cut off: Ray ends a task of an actor when it is told, not
+    when nobody waits for its result any more. A server that verl started and that has ended is asked no more:
+    nobody starts it anew.
     """
 
     def __init__(self, client: StreamingLLMServerClient, server_id: str, actor: Any) -> None:
         self._client, self._id, self._actor = client, server_id, actor
+        self._is_verls = client.config.actor_rollout_ref.rollout.name in OWN_SERVERS
 
     @property
     def generate(self) -> "_Server":
@@ -158,9 +132,23 @@ class _Server:
             with suppress(Exception):  # Ray may be gone; who is cut off stays so
                 ray.cancel(reference)
             raise
-        except ray.exceptions.RayError as error:
-            self._client.failed(self._id, error)
-            raise
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RollstreamError):
+                raise error.cause from None
+            if _DEAD_ENGINES.isdisjoint(one.__name__ for one in type(error.cause).__mro__):
+                raise
+            raise self._gone(error.cause, for_good=True) from error
+        except ray.exceptions.RayActorError as error:
+            for_good = isinstance(error, ray.exceptions.ActorDiedError)
+            raise self._gone(error, for_good=for_good) from error
+
+    def _gone(self, why: BaseException, *, for_good: bool) -> BaseException:
+        if not (for_good and self._is_verls):
+            return EngineUnavailableError(f"a server's actor is gone: {one_line(why)}")
+        self._client.leave_out(self._id)
+        return EngineUnavailableError(
+            f"verl's server {self._id} has ended and is asked no more: {one_line(why)}"
+        )
 
 
 class StreamingLLMServerManager(LLMServerManager):  # type: ignore[misc]

@@ -254,9 +254,7 @@ def verl_identity(settings: Settings, config: DictConfig) -> dict[str, Any]:
     }
     identity |= {f"multi_turn.{name}": getattr(turns, name) for name in _TURNS}
     if own_servers(settings):  # what their numbers are
-        usual = {"dtype": "bfloat16", "load_format": "auto"}
-        numbers = {f"verl.{name}": getattr(rollout, name) for name in usual}
-        identity |= {name: value for name, value in numbers.items() if value != usual[name.partition(".")[2]]}
+        identity |= {f"verl.{name}": getattr(rollout, name) for name in ("dtype", "load_format")}
     for key in _touched(settings.generation.verl_overrides).keys() - _LAYOUT:
         if not key.startswith(f"{_ROLLOUT}.trace."):
             value = OmegaConf.select(config, key)
@@ -283,21 +281,18 @@ def _mappings(entries: Any) -> list[Mapping[str, Any]]:
     return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
 
 
-def _digest(path: str | None, classes: Iterable[object] | None = None) -> str | None:
+def _digest(path: str | None, classes: Iterable[object] = ()) -> str | None:
     """Of a file, and of the files that classes are in, as far as they are found without importing them."""
     if path is None or path.startswith("pkg://"):
         return path
     try:
-        own = hashlib.blake2b(Path(path).expanduser().read_bytes(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(Path(path).expanduser().read_bytes(), digest_size=16)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    if classes is None:
-        return own
-    digest = hashlib.blake2b(own.encode(), digest_size=16)
     for name in classes:
         # A package's own code runs when a module in it is looked for: whatever that raises is verl's to say.
         with contextlib.suppress(Exception):
             spec = importlib.util.find_spec(str(name or "").rpartition(".")[0])
             if spec is not None and spec.origin:
-                digest.update((_digest(spec.origin) or "").encode())
+                digest.update(hashlib.blake2b(Path(spec.origin).read_bytes()).digest())
     return digest.hexdigest()

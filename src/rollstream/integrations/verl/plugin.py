@@ -4,11 +4,12 @@ verl imports it in every process that has `VERL_USE_EXTERNAL_MODULES=rollstream.
 its environment. Nothing of rollstream's or Ray's is loaded before a configuration names it.
 """
 
-from typing import Any
+import importlib
+import os
 
 from rollstream.integrations.verl.compose import NAME
 
-_ROLLOUT_CLASS = "rollstream.integrations.verl.replica.RollstreamRollout"
+_REPLICA = "rollstream.integrations.verl.replica"
 
 
 def register() -> None:
@@ -16,21 +17,9 @@ def register() -> None:
     from verl.workers.rollout import base
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    RolloutReplicaRegistry.register(NAME, _load)
-    base._ROLLOUT_REGISTRY[NAME, "async"] = _ROLLOUT_CLASS
+    RolloutReplicaRegistry.register(NAME, lambda: importlib.import_module(_REPLICA).RollstreamReplica)
+    base._ROLLOUT_REGISTRY[NAME, "async"] = f"{_REPLICA}.RollstreamRollout"
 
 
-def _load() -> Any:
-    from rollstream.integrations.verl.replica import RollstreamReplica
-
-    return RollstreamReplica
-
-
-def _register_when_imported_by_verl() -> None:
-    import os
-
-    if __name__ in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):
-        register()
-
-
-_register_when_imported_by_verl()
+if __name__ in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):
+    register()

@@ -26,9 +26,9 @@ _KEPT_ELSEWHERE = frozenset(
 _FINISH_REASONS = frozenset({"stop", "length", "max_turns", "tool_overflow", "aborted"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class EngineCall:
-    """One generation of a sample, as the client saw it."""
+    """One generation of a sample, as the client saw it. Equal to itself alone."""
 
     prompt_tokens: int
     token_ids: Sequence[int]
@@ -184,26 +184,23 @@ def to_trajectories(
         decode: the tokenizer's.
     """
     trajectories: list[Trajectory] = []
-    left, taken = list(calls), list[EngineCall]()
-    for at, output in enumerate(outputs):
-        own = _calls_of(output, [*left, *taken])
-        ours = {id(call) for _, call, _ in own}
-        taken += [call for call in left if id(call) in ours]
-        counted = [
-            call for call in left if id(call) in ours or at == len(outputs) - 1
-        ]  # or of none: a summary
-        left = [call for call in left if id(call) not in ours]
+    left = list(calls)
+    for at, output in enumerate(outputs, 1):
+        is_final = at == len(outputs)
+        own = _calls_of(output, [*left, *(call for call in calls if call not in left)])
+        ours = [call for _, call, _ in own]
         trajectories.append(
             _trajectory(
                 output,
                 own,
                 calls,
-                counted,
+                [call for call in left if call in ours or is_final],  # or of none: a summary
                 prompt=_prompt_messages(output, trajectories, messages, decode),
-                is_final=at == len(outputs) - 1,
+                is_final=is_final,
                 decode=decode,
             )
         )
+        left = [call for call in left if call not in ours]
     return trajectories
 
 

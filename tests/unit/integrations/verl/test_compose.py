@@ -78,6 +78,3 @@ def test_the_numbers_of_verls_own_servers_are_in_it_and_their_layout_is_not() ->
     assert identity_of(f"{ROLLOUT}.dtype=float32", overrides=(name,)) == plain | {"verl.dtype": "float32"}
     assert identity_of(f"{ROLLOUT}.tensor_model_parallel_size=4", overrides=(name,)) == plain
     assert "verl.dtype" not in identity_of()
-    # As runs whose identity says nothing of it were made.
-    assert "verl.load_format" not in plain
-    assert "verl.dtype" not in identity_of(f"{ROLLOUT}.dtype=bfloat16", overrides=(name,))
