@@ -29,7 +29,9 @@ from rollstream.cli import main
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, DataError, RunDirectoryError
 from rollstream.generation.runner import run_generation
+from rollstream.integrations.verl import compose as compose_module
 from rollstream.integrations.verl.compose import compose_verl
+from rollstream.integrations.verl.plugin import register
 from rollstream.store.records import EncodedRollout, RecordCodec
 from rollstream.store.summary import read_failures
 from rollstream.trajectory import Failure
@@ -267,6 +269,28 @@ def test_seven_rows_two_workers_one_failure(tmp_path: Path, url: str, cluster: N
     assert not (tmp_path / "other").exists()
 
 
+def test_servers_that_verl_starts(
+    tmp_path: Path, url: str, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's take a GPU; rollstream's backend is started by verl in the same way."""
+    register()
+    monkeypatch.setattr(compose_module, "OWN_SERVERS", ("rollstream",))
+    rollout = "actor_rollout_ref.rollout"
+    own = [f"{rollout}.name=rollstream", f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=2"]
+    overrides = [*own, f"+{rollout}.custom.urls=[{url}]"]
+    result = run_generation(
+        arguments(
+            tmp_path / "run",
+            write_sums(tmp_path / "prompts.jsonl", 5),
+            actor_rollout_ref__rollout__agent__num_workers=1,
+            generation__verl_overrides=orjson.dumps(overrides).decode(),
+        )
+    )
+    assert (result.completed, result.failed) == (5, 0)
+    for row in artifact(tmp_path / "run"):
+        assert row["metrics"]["engine_calls"] == 1 and row["finish_reason"] in ("stop", "length")
+
+
 async def test_a_stream_of_verls_own_classes(tmp_path: Path, url: str, cluster: None) -> None:
     """Without a run: verl's server manager and client, and a manager of loops that streams.
 
@@ -277,7 +301,6 @@ async def test_a_stream_of_verls_own_classes(tmp_path: Path, url: str, cluster: 
         GenerationLoopManager,
         StreamingLLMServerClient,
         StreamingLLMServerManager,
-        register,
     )
 
     register()

@@ -7,9 +7,7 @@ without Ray and without files. Needs verl.
 import asyncio
 import threading
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Coroutine, Sequence
 from statistics import fmean
 from typing import Any, Self, TypeVar
 
@@ -18,12 +16,12 @@ import pyarrow as pa
 import torch
 from verl import DataProto
 
-from rollstream.config.load import compose, to_settings
-from rollstream.daemon_threads import in_daemon_thread
+from rollstream.config.load import to_settings
 from rollstream.engine.base import Engine
-from rollstream.errors import ConfigError, GroupFailedError
+from rollstream.errors import GroupFailedError
+from rollstream.integrations.configured_groups import Layers, build_worker, make_setup, resolve_config
 from rollstream.integrations.verl.loop import to_row
-from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
+from rollstream.rollout.setup import RolloutSetup, in_flight_limit
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.store.batch import SCHEMA
@@ -54,13 +52,11 @@ class SequenceGenerator:
         config: layers under them: mappings, or YAML files.
 
     Raises:
-        ConfigError: keys that are unknown or cannot work, or an engine without token ids.
+        ConfigError: keys that are unknown, cannot work or have no effect here, or an engine without token ids.
     """
 
-    def __init__(
-        self, overrides: Sequence[str] = (), *, config: Sequence[Mapping[str, Any] | Path] = ()
-    ) -> None:
-        self._settings = to_settings(compose(list(overrides), layers=list(config)))
+    def __init__(self, overrides: Sequence[str] = (), *, config: Layers = ()) -> None:
+        self._settings = to_settings(resolve_config(overrides, config))
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rollstream-rollouts", daemon=True).start()
         self._places = asyncio.Semaphore(in_flight_limit(self._settings))
@@ -128,18 +124,10 @@ class SequenceGenerator:
             future.cancel()  # where Ctrl-C ends the wait: nothing of it goes on
 
     async def _start(self) -> None:
-        agents = await in_daemon_thread(load_agents, self._settings)
-        await agents.tools.describe()
-        setup = await in_daemon_thread(partial(build_setup, self._settings, agents, shows_images=False))
-        self._setup, self._engine = setup, setup.create_engine(self._logs.path)
+        self._setup = await make_setup(self._settings, shows_images=False, to_score=None)
+        self._engine = self._setup.create_engine(self._logs.path)
         await self._engine.start()
-        setup.check_engine(self._engine)
-        if not self._engine.capabilities.token_ids:
-            raise ConfigError("generate_sequences needs the tokens that were sampled: take another engine")
-        rollout = self._settings.actor_rollout_ref.rollout
-        name, show = rollout.agent.default_agent_loop, rollout.multi_turn.show_tools
-        agents.check({name}, setup.tokenizer, show_tools=show, images=False)
-        self._worker = setup.make_worker(self._engine, [name]).worker
+        self._worker = build_worker(self._setup, self._engine, ()).worker
 
     async def _close(self) -> None:
         if self._engine is not None:

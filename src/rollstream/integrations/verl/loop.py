@@ -14,15 +14,14 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
 from rollstream.agent.context import ContextAgent
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.row import parse_row
 from rollstream.data.values import to_jsonable
 from rollstream.errors import ConfigError, DataError, GroupFailedError
+from rollstream.integrations.configured_groups import make_setup
 from rollstream.integrations.verl.compose import to_rollstream
 from rollstream.integrations.verl.recipe import ClientEngine, verl_servers
 from rollstream.integrations.verl.sampling import row_sampling
 from rollstream.integrations.verl.worker import current_calls
-from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.trajectory import Failure, PromptRow, Trajectory
 
@@ -76,14 +75,14 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
                 "verl's custom_chat_template is a text, and rollstream takes a file: put it into one and name "
                 "that in this loop's overrides (actor_rollout_ref.model.custom_chat_template=FILE)"
             )
-        agents = await in_daemon_thread(load_agents, settings)
-        await agents.tools.describe()
-        setup: RolloutSetup = await in_daemon_thread(_build_setup, settings, agents)
+        setup = await make_setup(settings, shows_images=False, to_score=None)
+        if settings.custom_reward_function.path is None:  # verl scores
+            setup.reward = None  # type: ignore[assignment]
         servers = verl_servers(self.config.actor_rollout_ref.rollout.name)
         engine = ClientEngine(self.server_manager, replace(servers, images=False))
         show = settings.actor_rollout_ref.rollout.multi_turn.show_tools
-        agents.check({self._name}, setup.tokenizer, show_tools=show, images=False)
-        loop = agents.loops.create(self._name, setup.agent_resources(engine), request_id="check")
+        setup.agents.check({self._name}, setup.tokenizer, show_tools=show, images=False)
+        loop = setup.agents.loops.create(self._name, setup.agent_resources(engine), request_id="check")
         if isinstance(loop, ContextAgent):
             self._refuse_several()
             if current_calls() is None and (loop.snapshot_scoring, loop.context_penalty) != ("outcome", None):
@@ -100,20 +99,6 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
                 f"agent loop {self._name!r} gives several trajectories a rollout, and verl's old trainer takes "
                 "one: set trainer.use_v1=true"
             )
-
-
-class _NoReward:
-    """verl scores."""
-
-    source_digest = None
-
-    async def score(self, row: PromptRow, solution_str: str) -> tuple[float | None, dict[str, Any]]:
-        return None, {}
-
-
-def _build_setup(settings: Any, agents: Any) -> RolloutSetup:
-    reward: Any = None if settings.custom_reward_function.path is not None else _NoReward()
-    return build_setup(settings, agents, shows_images=False, reward=reward)
 
 
 def to_row(sample: Mapping[str, Any], index: int, sampling: Mapping[str, Any] | None = None) -> PromptRow:

@@ -25,6 +25,7 @@ from rollstream.engine.ray_package import submit
 from rollstream.errors import ConfigError, EngineError, EngineLostError
 from rollstream.generation.execution import follower, worker_log_dir
 from rollstream.generation.setup import EMBEDDED_ENGINES
+from rollstream.integrations.verl.compose import NAME
 from rollstream.integrations.verl.rows import VerlRow
 from rollstream.integrations.verl.sampling import Lengths, to_verl
 from rollstream.integrations.verl.server import ReplicaServer
@@ -33,7 +34,7 @@ from rollstream.rollout.setup import Agents, RolloutSetup, build_setup
 from rollstream.rollout.stats import Counts
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.rollout.worker_host import BuiltWorker
-from rollstream.sampling import PENALTIES
+from rollstream.sampling import PENALTIES, SERVER_SAMPLING
 from rollstream.trajectory import Completion, Failure, PromptRow, Rollout, SamplingParams, Trajectory
 
 _HEALTH_S = 10.0
@@ -43,20 +44,25 @@ _row: ContextVar[tuple[VerlRow, int]] = ContextVar("rollstream_verl_row")
 
 
 def verl_servers(name: str) -> Capabilities:
-    """What is believed of servers that verl starts: they don't say, and refuse what they can't.
+    """What is believed of servers behind a client of verl's: they don't say, and refuse what they can't.
 
-    Sampling parameters go to them by the engine's own names: `seed` is vLLM's, SGLang's is another.
+    Sampling parameters go to them by the engine's own names: `seed` is vLLM's, SGLang's is another. rollstream's
+    backend takes them all.
     """
+    if name == NAME:
+        extra: tuple[str, ...] = SERVER_SAMPLING
+    else:
+        extra = (*PENALTIES, "min_p") if name in ("vllm", "sglang") else ()
     return Capabilities(
         token_ids=True,
         logprobs="processed",
-        seeds=name == "vllm",
+        seeds=name in ("vllm", NAME),
         stop_strings=True,
         stop_token_ids=True,
         images=True,
         update_weights=False,
         max_model_len=None,
-        extra_sampling=(*PENALTIES, "min_p") if name in ("vllm", "sglang") else (),
+        extra_sampling=extra,
     )
 
 
