@@ -8,7 +8,8 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -238,18 +239,11 @@ def verl_identity(settings: Settings, config: DictConfig) -> dict[str, Any]:
         ConfigError: a file cannot be read.
     """
     rollout, turns = settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.rollout.multi_turn
-    tools = _yaml("multi_turn.tool_config_path", turns.tool_config_path)
-    entries = _mappings(tools.get("tools") if isinstance(tools, Mapping) else None)
-    loops = loop_entries(rollout.agent.agent_loop_config_path)
     identity: dict[str, Any] = {
         "verl.version": importlib.metadata.version("verl"),
         "verl.custom_cls": _digest(settings.data.custom_cls.path),
-        "verl.agent_loops": _digest(
-            rollout.agent.agent_loop_config_path, (entry.get("_target_") for entry in loops)
-        ),
-        "verl.tool_config_path": _digest(
-            turns.tool_config_path, (entry.get("class_name") for entry in entries)
-        ),
+        "verl.agent_loops": _digest(rollout.agent.agent_loop_config_path),
+        "verl.tool_config_path": _digest(turns.tool_config_path),
         "verl.function_tool_path": _digest(turns.function_tool_path),
     }
     identity |= {f"multi_turn.{name}": getattr(turns, name) for name in _TURNS}
@@ -263,36 +257,39 @@ def verl_identity(settings: Settings, config: DictConfig) -> dict[str, Any]:
     return identity
 
 
-def loop_entries(path: str | None) -> list[Mapping[str, Any]]:
-    """The entries of a YAML of loops; what verl would not read is left to verl to refuse."""
-    return _mappings(_yaml("agent.agent_loop_config_path", path))
+def loop_names(path: str | None) -> list[str]:
+    """Names in a YAML of loops; what verl would not read is left to verl to refuse.
 
-
-def _yaml(key: str, path: str | None) -> Any:
+    Raises:
+        ConfigError: it cannot be read.
+    """
     if path is None:
-        return None
+        return []
     try:
-        return yaml.safe_load(Path(path).expanduser().read_text())
+        entries = yaml.safe_load(Path(path).expanduser().read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{_ROLLOUT}.{key}: {path}: {error}") from error
+        raise ConfigError(f"{_ROLLOUT}.agent.agent_loop_config_path: {path}: {error}") from error
+    found = entries if isinstance(entries, list) else []
+    return [str(entry.get("name")) for entry in found if isinstance(entry, Mapping)]
 
 
-def _mappings(entries: Any) -> list[Mapping[str, Any]]:
-    return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
+_CLASSES = re.compile(rb"""(?:_target_|class_name)["']?\s*:\s*["']?([\w.]+)\.\w""")
+"""Modules of the classes that a YAML of loops or tools names."""
 
 
-def _digest(path: str | None, classes: Iterable[object] = ()) -> str | None:
-    """Of a file, and of the files that classes are in, as far as they are found without importing them."""
+def _digest(path: str | None) -> str | None:
+    """Of a file, and, if it is a YAML, of the sources of its classes, as far as they are found without importing."""
     if path is None or path.startswith("pkg://"):
         return path
     try:
-        digest = hashlib.blake2b(Path(path).expanduser().read_bytes(), digest_size=16)
+        content = Path(path).expanduser().read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    for name in classes:
+    digest = hashlib.blake2b(content, digest_size=16)
+    for module in [] if path.endswith(".py") else _CLASSES.findall(content):
         # A package's own code runs when a module in it is looked for: whatever that raises is verl's to say.
         with contextlib.suppress(Exception):
-            spec = importlib.util.find_spec(str(name or "").rpartition(".")[0])
+            spec = importlib.util.find_spec(module.decode())
             if spec is not None and spec.origin:
                 digest.update(hashlib.blake2b(Path(spec.origin).read_bytes()).digest())
     return digest.hexdigest()

@@ -30,7 +30,7 @@ from rollstream.generation.execution import Execution, Start, join_cluster, star
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.setup import Prepared, manifest_for, take_shard
-from rollstream.integrations.verl.compose import compose_verl, loop_entries, own_servers, verl_identity
+from rollstream.integrations.verl.compose import compose_verl, loop_names, own_servers, verl_identity
 from rollstream.integrations.verl.recipe import (
     VerlLoops,
     VerlRecipe,
@@ -118,7 +118,7 @@ def _prepare(config: DictConfig) -> VerlPrepared:
         take_shard(dataset, *shard)
     check_loop_names(
         {rollout.agent.default_agent_loop, *dataset.agent_names()},
-        (str(entry.get("name")) for entry in loop_entries(rollout.agent.agent_loop_config_path)),
+        loop_names(rollout.agent.agent_loop_config_path),
     )
     identity = build_identity(
         settings,

@@ -13,7 +13,6 @@ from rollstream.integrations.verl.recipe import VerlRecipe
 from rollstream.integrations.verl.rows import sample_row
 from rollstream.integrations.verl.worker import StreamingAgentLoopWorkerMixin
 from rollstream.rollout.ray import RayBackend
-from rollstream.rollout.ray_cluster import RayCluster
 from rollstream.rollout.workers import WorkersExecutor
 from rollstream.store.records import EncodedRollout
 from rollstream.trajectory import Failure, RolloutKey
@@ -88,8 +87,6 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
             max_attempts=max_attempts,
             adaptive=False,
         )
-        cluster = RayCluster({})
-        await cluster.start()
         try:
             await run.start()
             work = asyncio.ensure_future(run.run(_keys(samples, rows)))
@@ -107,7 +104,6 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
                 await asyncio.gather(work, return_exceptions=True)
         finally:
             await run.close()
-            await cluster.close()
 
 
 class _Results(asyncio.Queue[Any]):
