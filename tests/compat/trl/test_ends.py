@@ -95,6 +95,16 @@ def test_ctrl_c_in_a_last_batch_that_is_cut_short_saves_a_checkpoint(tmp_path: P
     assert resumed.trained_rows == made.trained_rows
 
 
+def test_ctrl_c_after_the_last_step_saves_a_checkpoint(tmp_path: Path) -> None:
+    made = trainer(tmp_path, rows(10), max_steps=1, save_on_interrupt=True)
+    made.add_callback(Told(signal.SIGINT, at="on_train_end"))
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    resumed = trainer(tmp_path, rows(10), max_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert len(resumed.trained_rows) == 1 and resumed.trained_rows != made.trained_rows
+
+
 def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path: Path) -> None:
     made = trainer(tmp_path, rows(10), max_steps=2, save_strategy="steps", save_steps=1)
     made.train()

@@ -11,8 +11,6 @@ import torch
 
 from demo_model.problems import Split, enumerate_pairs
 from examples.edit_context import train as example
-from rollstream.errors import TrainingError
-from rollstream.integrations.trl import EnvRolloutFunction
 from rollstream.integrations.trl.rows import BatchRows
 from tests.compat.trl.parts import Recording, load, settings
 
@@ -126,30 +124,3 @@ def test_rows_that_fill_up_have_no_weight_in_any_loss(
     real = rows(slice(0, trained))
     real.pop("row_scale", None)
     assert torch.allclose(split, gradient([real], 1), rtol=1e-3, atol=1e-6)
-
-
-def test_a_plain_rollout_func_has_no_place_for_them(edits: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    from trl import GRPOTrainer
-
-    from rollstream.integrations.trl.rows import env_reward
-
-    model, tokenizer = load()
-    model.load_state_dict(edits)
-    data = example.dataset(PROBLEMS)
-    function = EnvRolloutFunction(
-        example.environment(tmp_path, "actor_rollout_ref.rollout.name=hf"), rows=data
-    )
-    trainer = GRPOTrainer(
-        model,
-        reward_funcs=env_reward,
-        args=settings(tmp_path, max_steps=1, max_completion_length=64),
-        train_dataset=data,
-        processing_class=tokenizer,
-        rollout_func=function,
-    )
-    try:
-        with pytest.raises(TrainingError, match=r"8 rollouts have \d+ trajectories"):
-            trainer.train()
-    finally:
-        function.close()

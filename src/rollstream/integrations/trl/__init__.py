@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollstream.integrations.trl.config import GRPOEnvConfig
     from rollstream.integrations.trl.environment import RolloutEnvironment
-    from rollstream.integrations.trl.rollout_func import EnvRolloutFunction
     from rollstream.integrations.trl.trainer import GRPOEnvTrainer
 
 _HOMES = {
-    "EnvRolloutFunction": "rollout_func",
     "GRPOEnvConfig": "config",
     "GRPOEnvTrainer": "trainer",
     "RolloutEnvironment": "environment",
 }
 
-__all__ = ["EnvRolloutFunction", "GRPOEnvConfig", "GRPOEnvTrainer", "RolloutEnvironment"]
+__all__ = ["GRPOEnvConfig", "GRPOEnvTrainer", "RolloutEnvironment"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,32 +2,10 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from trl import GRPOConfig
 
 from rollstream.errors import ConfigError
-
-Correction = Literal["ratio", "truncate", "mask", "none"]
-
-
-def check_distribution(args: GRPOConfig) -> None:
-    """Refuses TRL's settings by which something else than the model's own distribution would be sampled.
-
-    Raises:
-        ConfigError: one of them is set.
-    """
-    # Log-probs of a truncated distribution are of another policy than the one that is trained.
-    if args.top_p != 1.0 or args.top_k or args.min_p or args.repetition_penalty != 1.0:
-        raise ConfigError(
-            "top_p, top_k, min_p and repetition_penalty change the sampled distribution, and the loss "
-            "knows the model's own: leave them off"
-        )
-    if args.generation_kwargs:
-        raise ConfigError(
-            f"generation_kwargs={args.generation_kwargs!r} are for TRL's own ways to generate: the "
-            "environment's engine generates here, by actor_rollout_ref.rollout.* (stop, engine_kwargs, …)"
-        )
 
 
 @dataclass
@@ -196,7 +174,17 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
             raise ConfigError("batch_groups_max is for batch_tokens")
         if self.batch_tokens is not None and not self.steps_ahead:
             raise ConfigError("batch_tokens needs num_steps_async=1 or more")
-        check_distribution(self)
+        # Log-probs of a truncated distribution are of another policy than the one that is trained.
+        if self.top_p != 1.0 or self.top_k or self.min_p or self.repetition_penalty != 1.0:
+            raise ConfigError(
+                "top_p, top_k, min_p and repetition_penalty change the sampled distribution, and the loss "
+                "knows the model's own: leave them off"
+            )
+        if self.generation_kwargs:
+            raise ConfigError(
+                f"generation_kwargs={self.generation_kwargs!r} are for TRL's own ways to generate: the "
+                "environment's engine generates here, by actor_rollout_ref.rollout.* (stop, engine_kwargs, …)"
+            )
 
     @property
     def steps_ahead(self) -> int:

@@ -173,8 +173,12 @@ NO_IMAGES = (
 )
 
 
-def read_row(example: Mapping[str, Any], index: int) -> PromptRow:
+def read_row(example: Mapping[str, Any], index: int | None = None) -> PromptRow:
     """A dataset's example as a prompt row: columns of a data file, or of `RolloutEnvironment.dataset`.
+
+    Args:
+        example: of the dataset.
+        index: of the example; None: it is not known, and messages show the prompt.
 
     Raises:
         DataError: it is no prompt row, or has images.
@@ -184,12 +188,13 @@ def read_row(example: Mapping[str, Any], index: int) -> PromptRow:
     if packed is not None:
         known = {key: value for key, value in orjson.loads(packed).items() if value is not None}
         columns = {**known, **columns}
+    which = f"the row with the prompt {example.get('prompt')!r:.200}" if index is None else f"row {index}"
     try:
-        row = parse_row(columns, index, "prompt")[0]
+        row = parse_row(columns, index or 0, "prompt")[0]
     except BadRow as error:
-        raise DataError(f"row {index} of the dataset: {error}") from error
+        raise DataError(f"{which} of the dataset: {error}") from error
     if row.images:
-        raise DataError(f"row {index} of the dataset: {NO_IMAGES}")
+        raise DataError(f"{which} of the dataset: {NO_IMAGES}")
     return row
 
 

@@ -45,15 +45,11 @@ class EnvironmentGroups:
         environment: what rollouts are made of.
         trainer: what the trainer decides.
         load_row: the prompt row of an index of the plan.
-        lent_model: weights that the `hf` engine shares, instead of loading its own.
-        first_weights: a folder with the trainer's weights, loaded before the first group; None: what the
-            engine has at `model.path` is what the trainer has.
-        first_version: of those weights.
+        lent_model: weights that the `hf` engine shares, instead of loading its own; None: it has its own.
         agent_names: of the loops that rows name, besides the default one: checked at start.
-        max_failed_groups: groups in a row of which no rollout is left that are let pass, with stand-ins for
-            all rollouts that failed for good; None: a failed rollout is an error.
+        max_failed_groups: groups in a row of which no rollout is left that are let pass.
         rollout_timeout: seconds for a rollout of a group with all its attempts, unless the environment sets
-            `generation.attempt_timeout`; None: none.
+            `generation.attempt_timeout`.
         to_score: gives the prompt rows; an environment that can score none of them does not start. None:
             somebody else scores.
     """
@@ -67,19 +63,16 @@ class EnvironmentGroups:
         trainer: TrainerSays,
         load_row: Callable[[int], PromptRow],
         *,
-        lent_model: Any = None,
-        first_weights: str | None = None,
-        first_version: int = 0,
-        agent_names: Iterable[str] = (),
-        max_failed_groups: int | None = None,
-        rollout_timeout: float | None = None,
-        to_score: Callable[[], Iterable[PromptRow]] | None = None,
+        lent_model: Any,
+        agent_names: Iterable[str],
+        max_failed_groups: int,
+        rollout_timeout: float,
+        to_score: Callable[[], Iterable[PromptRow]] | None,
     ) -> None:
         self._environment = environment
         self._trainer = trainer
         self._load_row = load_row
         self._lent = lent_model
-        self._first = (first_weights, first_version)
         self._agent_names = set(agent_names)
         self._max_failed_groups = max_failed_groups
         self._failed_groups = 0  # in a row
@@ -102,12 +95,6 @@ class EnvironmentGroups:
         await self.engine.start()
         built = build_worker(setup, self.engine, self._agent_names)
         self._check_engine(setup, self.engine)
-        folder, version = self._first
-        if folder is not None:
-            await self.engine.update_weights(folder, version)
-        elif self._lent is not None:
-            async with unwrap_engine(self.engine).changing_weights(version):
-                pass  # the weights are there; their version is not
         # One number of places for all: an evaluation comes while groups are generated ahead.
         self._places = asyncio.Semaphore(in_flight_limit(settings))
         self._built = built
@@ -118,7 +105,7 @@ class EnvironmentGroups:
         rollouts = await self._run_all(rows, self._rollout_timeout)
         errors = _errors(rollouts)
         self._failed_groups = self._failed_groups + 1 if len(errors) == n else 0
-        if self._max_failed_groups is not None and self._failed_groups > self._max_failed_groups:
+        if self._failed_groups > self._max_failed_groups:
             raise GroupFailedError(
                 f"{self._failed_groups} groups in a row failed whole (max_failed_groups="
                 f"{self._max_failed_groups}), the last one of row {group.index}: {errors[-1]}"
@@ -130,7 +117,7 @@ class EnvironmentGroups:
         """One rollout of each row and repeat, in their order.
 
         Raises:
-            TrainingError: one failed, or, with `max_failed_groups`, all did; with the cause.
+            TrainingError: all failed; with a cause.
         """
         rollouts = await self._run_all(rows, None)
         errors = _errors(rollouts)
@@ -140,12 +127,13 @@ class EnvironmentGroups:
         return rollouts
 
     async def update_weights(self, source: str, version: int) -> None:
-        """Loads the folder `source`; "" is for weights that the engine shares, which are there already."""
-        if source:
-            assert self.engine is not None, "start() comes first"
+        """Loads the folder `source`; shared weights are there already, and only their version is told."""
+        assert self.engine is not None, "start() comes first"
+        if self._lent is None:
             await self.engine.update_weights(source, version)
-        elif self._lent is None:
-            raise TrainingError(f"version {version}: the engine shares no weights, and no folder is given")
+        else:
+            async with unwrap_engine(self.engine).changing_weights(version):
+                pass
 
     async def close(self) -> None:
         if self.engine is not None:
@@ -156,37 +144,26 @@ class EnvironmentGroups:
     async def _run_all(self, rows: Sequence[tuple[PromptRow, int]], seconds: float | None) -> list[Rollout]:
         tasks = [asyncio.ensure_future(self._run(row, repeat, seconds)) for row, repeat in rows]
         try:
-            results = await asyncio.gather(*tasks)  # not a TaskGroup: a lost engine is raised as it is
+            return await asyncio.gather(*tasks)  # not a TaskGroup: a lost engine is raised as it is
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        rollouts = []
-        for (row, _), result in zip(rows, results, strict=True):
-            if not isinstance(result, Failure):
-                rollouts.append(result)
-            elif self._max_failed_groups is not None:
-                rollouts.append(stand_in(row, result))
-            else:
-                raise TrainingError(
-                    f"a rollout of row {result.index} failed after {result.attempts} attempts: "
-                    f"{result.error}\n{result.traceback}"
-                )
-        return rollouts
 
-    async def _run(self, row: PromptRow, repeat: int, seconds: float | None) -> Rollout | Failure:
+    async def _run(self, row: PromptRow, repeat: int, seconds: float | None) -> Rollout:
         built = self._built
         assert built is not None, "start() comes first"
         async with self._places:
             running = built.worker.run(row, repeat)
             try:
-                return await (running if seconds is None else within(running, seconds, built.availability))
+                result = await (running if seconds is None else within(running, seconds, built.availability))
             except TimeoutError:
                 late = TrainingError(
                     f"it took longer than {seconds:g} s, its share of async_generation_timeout (for limits of "
                     "each attempt alone set generation.attempt_timeout)"
                 )
-                return make_failure(row.index, repeat, row.prompt_key, 1, "agent", late)
+                result = make_failure(row.index, repeat, row.prompt_key, 1, "agent", late)
+        return stand_in(row, result) if isinstance(result, Failure) else result
 
     def _make_engine(self, setup: RolloutSetup, log_dir: Path) -> Engine:
         if self._lent is None:

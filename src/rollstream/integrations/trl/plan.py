@@ -1,10 +1,12 @@
 """Which prompts are generated: those of TRL's sampler, known ahead by replaying it, or a curriculum's."""
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from statistics import pstdev
 from typing import TYPE_CHECKING, Any
+
+from trl.trainer.utils import RepeatSampler
 
 from rollstream.errors import ConfigError
 from rollstream.training import Curriculum, Group, GroupFilter, NoSignal, Plan, Priority, TokenBudget
@@ -33,72 +35,40 @@ def dataset_digest(dataset: Sequence[Any]) -> str:
 
 
 class SamplerReplay:
-    """What `trl.trainer.utils.RepeatSampler` yields, position by position, without repeats.
-
-    An epoch is one permutation of the rows by a generator that goes on from epoch to epoch; the rows that
-    fill no whole batch are left out, as the sampler does. Source: TRL 1.16.
+    """The rows that TRL's sampler draws, by their place in its sequence, without repeats.
 
     Args:
         rows: of the dataset.
         groups: prompts of one generated batch.
         seed: of the trainer's sampler.
         shuffle: False takes the rows in order.
-        content: of the dataset, see `dataset_digest`: of another one, a saved state is refused.
 
     Raises:
         ConfigError: there are fewer rows than a batch needs.
     """
 
-    def __init__(self, rows: int, groups: int, *, seed: int, shuffle: bool, content: str = "") -> None:
-        self._rows = rows
-        self._used = rows // groups * groups
+    def __init__(self, rows: int, groups: int, *, seed: int, shuffle: bool) -> None:
+        self._used = rows // groups * groups  # the sampler leaves out what fills no whole batch
         if not self._used:
             raise ConfigError(f"the dataset has {rows} rows, and a generated batch needs {groups} prompts")
-        self._groups = groups
-        self._content = content
-        self._seed = seed
-        self._shuffle = shuffle
-        self._permutations: OrderedDict[int, list[int]] = OrderedDict()
-        self._rewind()
+        self._sampler = partial(RepeatSampler, range(rows), 1, groups, shuffle=shuffle, seed=seed)
+        self._begin()
 
     def at(self, position: int) -> tuple[int, int]:
         """Epoch and index of the row at a position."""
         epoch, place = divmod(position, self._used)
-        return epoch, (self._permutation(epoch)[place] if self._shuffle else place)
+        if epoch not in self._epochs and epoch < self._drawn:
+            self._begin()
+        while epoch not in self._epochs:
+            self._epochs[self._drawn] = list(self._drawing)
+            self._epochs.pop(self._drawn - _EPOCHS_KEPT, None)
+            self._drawn += 1
+        return epoch, self._epochs[epoch][place]
 
-    def plan(self, length: int | None = None) -> FunctionPlan:
-        """The same as a plan of `length` positions; None: endless."""
-        identity = {
-            "sampler": "trl.RepeatSampler",
-            "rows": self._rows,
-            "used": self._used,
-            "prompts_per_batch": self._groups,
-            "dataset": self._content,
-            "seed": self._seed if self._shuffle else None,
-        }
-        return FunctionPlan(self.at, identity=identity, length=length)
-
-    def _permutation(self, epoch: int) -> list[int]:
-        import torch
-
-        if epoch not in self._permutations:
-            if epoch < self._drawn:
-                self._rewind()
-            while self._drawn <= epoch:
-                drawn: list[int] = torch.randperm(self._rows, generator=self._generator).tolist()
-                self._permutations[self._drawn] = drawn
-                self._drawn += 1
-                while len(self._permutations) > _EPOCHS_KEPT:
-                    self._permutations.popitem(last=False)
-        return self._permutations[epoch]
-
-    def _rewind(self) -> None:
-        import torch
-
-        self._generator = torch.Generator()
-        self._generator.manual_seed(self._seed)
-        self._drawn = 0
-        self._permutations.clear()
+    def _begin(self) -> None:
+        """Each pass over the sampler is its next epoch; a new one begins with the first."""
+        self._drawing, self._drawn = self._sampler(), 0
+        self._epochs: dict[int, list[int]] = {}
 
 
 class _DatasetCurriculum(Curriculum):
@@ -120,8 +90,15 @@ def make_plan(args: "GRPOEnvConfig", dataset: Any, *, batches: int, shuffle: boo
     # Groups that are thrown away are replaced, and batches may be larger: nobody knows how many there will be.
     length = None if args.group_filter or args.batch_tokens else batches * groups
     if args.curriculum is None:
-        content = dataset_digest(dataset)
-        return SamplerReplay(rows, groups, seed=args.seed, shuffle=shuffle, content=content).plan(length)
+        replay = SamplerReplay(rows, groups, seed=args.seed, shuffle=shuffle)
+        identity = {
+            "sampler": "trl.RepeatSampler",
+            "rows": rows,
+            "prompts_per_batch": groups,
+            "dataset": dataset_digest(dataset),
+            "seed": args.seed if shuffle else None,
+        }
+        return FunctionPlan(replay.at, identity=identity, length=length)
     weigh = find_curriculum(args.curriculum, max(1, batches * groups))
     plan = _DatasetCurriculum(rows, seed=args.seed, weigh=weigh, length=length)
     plan.content = dataset_digest(dataset)

@@ -10,7 +10,6 @@ A *batch* here is what TRL calls a generation batch: `steps_per_generation * num
 
 import math
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from transformers.trainer_utils import SaveStrategy
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from rollstream.errors import ConfigError, GenerationStoppedError, TrainingError
+from rollstream.errors import ConfigError, TrainingError
 from rollstream.integrations.trl.checkpoints import (
     Interrupt,
     how_to_resume,
@@ -34,6 +33,7 @@ from rollstream.integrations.trl.config import GRPOEnvConfig
 from rollstream.integrations.trl.environment import (
     IMAGE_COLUMNS,
     RolloutEnvironment,
+    TrainerSays,
     agent_names,
     check_dataset,
     datasets_of,
@@ -42,7 +42,6 @@ from rollstream.integrations.trl.environment import (
 from rollstream.integrations.trl.groups import EnvironmentGroups, nothing_ahead, run_rows_from
 from rollstream.integrations.trl.plan import SamplerReplay, find_curriculum, make_plan, make_policies
 from rollstream.integrations.trl.ranks import failing_together, from_main
-from rollstream.integrations.trl.rollout_func import trainer_says
 from rollstream.integrations.trl.rows import (
     BatchRows,
     Fields,
@@ -159,9 +158,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._in_checkpoint = False
         self._interrupt = Interrupt(enabled=args.save_on_interrupt)
         self._evaluation_numbers = RowNumbers(len(dataset))
-        self._evaluation: list[tuple[EnvironmentGroups, BatchesAhead]] = []  # its own, outside of a training
-        self._evaluation_left = threading.Event()
-        self._evaluation_begun = False  # in every process
+        self._evaluating = False  # with an engine of its own, outside of a training
+        self._evaluated_by: tuple[EnvironmentGroups, BatchesAhead] | None = None
         self.add_callback(_StepEnds(self))
 
     @property
@@ -195,11 +193,13 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
                         last = from_main(self.accelerator, lambda: last_whole(self.args.output_dir))
                         resume_from_checkpoint = True if last is None else last  # TRL says that there is none
                     trained = super().train(resume_from_checkpoint, *arguments, **keywords)
+                    if self._is_interrupted():
+                        if not (Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}").exists():
+                            self._save_checkpoint(self.model, trial=None)  # it came after the last step
+                        raise KeyboardInterrupt
+                    return trained
                 finally:
                     self._end_generation()
-                if self._interrupt.asked:
-                    raise KeyboardInterrupt
-                return trained
         except (KeyboardInterrupt, SystemExit):
             if self.accelerator.is_main_process:
                 sys.stderr.write(how_to_resume(self.args.output_dir, self.state.global_step) + "\n")
@@ -212,14 +212,12 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
 
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
         """As `Trainer.evaluation_loop`. Outside of a training an engine is started for it, and ends with it."""
-        own, left = list[tuple[EnvironmentGroups, BatchesAhead]](), threading.Event()
-        self._evaluation, self._evaluation_left, self._evaluation_begun = own, left, False
         try:
             return super().evaluation_loop(*arguments, **keywords)
         finally:
-            left.set()
-            for _, batches in own:  # may be being made in another thread, which nobody waits for any more
-                batches.stop()
+            if self._evaluated_by is not None:
+                self._evaluated_by[1].stop()
+            self._evaluating, self._evaluated_by = False, None
             if not self._generating:
                 self._folder.close()
 
@@ -289,30 +287,25 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
 
     def _rollouts_of(self, inputs: list[dict[str, Any]]) -> Fields:
         """Rollouts of the rows of all processes, made once; this process's part, of final trajectories."""
-        rows = [read_row(example, index) for index, example in enumerate(inputs)]
-        every = gather_object(rows)
-        folder = None
+        every = gather_object([read_row(example) for example in inputs])
+        folder = ""
         if self._generating:
             if self._ends(self.control) and self._engine_step != self.state.global_step:
                 self._give_weights()  # after the last step nobody else has
-        elif not (self._shares_weights or self._evaluation_begun):
+        elif not (self._shares_weights or self._evaluating):
             folder = self._folder.write(self.model, self.state.global_step)
-        self._evaluation_begun = True
-        own, left = self._evaluation, self._evaluation_left
+        self._evaluating = not self._generating
 
         def run() -> Fields:
             if self._generating:
                 assert self._groups is not None and self._batches is not None
                 groups, batches = self._groups, self._batches
-            elif own:
-                groups, batches = own[0]
+            elif self._evaluated_by is not None:
+                groups, batches = self._evaluated_by
             else:
-                groups = self._make_groups(folder, version=0)
-                batches = nothing_ahead(groups)
-                own.append((groups, batches))
-                if left.is_set():
-                    raise GenerationStoppedError("nobody waits for this evaluation any more")
-                batches.start()
+                groups = self._make_groups()
+                self._evaluated_by = groups, batches = groups, nothing_ahead(groups)
+                batches.start(weights=folder)
             numbered = self._evaluation_numbers.number(every)
             rollouts = run_rows_from(groups, batches, numbered, _EVALUATION_S)
             return to_rows(rollouts, end_id=self._tokenizer.eos_token_id).fields
@@ -483,8 +476,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         if in_batch and not self._ends(control):
             self._postpone(control)
             return
-        if self.args.save_on_interrupt and from_main(self.accelerator, lambda: self._interrupt.asked):
-            control.should_save = control.should_training_stop = self._interrupt.asked = True
+        if self._is_interrupted():
+            control.should_save = control.should_training_stop = True
         control.should_save |= self._saving_waits
         control.should_evaluate |= self._evaluation_waits
         self._saving_waits = self._evaluation_waits = False
@@ -496,6 +489,10 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         if not self._ends(control):
             self._give_weights()
         self._log_batch()
+
+    def _is_interrupted(self) -> bool:
+        """Whether the main process has noted a Ctrl-C, in every process."""
+        return self.args.save_on_interrupt and from_main(self.accelerator, lambda: self._interrupt.asked)
 
     def _ends(self, control: TrainerControl) -> bool:
         return bool(self.state.global_step >= self.state.max_steps or control.should_training_stop)
@@ -514,7 +511,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
 
         def push() -> None:
             assert self._batches is not None
-            self._batches.update_weights(folder or "", timeout=self.args.weight_sync_timeout)
+            self._batches.update_weights(folder)
 
         from_main(self.accelerator, push)
         self._folder.forget_older()
@@ -523,11 +520,11 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
     # --- the generation thread
 
     def _begin_generation(self) -> None:
-        args = self.args
-        batches_before = 0 if self._resumed is None else int(self._resumed["trained_batches"])
-        self._trained_batches = batches_before
+        args, resumed = self.args, self._resumed
+        self._generating = True
+        self._trained_batches = 0 if resumed is None else int(resumed["trained_batches"])
         self._engine_step = self.state.global_step
-        folder = None if self._shares_weights else self._folder.write(self.model, self._engine_step)
+        folder = "" if self._shares_weights else self._folder.write(self.model, self._engine_step)
 
         def begin() -> None:
             steps_a_batch = args.generate_every // args.gradient_accumulation_steps
@@ -537,7 +534,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
                 batches=-(-self.state.max_steps // steps_a_batch),
                 shuffle=bool(self.shuffle_dataset),
             )
-            self._groups = self._make_groups(folder, version=batches_before)
+            self._groups = self._make_groups()
             self._batches = BatchesAhead(
                 plan,
                 self._groups,
@@ -549,31 +546,31 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
                 weight_timeout=args.weight_sync_timeout,
                 **make_policies(args),
             )
-            if self._resumed is not None:
-                self._batches.load_state_dict(self._resumed["batches"])
+            if resumed is not None:
+                self._batches.load_state_dict(resumed["batches"])
             if self._shares_weights:
                 self._shared = SharedWeights(self._groups, self._batches, args.weight_sync_timeout)
-            if not given_up.is_set():
-                self._batches.start()
+            self._batches.start(weights=folder)
 
-        given_up = threading.Event()
-        try:
-            from_main(self.accelerator, lambda: begin() if self.accelerator.is_main_process else None)
-        except BaseException:
-            given_up.set()  # `begin` may be in another thread; what it starts from now on, nobody would end
-            raise
-        self._generating, self._resumed = True, None
+        from_main(self.accelerator, begin)
 
-    def _make_groups(self, folder: str | None, *, version: int) -> EnvironmentGroups:
-        args, dataset = self.args, self.train_dataset
+    def _make_groups(self) -> EnvironmentGroups:
+        args, dataset, tokenizer = self.args, self.train_dataset, self.processing_class
         lent = lend(self.accelerator.unwrap_model(self.model)) if self._shares_weights else None
+        said = TrainerSays(
+            model_path=self.model.config._name_or_path or None,
+            temperature=args.temperature,
+            response_length=args.max_completion_length,
+            n=args.num_generations,
+            seed=args.seed,
+            template_kwargs=args.chat_template_kwargs or {},
+            tokenizer=getattr(tokenizer, "tokenizer", tokenizer),
+        )
         return EnvironmentGroups(
             self._environment,
-            trainer_says(self),
+            said,
             lambda index: read_row(dataset[index], index),
             lent_model=lent,
-            first_weights=folder,
-            first_version=version,
             agent_names=set().union(*map(agent_names, (dataset, *self._evaluated))),
             max_failed_groups=args.max_failed_groups,
             rollout_timeout=_ROLLOUT_SHARE * args.async_generation_timeout,
@@ -583,11 +580,6 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         )
 
     def _end_generation(self) -> None:
-        if not self._generating:
-            if self._batches is not None:
-                self._batches.stop()  # another process failed while they were being started
-            self._folder.close()
-            return
         self._generating = False
         if self._shared is not None:
             self._shared.let_go()  # an optimizer that failed leaves the engine held

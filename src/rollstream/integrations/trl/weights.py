@@ -30,8 +30,8 @@ class FolderWeights:
         self._root: ScratchFolder | None = None
         self._folders: list[Path] = []
 
-    def write(self, model: Any, step: int) -> str | None:
-        """Writes the weights of a step; in the main process, the folder's path.
+    def write(self, model: Any, step: int) -> str:
+        """Writes the weights of a step; returns the folder's path, which is "" in all but the main process.
 
         All processes call it: gathering a sharded model takes all of them. The folders before it stay, for an
         engine that is started again reads the weights that it had: `forget_older` when it has the new ones.
@@ -45,7 +45,7 @@ class FolderWeights:
             raise ConfigError("a PEFT model's weights cannot be given to the engine: train the whole model")
         state = self._accelerator.get_state_dict(model)
         if not self._accelerator.is_main_process:
-            return None
+            return ""
         try:
             if self._root is None:
                 self._root = ScratchFolder("weights", self._parent)

@@ -5,6 +5,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+pytest.importorskip("trl")
+
 from rollstream.errors import ConfigError, DataError
 from rollstream.integrations.configured_groups import ConfiguredGroups
 from rollstream.integrations.trl.environment import (
@@ -117,6 +119,8 @@ def test_rows_are_read_as_from_a_data_file() -> None:
     assert (row.index, row.ground_truth, row.agent_name) == (4, "2", "tool_agent")
     with pytest.raises(DataError, match="row 3 of the dataset"):
         read_row({"answer": "2"}, 3)
+    with pytest.raises(DataError, match=r"the row with the prompt .*1 \+ 1.* of the dataset"):
+        read_row({**example, "agent_name": 7})
 
 
 @pytest.mark.parametrize("truth", [0, False, "", 0.0])
@@ -147,12 +151,13 @@ def test_tasks_become_a_dataset_and_rows_again() -> None:
 
 
 def test_the_plan_replays_epochs_in_any_order() -> None:
+    """Also those that are kept no more; the rows that fill no batch are left out."""
     replay = SamplerReplay(10, 4, seed=3, shuffle=True)
     positions = [replay.at(position) for position in range(40)]
     for epoch in range(5):
         part = positions[epoch * 8 : epoch * 8 + 8]
         assert {found for found, _ in part} == {epoch}
-        assert len({index for _, index in part}) == 8  # the rows that fill no batch are left out
+        assert len({index for _, index in part}) == 8
     again = SamplerReplay(10, 4, seed=3, shuffle=True)
     assert [again.at(position) for position in reversed(range(40))] == positions[::-1]
     with pytest.raises(ConfigError, match="needs 4 prompts"):
