@@ -6,8 +6,6 @@ from functools import partial
 from statistics import pstdev
 from typing import TYPE_CHECKING, Any
 
-from trl.trainer.utils import RepeatSampler
-
 from rollstream.errors import ConfigError
 from rollstream.training import Curriculum, Group, GroupFilter, NoSignal, Plan, Priority, TokenBudget
 from rollstream.training.curriculum import easy_to_hard, medium_first
@@ -48,6 +46,8 @@ class SamplerReplay:
     """
 
     def __init__(self, rows: int, groups: int, *, seed: int, shuffle: bool) -> None:
+        from trl.trainer.utils import RepeatSampler
+
         self._used = rows // groups * groups  # the sampler leaves out what fills no whole batch
         if not self._used:
             raise ConfigError(f"the dataset has {rows} rows, and a generated batch needs {groups} prompts")
