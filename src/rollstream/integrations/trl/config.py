@@ -2,10 +2,15 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trl import GRPOConfig
 
 from rollstream.errors import ConfigError
+
+
+def _setting(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
 
 
 @dataclass
@@ -16,130 +21,90 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
         ConfigError: values that are out of range or do not go together.
     """
 
-    num_steps_async: int = field(
-        default=1,
-        metadata={
-            "help": "Batches by which one may be older than the weights that it trains, and that are "
-            "generated ahead. 0: nothing is generated while the trainer trains."
-        },
+    num_steps_async: int = _setting(
+        1,
+        "Batches by which one may be older than the weights that it trains, and that are generated ahead. 0: "
+        "nothing is generated while the trainer trains.",
     )
-    async_generation_timeout: float = field(
-        default=300.0,
-        metadata={
-            "help": "Seconds to wait for a batch before the training fails. A rollout of it has failed after "
-            "0.8 of them, unless the environment sets generation.attempt_timeout."
-        },
+    async_generation_timeout: float = _setting(
+        300.0,
+        "Seconds to wait for a batch before the training fails. A rollout of it has failed after 0.8 of them, "
+        "unless the environment sets generation.attempt_timeout.",
     )
-    async_max_queue_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Batches that are there or on their way beyond the one being trained, at most. None: "
-            "2 * num_steps_async. More than num_steps_async changes nothing: staleness bounds it already."
-        },
+    async_max_queue_size: int | None = _setting(
+        None,
+        "Batches that are there or on their way beyond the one being trained, at most. None: "
+        "2 * num_steps_async. More than num_steps_async changes nothing: staleness bounds it already.",
     )
-    use_async_generation: bool = field(
-        default=True, metadata={"help": "False is num_steps_async=0, whatever that says."}
+    use_async_generation: bool = _setting(True, "False is num_steps_async=0, whatever that says.")
+    sampler_correction: str = _setting(
+        "ratio",
+        "What the sampler's log-probs are for. ratio: they are the old policy's in the loss's clipped ratio. "
+        "truncate, mask: the old policy's are computed by the trainer, and each token's loss is weighted by the "
+        "truncated (TIS) or masked (MIS) ratio between the two. none: not used, as in TRL.",
     )
-    sampler_correction: str = field(
-        default="ratio",
-        metadata={
-            "help": "What the sampler's log-probs are for. ratio: they are the old policy's in the loss's "
-            "clipped ratio. truncate, mask: the old policy's are computed by the trainer, and each token's "
-            "loss is weighted by the truncated (TIS) or masked (MIS) ratio between the two. none: not used, "
-            "as in TRL."
-        },
+    sampler_level: str = _setting(
+        "token", "Of what truncate and mask take the ratio: token, sequence or geometric."
     )
-    sampler_level: str = field(
-        default="token",
-        metadata={"help": "Of what truncate and mask take the ratio: token, sequence or geometric."},
+    sampler_ratio_max: float = _setting(2.0, "truncate: the ratio's cap; mask: beyond it the weight is 0.")
+    sampler_ratio_min: float = _setting(0.5, "mask: below it the weight is 0.")
+    weight_sync: str = _setting(
+        "drain",
+        "drain: a weight update waits until nothing is being generated; in_flight: it comes between the tokens "
+        "of what is. An engine that shares the trainer's weights is always updated in flight.",
     )
-    sampler_ratio_max: float = field(
-        default=2.0, metadata={"help": "truncate: the ratio's cap; mask: beyond it the weight is 0."}
+    weight_sync_timeout: float = _setting(
+        300.0, "Seconds for a weight update, the wait for an idle engine included."
     )
-    sampler_ratio_min: float = field(default=0.5, metadata={"help": "mask: below it the weight is 0."})
-    weight_sync: str = field(
-        default="drain",
-        metadata={
-            "help": "drain: a weight update waits until nothing is being generated; in_flight: it comes "
-            "between the tokens of what is. An engine that shares the trainer's weights is always "
-            "updated in flight."
-        },
+    weights_dir: str | None = _setting(
+        None,
+        "Where weights are written for the engine to read: a folder that its servers see, best in memory. None: "
+        "a temporary folder of this machine.",
     )
-    weight_sync_timeout: float = field(
-        default=300.0, metadata={"help": "Seconds for a weight update, the wait for an idle engine included."}
+    order: str = _setting(
+        "plan",
+        "plan: batches hold the sampler's prompts in its order; first: what is finished first, as far as "
+        "num_steps_async allows.",
     )
-    weights_dir: str | None = field(
-        default=None,
-        metadata={
-            "help": "Where weights are written for the engine to read: a folder that its servers see, best "
-            "in memory. None: a temporary folder of this machine."
-        },
+    curriculum: str | None = _setting(
+        None,
+        "Draws prompts by how often they succeeded: medium_first, easy_to_hard, or package.module.name "
+        "(path.py:name) of a function that weighs rows. None: the prompts of TRL's own sampler.",
     )
-    order: str = field(
-        default="plan",
-        metadata={
-            "help": "plan: batches hold the sampler's prompts in its order; first: what is finished "
-            "first, as far as num_steps_async allows."
-        },
+    group_filter: str | None = _setting(
+        None,
+        "Groups that are thrown away and replaced: no_signal (the environment's rewards are all the same), or "
+        "package.module.name (path.py:name) of a class like rollstream.training.NoSignal.",
     )
-
-    curriculum: str | None = field(
-        default=None,
-        metadata={
-            "help": "Draws prompts by how often they succeeded, see rollstream.training.Curriculum: "
-            "medium_first, easy_to_hard, or package.module.name (path.py:name) of a function that weighs rows. "
-            "None: the prompts of TRL's own sampler."
-        },
+    group_priority: str | None = _setting(
+        None,
+        "With order='first', which finished groups are trained first: spread (of the rewards, the greater the "
+        "sooner), or package.module.name (path.py:name) of a function of a rollstream.training.Group.",
     )
-    group_filter: str | None = field(
-        default=None,
-        metadata={
-            "help": "Groups that are thrown away and replaced: no_signal (the environment's rewards are all the "
-            "same), or package.module.name (path.py:name) of a class like rollstream.training.NoSignal."
-        },
+    batch_tokens: int | None = _setting(
+        None,
+        "Batches of a dynamic size: beyond the prompts that TRL's settings ask for, more are taken until the "
+        "next one would bring the batch over so many tokens (of prompts and responses).",
     )
-    group_priority: str | None = field(
-        default=None,
-        metadata={
-            "help": "With order='first', which finished groups are trained first: spread (of the rewards, the "
-            "greater the sooner), or package.module.name (path.py:name) of a function of a "
-            "rollstream.training.Group."
-        },
+    batch_groups_max: int | None = _setting(
+        None, "batch_tokens: prompts of a batch at most. None: four times TRL's."
     )
-    batch_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Batches of a dynamic size: beyond the prompts that TRL's settings ask for, more are taken "
-            "until the next one would bring the batch over so many tokens (of prompts and responses)."
-        },
+    save_on_interrupt: bool = _setting(
+        False,
+        "The first Ctrl-C lets the batch under way be trained, saves a checkpoint and ends; a second one ends "
+        "at once. False: Ctrl-C ends at once.",
     )
-    batch_groups_max: int | None = field(
-        default=None,
-        metadata={"help": "batch_tokens: prompts of a batch at most. None: four times TRL's."},
-    )
-    save_on_interrupt: bool = field(
-        default=False,
-        metadata={
-            "help": "The first Ctrl-C lets the batch under way be trained, saves a checkpoint and ends; a second "
-            "one ends at once. False: Ctrl-C ends at once."
-        },
-    )
-    max_failed_groups: int = field(
-        default=8,
-        metadata={
-            "help": "Groups in a row of which every rollout may fail for good; one more ends the training. A "
-            "failed rollout is not trained on, and has no part in its group's mean."
-        },
+    max_failed_groups: int = _setting(
+        8,
+        "Groups in a row of which every rollout may fail for good; one more ends the training. A failed rollout "
+        "is not trained on, and has no part in its group's mean.",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_failed_groups < 0:
-            raise ConfigError(f"max_failed_groups={self.max_failed_groups}: 0 or more")
-        if self.num_steps_async < 0:
-            raise ConfigError(f"num_steps_async={self.num_steps_async}: 0 or more")
-        if self.async_max_queue_size is not None and self.async_max_queue_size < 0:
-            raise ConfigError(f"async_max_queue_size={self.async_max_queue_size}: 0 or more")
+        for name in ("max_failed_groups", "num_steps_async", "async_max_queue_size"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: 0 or more")
         for name in ("async_generation_timeout", "weight_sync_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: more than 0 seconds")

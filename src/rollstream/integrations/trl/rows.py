@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 Fields = dict[str, list[Any]]
-"""What a `rollout_func` returns: `prompt_ids`, `completion_ids`, `logprobs`, `env_mask` (1: sampled by the
-model), and, for reward functions, `env_reward`, `env_messages`, `env_reward_extra`, and `env_failed`: whether
-it stands in for a rollout that failed."""
+"""What TRL's `rollout_func` returns, and what reward functions get beside it, see `to_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +70,24 @@ def to_rows(rollouts: Sequence[Rollout], *, end_id: int) -> BatchRows:
     Raises:
         TrainingError: a trajectory has no log-probs.
     """
-    fields: Fields = {
-        name: []
-        for name in (
-            *("prompt_ids", "completion_ids", "logprobs", "env_mask"),
-            *("env_reward", "env_messages", "env_reward_extra", "env_failed"),
-        )
-    }
-    snapshots = []
+    finals, snapshots = list[dict[str, Any]](), list[Snapshot]()
     for place, rollout in enumerate(rollouts):
-        for trajectory in rollout.trajectories[:-1]:
-            snapshots.append(Snapshot(place, trajectory.reward, _row(rollout, trajectory, end_id)))
-        final, row = rollout.final, _row(rollout, rollout.final, end_id)
-        for name, value in (
-            ("prompt_ids", row.prompt_ids),
-            ("completion_ids", row.completion_ids),
-            ("logprobs", row.logprobs),
-            ("env_mask", row.mask),
-            ("env_reward", final.reward),
-            ("env_messages", final.messages),
-            ("env_reward_extra", final.reward_extra),
-            ("env_failed", failure_of(rollout) is not None),
-        ):
-            fields[name].append(value)
+        *earlier, final = rollout.trajectories
+        snapshots += [Snapshot(place, one.reward, _row(rollout, one, end_id)) for one in earlier]
+        row = _row(rollout, final, end_id)
+        finals.append(
+            {
+                "prompt_ids": row.prompt_ids,
+                "completion_ids": row.completion_ids,
+                "logprobs": row.logprobs,
+                "env_mask": row.mask,
+                "env_reward": final.reward,
+                "env_messages": final.messages,
+                "env_reward_extra": final.reward_extra,
+                "env_failed": failure_of(rollout) is not None,
+            }
+        )
+    fields = {name: [one[name] for one in finals] for name in finals[0]}
     return BatchRows(fields, snapshots, _figures(rollouts))
 
 
