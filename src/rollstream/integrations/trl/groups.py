@@ -7,7 +7,6 @@ All of it runs in the event loop of `BatchesAhead`; `run_rows_from` and `cause_f
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -322,9 +321,6 @@ def run_rows_from(
         asked = batches.submit(groups.run_rows(rows))
         try:
             return asked.result(timeout)
-        except concurrent.futures.CancelledError:
-            batches.raise_if_over()
-            raise TrainingError(f"{len(rows)} rollouts were cut off") from None
         except TimeoutError:
             if asked.done():
                 raise

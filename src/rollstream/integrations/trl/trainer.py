@@ -155,12 +155,16 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._skips_old_policy = False
         self._engine_step = -1
         self._saving_waits = self._evaluation_waits = False
-        self._in_checkpoint = False
         self._interrupt = Interrupt(enabled=args.save_on_interrupt)
-        self._evaluation_numbers = RowNumbers(len(dataset))
         self._evaluating = False  # with an engine of its own, outside of a training
         self._evaluated_by: tuple[EnvironmentGroups, BatchesAhead] | None = None
-        self.add_callback(_StepEnds(self))
+        self.add_callback(
+            _Callback(
+                on_pre_optimizer_step=self._hold_engine,
+                on_optimizer_step=self._release_engine,
+                on_step_end=self._step_ended,
+            )
+        )
 
     @property
     def batches(self) -> BatchesAhead | None:
@@ -205,13 +209,12 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
                 sys.stderr.write(how_to_resume(self.args.output_dir, self.state.global_step) + "\n")
             raise
 
-    def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        """As `Trainer.evaluate`; every evaluation of the same rows has the same seeds."""
-        self._evaluation_numbers = RowNumbers(len(self.train_dataset))
-        return super().evaluate(*arguments, **keywords)
-
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
-        """As `Trainer.evaluation_loop`. Outside of a training an engine is started for it, and ends with it."""
+        """As `Trainer.evaluation_loop`; the same rows have the same seeds each time.
+
+        Outside of a training an engine is started for it, and ends with it.
+        """
+        self._evaluation_numbers = RowNumbers(len(self.train_dataset))
         try:
             return super().evaluation_loop(*arguments, **keywords)
         finally:
@@ -319,37 +322,29 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids_list: Any
     ) -> Any:
-        """Of all processes `[rollouts, functions]`; NaN for a failed rollout: it has no part in a mean."""
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        failed = [int(bool(example.get("env_failed"))) for example in inputs]
-        everywhere = self.accelerator.gather(torch.tensor(failed, device=rewards.device))
-        self._rewards = rewards.masked_fill(everywhere[:, None] > 0, torch.nan)
-        self._note_unscored(self._rewards.isnan().all(dim=1) & (everywhere == 0), everywhere > 0, inputs)
-        return self._rewards
-
-    def _note_unscored(
-        self, unscored: torch.Tensor, failed: torch.Tensor, inputs: list[dict[str, Any]]
-    ) -> None:
-        """Of all processes' rollouts: those that no function gave a reward, and those that failed.
+        """Of all processes `[rollouts, functions]`; NaN for a failed rollout: it has no part in a mean.
 
         Raises:
             TrainingError: no rollout of a batch to train on has a reward, because the environment's raised.
         """
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        failed = [int(bool(example.get("env_failed"))) for example in inputs]
+        everywhere = self.accelerator.gather(torch.tensor(failed, device=rewards.device))
+        self._rewards = rewards.masked_fill(everywhere[:, None] > 0, torch.nan)
+        unscored = self._rewards.isnan().all(dim=1) & (everywhere == 0)
         share = float(unscored.float().mean())
         if not self.model.training:
             self._metrics["eval"]["rollstream/unscored"].append(share)
-            return
+            return self._rewards
         self._unscored = share
-        if not bool(unscored.any()) or bool((~unscored & ~failed).any()):
-            return
-        causes = [
-            error for error in gather_object([_reward_error(one) for one in inputs]) if error is not None
-        ]
-        if causes:
-            raise TrainingError(
-                f"none of the batch's {int(unscored.sum())} rollouts could be scored, so nothing would be "
-                f"learnt: {causes[0]} ({len(causes)} such errors)"
-            )
+        if bool(unscored.any()) and bool((unscored | (everywhere > 0)).all()):
+            errors = gather_object([_reward_error(one) for one in inputs])
+            if causes := [error for error in errors if error is not None]:
+                raise TrainingError(
+                    f"none of the batch's {int(unscored.sum())} rollouts could be scored, so nothing would be "
+                    f"learnt: {causes[0]} ({len(causes)} such errors)"
+                )
+        return self._rewards
 
     def _with_snapshots(self, output: dict[str, Any], rows: BatchRows) -> dict[str, Any]:
         """The batch with a row for each snapshot, dealt to the processes in turn.
@@ -456,16 +451,16 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
 
     # --- weights out
 
-    def _hold_engine(self) -> None:
+    def _hold_engine(self, *_: Any, **__: Any) -> None:
         if self._shared is not None:
             last = (self._step % self.args.generate_every) == 0
             self._shared.hold(self._trained_batches + (1 if last else 0))
 
-    def _release_engine(self) -> None:
+    def _release_engine(self, *_: Any, **__: Any) -> None:
         if self._shared is not None:
             self._shared.release()
 
-    def _step_ended(self, control: TrainerControl) -> None:
+    def _step_ended(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """After an optimizer step: when it was a batch's last, the batch is trained and the engine is told.
 
         A checkpoint in the middle of a batch waits for its end, for what is half trained can neither be
@@ -597,21 +592,13 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         if self._step % self.args.generate_every and not self._ends(self.control):
             self._saving_waits = True  # asked for by a callback after ours
             return
-        self._in_checkpoint = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._in_checkpoint = False
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `Trainer.save_model`. In a checkpoint, what was trained on follows the model at once.
-
-        Not later: older checkpoints go at the end of one that is saved.
-        """
-        super().save_model(output_dir, _internal_call)
-        if self._in_checkpoint and self._batches is not None and self._generating:
+        if self._batches is not None and self._generating:
+            # Before TRL's files: older checkpoints go when these are written.
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)
             state = {"trained_batches": self._trained_batches, "batches": self._batches.state_dict()}
-            write_state(Path(output_dir or self.args.output_dir), state)
+            write_state(folder, state)
+        super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -619,20 +606,11 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             self._resumed = read_state(checkpoint)
 
 
-class _StepEnds(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
-    """Tells the trainer when an optimizer step is about to be made, was made, and has ended."""
+class _Callback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+    """Calls these functions at their events."""
 
-    def __init__(self, trainer: GRPOEnvTrainer) -> None:
-        self._trainer = trainer
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._trainer._hold_engine()
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._trainer._release_engine()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._trainer._step_ended(control)
+    def __init__(self, **events: Any) -> None:
+        self.__dict__.update(events)
 
 
 def _no_rollouts(prompts: Any, trainer: Any) -> Any:
