@@ -96,7 +96,8 @@ class Endpoint:
         try:
             with recorder.noting():
                 asked = read_chat(body, harmless=_HARMLESS, neutral=_NEUTRAL)
-                turn, prompt_ids = await recorder.answer(_call_of(asked, recorder.sampling))
+                call = _call_of(asked, recorder.sampling)
+                turn, prompt_ids = await recorder.answer(call, gone=lambda: request.gone)
         finally:
             del self._answering[task]
         completion = turn.completion

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,8 +66,12 @@ class Recorder:
                 self._broken.set_result(error)
             raise
 
-    async def answer(self, call: Call) -> tuple[Turn, list[int]]:
+    async def answer(self, call: Call, *, gone: Callable[[], bool] = lambda: False) -> tuple[Turn, list[int]]:
         """Lets the model answer.
+
+        Args:
+            call: what is asked for.
+            gone: whether the client went away: then the answer is not kept, for nobody will have read it.
 
         Returns:
             The call with its answer, and the prompt that the engine got.
@@ -76,6 +80,7 @@ class Recorder:
             HTTPError: there is no room for an answer, or the engine cannot do what is asked.
             DataError: the chat template refuses the messages.
             EngineError: the engine's.
+            CancelledError: the client went away.
         """
         ask = self.session.begin(call.messages, call.tools)
         try:
@@ -88,6 +93,8 @@ class Recorder:
                 track.context, sampling, messages=ask.messages, tools=call.tools or None
             )
             message = self._read(completion, ask, in_thinking=in_thinking)
+            if gone():
+                raise asyncio.CancelledError  # as the server is about to cancel it
         except BaseException:
             self.session.give_up(ask)
             raise

@@ -13,6 +13,7 @@ from rollstream.errors import EngineError
 from rollstream.gateway.app import SESSION_HEADER, Endpoint
 from rollstream.gateway.recorder import Recorder
 from rollstream.testing.scripted import ScriptedEngine
+from rollstream.web import Request
 from tests.support.until import until
 from tests.unit.agent.rollouts import END, call_text, demo_tokenizer, started
 from tests.unit.gateway.test_recorder import TOOL, check_exact, recorder_of, user
@@ -178,6 +179,21 @@ async def test_a_client_that_hangs_up_ends_its_generation() -> None:
         task.cancel()
         await until(lambda: not engine.in_flight)
     assert recorder.session.turns == []
+
+
+async def test_an_answer_whose_client_went_away_meanwhile_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ended when the answer was there already, and nothing was cancelled yet."""
+    engine = await started(response_tokens=4)
+    async with served(engine) as (recorder, post):
+        with monkeypatch.context() as patched:
+            patched.setattr(Request, "gone", property(lambda self: bool(engine.completions)))
+            with pytest.raises(aiohttp.ClientError):
+                await post(ASK)
+        assert engine.completions and not recorder.session.turns
+        assert (await post(ASK))[0] == 200
+    assert len(recorder.session.trajectories()) == 1
 
 
 async def test_rollouts_at_once_do_not_mix() -> None:
