@@ -181,25 +181,20 @@ def append_rows(
         multiple: TRL's `pad_to_multiple_of`.
     """
     import torch
+    from trl.trainer.utils import pad
 
     ids = [row.completion_ids for row in rows]
     grown = dict(output)
-    for name, values, fill, left in (
-        ("prompt_ids", [row.prompt_ids for row in rows], pad_id, True),
-        ("prompt_mask", [[1] * len(row.prompt_ids) for row in rows], 0, True),
-        ("completion_ids", ids, pad_id, False),
-        ("completion_mask", [[1] * len(one) for one in ids], 0, False),
-        ("tool_mask", [row.mask for row in rows], 1, False),
-        ("sampling_per_token_logps", [row.logprobs for row in rows], 0.0, False),
+    for name, values, fill, side in (
+        ("prompt_ids", [row.prompt_ids for row in rows], pad_id, "left"),
+        ("prompt_mask", [[1] * len(row.prompt_ids) for row in rows], 0, "left"),
+        ("completion_ids", ids, pad_id, "right"),
+        ("completion_mask", [[1] * len(one) for one in ids], 0, "right"),
+        ("tool_mask", [row.mask for row in rows], 1, "right"),
+        ("sampling_per_token_logps", [row.logprobs for row in rows], 0.0, "right"),
     ):
         tensors = [*output[name], *(torch.tensor(one).to(output[name]) for one in values)]
-        width = max(map(len, tensors))
-        width = -(-width // multiple) * multiple if multiple else width
-        sides = [(width - len(one), 0) if left else (0, width - len(one)) for one in tensors]
-        padded = [
-            torch.nn.functional.pad(one, side, value=fill) for one, side in zip(tensors, sides, strict=True)
-        ]
-        grown[name] = torch.stack(padded)
+        grown[name] = pad(tensors, fill, side, pad_to_multiple_of=multiple)
     return grown
 
 
@@ -227,6 +222,7 @@ def snapshot_advantages(
         aggregation: TRL's `multi_objective_aggregation`.
     """
     import torch
+    from trl.trainer.utils import nanstd
 
     places = torch.tensor([one.rollout for one in snapshots], dtype=torch.long, device=rewards.device)
     own = rewards.new_tensor([torch.nan if one.reward is None else one.reward for one in snapshots])
@@ -240,30 +236,19 @@ def snapshot_advantages(
         return (values * weights).nansum(1).masked_fill(given.isnan().all(1), torch.nan)
 
     if aggregation == "normalize_then_sum":
-        means, deviations = _statistics(rewards.reshape(-1, group_size, rewards.shape[1]))
-        each = (rewards - means.repeat_interleave(group_size, 0)) / (
-            deviations.repeat_interleave(group_size, 0) + _EPSILON
-        )
-        normalized = (mine - means[groups]) / (deviations[groups] + _EPSILON)
-        mean, deviation = _statistics(total(each, rewards)[None])
-        advantages = (total(normalized, mine) - mean) / (deviation + _EPSILON)
+        grouped = rewards.reshape(-1, group_size, rewards.shape[1])
+        means, deviations = grouped.nanmean(1, keepdim=True), nanstd(grouped, dim=1, keepdim=True) + _EPSILON
+        finals = total(((grouped - means) / deviations).reshape(rewards.shape), rewards)
+        totals = total((mine - means[groups, 0]) / deviations[groups, 0], mine)
+        advantages = (totals - finals.nanmean()) / (nanstd(finals) + _EPSILON)
     else:
-        finals = total(rewards, rewards)
-        mean, deviation = _statistics(finals.reshape(-1, group_size))
-        if scale == "batch":
-            deviation = _statistics(finals[None])[1].expand_as(deviation)
-        advantages = total(mine, mine) - mean[groups]
+        finals = total(rewards, rewards).reshape(-1, group_size)
+        advantages = total(mine, mine) - finals.nanmean(1)[groups]
         if scale != "none":
-            advantages = advantages / (deviation[groups] + _EPSILON)
+            deviation = nanstd(finals) if scale == "batch" else nanstd(finals, dim=1)[groups]
+            advantages = advantages / (deviation + _EPSILON)
     return advantages.masked_fill(unscored, 0.0).nan_to_num(nan=0.0)
 
 
 _EPSILON = 1e-4
 """Added to a standard deviation, as TRL does."""
-
-
-def _statistics(values: "torch.Tensor") -> tuple["torch.Tensor", "torch.Tensor"]:
-    """Mean and sample standard deviation over the second axis, of what is not NaN."""
-    mean = values.nanmean(1)
-    variance = (values - mean.unsqueeze(1)).square().nansum(1) / (values.isnan().logical_not().sum(1) - 1)
-    return mean, variance.sqrt()

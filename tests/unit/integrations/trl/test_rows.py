@@ -22,6 +22,7 @@ from rollstream.training.group import token_versions
 from rollstream.trajectory import Failure, PromptRow, Rollout, Trajectory
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("trl")
 
 
 def trajectory(**changed: object) -> Trajectory:
