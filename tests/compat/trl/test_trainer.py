@@ -21,7 +21,6 @@ from trl.trainer import grpo_trainer
 
 from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.errors import ConfigError, GenerationFailedError
-from rollstream.integrations.trl import GRPOEnvTrainer
 from rollstream.integrations.trl import trainer as home
 from rollstream.integrations.trl.checkpoints import STATE_FILE
 from rollstream.integrations.trl.groups import EnvironmentGroups
@@ -261,16 +260,8 @@ def test_a_failure_while_nobody_waits_for_a_batch_has_its_cause(
 
     monkeypatch.setattr(EnvironmentGroups, "generate", generate)
     monkeypatch.setattr(EnvironmentGroups, "run_rows", evaluate)
-    model, tokenizer = load()
     changed = {"eval_strategy": "steps", "eval_steps": 1} if during == "an evaluation" else {}
-    made = GRPOEnvTrainer(
-        model,
-        environment(tmp_path),
-        settings(tmp_path, max_steps=3, **changed),
-        train_dataset=rows(ROWS),
-        eval_dataset=rows(4),
-        processing_class=tokenizer,
-    )
+    made = trainer(tmp_path, rows(ROWS), eval_dataset=rows(4), max_steps=3, **changed)
     compute_loss = made.compute_loss
 
     def slow(*arguments: Any, **keywords: Any) -> Any:
@@ -319,22 +310,16 @@ def test_a_rollout_that_failed_is_not_trained_on(tmp_path: Path) -> None:
     def one(completions: Any, **_: Any) -> list[float]:
         return [1.0] * len(completions)
 
-    model, tokenizer = load()
-    made = Recording(
-        model,
-        environment(tmp_path),
-        settings(
-            tmp_path,
-            max_steps=2,
-            eval_strategy="steps",
-            eval_steps=2,
-            per_device_eval_batch_size=16,
-            beta=0.1,
-        ),
-        train_dataset=dataset,
+    made = trainer(
+        tmp_path,
+        dataset,
         eval_dataset=dataset,
         reward_funcs=one,
-        processing_class=tokenizer,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=16,
+        beta=0.1,
     )
     made.train()
     logged = [entry["rollstream/failed"] for entry in made.state.log_history if "rollstream/failed" in entry]
@@ -370,23 +355,6 @@ def test_a_reference_that_is_the_model_itself_is_computed(
     assert output["sampling_per_token_logps"].abs().max() > 0.1
     difference = output["ref_per_token_logps"] - output["sampling_per_token_logps"]
     assert (difference * output["completion_mask"]).abs().max() < 1e-3
-
-
-def test_evaluation_inside_and_outside_of_training(tmp_path: Path) -> None:
-    model, tokenizer = load()
-    args = settings(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=8)
-    made = GRPOEnvTrainer(
-        model,
-        environment(tmp_path),
-        args,
-        train_dataset=rows(ROWS),
-        eval_dataset=rows(4),
-        processing_class=tokenizer,
-    )
-    made.train()
-    inside = next(entry for entry in made.state.log_history if "eval_reward" in entry)
-    assert 0 <= inside["eval_reward"] <= 1
-    assert 0 <= made.evaluate()["eval_reward"] <= 1
 
 
 def test_an_evaluation_between_the_steps_of_a_batch_leaves_its_figures(tmp_path: Path) -> None:
@@ -428,39 +396,35 @@ def test_rows_to_evaluate_are_looked_at_before_training(tmp_path: Path) -> None:
 def test_an_evaluation_has_the_environments_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And shares them with what is generated ahead meanwhile."""
     seen = at_once(monkeypatch)
-    model, tokenizer = load()
-    made = GRPOEnvTrainer(
-        model,
-        environment(tmp_path, "hf", "generation.max_in_flight=3"),
-        settings(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8),
-        train_dataset=rows(ROWS),
+    made = trainer(
+        tmp_path,
+        rows(ROWS),
+        env=environment(tmp_path, "hf", "generation.max_in_flight=3"),
         eval_dataset=rows(8),
-        processing_class=tokenizer,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=8,
     )
     made.train()
     assert max(seen) == 3
     seen.clear()
-    made.evaluate()
+    assert 0 <= made.evaluate()["eval_reward"] <= 1
     assert max(seen) == 3
 
 
 def test_weights_reach_an_engine_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """openvino has its own copy: what it samples for steps and evaluations has the trainer's log-probs."""
-    model, tokenizer = load()
-    made = GRPOEnvTrainer(
-        model,
-        environment(tmp_path, "openvino"),
-        settings(
-            tmp_path,
-            max_steps=2,
-            learning_rate=3e-3,
-            eval_strategy="steps",
-            eval_steps=1,
-            per_device_eval_batch_size=8,
-        ),
-        train_dataset=rows(ROWS),
+    made = trainer(
+        tmp_path,
+        rows(ROWS),
+        env=environment(tmp_path, "openvino"),
         eval_dataset=rows(8),
-        processing_class=tokenizer,
+        max_steps=2,
+        learning_rate=3e-3,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=8,
     )
     sampled = numbers_of(monkeypatch)
     pushed: list[tuple[Path, bool]] = []
@@ -490,7 +454,7 @@ def test_weights_reach_an_engine_of_its_own(tmp_path: Path, monkeypatch: pytest.
     # Both evaluations have the same numbers, and no rollout of the training has one of them.
     times = Counter(Counter(sampled).values())
     assert times == {1: 16, 2: 16}
-    assert not torch.allclose(made.model.lm_head.weight, load_again().lm_head.weight, atol=1e-3)
+    assert not torch.allclose(made.model.lm_head.weight, load()[0].lm_head.weight, atol=1e-3)
 
 
 def test_an_evaluation_outside_of_a_training_has_one_engine(
@@ -514,10 +478,6 @@ def test_an_evaluation_outside_of_a_training_has_one_engine(
     with pytest.raises(ConfigError, match="nosuch"):
         trainer(tmp_path, rows(ROWS), env=cannot, **changed).train()
     assert not list(tmp_path.glob("rollstream-*"))
-
-
-def load_again() -> Any:
-    return load()[0]
 
 
 @pytest.mark.parametrize(
@@ -593,24 +553,18 @@ def test_a_checkpoint_waits_for_the_end_of_its_batch(tmp_path: Path) -> None:
 
 def test_what_ends_in_the_middle_of_a_batch(tmp_path: Path) -> None:
     """Batches of two steps, three steps: the best one is saved at a batch's end, and training begins anew."""
-    model, tokenizer = load()
-    made = Recording(
-        model,
-        environment(tmp_path),
-        settings(
-            tmp_path,
-            max_steps=3,
-            per_device_train_batch_size=4,
-            steps_per_generation=2,
-            eval_strategy="steps",
-            eval_steps=1,
-            per_device_eval_batch_size=4,
-            save_strategy="best",
-            metric_for_best_model="eval_reward",
-        ),
-        train_dataset=rows(40),
+    made = trainer(
+        tmp_path,
+        rows(40),
         eval_dataset=rows(4),
-        processing_class=tokenizer,
+        max_steps=3,
+        per_device_train_batch_size=4,
+        steps_per_generation=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        save_strategy="best",
+        metric_for_best_model="eval_reward",
     )
     made.train()
     evaluated = [entry["step"] for entry in made.state.log_history if "eval_reward" in entry]
