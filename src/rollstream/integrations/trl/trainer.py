@@ -153,7 +153,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._rewards = torch.empty(0)
         self._unscored = 0.0
         self._skips_old_policy = False
-        self._engine_step = -1
+        self._engine_step = self._saved_step = -1
         self._saving_waits = self._evaluation_waits = False
         self._interrupt = Interrupt(enabled=args.save_on_interrupt)
         self._evaluating = False  # with an engine of its own, outside of a training
@@ -190,6 +190,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         # not start, what it was to go on from.
         self._step, self._buffered_inputs, self._batches, self._resumed = 0, None, None, None
         self._saving_waits = self._evaluation_waits = False
+        self._saved_step = -1
         try:
             with ending_on_sigterm(), failing_together(self.accelerator), self._interrupt:
                 try:
@@ -198,7 +199,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
                         resume_from_checkpoint = True if last is None else last  # TRL says that there is none
                     trained = super().train(resume_from_checkpoint, *arguments, **keywords)
                     if self._is_interrupted():
-                        if not (Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}").exists():
+                        if self._saved_step != self.state.global_step:
                             self._save_checkpoint(self.model, trial=None)  # it came after the last step
                         raise KeyboardInterrupt
                     return trained
@@ -599,6 +600,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             state = {"trained_batches": self._trained_batches, "batches": self._batches.state_dict()}
             write_state(folder, state)
         super()._save_checkpoint(model, trial)
+        self._saved_step = self.state.global_step
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
