@@ -112,13 +112,13 @@ class EnvironmentGroups:
         _warn(errors, f"{n} rollouts of row {group.index}")
         return rollouts
 
-    async def run_rows(self, rows: Sequence[tuple[PromptRow, int]]) -> list[Rollout]:
-        """One rollout of each row and repeat, in their order.
+    async def run_rows(self, rows: Sequence[PromptRow]) -> list[Rollout]:
+        """One rollout of each row, in their order.
 
         Raises:
             TrainingError: all failed; with a cause.
         """
-        rollouts = await self._run_all(rows, None)
+        rollouts = await self._run_all([(row, 0) for row in rows], None)
         errors = _errors(rollouts)
         if rows and len(errors) == len(rows):
             raise TrainingError(f"all {len(rows)} rollouts failed, the last one {errors[-1]}")
@@ -310,7 +310,7 @@ def cause_first(batches: BatchesAhead) -> Iterator[None]:
 
 
 def run_rows_from(
-    groups: EnvironmentGroups, batches: BatchesAhead, rows: Sequence[tuple[PromptRow, int]], timeout: float
+    groups: EnvironmentGroups, batches: BatchesAhead, rows: Sequence[PromptRow], timeout: float
 ) -> list[Rollout]:
     """`EnvironmentGroups.run_rows`, from another thread.
 

@@ -7,14 +7,14 @@ A rollout may have several trajectories: those before a context edit (snapshots)
 are of N rollouts, so it is given the final ones; each snapshot is a row of its own behind them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rollstream.errors import TrainingError
 from rollstream.integrations.trl.groups import failure_of
-from rollstream.trajectory import PromptRow, Rollout, Trajectory
+from rollstream.trajectory import Rollout, Trajectory
 
 if TYPE_CHECKING:
     import torch
@@ -137,33 +137,6 @@ def take_slice(fields: Fields, rank: int, ranks: int) -> Fields:
 def env_reward(*, env_reward: list[float | None], **_: Any) -> list[float | None]:
     """The environment's reward as a TRL reward function; None: not scored, left out of its group's mean."""
     return env_reward
-
-
-class RowNumbers:
-    """Numbers of rollouts that no plan knows: an index by a row's content, and a repeat for each of its rollouts.
-
-    No pair comes twice. A rollout's request id and seed come from both: two prompts with one pair would be
-    sampled alike, and an engine would have two requests of one name.
-
-    Args:
-        first: the first index; those below are somebody else's, as the training's.
-    """
-
-    def __init__(self, first: int = 0) -> None:
-        self._first = first
-        self._indices: dict[str, int] = {}
-        self._repeats: dict[str, int] = {}
-
-    def number(self, rows: Iterable[PromptRow]) -> list[tuple[PromptRow, int]]:
-        """The rows with their indices, and the repeat of each."""
-        numbered = []
-        for row in rows:
-            key = row.prompt_key
-            index = self._indices.setdefault(key, self._first + len(self._indices))
-            repeat = self._repeats.get(key, 0)
-            self._repeats[key] = repeat + 1
-            numbered.append((replace(row, index=index), repeat))
-        return numbered
 
 
 # --- rows behind those that TRL has made

@@ -8,6 +8,7 @@
 A *batch* here is what TRL calls a generation batch: `steps_per_generation * num_iterations` micro-steps long.
 """
 
+import itertools
 import math
 import sys
 from dataclasses import replace
@@ -46,7 +47,6 @@ from rollstream.integrations.trl.rows import (
     BatchRows,
     Fields,
     Row,
-    RowNumbers,
     append_rows,
     empty_row,
     env_reward,
@@ -211,11 +211,11 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             raise
 
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
-        """As `Trainer.evaluation_loop`; the same rows have the same seeds each time.
+        """As `Trainer.evaluation_loop`; the same rows have the same indices, and so seeds, each time.
 
         Outside of a training an engine is started for it, and ends with it.
         """
-        self._evaluation_numbers = RowNumbers(len(self.train_dataset))
+        self._evaluation_indices = itertools.count(len(self.train_dataset))  # those below are the training's
         try:
             return super().evaluation_loop(*arguments, **keywords)
         finally:
@@ -310,8 +310,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
                 groups = self._make_groups()
                 self._evaluated_by = groups, batches = groups, nothing_ahead(groups)
                 batches.start(weights=folder)
-            numbered = self._evaluation_numbers.number(every)
-            rollouts = run_rows_from(groups, batches, numbered, _EVALUATION_S)
+            indexed = [replace(row, index=next(self._evaluation_indices)) for row in every]
+            rollouts = run_rows_from(groups, batches, indexed, _EVALUATION_S)
             return to_rows(rollouts, end_id=self._tokenizer.eos_token_id).fields
 
         fields = from_main(self.accelerator, run)

@@ -3,14 +3,11 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rollstream.errors import TrainingError
 from rollstream.integrations.trl.groups import failure_of, stand_in
 from rollstream.integrations.trl.rows import (
     Row,
-    RowNumbers,
     Snapshot,
     append_rows,
     env_reward,
@@ -67,18 +64,6 @@ def test_a_rollout_that_failed_is_masked_and_has_no_reward() -> None:
     assert (fields["prompt_ids"][1], fields["completion_ids"][1], fields["env_mask"][1]) == ([9], [9], [0])
     assert fields["env_reward"] == [0.5, None]
     assert failure_of(rollout(0)) is None and "after 3 attempts, ValueError: no" in (failure_of(failed) or "")
-
-
-@given(st.lists(st.lists(st.sampled_from("abcd"), max_size=6), max_size=6), st.integers(0, 9))
-def test_no_two_rollouts_have_one_number(calls: list[list[str]], first: int) -> None:
-    numbers, seen = RowNumbers(first), []
-    for call in calls:
-        numbered = numbers.number([PromptRow(0, key, [], "source") for key in call])
-        assert [row.prompt_key for row, _ in numbered] == call
-        seen += [(row.index, repeat, row.prompt_key) for row, repeat in numbered]
-    assert len({(index, repeat) for index, repeat, _ in seen}) == len(seen)
-    assert len({(index, key) for index, _, key in seen}) == len({key for _, _, key in seen})
-    assert all(index >= first for index, _, _ in seen)
 
 
 def test_missing_logprobs_are_refused() -> None:
