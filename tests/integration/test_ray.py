@@ -34,7 +34,7 @@ def no_cluster_is_joined() -> None:
     ray.shutdown()
 
 
-TIMES = {"metrics"}
+TIMES = {"metrics", "finished_at"}
 """Columns that no two runs share."""
 
 

@@ -1,7 +1,9 @@
 """Batches: sealed Parquet files of trajectories, sorted by key, zstd, with page checksums.
 
 Journal file N becomes batch N (`seal_journal`). The schema is the same in every batch and in the merged
-artifact. Beside them stand `_SHA256SUMS` (batches) and `trajectories.parquet.sha256`, for `rollstream
+artifact. It has row groups of 1,024 rows at most, with the range of their keys in the footer, so that one
+rollout is found in milliseconds; what is counted of a row's tokens is a column of its own, so that a look at
+all rows reads no tokens. Beside them stand `_SHA256SUMS` (batches) and `trajectories.parquet.sha256`, for `rollstream
 validate` and for `sha256sum -c`: page checksums do not cover a Parquet file's footer. A line is durable
 before its file has its name, so a file that has its name has a line. (Readers of Parquet folders pass over
 names that begin with an underscore.)
@@ -11,6 +13,7 @@ import hashlib
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -31,10 +34,13 @@ from rollstream.trajectory import Metrics
 
 METRIC_NAMES = tuple(field.name for field in fields(Metrics))
 
-BATCH_FORMAT = "rollstream.batch/2"
-"""Stands in the metadata of every batch and artifact; another one is not read."""
+BATCH_FORMAT = "rollstream.batch/3"
+"""Stands in the metadata of every batch and artifact."""
 
-SCHEMA = pa.schema(
+_BEFORE_COUNTS = "rollstream.batch/2"
+"""The format without the columns of `COUNTS`, which are computed when such a file is read. No other is read."""
+
+RECORDED = pa.schema(
     [
         pa.field("index", pa.int64(), nullable=False),
         pa.field("repeat", pa.int32(), nullable=False),
@@ -62,7 +68,21 @@ SCHEMA = pa.schema(
         pa.field("extra", pa.string(), nullable=False),
     ]
 )
-"""Columns of a batch. `messages`, `reward_extra`, `ground_truth` and `extra` hold JSON text."""
+"""What a rollout says of itself. `messages`, `reward_extra`, `ground_truth` and `extra` hold JSON text."""
+
+COUNTS = pa.schema(
+    [
+        pa.field("prompt_tokens", pa.int32(), nullable=False),
+        pa.field("response_tokens", pa.int32(), nullable=False),
+        pa.field("sampled_tokens", pa.int32(), nullable=False),
+        pa.field("mean_logprob", pa.float32()),
+        pa.field("finished_at", pa.float64()),
+    ]
+)
+"""What is counted of a row when it is sealed, and when its rollout was encoded (Unix seconds)."""
+
+SCHEMA = pa.schema([*RECORDED, *COUNTS])
+"""Columns of a batch."""
 
 KEY_COLUMNS = ["index", "repeat", "trajectory"]
 
@@ -140,7 +160,50 @@ def build_table(records: Sequence[RolloutRecord]) -> pa.Table:
         pa.array([record.ground_truth for record, _, _ in rows], pa.string()),
         pa.array([trajectory.extra for trajectory in trajectories], pa.string()),
     ]
-    return pa.Table.from_arrays(columns, schema=SCHEMA)
+    recorded = pa.Table.from_arrays(columns, schema=RECORDED)
+    return with_counts(recorded, pa.array([record.finished_at for record, _, _ in rows], pa.float64()))
+
+
+def with_counts(table: pa.Table, finished_at: pa.Array | None = None) -> pa.Table:
+    """Rows of all of `RECORDED` with the columns of `COUNTS` behind them."""
+    prompt_offsets, _ = _list_parts(table["prompt_ids"])
+    offsets, mask = _list_parts(table["response_mask"])
+    logprob_offsets, logprobs = _list_parts(table["response_logprobs"])
+    prompts, responses = np.diff(prompt_offsets), np.diff(offsets)
+    for row in np.flatnonzero(prompts == 0):  # no tokenizer: as the endpoint counts
+        usage = orjson.loads(table["extra"][int(row)].as_py()).get("usage")
+        prompts[row], responses[row] = (_usage(usage, name) for name in ("prompt_tokens", "response_tokens"))
+    sampled = _sums(mask, offsets)
+    known = (sampled > 0) & (np.diff(logprob_offsets) > 0)
+    means = _sums(logprobs, logprob_offsets) / np.where(known, sampled, 1)  # 0.0 where the mask is 0
+    columns = [
+        pa.array(prompts.astype(np.int32)),
+        pa.array(responses.astype(np.int32)),
+        pa.array(sampled.astype(np.int32)),
+        pa.array(means.astype(np.float32), mask=~known),
+        pa.nulls(len(table), pa.float64()) if finished_at is None else finished_at,
+    ]
+    return pa.Table.from_arrays([*table.columns, *columns], schema=SCHEMA)
+
+
+def _usage(usage: Any, name: str) -> int:
+    count = usage.get(name) if isinstance(usage, dict) else None
+    return count if isinstance(count, int) and 0 <= count < 1 << 31 else 0
+
+
+def _list_parts(column: pa.ChunkedArray) -> tuple[Any, Any]:
+    """Where each list of numbers begins and the last one ends, and the numbers."""
+    lists = column.combine_chunks()
+    return np.from_dlpack(lists.offsets), np.from_dlpack(lists.values)
+
+
+def _sums(values: Any, offsets: Any) -> npt.NDArray[np.float64]:
+    """The sum of each list."""
+    sums = np.zeros(len(offsets) - 1)
+    filled = np.flatnonzero(np.diff(offsets))
+    if len(filled):
+        sums[filled] = np.add.reduceat(values[: offsets[-1]], offsets[filled], dtype=np.float64)
+    return sums
 
 
 def _list_array(parts: Sequence[bytes | None], dtype: np.dtype[np.generic]) -> pa.Array:
@@ -321,12 +384,13 @@ def open_parquet(path: Path) -> pq.ParquetFile:
     with reading(path):
         file = pq.ParquetFile(path, page_checksum_verification=True)
     written_as = (file.metadata.metadata or {}).get(b"rollstream.format", b"").decode(errors="replace")
-    if written_as != BATCH_FORMAT and re.fullmatch(r"rollstream\.batch/\d+", written_as):
+    schema = {BATCH_FORMAT: SCHEMA, _BEFORE_COUNTS: RECORDED}.get(written_as)
+    if schema is None and re.fullmatch(r"rollstream\.batch/\d+", written_as):
         file.close()
         raise RunDirectoryError(
             f"{path} has format {written_as!r}; this version of rollstream reads {BATCH_FORMAT!r}"
         )
-    if written_as != BATCH_FORMAT or not file.schema_arrow.equals(SCHEMA):
+    if schema is None or not file.schema_arrow.equals(schema):
         file.close()
         raise DamagedFileError(path, f"{path.name} does not have the columns of a batch")
     return file
@@ -346,7 +410,7 @@ def reading(path: Path) -> Iterator[None]:
         if error.errno is not None:
             raise StorageError(f"cannot read {path}: {error.strerror}") from error
         raise DamagedFileError(path, f"{path.name} is damaged: {_first_line(error)}") from error
-    except (pa.ArrowException, UnicodeDecodeError) as error:
+    except (pa.ArrowException, UnicodeDecodeError, orjson.JSONDecodeError) as error:
         raise DamagedFileError(path, f"{path.name} is damaged: {_first_line(error)}") from error
 
 
@@ -375,12 +439,48 @@ def read_tables(
         for group in range(file.num_row_groups):
             try:
                 with reading(path):
-                    table = file.read_row_group(group, columns=columns, use_threads=False)
+                    table = read_group(file, group, columns)
             except DamagedFileError:
                 if skip_damaged:
                     continue
                 raise
             yield table
+
+
+def read_group(file: pq.ParquetFile, group: int, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of a row group; without `columns` all of `SCHEMA`, whatever format the file has."""
+    counted = "finished_at" in file.schema_arrow.names
+    if counted or (columns is not None and not set(columns) & set(COUNTS.names)):
+        return file.read_row_group(group, columns=columns, use_threads=False)
+    table = with_counts(file.read_row_group(group, use_threads=False).replace_schema_metadata(None))
+    return table if columns is None else table.select(columns)
+
+
+def rollout_rows(file: pq.ParquetFile, index: int, repeat: int | None = None) -> pa.Table:
+    """The rows of a rollout, or of all rollouts of a prompt row, sorted by key; none if it is not there.
+
+    Reads the keys of row groups that can hold them, by the footer, and whole ones only where they do.
+    """
+    found = [pa.Table.from_batches([], SCHEMA)]
+    for group in range(file.num_row_groups):
+        if index not in _range_of_keys(file.metadata, group):
+            continue
+        keys = file.read_row_group(group, columns=KEY_COLUMNS, use_threads=False)
+        same = column_values(keys["index"]) == index
+        if repeat is not None:
+            same &= column_values(keys["repeat"]) == repeat
+        if at := np.flatnonzero(same).tolist():  # one stretch: rows are sorted
+            rows = read_group(file, group).slice(at[0], at[-1] - at[0] + 1)
+            found.append(rows.replace_schema_metadata(None))
+    return pa.concat_tables(found)
+
+
+def _range_of_keys(footer: pq.FileMetaData, group: int) -> range:
+    """The prompt rows that a row group may hold: all, where its footer does not say."""
+    found = footer.row_group(group).column(0).statistics
+    if found is None or not isinstance(found.min, int) or not isinstance(found.max, int):
+        return range(sys.maxsize)
+    return range(found.min, found.max + 1)
 
 
 class DamagedFileError(DamageError):

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rollstream.errors import DamageError, RunDirectoryError
-from rollstream.store.batch import KEY_COLUMNS, build_table, column_values, open_parquet, reading
+from rollstream.store.batch import KEY_COLUMNS, build_table, open_parquet, reading, rollout_rows
 from rollstream.store.export.files import decode_row
 from rollstream.store.journal import ScanReport, scan
 from rollstream.store.manifest import DATASET_IDENTITY, Manifest, require_manifest
@@ -81,24 +79,14 @@ def _files(paths: RunPaths) -> Iterator[Path]:
 
 
 def _in_parquet(path: Path, index: int | None, repeat: int) -> list[dict[str, Any]]:
-    """The rows of a rollout in a batch or artifact; of the first rollout without `index`.
-
-    Of other row groups only the keys are read.
-    """
-    rows: list[dict[str, Any]] = []
+    """The rows of a rollout in a batch or artifact; of the first rollout without `index`."""
     if not path.exists():
-        return rows
+        return []
     with open_parquet(path) as file, reading(path):
-        for group in range(file.num_row_groups):
-            keys = file.read_row_group(group, columns=KEY_COLUMNS, use_threads=False)
-            if index is None:
-                index, repeat = keys["index"][0].as_py(), keys["repeat"][0].as_py()
-            same = (column_values(keys["index"]) == index) & (column_values(keys["repeat"]) == repeat)
-            if same.any():
-                table = file.read_row_group(group, use_threads=False)
-                # One by one: `filter` takes an array, and to make one pyarrow imports pandas.
-                rows += [row for at in np.flatnonzero(same) for row in table.slice(int(at), 1).to_pylist()]
-    return rows
+        if index is None:
+            first = file.read_row_group(0, columns=KEY_COLUMNS, use_threads=False)
+            index, repeat = first["index"][0].as_py(), first["repeat"][0].as_py()
+        return rollout_rows(file, index, repeat).to_pylist()  # type: ignore[no-any-return]
 
 
 def _in_journal(path: Path, manifest: Manifest, index: int | None, repeat: int) -> list[dict[str, Any]]:

@@ -88,13 +88,14 @@ def encode_frame(index: int, repeat: int, rows: int, body: bytes) -> bytes:
     return start + checks + payload
 
 
-def scan(path: Path, run_id: bytes, report: ScanReport) -> Iterator[Frame]:
+def scan(path: Path, run_id: bytes, report: ScanReport, start: int = FILE_HEADER_SIZE) -> Iterator[Frame]:
     """Yields the whole frames of a journal file in order, one in memory at a time, and fills `report`.
 
     Args:
         path: the journal file.
         run_id: 16 bytes; a file of another run is damage as a whole.
         report: filled on the way.
+        start: where the first frame is, by the `end` of an earlier scan; what came before is not read again.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -109,8 +110,7 @@ def scan(path: Path, run_id: bytes, report: ScanReport) -> Iterator[Frame]:
                 report.damage.append(Damage(path, 0, size, "journal of another run"))
                 return
             report.damage.append(Damage(path, 0, min(size, FILE_HEADER_SIZE), "not a journal header"))
-        offset = FILE_HEADER_SIZE
-        report.end = offset
+        offset = report.end = start
         while offset < size:
             frame, reason = _read_frame(file, offset, size)
             if frame is not None:

@@ -6,6 +6,7 @@ single tokens in Python.
 """
 
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -58,6 +59,8 @@ class RolloutRecord(msgspec.Struct, frozen=True):
     ground_truth: str
     attempts: int
     trajectories: list[TrajectoryRecord]
+    finished_at: float | None = None
+    """Unix time when it was encoded, seconds."""
 
 
 class FailureRecord(msgspec.Struct, frozen=True):
@@ -196,6 +199,7 @@ class RecordCodec:
                     ground_truth=json_text(rollout.ground_truth),
                     attempts=rollout.attempts,
                     trajectories=records,
+                    finished_at=time.time(),
                 )
             )
             if len(raw) > MAX_BODY_BYTES:

@@ -86,6 +86,7 @@ def test_it_is_the_run_without_shards(
         assert manifest is not None
         merge_batches(RunPaths(tmp_path / "whole"), manifest.run_id_bytes)
         one, other = (list(read_rows(tmp_path / name / "trajectories.parquet")) for name in ("whole", "out"))
+        assert all(row.pop("finished_at") for row in one + other)
         assert one == other
     by_key = sorted(read_failures(tmp_path / "out"), key=lambda record: (record.index, record.repeat))
     assert by_key == sorted(read_failures(tmp_path / "whole"), key=lambda one: (one.index, one.repeat))

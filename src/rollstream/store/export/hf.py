@@ -231,6 +231,11 @@ _TEXTS = {
     "attempts": "attempts the rollout took",
     "data_source": "where the prompt row comes from",
     "extra": "the prompt row's other columns, JSON text",
+    "prompt_tokens": "how many",
+    "response_tokens": "how many",
+    "sampled_tokens": "how many: those with mask 1",
+    "mean_logprob": "of the sampled tokens",
+    "finished_at": "Unix time, seconds",
 }
 
 
