@@ -17,7 +17,9 @@ from tests.integration.test_generation import PAIRS, config, write_sums
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     """Without what is measured."""
     rows = list(read_rows(run_dir / "trajectories.parquet"))
-    return [{name: value for name, value in row.items() if name not in ("metrics", "finished_at")} for row in rows]
+    return [
+        {name: value for name, value in row.items() if name not in ("metrics", "finished_at")} for row in rows
+    ]
 
 
 def test_shards_are_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
