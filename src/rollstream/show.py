@@ -7,7 +7,7 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
-from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
+from rollstream.chat.token_text import TokenText, read_token_text
 from rollstream.errors import ConfigError
 from rollstream.store.find import FoundTrajectory
 
@@ -54,10 +54,10 @@ def print_trajectory(found: FoundTrajectory, *, tokens: bool, console: Console |
     )
     if len(row["policy_versions"]) > 1 or row["policy_versions"][0]["version"] != 0:
         console.print(Text(f"policy versions: {_versions(row['policy_versions'])}"))
-    tokenizer = _tokenizer(found)
-    console.print(Text("response by mask: ").append(_by_mask(row, tokenizer)))
+    texts = _token_text(found)
+    console.print(Text("response by mask: ").append(_by_mask(row, texts)))
     if tokens:
-        for line in _token_lines(row, tokenizer):
+        for line in _token_lines(row, texts):
             console.print(Text(line))
 
 
@@ -74,12 +74,10 @@ def _versions(runs: Sequence[dict[str, int]]) -> str:
     return ", ".join(f"{run['version']} from token {run['start']}" for run in runs)
 
 
-def _tokenizer(found: FoundTrajectory) -> ChatTokenizer | None:
-    """The run's tokenizer; None when the model is not on this machine any more."""
-    model = found.manifest.config.get("actor_rollout_ref", {}).get("model", {})
-    path = model.get("tokenizer_path") or model.get("path")
+def _token_text(found: FoundTrajectory) -> TokenText | None:
+    """The run's token texts; None when its tokenizer is not on this machine any more."""
     try:
-        return load_tokenizer(path, custom_chat_template=model.get("custom_chat_template")) if path else None
+        return read_token_text(found.manifest.config.get("actor_rollout_ref", {}).get("model", {}))
     except ConfigError:
         return None
 
@@ -93,23 +91,21 @@ def _runs(mask: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             start = at
 
 
-def _by_mask(row: dict[str, Any], tokenizer: ChatTokenizer | None) -> Text:
+def _by_mask(row: dict[str, Any], texts: TokenText | None) -> Text:
     text = Text()
     for value, start, end in _runs(row["response_mask"]):
         ids = row["response_ids"][start:end]
-        words = (
-            f"{len(ids)} tokens" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
-        )
+        words = f"{len(ids)} tokens" if texts is None else texts.decode(ids)
         text.append(f"[{value}:{words}]", style="green" if value else "dim")
     return text
 
 
-def _token_lines(row: dict[str, Any], tokenizer: ChatTokenizer | None) -> Iterator[str]:
+def _token_lines(row: dict[str, Any], texts: TokenText | None) -> Iterator[str]:
     logprobs = row["response_logprobs"] or [None] * len(row["response_ids"])
     yield f"{'at':>6} {'id':>8} mask {'log-prob':>9} token"
     for at, (token, mask, logprob) in enumerate(
         zip(row["response_ids"], row["response_mask"], logprobs, strict=True)
     ):
-        word = "" if tokenizer is None else repr(tokenizer.decode([token], skip_special_tokens=False))
+        word = "" if texts is None else repr(texts.decode([token]))
         value = "" if logprob is None else f"{logprob:9.4f}"
         yield f"{at:>6} {token:>8} {mask:>4} {value:>9} {word}"

@@ -1,5 +1,6 @@
 """What a command imports: who only looks waits for no package that is not needed."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollstream.generation.runner import run_generation
+from rollstream.store.manifest import read_manifest, write_manifest
+from tests.support import tokenizers
 
 HEAVY = ("torch", "transformers", "datasets", "pandas", "ray", "openvino_genai")
 SCRIPT = f"""
@@ -45,6 +48,18 @@ def test_commands_that_look_import_nothing_heavy(run_dir: Path) -> None:
     assert run("--help")[0] == []
     assert run("status", str(run_dir))[0] == []
     assert run("show", str(run_dir))[0] == []
+
+
+def test_tokens_are_shown_without_the_package_that_made_them(run_dir: Path, tmp_path: Path) -> None:
+    """transformers alone can load this one."""
+    copy = shutil.copytree(run_dir, tmp_path / "run")
+    model = tokenizers.write("llama2", tmp_path / "model")
+    manifest = read_manifest(copy)
+    assert manifest is not None
+    manifest.config["actor_rollout_ref"]["model"]["path"] = str(model)
+    write_manifest(copy, manifest)
+    imported, said = run("show", str(copy), "--tokens")
+    assert (imported, said) == ([], "")
 
 
 def test_a_run_with_nothing_left_to_do_imports_nothing_heavy_and_says_at_once_that_it_is_there(

@@ -41,8 +41,9 @@ def _alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in shown} | {chr(256 + at): byte for at, byte in enumerate(hidden)}
 
 
-_BYTES = _alphabet()
-_SHOWN = {byte: character for character, byte in _BYTES.items() if byte < 128}
+BYTES = _alphabet()
+"""The byte that each character of a byte-level vocabulary stands for."""
+_SHOWN = {byte: character for character, byte in BYTES.items() if byte < 128}
 
 
 class _Remembered(dict[Any, Any]):
@@ -72,7 +73,7 @@ class ByteDecoder:
                 if token is None or (skip and token in special):
                     return b"", token is not None
                 try:
-                    return bytes(map(_BYTES.__getitem__, token)), True
+                    return bytes(map(BYTES.__getitem__, token)), True
                 except KeyError:  # an added token, as it stands
                     return token.encode(), True
 
