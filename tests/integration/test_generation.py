@@ -16,7 +16,7 @@ from rollstream.errors import ConfigError, DataError, IdentityMismatchError, Run
 from rollstream.generation.command import summarise
 from rollstream.generation.runner import run_generation
 from rollstream.store.paths import RunPaths
-from rollstream.store.summary import read_causes, read_status
+from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
 from tests.faults.runs import rows_of
 from tests.support.forward import demo_module, logprobs_under
@@ -264,7 +264,7 @@ def test_a_loop_that_always_raises_stops_the_run_and_is_mended_in_place(
     assert (cause.count, cause.example[:15]) == (16, "ValueError: no ")
     assert "stopped: 0/24" in summarise(result)
     assert "16 failed: ValueError: no " in summarise(result)
-    assert read_causes(run_dir) == [cause]
+    assert read_status(run_dir).failure_causes == [cause]
     mended = run_generation(with_loop(run_dir, sums, MENDED, **stub))
     assert (mended.completed, mended.failed, mended.exit_code) == (24, 0, 0)
     assert len(list((run_dir / "logs").glob("failed-*/*.rsj"))) == 1

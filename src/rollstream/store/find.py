@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.errors import DamageError, RunDirectoryError
-from rollstream.store.batch import KEY_COLUMNS, build_table, open_parquet, reading, rollout_rows
+from rollstream.store.batch import KEY_COLUMNS, belongs_to, build_table, open_parquet, reading, rollout_rows
 from rollstream.store.export.files import decode_row
 from rollstream.store.journal import ScanReport, scan
 from rollstream.store.manifest import DATASET_IDENTITY, Manifest, require_manifest
@@ -44,7 +44,7 @@ def find_trajectory(
             if path.suffix == ".rsj":
                 rows = _in_journal(path, manifest, index, repeat)
             else:
-                rows = _in_parquet(path, index, repeat)
+                rows = _in_parquet(path, manifest, index, repeat)
         except FileNotFoundError:  # sealed, or merged anew, since the files were listed
             continue
         except DamageError:
@@ -69,20 +69,27 @@ def find_trajectory(
 
 
 def _files(paths: RunPaths) -> Iterator[Path]:
-    """Where a rollout may be. Journals are listed before the batches: one sealed meanwhile is seen as batch."""
+    """Where a rollout may be: the artifact first, which is one file, and then what is in no artifact yet.
+
+    Journals are listed before the batches: one sealed meanwhile is seen as batch.
+    """
     journals = [paths.journal(number) for number in paths.journal_numbers()]
+    yield paths.artifact
     yield from map(paths.batch, paths.batch_numbers())
     for journal in journals:
         yield journal
         yield paths.batch(int(journal.stem))
-    yield paths.artifact
 
 
-def _in_parquet(path: Path, index: int | None, repeat: int) -> list[dict[str, Any]]:
+def _in_parquet(path: Path, manifest: Manifest, index: int | None, repeat: int) -> list[dict[str, Any]]:
     """The rows of a rollout in a batch or artifact; of the first rollout without `index`."""
     if not path.exists():
         return []
     with open_parquet(path) as file, reading(path):
+        if not belongs_to(file, manifest.run_id):
+            raise DamageError(f"{path.name} belongs to another run")
+        if not file.metadata.num_rows:
+            return []
         if index is None:
             first = file.read_row_group(0, columns=KEY_COLUMNS, use_threads=False)
             index, repeat = first["index"][0].as_py(), first["repeat"][0].as_py()

@@ -80,13 +80,11 @@ def _numbers(folder: Path, pattern: str) -> list[int]:
 
 def missing_batches(paths: RunPaths) -> list[str]:
     """Names of batches that were sealed but are not there any more."""
-    # A crash between noting a checksum and naming the batch leaves the journal: nothing is missing then.
-    there = {paths.batch(number).name for number in [*paths.batch_numbers(), *paths.journal_numbers()]}
-    return sorted(
-        name
-        for name in recorded_digests(paths.batch(0))
-        if re.fullmatch(_BATCH_NAME, name) and name not in there
-    )
+    # A batch is noted, then named, then its journal goes: looked for in this order, none is missed meanwhile.
+    noted = [name for name in recorded_digests(paths.batch(0)) if re.fullmatch(_BATCH_NAME, name)]
+    journals = paths.journal_numbers()
+    there = {paths.batch(number).name for number in [*journals, *paths.batch_numbers()]}
+    return sorted(name for name in noted if name not in there)
 
 
 def leftovers(paths: RunPaths) -> list[Path]:

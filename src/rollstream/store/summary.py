@@ -6,7 +6,7 @@ directory cannot know by itself, is taken from `checkpoint.json`.
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def read_status(root: Path) -> RunStatus:
         writer=lock_holder(root / "run.lock") if is_locked(root / "run.lock") else None,
         damage=state.damage,
         quarantined=[path.name for path in paths.damaged_files()],
-        failure_causes=read_causes(root) if state.keys.failed else [],
+        failure_causes=_causes(_still_failed(paths, manifest, state)),
     )
 
 
@@ -105,13 +105,19 @@ def read_failures(root: Path) -> Iterator[FailureRecord]:
     Raises `RunDirectoryError`.
     """
     manifest, state = inspect(root)
+    yield from _still_failed(RunPaths(root), manifest, state)
+
+
+def _still_failed(paths: RunPaths, manifest: Manifest, state: RunState) -> Iterator[FailureRecord]:
+    if not state.keys.failed:
+        return
     codec = RecordCodec()
     latest: dict[tuple[int, int], tuple[Path, int]] = {}
-    for path in RunPaths(root).failure_files():
+    for path in paths.failure_files():
         for frame in scan(path, manifest.run_id_bytes, ScanReport()):
             if not state.keys.is_done(frame.index, frame.repeat):
                 latest[frame.index, frame.repeat] = (path, frame.offset)
-    for path in RunPaths(root).failure_files():
+    for path in paths.failure_files():
         for frame in scan(path, manifest.run_id_bytes, ScanReport()):
             if latest.get((frame.index, frame.repeat)) == (path, frame.offset):
                 yield codec.decode_failure(frame.body)
@@ -126,11 +132,11 @@ class FailureCause:
     """Class and message of the first one."""
 
 
-def read_causes(root: Path) -> list[FailureCause]:
-    """Why rollouts failed, the most frequent cause first. Raises `RunDirectoryError`."""
+def _causes(failures: Iterable[FailureRecord]) -> list[FailureCause]:
+    """Why rollouts failed, the most frequent cause first."""
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    for failure in read_failures(root):
+    for failure in failures:
         cause = failure_cause(failure.error)
         if cause not in examples and len(examples) >= _MOST_CAUSES:
             cause = "other"
