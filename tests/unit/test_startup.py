@@ -1,5 +1,6 @@
 """What a command imports: who only looks waits for no package that is not needed."""
 
+import asyncio
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from rollstream.generation.runner import run_generation
 from rollstream.store.manifest import read_manifest, write_manifest
 from tests.support import tokenizers
+from tests.unit.store.fabric import commit_all, failure, rollout
 
 HEAVY = ("torch", "transformers", "datasets", "pandas", "ray", "openvino_genai")
 SCRIPT = f"""
@@ -46,8 +48,17 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_commands_that_look_import_nothing_heavy(run_dir: Path) -> None:
     assert run("--help")[0] == []
-    assert run("status", str(run_dir))[0] == []
-    assert run("show", str(run_dir))[0] == []
+    for command in ("status", "status --failed", "show", "show --json", "validate"):
+        assert run(*command.split(), str(run_dir))[0] == [], command
+
+
+def test_nor_do_they_where_rollouts_are_in_a_journal(tmp_path: Path) -> None:
+    async def write() -> None:
+        await commit_all(tmp_path / "run", [rollout(0), rollout(1), failure(2)], seal=False)
+
+    asyncio.run(write())
+    for command in ("status", "show", "validate"):
+        assert run(command, str(tmp_path / "run"))[0] == [], command
 
 
 def test_tokens_are_shown_without_the_package_that_made_them(run_dir: Path, tmp_path: Path) -> None:

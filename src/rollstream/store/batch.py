@@ -14,7 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -134,35 +134,33 @@ def build_table(records: Sequence[RolloutRecord]) -> pa.Table:
         for record in sorted(records, key=lambda record: (record.index, record.repeat))
         for number, trajectory in enumerate(record.trajectories)
     ]
+    records = [record for record, _, _ in rows]
     trajectories = [trajectory for _, _, trajectory in rows]
-    versions = [trajectory.policy_versions for trajectory in trajectories]
-    metrics = np.array([trajectory.metrics for trajectory in trajectories], np.float64).reshape(len(rows), -1)
+    metrics = np.array([one.metrics for one in trajectories], np.float64).reshape(len(rows), -1)
     columns = [
-        pa.array([record.index for record, _, _ in rows], pa.int64()),
-        pa.array([record.repeat for record, _, _ in rows], pa.int32()),
-        pa.array([number for _, number, _ in rows], pa.int32()),
-        pa.array([record.prompt_key for record, _, _ in rows], pa.string()),
-        _list_array([trajectory.prompt_ids for trajectory in trajectories], np.dtype("<i4")),
-        _list_array([trajectory.response_ids for trajectory in trajectories], np.dtype("<i4")),
-        _list_array([trajectory.response_mask for trajectory in trajectories], np.dtype("i1")),
-        _list_array([trajectory.response_logprobs for trajectory in trajectories], np.dtype("<f4")),
-        _versions_array(versions),
-        pa.array([trajectory.messages for trajectory in trajectories], pa.string()),
-        pa.array([trajectory.is_snapshot for trajectory in trajectories], pa.bool_()),
-        pa.array([trajectory.num_turns for trajectory in trajectories], pa.int32()),
-        pa.array([trajectory.finish_reason for trajectory in trajectories], pa.string()),
-        pa.array([trajectory.reward for trajectory in trajectories], pa.float64()),
-        pa.array([trajectory.reward_extra for trajectory in trajectories], pa.string()),
-        pa.StructArray.from_arrays(
-            [pa.array(metrics[:, column]) for column in range(len(METRIC_NAMES))], list(METRIC_NAMES)
-        ),
-        pa.array([record.attempts for record, _, _ in rows], pa.int32()),
-        pa.array([record.data_source for record, _, _ in rows], pa.string()),
-        pa.array([record.ground_truth for record, _, _ in rows], pa.string()),
-        pa.array([trajectory.extra for trajectory in trajectories], pa.string()),
+        to_arrow(np.array([record.index for record in records], np.int64)),
+        to_arrow(np.array([record.repeat for record in records], np.int32)),
+        to_arrow(np.array([number for _, number, _ in rows], np.int32)),
+        _texts([record.prompt_key for record in records]),
+        _list_array([one.prompt_ids for one in trajectories], np.dtype("<i4")),
+        _list_array([one.response_ids for one in trajectories], np.dtype("<i4")),
+        _list_array([one.response_mask for one in trajectories], np.dtype("i1")),
+        _list_array([one.response_logprobs for one in trajectories], np.dtype("<f4")),
+        _versions_array([one.policy_versions for one in trajectories]),
+        _texts([one.messages for one in trajectories]),
+        to_arrow(np.array([one.is_snapshot for one in trajectories], np.bool_)),
+        to_arrow(np.array([one.num_turns for one in trajectories], np.int32)),
+        _texts([one.finish_reason for one in trajectories]),
+        _floats([one.reward for one in trajectories]),
+        _texts([one.reward_extra for one in trajectories]),
+        pa.StructArray.from_arrays([to_arrow(column) for column in metrics.T], list(METRIC_NAMES)),
+        to_arrow(np.array([record.attempts for record in records], np.int32)),
+        _texts([record.data_source for record in records]),
+        _texts([record.ground_truth for record in records]),
+        _texts([one.extra for one in trajectories]),
     ]
     recorded = pa.Table.from_arrays(columns, schema=RECORDED)
-    return with_counts(recorded, pa.array([record.finished_at for record, _, _ in rows], pa.float64()))
+    return with_counts(recorded, _floats([record.finished_at for record in records]))
 
 
 def with_counts(table: pa.Table, finished_at: pa.Array | None = None) -> pa.Table:
@@ -178,10 +176,10 @@ def with_counts(table: pa.Table, finished_at: pa.Array | None = None) -> pa.Tabl
     known = (sampled > 0) & (np.diff(logprob_offsets) > 0)
     means = _sums(logprobs, logprob_offsets) / np.where(known, sampled, 1)  # 0.0 where the mask is 0
     columns = [
-        pa.array(prompts.astype(np.int32)),
-        pa.array(responses.astype(np.int32)),
-        pa.array(sampled.astype(np.int32)),
-        pa.array(means.astype(np.float32), mask=~known),
+        to_arrow(prompts.astype(np.int32)),
+        to_arrow(responses.astype(np.int32)),
+        to_arrow(sampled.astype(np.int32)),
+        to_arrow(means.astype(np.float32), known),
         pa.nulls(len(table), pa.float64()) if finished_at is None else finished_at,
     ]
     return pa.Table.from_arrays([*table.columns, *columns], schema=SCHEMA)
@@ -207,27 +205,48 @@ def _sums(values: Any, offsets: Any) -> npt.NDArray[np.float64]:
     return sums
 
 
+def to_arrow(values: npt.NDArray[Any], valid: npt.NDArray[np.bool_] | None = None) -> pa.Array:
+    """An array of numbers or truths, with nulls where they are not `valid`."""
+    # By its buffers: `pa.array` would import pandas, which takes half a second.
+    data = np.packbits(values, bitorder="little") if values.dtype == bool else np.ascontiguousarray(values)
+    nulls = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
+    kind = pa.from_numpy_dtype(values.dtype)
+    return pa.Array.from_buffers(kind, len(values), [nulls, pa.py_buffer(data)])
+
+
+def _floats(values: Sequence[float | None]) -> pa.Array:
+    found = np.array(values, np.float64)  # None is NaN
+    valid = np.array([value is not None for value in values], np.bool_)
+    return to_arrow(found, None if valid.all() else valid)
+
+
+def _texts(texts: Sequence[str]) -> pa.Array:
+    parts = list(map(str.encode, texts))
+    buffers = [None, pa.py_buffer(_offsets(parts)), pa.py_buffer(b"".join(parts))]
+    return pa.Array.from_buffers(pa.string(), len(parts), buffers)
+
+
 def _list_array(parts: Sequence[bytes | None], dtype: np.dtype[np.generic]) -> pa.Array:
-    lengths = np.array([0 if part is None else len(part) for part in parts], np.int64) // dtype.itemsize
-    offsets = np.zeros(len(parts) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    values = pa.array(np.frombuffer(b"".join(part for part in parts if part), dtype))
-    nulls = [part is None for part in parts]
-    mask = pa.array(nulls) if any(nulls) else None
-    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=mask)
+    present, mask = [part or b"" for part in parts], None
+    if None in parts:
+        mask = to_arrow(np.array([part is None for part in parts], np.bool_))
+    values = to_arrow(np.frombuffer(b"".join(present), dtype))
+    return pa.ListArray.from_arrays(to_arrow(_offsets(present) // dtype.itemsize), values, mask=mask)
 
 
 def _versions_array(versions: Sequence[Sequence[tuple[int, int]]]) -> pa.Array:
-    offsets = np.zeros(len(versions) + 1, np.int32)
-    np.cumsum([len(runs) for runs in versions], out=offsets[1:])
+    runs = np.array([run for runs in versions for run in runs], np.int64).reshape(-1, 2)
     values = pa.StructArray.from_arrays(
-        [
-            pa.array([start for runs in versions for start, _ in runs], pa.int32()),
-            pa.array([version for runs in versions for _, version in runs], pa.int64()),
-        ],
-        ["start", "version"],
+        [to_arrow(runs[:, 0].astype(np.int32)), to_arrow(runs[:, 1])], ["start", "version"]
     )
-    return pa.ListArray.from_arrays(pa.array(offsets), values)
+    return pa.ListArray.from_arrays(to_arrow(_offsets(versions)), values)
+
+
+def _offsets(parts: Sequence[Sized]) -> npt.NDArray[np.int32]:
+    """Where each part begins and the last one ends, when they are joined."""
+    offsets = np.zeros(len(parts) + 1, np.int32)
+    np.cumsum(np.fromiter(map(len, parts), np.int32, len(parts)), out=offsets[1:])
+    return offsets
 
 
 def seal_journal(journal: Path, batch: Path, run_id: bytes) -> ScanReport:

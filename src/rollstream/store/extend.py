@@ -29,8 +29,10 @@ from rollstream.errors import DamageError, StorageError
 from rollstream.store.batch import (
     DamagedFileError,
     batch_metadata,
+    column_values,
     read_tables,
     seal_journal,
+    to_arrow,
     write_table_durably,
 )
 from rollstream.store.journal import (
@@ -228,11 +230,11 @@ def _pieces(path: Path) -> Iterator[pa.Table]:
 
 def _renumber(table: pa.Table, numbers: list[int | None]) -> pa.Table:
     """The rows that have a number, under it, sorted by key."""
-    kept = table.filter(pa.array([number is not None for number in numbers]))
-    indices = pa.array([number for number in numbers if number is not None], pa.int64())
+    kept = table.filter(to_arrow(np.array([number is not None for number in numbers], np.bool_)))
+    indices = to_arrow(np.array([number for number in numbers if number is not None], np.int64))
     kept = kept.set_column(0, kept.schema.field(0), indices)
-    order = np.lexsort([kept[name].to_numpy() for name in ("trajectory", "repeat", "index")])
-    return kept.take(pa.array(order))
+    order = np.lexsort([column_values(kept[name]) for name in ("trajectory", "repeat", "index")])
+    return kept.take(to_arrow(order))
 
 
 def _moved_failures(paths: RunPaths, manifest: Manifest, moved: dict[_Row, int | None]) -> Iterator[bytes]:

@@ -31,6 +31,7 @@ from rollstream.store.batch import (
     read_tables,
     reading,
     recorded_digests,
+    to_arrow,
     write_tables_durably,
 )
 from rollstream.store.paths import MERGE_FOLDER, RunPaths
@@ -264,7 +265,7 @@ def _sorted_tables(
             bucket_of = np.searchsorted(edges, rank, side="right") - 1
             for number in np.unique(bucket_of):
                 chosen = bucket_of == number
-                part = table if chosen.all() else table.filter(pa.array(chosen))
+                part = table if chosen.all() else table.filter(to_arrow(chosen))
                 writers[number].write_table(part)
                 ranks_of[number].append(rank[chosen])
                 sizes[number] += part.nbytes
@@ -299,8 +300,8 @@ def _kept_rows(
         rank = ranks[at : at + len(table)]
         at += len(table)
         kept = rank != _LEFT_OUT
-        yield (rank, table) if kept.all() else (rank[kept], table.filter(pa.array(kept)))
+        yield (rank, table) if kept.all() else (rank[kept], table.filter(to_arrow(kept)))
 
 
 def _take(table: pa.Table, order: npt.NDArray[np.intp]) -> pa.Table:
-    return table if (np.diff(order) == 1).all() else table.take(pa.array(order))
+    return table if (np.diff(order) == 1).all() else table.take(to_arrow(order))

@@ -42,6 +42,7 @@ from rollstream.store.batch import (
     recorded_digests,
     seal_journal,
     table_keys,
+    to_arrow,
     whole_rollouts,
     write_tables_durably,
 )
@@ -246,7 +247,7 @@ def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, state: Run
     def kept() -> Iterator[pa.Table]:
         at = 0
         for table in read_tables(source, skip_damaged=True):
-            yield table.filter(pa.array(wanted[at : at + len(table)]))
+            yield table.filter(to_arrow(wanted[at : at + len(table)]))
             at += len(table)
 
     write_tables_durably(paths.batch(number), kept(), batch_metadata(manifest.run_id_bytes))

@@ -13,11 +13,13 @@ from rollstream.errors import DamageError, RunDirectoryError
 from rollstream.store.batch import (
     KEY_COLUMNS,
     belongs_to,
+    column_values,
     file_digest,
     note_digest,
     open_parquet,
     read_tables,
     recorded_digests,
+    to_arrow,
 )
 from rollstream.store.export.files import stale_exports
 from rollstream.store.journal import ScanReport, scan
@@ -112,7 +114,9 @@ def validate_parquet(
             if not belongs_to(file, run_id):
                 wrong.append("belongs to another run")
         for table in read_tables(path):
-            keys.append(np.stack([table[column].to_numpy().astype(np.int64) for column in KEY_COLUMNS], 1))
+            keys.append(
+                np.stack([column_values(table[column]).astype(np.int64) for column in KEY_COLUMNS], 1)
+            )
             wrong.extend(_row_problems(table))
     except (DamageError, RunDirectoryError) as error:
         wrong.append(str(error).partition(": ")[2] or str(error))
@@ -135,7 +139,7 @@ def _row_problems(table: pa.Table) -> Iterator[str]:
     if not pc.all(equal, skip_nulls=True).as_py() and len(equal.drop_null()):
         yield "response_ids and response_logprobs differ in length"
     values = mask.flatten()
-    if len(values) and not pc.all(pc.is_in(values, value_set=pa.array([0, 1], pa.int8()))).as_py():
+    if len(values) and not pc.all(pc.is_in(values, value_set=to_arrow(np.array([0, 1], np.int8)))).as_py():
         yield "response_mask holds something else than 0 and 1"
 
 
