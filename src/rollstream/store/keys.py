@@ -25,11 +25,6 @@ class KeyStates:
         self.failed = 0
         """How many keys are failed."""
 
-    def state(self, index: int, repeat: int) -> str:
-        """`owed`, `done` or `failed`."""
-        at = index * self.n + repeat
-        return ("owed", "done", "failed")[self._states[at]] if at < len(self._states) else "owed"
-
     def is_done(self, index: int, repeat: int) -> bool:
         """Whether the rollout completed."""
         at = index * self.n + repeat

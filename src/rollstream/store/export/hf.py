@@ -111,11 +111,11 @@ def _is_data(name: str) -> bool:
 
 def _survey(artifact: Path, cancelled: Callable[[], bool]) -> _Survey:
     found = _Survey()
-    columns = ["trajectory", "response_ids", "messages", "ground_truth", "reward", "data_source"]
+    columns = ["trajectory", "response_tokens", "messages", "ground_truth", "reward", "data_source"]
     columns += ["finish_reason", "is_snapshot"]
     for table in until(read_tables(artifact, columns), cancelled):
         found.rows += len(table)
-        found.tokens += pc.sum(pc.list_value_length(table["response_ids"])).as_py()
+        found.tokens += pc.sum(table["response_tokens"]).as_py()
         final = table.filter(pc.invert(table["is_snapshot"]))
         found.rollouts += len(final)
         found.sources.update(final["data_source"].to_pylist())
