@@ -63,8 +63,10 @@ async def try_again(
     attempts, waits, jitter = 1, 0, random.Random()
     while True:
         try:
-            return await call(), attempts
+            return await _guarded(call), attempts
         except Exception as error:
+            if _is_cut_off():  # this is how it answers that
+                raise
             if find_unavailable(error) is None:
                 if attempts >= retry.max_attempts or not is_transient(error):
                     raise
@@ -75,6 +77,21 @@ async def try_again(
                 raise
             logger.warning("%s: %s: %s; again in %.1f s", what, type(error).__name__, error, wait)
             await asyncio.sleep(wait)
+
+
+async def _guarded(call: Callable[[], Awaitable[T]]) -> T:
+    try:
+        return await call()
+    except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
+        if isinstance(error, asyncio.CancelledError) and _is_cut_off():
+            raise
+        # It would end this task without a trace, or the event loop.
+        raise RuntimeError(f"the generator let a {type(error).__name__} of its own escape") from error
+
+
+def _is_cut_off() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class GenerationThread(ABC, Generic[W]):
@@ -366,13 +383,13 @@ class GenerationThread(ABC, Generic[W]):
         try:
             try:
                 async with asyncio.timeout(self._time_limit) as limit:
-                    outcome = await try_again(lambda: self._call(work), str(work), self._retry)
+                    outcome = await try_again(lambda: self._generate(work), str(work), self._retry)
             except Exception as error:
                 outcome = error
-                if isinstance(error, TimeoutError) and limit.expired():
+                if limit.expired():
                     late = f"{work} took longer than {self._time_limit:g} s ({self._limit_name})"
                     outcome = TrainingError(late)
-                    outcome.__cause__ = error.__context__ or error
+                    outcome.__cause__ = error
             with self._changed:
                 if self._over:
                     pass
@@ -389,13 +406,3 @@ class GenerationThread(ABC, Generic[W]):
             if self._in_flight == 0:
                 self._busy_s += self._clock() - self._busy_since
             self._room.set()
-
-    async def _call(self, work: W) -> Any:
-        try:
-            return await self._generate(work)
-        except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise
-            # It would end this task without a trace, or the event loop.
-            raise RuntimeError(f"the generator let a {type(error).__name__} of its own escape") from error

@@ -214,6 +214,14 @@ async def hangs(group: PlannedGroup) -> list[int]:
     return [group.index]
 
 
+async def refuses_to_be_cut_off(group: PlannedGroup) -> list[int]:
+    try:
+        await forever()
+    except asyncio.CancelledError:
+        raise ConnectionError("cut off") from None  # may pass, of itself
+    return []
+
+
 async def stops_the_loop(group: PlannedGroup) -> list[int]:
     asyncio.get_running_loop().stop()
     await forever()
@@ -250,6 +258,7 @@ REFILL = {"on_group_failure": "drop_and_refill"}
         (raising(SystemExit(3)), REFILL, "9 groups .* SystemExit of its own", SystemExit),
         (stops_the_loop, {}, "generation ended", RuntimeError),
         (hangs, {"group_timeout": 0.2}, r"group 1 .* longer than 0.2 s \(group_timeout\)", asyncio.CancelledError),
+        (refuses_to_be_cut_off, {"group_timeout": 0.2}, "longer than 0.2 s", ConnectionError),
         (returning([]), {}, r"\[\] for group 2 \(prompt \d+\)", GroupFailedError),
         (returning(None), {}, "None for group 2", GroupFailedError),
         (returning(5), {}, "5 for group 2", GroupFailedError),
@@ -312,6 +321,14 @@ def test_a_waiting_trainer_is_woken(ends: str) -> None:
     assert closed == [True] and not batches.alive and submitted.done()
     with pytest.raises(GenerationStoppedError):
         batches.submit(forever())
+
+
+def test_what_answers_a_stop_with_an_error_is_not_tried_again() -> None:
+    batches = batches_of(refuses_to_be_cut_off)
+    batches.start()
+    eventually(lambda: batches.counters.begun == 8)
+    let_it_begin(batches)
+    assert batches.stop(LONG_S)
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -704,7 +721,7 @@ def test_an_engine_that_does_not_get_idle_is_a_clear_error() -> None:
 
 
 def test_an_update_that_hangs_or_is_refused_is_a_clear_error_and_may_be_tried_again() -> None:
-    behaviours = ["hang", "refuse", "time out", "away", "away", "work"]
+    behaviours = ["hang", "refuse", "time out", "exit", "away", "away", "work"]
 
     async def update(source: str, version: int) -> None:
         match behaviours.pop(0):
@@ -714,6 +731,8 @@ def test_an_update_that_hangs_or_is_refused_is_a_clear_error_and_may_be_tried_ag
                 raise ValueError("shapes differ")
             case "time out":
                 raise TimeoutError("the server's own")
+            case "exit":
+                raise SystemExit(3)
             case "away":
                 raise ExceptionGroup("replicas", [EngineUnavailableError("no server is there")])
 
@@ -726,12 +745,13 @@ def test_an_update_that_hangs_or_is_refused_is_a_clear_error_and_may_be_tried_ag
             ) as raised:
                 batches.update_weights("w", timeout=0.3)
             said = str(raised.value)
-            assert len(behaviours) == 5  # nothing is sent behind its back
+            assert len(behaviours) == 6  # nothing is sent behind its back
         with pytest.raises(WeightUpdateError, match="shapes differ") as raised:
             batches.update_weights("w")
         assert isinstance(raised.value.__cause__, ValueError)
-        with pytest.raises(WeightUpdateError, match="the server's own"):
-            batches.update_weights("w")
+        for message in ("the server's own", "SystemExit of its own"):
+            with pytest.raises(WeightUpdateError, match=message):
+                batches.update_weights("w")
         assert batches.engine_version == 0
         batches.update_weights("w")  # waits for the engine that is away
         assert (batches.engine_version, behaviours) == (1, [])
