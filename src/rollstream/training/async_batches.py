@@ -10,6 +10,7 @@ where the trainer can leave it to a plan what comes next: it bounds staleness an
 
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -206,6 +207,7 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
         Raises:
             BatchTimeoutError: it took longer than `timeout` seconds (None: `async_generation_timeout`) and
                 was cancelled.
+            GenerationFailedError, GenerationStoppedError: generation ended meanwhile.
             Exception: its own.
         """
         timeout = self.async_generation_timeout if timeout is None else timeout
@@ -213,6 +215,9 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
         future = self.submit(work())
         try:
             return future.result(timeout)
+        except CancelledError:  # an event loop that ends cancels what runs in it
+            self.raise_if_over()
+            raise
         except TimeoutError:
             if future.done():
                 raise

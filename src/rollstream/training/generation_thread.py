@@ -175,10 +175,10 @@ class GenerationThread(ABC, Generic[W]):
         self._call_soon(self._cancel)
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
-        if self.alive:
-            logger.warning(
-                "generation did not end within %g s and is left behind; %s", timeout, self._describe()
-            )
+            if self.alive:
+                logger.warning(
+                    "generation did not end within %g s and is left behind; %s", timeout, self._describe()
+                )
         return not self.alive
 
     @abstractmethod
@@ -240,6 +240,7 @@ class GenerationThread(ABC, Generic[W]):
             if self._stopped:
                 raise GenerationStoppedError("generation was stopped: make a new one")
             if self._thread is not None:
+                self.raise_if_over()
                 raise TrainingError("generation was started before")
             self._loop = loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
@@ -248,6 +249,9 @@ class GenerationThread(ABC, Generic[W]):
             self._thread.start()
         try:
             self._ready.result(timeout)
+        except asyncio.CancelledError:
+            self.raise_if_over()  # by `stop`, most likely
+            raise
         except TimeoutError:
             if self._ready.done():
                 raise
@@ -337,6 +341,8 @@ class GenerationThread(ABC, Generic[W]):
             raise GenerationStoppedError("generation was stopped before it began")
         try:
             await self._open()
+            if self._over:  # it took no notice of being cut off
+                raise GenerationStoppedError("generation was stopped before it began")
             self._ready.set_result(None)
             await self._work()
         except BaseException as error:
@@ -344,7 +350,7 @@ class GenerationThread(ABC, Generic[W]):
             try:
                 async with asyncio.timeout(_CLOSE_S):
                     await self._close()
-            except Exception as closing:  # `error` is why it ends, and the cause that counts
+            except BaseException as closing:  # `error` is why it ends, and the cause that counts
                 logger.warning(
                     "the generator did not close after %s: %s: %s",
                     *(type(error).__name__, type(closing).__name__, closing),

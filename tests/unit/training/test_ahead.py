@@ -3,11 +3,14 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -375,6 +378,38 @@ def test_a_stop_that_comes_first_keeps_it_from_beginning() -> None:
     assert not batches.alive and batches.counters.begun == 0
 
 
+@pytest.mark.parametrize("takes_notice", [True, False])
+def test_a_stop_while_it_starts_ends_it(takes_notice: bool) -> None:
+    loading, closed = threading.Event(), list[bool]()
+
+    async def loads() -> None:
+        loading.set()
+        with nullcontext() if takes_notice else suppress(asyncio.CancelledError):
+            await forever()
+
+    async def close() -> None:
+        closed.append(True)
+
+    batches = batches_of(start=loads, close=close)
+    with ThreadPoolExecutor(1) as trainer:
+        starting = trainer.submit(batches.start)
+        assert loading.wait(LONG_S)
+        assert batches.stop(LONG_S) and closed
+        with pytest.raises(GenerationStoppedError):
+            starting.result(LONG_S)
+
+
+def test_a_generator_may_stop_it_itself(caplog: pytest.LogCaptureFixture) -> None:
+    async def generate(group: PlannedGroup) -> list[int]:
+        batches.stop()
+        return [group.index]
+
+    batches = batches_of(generate)
+    batches.start()
+    eventually(lambda: not batches.alive)
+    assert not caplog.text  # it has not been left behind
+
+
 def test_a_generator_is_closed_where_it_was_started() -> None:
     """What it opens may be bound to a task, as a cancel scope is."""
     tasks: list[asyncio.Task[Any] | None] = []
@@ -474,6 +509,10 @@ async def no_session() -> None:
     raise AttributeError("it has no session yet")
 
 
+async def leaves() -> None:
+    raise SystemExit(3)
+
+
 async def no_file(source: str, version: int) -> None:
     raise ValueError(f"no file {source}")
 
@@ -487,6 +526,7 @@ async def never_taken(source: str, version: int) -> None:
     [
         ({"start": no_device}, OSError, "no such device"),
         ({"start": no_device, "close": no_session}, OSError, "no such device"),
+        ({"start": no_device, "close": leaves}, OSError, "no such device"),
         ({"start": forever, "start_timeout": 0.2}, TrainingError, "did not start within 0.2 s"),
         ({"update": no_file}, WeightUpdateError, "no file checkpoint"),
         ({"update": never_taken, "weight_timeout": 0.2}, WeightUpdateError, "within"),
@@ -502,7 +542,7 @@ def test_what_cannot_start_says_so(
         batches.next_batch(LONG_S)
     assert batches.counters.begun == 0 and not batches.alive
     if parts.get("close"):  # that it could not be closed either does not hide why
-        assert "AttributeError: it has no session yet" in caplog.text
+        assert re.search("AttributeError: it has no session yet|SystemExit: 3", caplog.text)
 
 
 def test_ctrl_c_while_it_starts_ends_it() -> None:

@@ -171,6 +171,8 @@ def test_repeated_failure_ends_it_gracefully() -> None:
         return False
 
     eventually(refused)
+    with pytest.raises(GenerationFailedError, match=r"no\. 2"):
+        batches.start()
     assert batches.stop(LONG_S)
 
 
@@ -212,6 +214,10 @@ def test_something_else_runs_in_its_loop() -> None:
     async def for_ever() -> None:
         await asyncio.Event().wait()
 
+    async def stops() -> None:
+        batches.stop()
+        await for_ever()
+
     with generator(note) as batches:
         batches.submit_batch(BatchRequest(0))
         batches.get_batch(0)
@@ -221,6 +227,8 @@ def test_something_else_runs_in_its_loop() -> None:
             batches.run(fails)
         with pytest.raises(BatchTimeoutError):
             batches.run(for_ever, timeout=0.1)
+        with pytest.raises(GenerationStoppedError):
+            batches.run(stops)
 
 
 @pytest.mark.parametrize(
