@@ -186,7 +186,8 @@ class BatchesAhead(GenerationThread[Group]):
         self._filters = filters
         self._max_drops = max(100, 16 * groups_per_step) if max_drops is None else max_drops
         self._rank = rank
-        self._policies: list[Policy] = [*filters, *([] if rank is None else [rank])]
+        policies: list[Policy] = [*filters, *([] if rank is None else [rank])]
+        self._policies = list({id(one): one for one in policies}.values())  # one object may be both
         self._check_tokens = token_versions == "check"
         self._drains = weights == "drain"
         self._weight_timeout = weight_timeout

@@ -158,7 +158,7 @@ class GroupSchedule:
         groups, self._taken = sorted(self._taken, key=lambda group: group.position), []
         self._delivered[self.next_step] = groups
         self.next_step += 1
-        return GroupBatch(self.next_step - 1, groups)
+        return GroupBatch(self.next_step - 1, list(groups))  # whose owner may sort or thin it out
 
     def trained(self, step: int) -> list[Group]:
         """Batch `step` has been trained: its groups are never delivered again. In turn."""

@@ -95,9 +95,10 @@ def test_batches_in_the_plans_order_over_epochs(most: int) -> None:
             assert batch.rollouts == [group.index for group in batch.groups]
             assert batch.trajectories == []
             assert all(0 <= one <= most for one in batch.staleness)
+            batch.groups.clear()  # the trainer may do with them what it likes
             batches.trained(step)
             batches.update_weights()
-        assert batches.staleness_histogram().total() == 32
+        assert batches.state_dict()["watermark"] == batches.staleness_histogram().total() == 32
         assert max(batches.staleness_histogram()) <= most == batches.bound
 
 
@@ -695,6 +696,23 @@ def test_a_rank_decides_among_the_finished() -> None:
     with batches_of(generate, order="first", max_staleness=3, ahead=3, rank=rank) as batches:
         eventually(lambda: batches.counters.finished == 16)
         assert train(batches, 1) == [[12, 13, 14, 15]]
+
+
+def test_one_object_that_filters_and_ranks_learns_once() -> None:
+    class Both(NoSignal):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[int] = []
+
+        def rank(self, group: Group) -> float:
+            return 0.0
+
+        def observe(self, group: Group) -> None:
+            self.told.append(group.position)
+
+    both = Both()
+    with batches_of(every_third_without_signal, order="first", filters=[both], rank=both) as batches:
+        assert [position for batch in train(batches, 2) for position in batch] == both.told
 
 
 @pytest.mark.parametrize("most", [1, 4])
