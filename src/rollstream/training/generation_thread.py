@@ -4,8 +4,8 @@
                    |  errors that may pass: again, after a back-off
                    +-> _failed(work, error): lets it go, or ends generation by raising
 
-It ends by `stop`, or because generation cannot go on; then everyone who waits hears why. Both kinds of batches
-are one, `BatchesAhead` and `AsyncBatchGenerator`: they say what work there is, and keep what came of it.
+It ends by `stop`, or because generation cannot go on; then everyone who waits hears why. `BatchesAhead` and
+`AsyncBatchGenerator` are such threads: they say what work there is, and keep what came of it.
 """
 
 import asyncio
@@ -394,6 +394,8 @@ class GenerationThread(ABC, Generic[W]):
                 outcome = error
                 if limit.expired():
                     late = f"{work} took longer than {self._time_limit:g} s ({self._limit_name})"
+                    if error.__cause__ is not None and (before := error.__cause__.__context__) is not None:
+                        late += f"; the last error was {type(before).__name__}: {before}"
                     outcome = TrainingError(late)
                     outcome.__cause__ = error
             with self._changed:

@@ -125,7 +125,8 @@ class RolloutGroups:
     async def _group(self, name: str, row: PromptRow, epoch: int) -> list[Rollout]:
         loop, done, failures = asyncio.get_running_loop(), list[Rollout](), list[Failure]()
         until = math.inf if self._deadline is None else loop.time() + self._deadline
-        pending = {asyncio.create_task(self._one(row, epoch * self._n + place)) for place in range(self._n)}
+        tasks = [asyncio.create_task(self._one(row, epoch * self._n + place)) for place in range(self._n)]
+        pending = set(tasks)
         late = False
         try:
             while pending and len(done) < self._wanted and not late:
@@ -146,6 +147,8 @@ class RolloutGroups:
                 task.cancel()
             if pending:
                 await asyncio.wait(pending)
+            for task in tasks:  # the first error is raised; asyncio would log the others, one by one
+                task.cancelled() or task.exception()
         done.sort(key=lambda rollout: rollout.repeat)
         enough = self._least if not late or self._late == "partial" else self._wanted
         if len(done) >= enough:

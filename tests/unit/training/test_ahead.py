@@ -247,6 +247,7 @@ def breaks_at_5(position: int) -> tuple[int, int]:
 
 
 BROKEN_PLAN = {"plan": FunctionPlan(breaks_at_5, identity={}), "groups_per_step": 2, "max_staleness": 0}
+NO_SERVER = EngineUnavailableError("no server")
 REFILL = {"on_group_failure": "drop_and_refill"}
 
 
@@ -262,6 +263,7 @@ REFILL = {"on_group_failure": "drop_and_refill"}
         (raising(SystemExit(3)), REFILL, "9 groups .* SystemExit of its own", SystemExit),
         (stops_the_loop, {}, "generation ended", RuntimeError),
         (hangs, {"group_timeout": 0.2}, r"group 1 .* longer than 0.2 s \(group_timeout\)", asyncio.CancelledError),
+        (raising(NO_SERVER), {"group_timeout": 0.2}, "longer .* no server", asyncio.CancelledError),
         (refuses_to_be_cut_off, {"group_timeout": 0.2}, "longer than 0.2 s", ConnectionError),
         (returning([]), {}, r"\[\] for group 2 \(prompt \d+\)", GroupFailedError),
         (returning(None), {}, "None for group 2", GroupFailedError),

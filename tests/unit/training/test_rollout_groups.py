@@ -1,6 +1,7 @@
 """Groups of real rollouts: the house's worker, an agent loop, a scripted engine."""
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -92,6 +93,16 @@ async def test_rollouts_that_fail_are_retried_and_then_fail_the_group_with_the_c
         await generate(groups_of(engine), PlannedGroup(5, 0, 1))
     assert "group 5 (prompt 1)" in str(raised.value)
     assert "Traceback" in str(raised.value)
+
+
+async def test_an_error_of_all_rollouts_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def store(result: Rollout | Failure) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        await generate(groups_of(ScriptedEngine(), on_result=store), PlannedGroup(0, 0, 1))
+    gc.collect()
+    assert not caplog.text
 
 
 async def test_a_partial_group_may_be_good_enough() -> None:
