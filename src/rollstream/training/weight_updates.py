@@ -83,11 +83,6 @@ class WeightUpdates:
         self._last.result()
 
 
-def load_within(submit: Submit, update: Callable[[], Awaitable[None]], version: int, timeout: float) -> None:
-    """One update for itself, as `WeightUpdates.send`; `update` sends the weights."""
-    WeightUpdates(submit, lambda source, version: update()).send("", version, timeout)
-
-
 def _late(version: int, timeout: float) -> WeightUpdateError:
     return WeightUpdateError(
         f"the engine has not taken version {version} within {timeout:.1f} s (weight_timeout); what it was sent "
