@@ -175,12 +175,11 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
                 self._wake()
             if batch is None or not batch.done:
                 batch = self._wait_for(lambda: self._completed(batch_id), timeout)
-            if batch is None:
-                raise BatchTimeoutError(
-                    f"batch {batch_id} did not come within {timeout:g} s; {self._describe()}"
-                )
-            self._batches.pop(batch_id, None)
-            self._changed.notify_all()
+            if batch is not None:
+                self._batches.pop(batch_id, None)
+                self._changed.notify_all()
+        if batch is None:
+            raise BatchTimeoutError(f"batch {batch_id} did not come within {timeout:g} s; {self._describe()}")
         if batch.result is None:
             error = batch.error
             raise GenerationFailedError(f"{batch} failed with {type(error).__name__}: {error}") from error

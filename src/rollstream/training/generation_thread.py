@@ -24,6 +24,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from rollstream.daemon_threads import BLOCKED_AFTER
 from rollstream.errors import GenerationFailedError, GenerationStoppedError, TrainingError
 from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
 from rollstream.training.timing import mean
@@ -281,14 +282,19 @@ class GenerationThread(ABC, Generic[W]):
                 self._changed.wait(left)
 
     def _describe(self) -> str:
-        """What the thread does, for an error message: where it is, unless it waits for something to happen."""
+        """What the thread does, for an error message: where it is, if its event loop does not answer.
+
+        Without the lock held, for which the thread may be waiting.
+        """
         if self._thread is None or not self.alive:
             return "the generation thread does not run"
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        if frame is None or frame.f_globals.get("__name__", "").partition(".")[0] in ("selectors", "asyncio"):
+        answered = threading.Event()
+        self._call_soon(answered.set)
+        if answered.wait(BLOCKED_AFTER):
             return "the generation thread is well"
-        where = "".join(traceback.format_stack(frame)[-4:]).rstrip()
-        return f"the generation thread is at code that blocks it, if it stays there:\n{where}"
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        where = "".join(traceback.format_stack(frame)[-4:]).rstrip() if frame is not None else "?"
+        return f"the generation thread is at code that blocks it:\n{where}"
 
     # --- for both
 

@@ -480,6 +480,18 @@ def test_only_failures_and_drops_in_a_row_count() -> None:
         assert train(batches, 2) == [[0, 3, 6, 9], [12, 15, 18, 21]]
 
 
+def test_a_thread_that_is_busy_is_not_said_to_be_blocked() -> None:
+    async def computes(group: PlannedGroup) -> list[int]:
+        while True:
+            sum(range(20_000))
+            await asyncio.sleep(0)
+
+    with batches_of(computes) as batches:
+        for _ in range(20):
+            with pytest.raises(BatchTimeoutError, match="the generation thread is well"):
+                batches.next_batch(0)
+
+
 def test_code_that_blocks_the_loop_is_named_and_left_behind() -> None:
     begun, release = threading.Event(), threading.Event()
 
