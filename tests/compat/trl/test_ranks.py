@@ -18,7 +18,7 @@ ENDED_WITHIN_S = 280
 
 
 def run_ranks(folder: Path, ranks: int, mode: str) -> list[dict[str, Any]]:
-    """What each process wrote."""
+    """What each process wrote; all end soon, whoever fails, and do not wait for what will never come."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]

@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import json
 import math
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from tests.compat.trl.parts import (
     settings,
     trainer,
 )
+from tests.support.until import wait_until
 
 ROWS = 10
 
@@ -267,9 +267,7 @@ def test_a_failure_while_nobody_waits_for_a_batch_has_its_cause(
     def slow(*arguments: Any, **keywords: Any) -> Any:
         if during == "a step":
             begun.set()
-            until = time.monotonic() + 30
-            while made.batches.alive and time.monotonic() < until:
-                time.sleep(0.01)
+            wait_until(lambda: not made.batches.alive, "its end")
         return compute_loss(*arguments, **keywords)
 
     made.compute_loss = slow
