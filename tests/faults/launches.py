@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.faults.runs import has_rollouts, overrides
 from tests.support.processes import holds_within
+from tests.support.until import PATIENCE_S
 
 LAUNCH = "actor_rollout_ref__rollout__launch__"
 
@@ -63,7 +64,7 @@ class Launched:
 
     def are_gone(self) -> bool:
         """Waits for that."""
-        return holds_within(60, lambda: not self.processes())
+        return holds_within(PATIENCE_S, lambda: not self.processes())
 
 
 def stub_python(folder: Path, latency: str) -> Path:

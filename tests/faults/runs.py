@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from rollstream.demo import MODEL_PATH
 from rollstream.testing.stub_server import StubServer
+from tests.support.until import PATIENCE_S
 from tests.without_torch import without_torch
 
 LONGEST_RUN_S = 240.0
@@ -28,12 +29,12 @@ def stub_in_thread(**fields: Any) -> Iterator[StubServer]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        asyncio.run_coroutine_threadsafe(server.start(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result(PATIENCE_S)
         yield server
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(PATIENCE_S)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(60)
+        thread.join(PATIENCE_S)
         loop.close()
 
 
@@ -47,7 +48,7 @@ def stub_server(*options: str) -> Iterator[str]:
         yield orjson.loads(process.stdout.readline())["url"]
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(PATIENCE_S)
 
 
 def write_prompts(path: Path, rows: int) -> Path:
@@ -129,7 +130,7 @@ class Runner:
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(20)
+        self.process.wait(PATIENCE_S)
 
     def output(self) -> str:
         return self.log.read_text()

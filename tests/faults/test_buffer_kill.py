@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from rollstream.buffer.client import AsyncBufferClient, BufferClientError
+from rollstream.engine.launch_process import reserve_port
 from tests.support.buffer import BufferProcess, generator, group, serve_buffer
+from tests.support.until import until
 
 WRITERS, READERS, GROUP = 16, 3, 4
 
@@ -56,15 +58,11 @@ class World:
         rng = random.Random(f"{self.seed}-r{reader}")
         consumer = f"r{reader}"
         async with AsyncBufferClient(self.url) as client:
-            empty = 0
-            while empty < 3:
+            while not (self.written.is_set() and (await client.stats())["store"]["items"] == 0):
                 lease = await client.read(max_groups=rng.randrange(1, 40), timeout=1.0, consumer=consumer)
                 uids = [item["uid"] for one in lease.groups for item in one.items]
-                if lease.id is None:
-                    # Leases that were lost by a crash of the server or a reader come back within 2 s.
-                    empty = empty + 1 if self.written.is_set() else 0
+                if lease.id is None:  # what a crash left leased comes back
                     continue
-                empty = 0
                 fate = rng.random()
                 if fate < 0.1:
                     await client.release(consumer)  # this reader crashed, and begins anew
@@ -89,7 +87,9 @@ async def storm(tmp_path: Path, kills: int, seed: int) -> None:
     folder, of_job = tmp_path / "buffer", tmp_path / "stored"
     files = generator(tmp_path / "files", run=RUN)
     options = ("--group-size", str(GROUP), "--lease-seconds", "2", "--generators", files)
-    server = await asyncio.to_thread(BufferProcess, folder, *options)
+    reserved = reserve_port("127.0.0.1")  # nobody takes it between two lives of the server
+    port = reserved.getsockname()[1]
+    server = await asyncio.to_thread(BufferProcess, folder, *options, port=port)
     try:
         world = World(server.url, seed)
         async with AsyncBufferClient(server.url) as client:
@@ -101,11 +101,9 @@ async def storm(tmp_path: Path, kills: int, seed: int) -> None:
                 for _ in range(kills):
                     # The instant is random with respect to what the server does; nothing is waited for.
                     await asyncio.sleep(rng.uniform(0.02, 1.0))
-                    port = server.port
                     await asyncio.to_thread(server.kill)
                     server = await asyncio.to_thread(BufferProcess, folder, *options, port=port)
-                while not of_job.exists():  # the job, too, has got on
-                    await asyncio.sleep(0.05)
+                await until(of_job.exists)  # the job, too, has got on
                 world.over.set()
                 await asyncio.wait(writers)
                 await client.stop_job(job)
@@ -115,6 +113,7 @@ async def storm(tmp_path: Path, kills: int, seed: int) -> None:
         await asyncio.to_thread(server.kill)
         assert server.process.stdout is not None
         server.process.stdout.close()
+        reserved.close()
     told = world.stored | set(of_job.read_text().split())
     # What the job's process wrote when it was ended, it may not have noted.
     extra = {uid for uid in set(world.acked) - told if uid.startswith("job-")}

@@ -11,6 +11,7 @@ from uuid import uuid4
 import orjson
 import pytest
 
+from rollstream.stop_signals import TOGETHER_S
 from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
@@ -77,7 +78,7 @@ def in_flight(launched: Launched) -> int:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("rows", "away"), [(800, 3), pytest.param(1500, 10, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("rows", "away"), [(500, 3), pytest.param(1500, 10, marks=pytest.mark.soak)])
 def test_after_an_outage_of_all_the_run_goes_on_with_all_that_was_in_flight(
     tmp_path: Path, launched: Launched, rows: int, away: int
 ) -> None:
@@ -90,14 +91,15 @@ def test_after_an_outage_of_all_the_run_goes_on_with_all_that_was_in_flight(
         generation__max_in_flight=32,
         generation__adaptive_in_flight="false",
         **{
-            f"{LAUNCH}python": stub_python(tmp_path, "fixed:0.5"),
+            f"{LAUNCH}python": stub_python(tmp_path, "fixed:2"),  # there is work left, however slow this is
             f"{LAUNCH}args": "{}",
             f"{LAUNCH}restart_delay": away,
         },
     )
     runner = Runner(command, log=tmp_path / "log")
-    for _ in range(2):
+    for latency in ("fixed:2", "fixed:0.5"):
         assert runner.wait_until(lambda: len(launched.serving()) == 4 and in_flight(launched) > 24)
+        (tmp_path / "latency").write_text(latency)  # of those that come then
         launched.kill(launched.servers())
         assert runner.wait_until(lambda: not launched.serving())
     assert runner.wait_until(lambda: in_flight(launched) > 24)
@@ -160,8 +162,10 @@ def test_no_replica_outlives_rollstream_and_the_same_command_goes_on(
     tmp_path: Path, launched: Launched, how: str
 ) -> None:
     rows = 40 if how == "SIGKILL" else 400
+    twice = how == "SIGINT twice"
     paths = RunPaths(tmp_path / "run")
-    stubs = {f"{LAUNCH}python": stub_python(tmp_path, "fixed:0.5"), f"{LAUNCH}args": "{}"}
+    latency = "fixed:3" if twice else "fixed:0.5"  # what is in flight outlasts the first of two signals
+    stubs = {f"{LAUNCH}python": stub_python(tmp_path, latency), f"{LAUNCH}args": "{}"}
     command = launch_overrides(
         paths.root,
         write_prompts(tmp_path / "prompts.jsonl", rows),
@@ -170,7 +174,7 @@ def test_no_replica_outlives_rollstream_and_the_same_command_goes_on(
         actor_rollout_ref__rollout__ignore_eos="true",
         actor_rollout_ref__rollout__response_length=400,
         generation__max_in_flight=4,
-        generation__grace_period=1,
+        generation__grace_period=1000 if twice else 1,
         # Real servers have workers below them; they are slow to start, so once is enough.
         **({} if how == "SIGKILL" else stubs),
     )
@@ -180,8 +184,9 @@ def test_no_replica_outlives_rollstream_and_the_same_command_goes_on(
     assert runner.wait_until(lambda: len(launched.workers()) == (2 if how == "SIGKILL" else 0))
     number = signal.Signals[how.split()[0]]
     runner.process.send_signal(number)
-    if how == "SIGINT twice":
+    if twice:
         assert runner.wait_until(lambda: "stopping:" in runner.output())
+        time.sleep(TOGETHER_S)  # sooner it would be the same one
         runner.process.send_signal(number)
     assert runner.wait() == (-number if how == "SIGKILL" else 128 + number)
     if how in ("SIGINT", "SIGTERM"):

@@ -28,7 +28,7 @@ def play(
         str(kills),
         "5",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["killed"] == kills

@@ -13,7 +13,7 @@ from rollstream.rollout.processes import ProcessBackend
 from rollstream.store.summary import read_failures
 from rollstream.trajectory import PromptRow
 from tests.faults import worker_scenarios as scenarios
-from tests.support.until import until
+from tests.support.until import PATIENCE_S, until
 from tests.support.workers import Harness, ScriptedRecipe, every_key, load_row
 from tests.unit.store.fabric import keys_on_disk
 
@@ -79,7 +79,7 @@ async def test_when_all_have_lost_their_engine_the_run_says_so(tmp_path: Path) -
     async with Harness(tmp_path, ProcessBackend(), ScriptedRecipe(lost=(0, 1))) as harness:
         await harness.executor.start()
         with pytest.raises(EngineLostError, match="it has gone"):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 await harness.work(20)
     assert list(read_failures(tmp_path)) == []
 
@@ -109,7 +109,7 @@ async def test_rows_that_cannot_travel_fail_alone(tmp_path: Path) -> None:
 
     async with Harness(tmp_path, ProcessBackend(), ScriptedRecipe(), workers=1, load_row=rows) as harness:
         await harness.executor.start()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             await harness.work(6)
     failures = {(one.index, one.repeat): one for one in read_failures(tmp_path)}
     assert set(failures) == {(2, 0), (2, 1), (4, 0), (4, 1)}

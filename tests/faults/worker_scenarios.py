@@ -9,6 +9,7 @@ from rollstream.errors import ConfigError
 from rollstream.rollout import supervisor
 from rollstream.rollout.supervisor import WorkerBackend
 from rollstream.store.summary import read_failures
+from tests.support.until import PATIENCE_S
 from tests.support.workers import Harness, ScriptedRecipe, every_key
 from tests.unit.store.fabric import keys_on_disk
 
@@ -46,5 +47,5 @@ async def who_has_lost_its_engine_leaves_its_work_to_others(tmp_path: Path, back
 async def a_broken_configuration_is_said_at_start(tmp_path: Path, backend: WorkerBackend) -> None:
     async with Harness(tmp_path, backend, ScriptedRecipe(broken="no such tool")) as harness:
         with pytest.raises(ConfigError, match="no such tool"):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 await harness.executor.start()

@@ -20,10 +20,9 @@ from rollstream.buffer.app import BufferServer
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.service import BufferOptions, Service
 from rollstream.web import Access, Limits
-from tests.support.until import until
+from tests.support.until import PATIENCE_S, until
 
 COMMAND = [sys.executable, "-m", "rollstream.cli", "buffer", "serve", "--json"]
-PATIENCE_S = 60.0
 
 SIZE = 4
 """Of a group, where a test says nothing else."""

@@ -8,7 +8,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rollstream.engine.launch_process import reserve_port
+from tests.support.until import PATIENCE_S
 
 _SETTINGS = {
     "listen_addresses": "127.0.0.1",
@@ -43,9 +45,8 @@ class PostgresServer:
             self._user = {"user": "postgres", "group": "postgres", "extra_groups": []}
         self._data = str(self.folder / "data")
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self._reserved = reserve_port("127.0.0.1")
+        self.port: int = self._reserved.getsockname()[1]
         self._run("initdb", "-D", self._data, "-U", "rollstream", "-A", "trust", "-E", "UTF8", "--locale=C")
 
     @property
@@ -64,7 +65,7 @@ class PostgresServer:
                 stderr=log,
                 **self._user,
             )
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE_S
         ready = [
             str(self._bin / "pg_isready"),
             "-q",
@@ -98,16 +99,17 @@ class PostgresServer:
             for child in children:
                 signal.pidfd_send_signal(child, how)
         process.send_signal(how)
-        process.wait(60)
+        process.wait(PATIENCE_S)
         self._process = None
         for child in children:
-            select.select([child], [], [], 60)  # until it has ended
+            select.select([child], [], [], PATIENCE_S)  # until it has ended
             os.close(child)
         Path(self._data, "postmaster.pid").unlink(missing_ok=True)
 
     def remove(self) -> None:
         if self._process is not None:
             self.stop()
+        self._reserved.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _run(self, program: str, *arguments: str) -> None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from tests.support.until import PATIENCE_S
+
 
 @contextlib.contextmanager
 def full_disk(after: int) -> Iterator[None]:
@@ -45,7 +47,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def are_gone(pids: Iterable[int], within: float = 60.0) -> bool:
+def are_gone(pids: Iterable[int], within: float = PATIENCE_S) -> bool:
     """Whether processes have ended; waits for that."""
     return holds_within(within, lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 

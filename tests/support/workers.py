@@ -24,6 +24,7 @@ from rollstream.rollout.workers import WorkersExecutor
 from rollstream.store.writer import StoreWriter
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import PromptRow, SamplingParams, Trajectory
+from tests.support.until import until
 from tests.unit.store.fabric import N, open_dir
 
 
@@ -118,9 +119,7 @@ class Harness:
     async def start(self, workers: int = 1) -> None:
         """Returns when so many workers are ready."""
         await self.executor.start()
-        async with asyncio.timeout(60):
-            while len(self.executor.pids) < workers:
-                await asyncio.sleep(0.02)
+        await until(lambda: len(self.executor.pids) >= workers)
 
     async def work(self, rows: int) -> None:
         await self.executor.run(self.run.state.keys.owed(range(rows), retry_failed=False))
