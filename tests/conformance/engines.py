@@ -18,6 +18,7 @@ from rollstream.trajectory import Completion
 from tests.compat.vllm_server import PYTHON as VLLM_PYTHON
 from tests.compat.vllm_server import vllm_server
 from tests.conformance.reference import Reference
+from tests.support.until import PATIENCE_S
 from tests.without_torch import without_torch
 
 NAMES = ("openvino", "hf", "serve-sglang", "serve-vllm", "stub", "vllm-generate", "vllm-completions")
@@ -97,4 +98,4 @@ class _Served:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait(60)
+        self._process.wait(PATIENCE_S)

@@ -19,6 +19,7 @@ from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
 from tests.conformance.engines import NAMES, missing, started
 from tests.conformance.reference import END, Reference
+from tests.support.until import PATIENCE_S
 
 pytest.importorskip("torch")
 pytest.importorskip("openvino_genai")
@@ -164,7 +165,7 @@ async def test_an_abort_gives_what_there_is_and_it_goes_on_from_there(
         task = asyncio.create_task(engine.generate(prompt, LONG, request_id="a"))
         await asyncio.sleep(seconds)
         await engine.abort("a")
-        part = await asyncio.wait_for(task, 60)
+        part = await asyncio.wait_for(task, PATIENCE_S)
         if part.token_ids:
             break
     assert len(part.logprobs or []) == len(part.token_ids)
@@ -196,7 +197,7 @@ async def test_cancelled_requests_leave_room(engine: Engine, prompts: list[list[
             task.cancel()
         await asyncio.wait(tasks)
         assert all(task.cancelled() for task in tasks)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         answers = await answer(engine, [(prompt, GREEDY) for prompt in prompts])
     assert {completion.finish_reason for completion in answers} == {"stop"}
 
@@ -221,7 +222,7 @@ async def test_its_end(name: str, tmp_path: Path, reference: Reference) -> None:
         await asyncio.sleep(0.05)
         await other.close()
         with pytest.raises(EngineUnavailableError):
-            await asyncio.wait_for(task, 60)
+            await asyncio.wait_for(task, PATIENCE_S)
         with pytest.raises(EngineUnavailableError):
             await other.generate([1, 5], GREEDY, request_id="b")
         assert not await other.health()

@@ -54,14 +54,14 @@ def nodes(*cpus: int, gpus: int = 0) -> Iterator[Any]:
         cluster.shutdown()
 
 
-def working_pids() -> list[int]:
-    """Processes of this program's Ray workers that have started, and nobody else's, the oldest first.
+def working_pids(driver: int | None = None) -> list[int]:
+    """Processes of this program's Ray workers, or another's, that have started, and of nobody else; oldest first.
 
     Ray names a process after the method that it began last, and after the class when that has returned.
     """
     at_work = {"ray::WorkerHost", "ray::WorkerHost.reports", "ray::WorkerHost.give"}
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process(driver).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, IndexError):
             if process.cmdline()[0].rstrip("\0 ") in at_work:
                 found.append((process.create_time(), process.pid))

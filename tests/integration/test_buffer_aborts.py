@@ -10,7 +10,7 @@ import pytest
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.testing.text_rules import answer_by_text
 from rollstream.trajectory import Completion
-from tests.support.until import until
+from tests.support.until import PATIENCE_S, until
 from tests.unit.serving.served import FOREVER, served_model, serving, tokenizer
 
 ANSWER = "12 + 34 = 46, I am sure."
@@ -59,7 +59,7 @@ async def test_an_answer_goes_on_after_an_abort(tokens: int) -> None:
                 extra_body={"continue_final_message": True} if begun else None,
             )
 
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 asking = asyncio.create_task(ask())
                 if pieces == 0:

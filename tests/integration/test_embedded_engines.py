@@ -15,6 +15,7 @@ from rollstream.engine.registry import create_engine
 from rollstream.errors import EngineError
 from rollstream.trajectory import SamplingParams
 from tests.support.forward import answer, requests, worst_error
+from tests.support.until import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("openvino_genai")
@@ -93,7 +94,7 @@ async def test_more_work_than_the_cache_holds_queues_and_stays_exact(start: Star
         await engine.generate([1] * 300, SamplingParams(longest - 299), request_id="a")
     # Each of these fills the cache alone.
     whole = SamplingParams(longest - 300, ignore_eos=True)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         answers = await answer(engine, [([1] * 300, whole)] * 3)
     assert [len(c.token_ids) for c in answers] == [whole.max_tokens] * 3
 
@@ -112,7 +113,7 @@ async def test_cancelling_frees_the_place_and_leaves_the_others_alone(start: Sta
     await asyncio.sleep(0)
     for hog in hogs:
         hog.cancel()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         answers = await asyncio.gather(*tasks)
     assert [c.token_ids for c in answers] == [c.token_ids for c in alone]
     assert all(hog.cancelled() for hog in hogs)
@@ -126,7 +127,7 @@ async def test_an_abort_returns_what_was_sampled_in_the_queue_nothing(start: Sta
     watched = replace(LONG, stop=("no such text",))  # its tokens are read as they come
     hows = (LONG, watched, replace(LONG, max_tokens=20), LONG, watched)
     tasks = [asyncio.create_task(engine.generate([1], how, request_id=str(i))) for i, how in enumerate(hows)]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await tasks[2]  # the ones before it have as many tokens, and the next one has its place
         for i in (4, 0, 1):
             await engine.abort(str(i))

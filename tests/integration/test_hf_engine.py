@@ -22,7 +22,7 @@ from rollstream.engine.load import ask_load
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
 from tests.support.forward import Asked, answer, error_of, logits_of, requests, worst_error
-from tests.support.until import until
+from tests.support.until import PATIENCE_S, until
 
 torch = pytest.importorskip("torch")
 
@@ -65,7 +65,7 @@ class Steps:
         self.hold_after(float("inf"))
 
     async def held(self) -> None:
-        await until(lambda: self._left == 0, 120)
+        await until(lambda: self._left == 0)
 
 
 Start = Callable[..., Awaitable[HFEngine]]
@@ -223,7 +223,7 @@ async def test_a_dead_thread_fails_its_requests_at_once_and_is_replaced(
     await steps.held()
     steps.error = error
     steps.free()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         results = await asyncio.gather(*tasks, return_exceptions=True)
     for result in results:
         assert isinstance(result, EngineUnavailableError)
@@ -389,7 +389,7 @@ async def swapped(start: Start, module: Any, other: Any, **kwargs: Any) -> tuple
     steps.free()
     await change
     assert engine.version == 7
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(PATIENCE_S):
         return engine, await asyncio.gather(*tasks)
 
 
@@ -462,7 +462,7 @@ async def test_weights_that_nobody_waits_for_any_more_have_their_version(
 
     def slow(pairs: Any) -> None:
         loop.call_soon_threadsafe(begun.set)
-        goes_on.wait(60)
+        goes_on.wait(PATIENCE_S)
         copy_weights(pairs)
 
     monkeypatch.setattr("rollstream.engine.hf.copy_weights", slow)
@@ -525,7 +525,7 @@ async def test_a_trainer_steps_its_own_model_between_the_engines_steps(start: St
         await change
         snapshots.append(copy.deepcopy(module).eval())
     steps.free()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(PATIENCE_S):
         answers = await asyncio.gather(*tasks)
     for i, completion in enumerate(answers):
         runs = [*completion.policy_versions, (tokens, -1)]
@@ -551,7 +551,7 @@ async def test_a_change_that_fails_or_is_cancelled_lets_the_engine_go_on(start: 
         assert not task.done()
     await asyncio.gather(waits, return_exceptions=True)
     assert waits.cancelled()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         completion = await task
     assert (completion.policy_versions, engine.version) == ([(0, 1)], 1)
     async with engine.changing_weights(1):

@@ -17,6 +17,7 @@ from rollstream.testing.stub_faults import Latency
 from rollstream.testing.stub_server import StubServer
 from tests.faults.runs import check_each_is_there_once, overrides, stub_in_thread, write_prompts
 from tests.integration.test_ray import Command
+from tests.support.until import PATIENCE_S
 
 REPEATS = 2
 
@@ -48,7 +49,7 @@ def test_the_artifact_is_that_of_one_process(tmp_path: Path, server: StubServer)
 
 
 def workers(command: Command) -> list[psutil.Process]:
-    return [one for one in command.family() if "rollstream.rollout.processes" in one.cmdline()]
+    return command.family(lambda one: "rollstream.rollout.processes" in one.cmdline())
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.soak)])
@@ -77,7 +78,7 @@ def test_workers_and_driver_killed(tmp_path: Path, server: StubServer, kills: in
             family = command.family()
             command.process.kill()
             command.process.communicate(timeout=240)
-        assert psutil.wait_procs(family, timeout=60)[1] == []
+        assert psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
     with Command(arguments, tmp_path) as command:
         command.wait_for(tmp_path / "run", 2 * kills * each + 20)
         os.killpg(command.process.pid, signal.SIGINT)  # as from a terminal

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -20,9 +21,10 @@ from rollstream.store.summary import read_failures, read_status
 from rollstream.testing.stub_faults import Latency
 from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.testing.text_rules import answer_by_text
+from tests.faults.ray_nodes import working_pids
 from tests.faults.runs import check_each_is_there_once, overrides, stub_in_thread, write_prompts
 from tests.integration.test_images import overrides as image_overrides
-from tests.support.until import wait_until
+from tests.support.until import PATIENCE_S, wait_until
 from tests.unit.chat.vision import IMAGE_PAD, load_model, png, write_model
 
 ray = pytest.importorskip("ray")
@@ -160,8 +162,14 @@ class Command:
 
         wait_until(has_done, every=0.05)
 
-    def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+    def family(self, wanted: Callable[[psutil.Process], bool] = lambda one: True) -> list[psutil.Process]:
+        """Processes below it that are there, and of which this is true."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if wanted(process):
+                    found.append(process)
+        return found
 
 
 @pytest.mark.slow
@@ -180,8 +188,7 @@ def test_what_ray_says_is_in_the_log_file_and_not_on_the_terminal(tmp_path: Path
         )
         with Command(arguments, tmp_path) as command:
             command.wait_for(run_dir, 8)
-            pids = [one.pid for one in command.family() if one.cmdline()[:1][0].startswith("ray::WorkerHost")]
-            os.kill(pids[0], signal.SIGKILL)
+            os.kill(working_pids(command.process.pid)[0], signal.SIGKILL)
             server.latency = Latency()
             output, _ = command.process.communicate(timeout=240)
     assert orjson.loads(output)["completed"] == 80  # and nothing else
@@ -216,14 +223,16 @@ def test_stopped_killed_and_resumed(tmp_path: Path) -> None:
         assert 20 <= stopped["completed"] < 160
         assert stopped["failed"] == 0
         assert "dropped" not in first.log.read_text()  # what was in flight was finished
-        assert psutil.wait_procs(family, timeout=60)[1] == []
+        assert psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
 
         with Command(arguments, tmp_path) as second:
             second.wait_for(tmp_path / "run", stopped["completed"] + 20)
-            family = [process for process in second.family() if process.name() not in _LATE]
+            family = second.family(lambda one: one.name() not in _LATE)
             second.process.kill()
             second.process.communicate(timeout=240)
-        assert psutil.wait_procs(family, timeout=60)[1] == []  # workers and cluster go with their driver
+        assert (
+            psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
+        )  # workers and cluster go with their driver
 
         server.latency = Latency()
         with Command(arguments, tmp_path) as third:

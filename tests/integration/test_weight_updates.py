@@ -29,7 +29,7 @@ from tests.integration.test_agents import FUNCTION
 from tests.integration.test_generation import config, write_sums
 from tests.support.forward import logprobs_under
 from tests.support.serving import serve
-from tests.support.until import until
+from tests.support.until import PATIENCE_S, until
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("openvino_genai")
@@ -379,8 +379,7 @@ async def test_updates_at_bad_moments(
     update = asyncio.create_task(engine.update_weights(str(steps[3]), 3))
     await asyncio.sleep(0.05)
     update.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await update
+    await asyncio.wait({update})
     answer = await engine.generate([5, 6], LONG, request_id="a")
     assert answer.policy_versions == [(0, engine.version)]
     assert completion_error(modules, [5, 6], answer) < 1e-4
@@ -412,14 +411,14 @@ async def test_updates_at_bad_moments(
 async def test_a_worker_that_loads_for_ever_is_killed(
     steps: dict[int, Path], modules: dict[int, Any], tmp_path: Path
 ) -> None:
-    engine = await started(tmp_path, start_timeout=10.0)
+    engine = await started(tmp_path)
     engine._start_timeout = 0.2
     pid = engine.worker_pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(EngineUnavailableError, match=r"was not ready within 0\.2 s"):
         await engine.update_weights(str(steps[1]), 1)
-    engine._start_timeout = 60.0
+    engine._start_timeout = PATIENCE_S
     assert await engine.health()
     answer = await engine.generate([5, 6], LONG, request_id="a")
     assert answer.policy_versions == [(0, 0)]
@@ -465,7 +464,7 @@ async def test_a_pool_of_servers_gets_new_weights(
         assert {tuple(answer.policy_versions) for answer in answers} == {((0, 2),)}
         with serve(*options, "--port", port, log=tmp_path / "b"):
             version = "0"
-            async with asyncio.timeout(60), aiohttp.ClientSession() as session:
+            async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as session:
                 while version != "2":
                     answers = await asyncio.gather(*ask(engine, 8, LONG))
                     assert {tuple(answer.policy_versions) for answer in answers} == {((0, 2),)}
