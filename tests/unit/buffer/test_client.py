@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from rollstream.buffer.client import (
 )
 from rollstream.buffer.items import ItemError
 from tests.support.buffer import Served, generator, item, served
+from tests.support.interrupts import interrupted
 
 IMPATIENT_S = 0.05
 MSGPACK = {"content-type": "application/msgpack"}
@@ -312,18 +312,8 @@ def silent_reads() -> Iterator[tuple[str, threading.Event, threading.Event]]:
 
 def test_ctrl_c_ends_a_waiting_read_and_leaves_the_client_usable() -> None:
     with silent_reads() as (url, come, gone), BufferClient(url) as client:
-
-        def interrupt() -> None:
-            assert come.wait(60)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup's children ignore it
-        threading.Thread(target=interrupt).start()
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                client.read(timeout=600)
-        finally:
-            signal.signal(signal.SIGINT, before)
+        with interrupted(come), pytest.raises(KeyboardInterrupt):
+            client.read(timeout=600)
         assert gone.wait(60)  # the buffer sees that the reader has gone
         assert client.stats() == {"items": 1}
 

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -41,6 +39,7 @@ from rollstream.training import (
     ShuffledPlan,
     TokenBudget,
 )
+from tests.support.interrupts import interrupted
 from tests.support.training import (
     LONG_S,
     Gate,
@@ -561,17 +560,17 @@ def test_what_cannot_start_says_so(
 
 
 def test_ctrl_c_while_it_starts_ends_it() -> None:
-    closed = []
+    closed, loading = [], threading.Event()
 
     async def loads() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        loading.set()
         await forever()
 
     async def close() -> None:
         closed.append(True)
 
     batches = batches_of(start=loads, close=close)
-    with pytest.raises(KeyboardInterrupt), batches:
+    with interrupted(loading), pytest.raises(KeyboardInterrupt), batches:
         pytest.fail("it has no end")
     assert closed and not batches.alive
 
