@@ -1,11 +1,14 @@
 """What every test gets."""
 
+import asyncio
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.virtual_time import VirtualTimeLoop
 
 # How long an example takes is the machine's affair: a busy one must not make a property false.
 settings.register_profile("rollstream", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -29,6 +32,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             group = "ray" if "ray" in item.path.stem else item.path.stem
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Tests marked `virtual_time` have a loop whose clock jumps."""
+    is_virtual = item.get_closest_marker("virtual_time") is not None
+    return {"loop": VirtualTimeLoop if is_virtual else asyncio.new_event_loop}
 
 
 @pytest.fixture(autouse=True)

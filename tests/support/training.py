@@ -2,16 +2,15 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.training import BatchesAhead, CallableGenerator, Plan, PlannedGroup, ShuffledPlan
+from tests.support.until import PATIENCE_S, wait_until
 
-LONG_S = 60.0
-"""A bound for what comes soon, on a machine that is busy with other things, too."""
+LONG_S = PATIENCE_S
 
 QUICK = RetryPolicy(max_attempts=3, delay=0.01, delay_max=0.02)
 
@@ -76,10 +75,7 @@ def causes(error: BaseException) -> list[BaseException]:
 
 def eventually(condition: Callable[[], object]) -> None:
     """Waits, in a thread, until another one has made it true."""
-    until = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.002)
+    wait_until(condition, every=0.002)
 
 
 class Gate(threading.Event):

@@ -9,6 +9,7 @@ import pytest
 
 from rollstream import stop_signals
 from rollstream.stop_signals import StopSignals, ending_on_sigterm
+from tests.support.until import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
@@ -74,5 +75,5 @@ async def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.Monk
     assert (signals.signal, hard.empty()) == (signal.SIGTERM, True)
     monkeypatch.setattr(stop_signals, "TOGETHER_S", 0.0)
     os.kill(os.getpid(), signal.SIGINT)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         assert await hard.get() == signal.SIGTERM

@@ -348,6 +348,7 @@ async def hangs_at_the_second_call(hangs: bool) -> ScriptedEngine:
     return await started(says(call_text("it"), "12"), latency=latency)
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("where", ["engine", "execute", "create"])
 async def test_a_timeout_releases_what_was_begun(where: str) -> None:
     tool = class_tool(Recorder, **({} if where == "engine" else {where: "hang"}))
@@ -361,6 +362,7 @@ async def test_a_timeout_releases_what_was_begun(where: str) -> None:
     assert engine.in_flight == 0
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("where", ["engine", "execute", "create", "calc_reward", "release"])
 async def test_a_cancelled_rollout_releases_what_was_begun(where: str) -> None:
     tool = class_tool(Recorder, **({} if where == "engine" else {where: "hang"}))

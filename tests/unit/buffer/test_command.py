@@ -9,7 +9,7 @@ import pytest
 
 from rollstream.cli import main
 from tests.support.buffer import generator, group, item, serve_buffer
-from tests.support.until import wait_until
+from tests.support.until import PATIENCE_S, wait_until
 
 Capture = pytest.CaptureFixture[str]
 
@@ -104,7 +104,7 @@ def test_a_second_server_is_refused_and_signals_end_the_first(tmp_path: Path, nu
             pass
         assert server.post("/v1/items", {"items": group("a", (0, 1))})[0] == 200
         server.process.send_signal(number)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(PATIENCE_S) == 0
     with serve_buffer(folder) as server:
         (given,) = server.post("/v1/read")[1]["groups"]
         assert len(given["items"]) == 2, "a group keeps the size that it was made for"

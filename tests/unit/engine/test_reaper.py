@@ -10,6 +10,7 @@ import pytest
 
 from rollstream.engine import reaper
 from tests.support.processes import are_gone, command_line, holds_within
+from tests.support.until import PATIENCE_S
 
 FAMILY = """
 import os, subprocess, sys, time
@@ -38,7 +39,7 @@ def reaped(*command: str) -> subprocess.Popen[bytes]:
 def family(folder: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
     """A reaper over a server with a child and a daemon that ignore SIGTERM; all below it."""
     process = reaped(sys.executable, "-c", FAMILY, str(folder))
-    assert holds_within(60, lambda: (folder / "ready").exists() or process.poll() is not None)
+    assert holds_within(PATIENCE_S, lambda: (folder / "ready").exists() or process.poll() is not None)
     members = reaper.below(process.pid)
     assert len(members) >= 3
     return process, members
@@ -50,13 +51,13 @@ def family(folder: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
 )
 def test_it_ends_like_its_command(script: str, status: int) -> None:
     process = reaped("sh", "-c", script)
-    assert process.wait(20) == status
+    assert process.wait(PATIENCE_S) == status
     process.communicate()
 
 
 def test_a_command_that_is_not_there_is_said() -> None:
     process = reaped("/no/such/program")
-    assert process.wait(20) == 127
+    assert process.wait(PATIENCE_S) == 127
     assert process.communicate()[1] == b"cannot run /no/such/program: No such file or directory\n"
 
 
@@ -68,14 +69,14 @@ def test_nothing_below_it_is_left_when_it_is_told_to_stop(tmp_path: Path, how: s
         process.stdin.close()
     else:
         process.send_signal(signal.SIGTERM)
-    assert process.wait(reaper.GRACE_S + 10) == 0
+    assert process.wait(PATIENCE_S) == 0
     assert are_gone(members)
 
 
 def test_what_a_dead_server_leaves_behind_goes(tmp_path: Path) -> None:
     process, members = family(tmp_path)
     os.kill(next(pid for pid in members if "(here / name)" in command_line(pid)), signal.SIGKILL)
-    assert process.wait(20) == -signal.SIGKILL
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
     assert are_gone(members)
 
 
@@ -86,4 +87,4 @@ def test_the_command_has_ordinary_signals_and_no_input() -> None:
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"  # Python's, where not ignored
     )
     process = reaped(sys.executable, "-c", code)
-    assert process.wait(20) == 0, process.communicate()
+    assert process.wait(PATIENCE_S) == 0, process.communicate()

@@ -16,6 +16,7 @@ from rollstream.errors import ConfigError
 from rollstream.generation.metrics import MOST_NAMES, OTHER, MetricsServer, Moments, RunMetrics
 from rollstream.store.records import RecordCodec
 from rollstream.trajectory import Failure, Metrics, Rollout, Trajectory
+from tests.support.until import PATIENCE_S
 from tests.unit.generation.test_progress import snapshot
 
 NO_RATES = (0.0, 0.0)
@@ -241,7 +242,7 @@ async def test_the_server_answers_many_and_a_client_that_dawdles_blocks_nobody()
         assert await asyncio.gather(*(scrape() for _ in range(20))) == ["rollstream_x 1\n"] * 20
     with pytest.raises(ConfigError, match=rf"generation.metrics_port={port}: cannot listen"):
         await MetricsServer(port, bytes).start()
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(PATIENCE_S):
         await server.close()
     dawdler.close()
 

@@ -78,6 +78,7 @@ async def test_refusals_lower_the_cap_and_it_recovers(tmp_path: Path) -> None:
         await engine.close()
 
 
+@pytest.mark.virtual_time
 async def test_refusals_cost_no_attempt_until_patience_ends(tmp_path: Path) -> None:
     engine = await started()
     engine.fail(lambda request: request.request_id == "0-0-1", EngineOverloadedError("429"), times=3)
@@ -106,6 +107,7 @@ class LateRefusal(ScriptedEngine):
         return await super().generate(*args, **kwargs)
 
 
+@pytest.mark.virtual_time
 async def test_patience_begins_with_the_first_refusal(tmp_path: Path) -> None:
     with open_dir(tmp_path) as run:
         engine = LateRefusal()

@@ -189,6 +189,7 @@ async def test_an_outage_costs_no_attempt(tmp_path: Path) -> None:
     assert find_trajectory(tmp_path, 0, 0).row["attempts"] == 1
 
 
+@pytest.mark.virtual_time
 async def test_an_engine_that_stays_away_ends_the_run_with_its_cause(tmp_path: Path) -> None:
     engine = await started()
     engine.go_down()
@@ -278,6 +279,7 @@ class HangingAgent(AgentLoop):
         return parts
 
 
+@pytest.mark.virtual_time
 async def test_loops_that_misbehave_hurt_only_themselves(tmp_path: Path) -> None:
     engine = await started()
     with open_dir(tmp_path) as run:

@@ -18,6 +18,7 @@ from rollstream.store.recovery import inspect
 from rollstream.store.run_dir import lock_run
 from rollstream.store.validate import repair_run, validate_run
 from rollstream.store.writer import StoreWriter
+from tests.support.until import PATIENCE_S
 from tests.unit.store.fabric import commit_all, failure, flip, keys_on_disk, merge, open_dir, rollout, writing
 
 
@@ -69,7 +70,7 @@ async def test_batches_have_exactly_the_asked_rows(tmp_path: Path) -> None:
 async def test_idle_rollouts_are_sealed_after_pull_timeout(tmp_path: Path) -> None:
     with writing(tmp_path, save_batch_size=1000, pull_timeout=0.05) as (_, writer):
         await writer.commit(rollout(0))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not writer.saved_batches:
                 await asyncio.sleep(0.01)
         await writer.close()
@@ -228,7 +229,7 @@ async def test_an_unforeseen_error_in_the_writer_thread_reaches_everyone(
         await writer.commit(rollout(0))
         target = {"append": JournalFile, "mark_done": type(run.state.keys)}[where]
         monkeypatch.setattr(target, where, fail)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             results = await asyncio.gather(
                 *(writer.commit(rollout(index)) for index in range(1, 5)), return_exceptions=True
             )
@@ -250,7 +251,7 @@ async def test_an_unforeseen_error_in_the_writer_thread_reaches_everyone(
 async def test_commit_after_close_is_refused(tmp_path: Path) -> None:
     with writing(tmp_path, save_batch_size=10) as (_, writer):
         await writer.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(StorageError, match="closed"):
                 await writer.commit(rollout(0))
 

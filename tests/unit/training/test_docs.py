@@ -18,6 +18,7 @@ from rollstream.training import (
     PlannedGroup,
     ShuffledPlan,
 )
+from tests.support.until import PATIENCE_S
 
 PAGE = Path(__file__).parents[3] / "docs" / "training.md"
 
@@ -102,7 +103,7 @@ def test_the_loop_over_batches_by_number_generates_while_it_trains(settings: str
 
     def train_on(result: BatchResult) -> None:
         coming = begun[result.batch_id + 1 : result.batch_id + 1 + ahead]
-        assert all(one.wait(60) for one in coming)  # those ahead are begun while this one is trained
+        assert all(one.wait(PATIENCE_S) for one in coming)  # those ahead are begun while this one is trained
         assert not any(one.is_set() for one in begun[result.batch_id + 1 + ahead :])
         trained.append(result)
 

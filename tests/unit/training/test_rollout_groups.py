@@ -116,6 +116,7 @@ async def test_a_partial_group_may_be_good_enough() -> None:
         await generate(groups_of(engine, min_rollouts=2), PlannedGroup(0, 0, 1))
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(("late", "taken"), [("drop", None), ("partial", 3)])
 async def test_late_groups(late: Any, taken: int | None) -> None:
     engine = ScriptedEngine(latency=lambda request: NEVER_S if repeat_of(request) == 1 else 0.0)
@@ -238,5 +239,5 @@ def test_an_engine_that_is_gone_for_a_while_costs_nothing_but_time(seconds: floa
             batches.trained(step)
             batches.update_weights("weights")
             if step == 1:
-                batches.submit(outage(engine, seconds)).result(5)
+                batches.submit(outage(engine, seconds)).result(60)
     assert sequence == [plan.at(position) for position in range(12)]

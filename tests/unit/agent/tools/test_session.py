@@ -201,6 +201,7 @@ async def test_what_was_not_created_has_no_reward_and_is_tried_again() -> None:
         assert entry.tool.done == ["create", "create"]
 
 
+@pytest.mark.virtual_time
 async def test_a_create_that_does_not_end_is_released() -> None:
     entry = class_tool(Recorder, create="hang")
     async with opened([entry], timeout=0.2) as box:
@@ -212,6 +213,7 @@ async def test_a_create_that_does_not_end_is_released() -> None:
         assert entry.tool.log[0][1] == entry.tool.log[1][1]
 
 
+@pytest.mark.virtual_time
 async def test_ends_that_hang_are_bounded() -> None:
     entry = class_tool(Recorder, calc_reward="hang", release="hang")
     async with opened([entry], timeout=0.2) as box:
