@@ -28,6 +28,7 @@ from rollstream.testing.scripted import AnswerRule, ScriptedRequest, ask_rule
 from rollstream.testing.stub_answers import book_rule, expanded_length, read_request, write_reply
 from rollstream.testing.stub_faults import Fault, Faults, Latency
 from rollstream.testing.stub_work import StubWork
+from rollstream.trajectory import Completion
 
 _IMAGE_DIGESTS = 1024
 """How many are kept: a test with images has a few, a benchmark with images has no use for them."""
@@ -115,6 +116,8 @@ class StubServer(HttpStub):
         self.on_death: Callable[[], None] = self._die_in_process
         """What `Faults.die_after` does: here the sockets close at once, as when a process is killed."""
         self._work = StubWork(max_running)
+        self._asking: dict[str, asyncio.Future[Completion]] = {}
+        """Rules that are at work, by request."""
         self._rng = random.Random(0)
         self._routes: dict[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]] = {
             "/generate": self._generate,
@@ -164,13 +167,9 @@ class StubServer(HttpStub):
             return _error(400, problem)
         self._note_images(asked)
         fault = self.faults.choose(self._rng.random())
-        fails = fault in ("error", "bad_request", "drop")
         stats.in_flight += 1
         try:
-            completion = None if fails else await ask_rule(self.rule, asked, self.book)
-            tokens = 0 if completion is None else len(completion.token_ids)
-            seconds = self.latency.draw(self.book.digest(asked.prompt_ids, asked.sampling.seed), tokens)
-            share = await self._work.do(asked.request_id, float("inf") if fault == "hang" else seconds)
+            completion, share = await self._answer(asked, fault)
         except Exception as error:
             return _error(500, f"the rule raised {type(error).__name__}: {error}")
         finally:
@@ -179,6 +178,7 @@ class StubServer(HttpStub):
             return self._fail(fault, request)
         if fault == "abort" and share is None:
             share = 0.5
+        tokens = len(completion.token_ids)
         stats.tokens += tokens if share is None else int(share * tokens)
         body = write_reply(
             completion,
@@ -194,6 +194,26 @@ class StubServer(HttpStub):
             self.on_death()
         return web.Response(body=body, content_type="application/json")
 
+    async def _answer(
+        self, asked: ScriptedRequest, fault: Fault | None
+    ) -> tuple[Completion | None, float | None]:
+        """What to say, None for an error, and how much of it was done when the request was aborted; None: all."""
+        completion, tokens = None, 0
+        if fault not in ("error", "bad_request", "drop"):
+            asking = asyncio.ensure_future(ask_rule(self.rule, asked, self.book))
+            self._asking[asked.request_id] = asking
+            try:
+                await asyncio.wait({asking})
+            finally:
+                asking.cancel()
+                del self._asking[asked.request_id]
+            if asking.cancelled():
+                return Completion([], [], "abort"), 0.0
+            completion = asking.result()
+            tokens = len(completion.token_ids)
+        seconds = self.latency.draw(self.book.digest(asked.prompt_ids, asked.sampling.seed), tokens)
+        return completion, await self._work.do(asked.request_id, float("inf") if fault == "hang" else seconds)
+
     def _find_problem(self, asked: ScriptedRequest) -> str | None:
         ids, model = asked.prompt_ids, self.model
         if not ids:
@@ -205,7 +225,7 @@ class StubServer(HttpStub):
             return f"Requested token count exceeds the model's maximum context length of {limit} tokens"
         if asked.images and not model.images:
             return "image_data given to a model that understands no images"
-        if asked.request_id in self._work:
+        if asked.request_id in self._work or asked.request_id in self._asking:
             return f"Duplicate request ID detected: {asked.request_id}"
         return None
 
@@ -223,8 +243,11 @@ class StubServer(HttpStub):
 
     async def _abort(self, request: web.BaseRequest) -> web.StreamResponse:
         query = orjson.loads(await request.read())
-        names = self._work.names() if query.get("abort_all") else [str(query.get("rid"))]
-        self.stats.aborts += sum(self._work.abort(name) for name in names)
+        in_flight = [*self._asking, *self._work.names()]
+        names = in_flight if query.get("abort_all") else [str(query.get("rid"))]
+        for name in names:
+            asking = self._asking.get(name)
+            self.stats.aborts += self._work.abort(name) if asking is None else asking.cancel()
         return web.Response()
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -232,8 +232,15 @@ async def test_faults_apply_to_a_rules_answers(fault: str) -> None:
         assert (await ask(server, [1, 2])).token_ids == list(range(10))
 
 
-async def test_an_abort_cuts_a_rules_answer() -> None:
-    async with StubServer(count_up, latency=FOREVER) as server, client_of(server) as engine:
+async def thinks(request: ScriptedRequest) -> list[int]:
+    await asyncio.Event().wait()
+    return []
+
+
+@pytest.mark.parametrize(("rule", "latency"), [(count_up, FOREVER), (thinks, Latency())])
+async def test_an_abort_cuts_a_rules_answer(rule: AnswerRule, latency: Latency) -> None:
+    """Also while the rule is at work."""
+    async with StubServer(rule, latency=latency) as server, client_of(server) as engine:
         task = asyncio.create_task(engine.generate([1], SAMPLING, request_id="a"))
         await until(lambda: server.stats.in_flight)
         await engine.abort("a")
