@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from transformers import IntervalStrategy, TrainerCallback
 from trl.trainer import grpo_trainer
@@ -173,6 +174,7 @@ def test_what_a_correction_does_to_the_gradient(
     run: Any, monkeypatch: pytest.MonkeyPatch, correction: str, shift: float, weight: float
 ) -> None:
     """All ratios are 1 but for the shift, so every token's loss is scaled alike."""
+    Accelerator()  # settings without a trainer, as tests before this one have made, leave none
     output = {**run.outputs[0]}
     output.pop("old_per_token_logps")
     output["advantages"] = torch.linspace(-1, 1, len(output["advantages"]))
