@@ -114,7 +114,7 @@ def test_a_tracker_that_hangs_costs_a_run_nothing_but_the_flush(
 ) -> None:
     stuck, good = Stuck(where), Recorder()
     with_trackers(monkeypatch, stuck=stuck, good=good)
-    monkeypatch.setattr(tracking, "FLUSH_S", 0.5)
+    monkeypatch.setattr(tracking, "FLUSH_S", 2.0)
     try:
         with caplog.at_level(logging.WARNING, "rollstream"):
             result = run_generation(run)

@@ -112,6 +112,6 @@ async def test_thousands_of_rollouts_leave_nothing_behind(last: int) -> None:
         assert asyncio.all_tasks() == tasks
     assert tool.tool.begun == {}
     assert engine.in_flight == 0
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     for was, now in zip(before, after, strict=True):
         assert (now - was) / (last - WARM) < NOISE

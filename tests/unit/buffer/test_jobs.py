@@ -240,7 +240,7 @@ async def test_stop_ends_all_that_the_generator_started_and_another_start_goes_o
     jobs = await world.server()
     record, _ = await jobs.start(PAYLOAD)
     await until((world.notes / "grandchild").exists)
-    assert len(world.alive(record)) >= 3
+    await until(lambda: len(world.alive(record)) >= 3)
     stopped = await jobs.stop(record.id)
     assert stopped.state == world.state(record) == "stopped" and not world.alive(record)
     assert await jobs.stop(record.id) == stopped and jobs.failures() == []

@@ -26,12 +26,12 @@ def test_kinds_by_what_servers_answer(answers: tuple, kind: str, models: str, to
 
 async def test_servers_are_asked_with_or_without_v1() -> None:
     async with StubServer(model=StubModel("org/model")) as stub:
-        found = await detect_server(["http://127.0.0.1:9/", stub.url + "/v1/"], timeout=5)
+        found = await detect_server(["http://127.0.0.1:9/", stub.url + "/v1/"], timeout=60)
         assert found[:3] == (stub.url, ["http://127.0.0.1:9", stub.url], "sglang")
         assert found.tokenizer == "org/model"
     async with ChatStub(lambda body: "x", lists_models=False) as chat:
         with pytest.raises(ConfigError, match="name its kind"):
-            await detect_server([chat.url], timeout=5)
-        assert (await detect_server([chat.url], timeout=5, kind="openai")).models == ()
+            await detect_server([chat.url], timeout=60)
+        assert (await detect_server([chat.url], timeout=60, kind="openai")).models == ()
     with pytest.raises(ConfigError, match="did you mean 'sglang'"):
-        await detect_server(["http://127.0.0.1:9"], timeout=5, kind="sglan")
+        await detect_server(["http://127.0.0.1:9"], timeout=60, kind="sglan")
