@@ -41,7 +41,7 @@ class StockTrainer:
             "tokenizer_path": "none",
             "skip_instance_ids": [one for ids in self.finished.values() for one in ids],
         }
-        response = requests.post(f"{self.url}/start_rollout", json=payload, timeout=10)
+        response = requests.post(f"{self.url}/start_rollout", json=payload, timeout=120)
         response.raise_for_status()
         answer: dict[str, Any] = response.json()
         return answer

@@ -16,12 +16,16 @@ from rollstream.integrations.trl.checkpoints import STATE_FILE
 from tests.compat.trl.parts import environment, rows, trainer
 
 
-@pytest.fixture
-def nobody_handles_sigterm() -> Iterator[None]:
-    """Ray's driver, which other tests start in this process, leaves a handler of its own."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+@pytest.fixture(autouse=True)
+def signals_are_nobodys() -> Iterator[None]:
+    """Ray's driver, which other tests start in this process, leaves a handler of its own; `nohup` ignores SIGINT."""
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
     yield
-    signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+    for number, handler in before.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class Told(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
@@ -34,7 +38,6 @@ class Told(TrainerCallback):  # type: ignore[misc]  # transformers is not follow
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.usefixtures("nobody_handles_sigterm")
 def test_sigterm_ends_generation_and_leaves_no_weights(tmp_path: Path) -> None:
     made = trainer(
         tmp_path,
