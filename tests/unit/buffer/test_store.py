@@ -271,7 +271,7 @@ async def test_a_limit_of_a_files_size_is_a_full_disk(tmp_path: Path) -> None:
 async def test_a_server_that_froze_loses_its_turn(postgres: PostgresServer) -> None:
     schema = new_schema()
     async with opened(PostgresDriver(postgres.url, schema)) as store:
-        frozen = PostgresDriver(postgres.url, schema, frozen_s=0.2)
+        frozen = PostgresDriver(postgres.url, schema, frozen_s=1.0)
         await frozen.open("")
         begun, thawed = asyncio.Event(), asyncio.Event()
 

@@ -165,11 +165,13 @@ async def test_one_that_raises_is_switched_off_with_one_warning(
 async def test_one_that_hangs_is_left_behind(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "FLUSH_S", 0.3)
+    monkeypatch.setattr(module, "FLUSH_S", 1.0)
     stuck, good = Stuck(where), Recorder()
     with caplog.at_level(logging.WARNING, "rollstream"):
         reporter = begun(stuck=stuck, good=good)
         report(reporter, 0, 1)
+        await until(lambda: len(good.steps) == 2)
+        await until(lambda: stuck.reached.is_set() or len(stuck.steps) == 2)
         await closed(reporter)  # it hangs until the test lets it go
     assert stuck.abandoned
     assert [record.getMessage()[:31] for record in caplog.records] == ["tracker stuck is switched off, "]

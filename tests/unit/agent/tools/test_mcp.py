@@ -1,7 +1,7 @@
 import asyncio
-import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -21,6 +21,7 @@ from rollstream.agent.tools.mcp import (
     load_mcp_servers,
     read_mcp_server,
 )
+from rollstream.engine.launch_process import reserve_port
 from rollstream.errors import ConfigError
 from tests.support.processes import is_running
 from tests.support.until import until
@@ -162,16 +163,21 @@ def serving(port: int) -> Iterator[int]:
                 break  # it answers
             except urllib.error.URLError:
                 assert process.poll() is None
+                time.sleep(0.02)
         yield process.pid
     finally:
         process.kill()
         process.wait()
 
 
-async def test_streamable_http() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Nobody else takes it, also between two servers."""
+    with reserve_port("127.0.0.1") as reserved:
+        yield reserved.getsockname()[1]
+
+
+async def test_streamable_http(port: int) -> None:
     settings = McpServerSettings("test", url=f"http://127.0.0.1:{port}/mcp", headers={"Authorization": "x"})
     server = McpServer(settings, "tools[0]")
     with serving(port) as pid:
