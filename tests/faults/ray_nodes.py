@@ -40,18 +40,21 @@ def nodes(*cpus: int, gpus: int = 0) -> Iterator[Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     cluster = Cluster()
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", without_torch()["PYTHONPATH"])  # of the nodes, and of workers on them
-            for number, count in enumerate(cpus):
-                extra: dict[str, Any] = (
-                    {"_system_config": NOTICED_SOON | AS_QUICK_AS_OTHERS} if number == 0 else {}
-                )
-                extra |= {"num_cpus": count, "num_gpus": gpus}
-                cluster.add_node(object_store_memory=128 << 20, include_dashboard=False, **extra)
+        for number, count in enumerate(cpus):
+            extra: dict[str, Any] = (
+                {"_system_config": NOTICED_SOON | AS_QUICK_AS_OTHERS} if number == 0 else {}
+            )
+            add_node(cluster, num_cpus=count, num_gpus=gpus, **extra)
         yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def add_node(cluster: Any, **options: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", without_torch()["PYTHONPATH"])  # of the node, and of workers on it
+        cluster.add_node(object_store_memory=128 << 20, include_dashboard=False, **options)
 
 
 def working_pids(driver: int | None = None) -> list[int]:

@@ -27,7 +27,7 @@ from rollstream.generation.runner import run_generation
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
 from tests.faults.launches import LAUNCH, Launched, stub_python
-from tests.faults.ray_nodes import lose_node, nodes
+from tests.faults.ray_nodes import add_node, lose_node, nodes
 from tests.faults.runs import (
     Runner,
     check_each_is_there_once,
@@ -282,6 +282,7 @@ def test_replicas_that_move_cost_nothing_but_time(tmp_path: Path, cluster: Any, 
     attacker.start()
     result = run_generation(arguments)
     attacker.join(PATIENCE_S)
+    add_node(cluster, num_cpus=2, num_gpus=2)  # in its place
     assert trouble == [] and not attacker.is_alive()
     assert (result.completed, result.failed) == (rows * repeats, 0)
     check_each_is_there_once(tmp_path / "run", rows, repeats)
