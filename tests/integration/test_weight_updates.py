@@ -448,10 +448,10 @@ async def test_a_pool_of_servers_gets_new_weights(
             answers = await asyncio.gather(*asked)
             for i, answer in enumerate(answers):
                 assert (len(answer.token_ids), answer.finish_reason) == (400, "length")
-                assert answer.policy_versions[-1][1] == 1
                 assert completion_error(modules, [5 + i, 6, 7], answer) < 1e-3
-            went_on = [answer for answer in answers if len(answer.policy_versions) == 2]
-            assert went_on  # those that had tokens at the swap kept them
+            versions = [tuple(version for _, version in answer.policy_versions) for answer in answers]
+            # A server may be done before the other has begun; what had tokens at the swap kept them.
+            assert (0, 1) in versions and set(versions) <= {(0,), (0, 1), (1,)}
             # A folder that one of them cannot have: both say no, and the old weights stand.
             with pytest.raises(EngineError, match="none of 2 replicas could load"):
                 await engine.update_weights(str(tmp_path / "nothing"), 2)
