@@ -1,0 +1,1 @@
+"""A web page of runs, groups, tokens and training: `rollstream view`."""

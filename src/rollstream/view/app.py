@@ -1,0 +1,376 @@
+"""The page's server: its files, and what they ask for below `/api`. It reads; it never writes."""
+
+import asyncio
+import importlib.resources
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+import orjson
+from aiohttp import web
+
+from rollstream.errors import ConfigError, DamageError, NotFoundError, RunDirectoryError, StorageError
+from rollstream.trajectory import failure_cause
+from rollstream.view import reader
+from rollstream.view.columns import Array, RunColumns
+from rollstream.view.compare import compare
+from rollstream.view.filter import FilterError, parse_filter, sort_rows
+from rollstream.view.overview import SOLVED_AT, overview
+from rollstream.view.search import search
+from rollstream.view.sources import BufferSource, RunSource, Source, Sources, TrainingSource
+from rollstream.view.tokens import encode_tokens
+from rollstream.web import Access, HTTPError, Request, Route, WebServer, render_json_error
+
+_HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store, no-transform",
+}
+_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+}
+_THREADS: Final = 4
+_EVERY_S: Final = 0.5
+"""Between two looks at a run that is followed."""
+_REST: Final = 8
+"""Times as long as a look took, until the next one: a large run that is written has the processor for itself."""
+_ALIVE: Final = 30
+"""Looks without a change after which a stream says something: proxies close what is silent for long."""
+_KEPT: Final = 4
+"""Results of filters and sorts that are kept: paging through a list asks for the same again and again."""
+_DROPPED: Final = 100
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+
+
+class _Query(msgspec.Struct, kw_only=True):
+    """What lists are asked with."""
+
+    filter: str = ""
+    sort: str = ""
+    columns: str = ""
+    text: str = ""
+    cause: str | None = None
+    state: str | None = None
+    cursor: str = ""
+    a: str = ""
+    b: str = ""
+    offset: _Count = 0
+    limit: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 100
+
+    def page(self, values: Any) -> Any:
+        return values[self.offset : self.offset + self.limit]
+
+
+class ViewServer:
+    """Serves the page and its API.
+
+    Args:
+        places: run directories, folders of them, Parquet files, folders or URLs of buffers.
+        access: who may send requests. The page's own files need no token: they hold nothing.
+        solved_at: a reward from here on counts as solved.
+    """
+
+    def __init__(self, places: Sequence[str], access: Access, solved_at: float = SOLVED_AT) -> None:
+        self._sources = Sources(places, solved_at)
+        self._solved_at = solved_at
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="view")
+        self._static = _static_files()
+        run, row = "/api/runs/{id}", "/api/runs/{id}/trajectories/{row}"
+        routes: dict[str, Callable[[Request], Any]] = {
+            "/api/sources": lambda _: {"sources": [_described(source) for source in self._sources.all()]},
+            run: self._overview,
+            f"{run}/rows": self._rows,
+            f"{run}/groups": self._groups,
+            f"{run}/groups/{{index}}": lambda one: reader.group(
+                self._run(one).columns(), _whole(one, "index")
+            ),
+            f"{run}/failures": self._failures,
+            row: lambda one: reader.trajectory(self._run(one).columns(), _whole(one, "row")),
+            f"{row}/tokens": self._tokens,
+            "/api/compare": self._compare,
+            "/api/training/{id}": lambda one: self._sources.get(one.params["id"], TrainingSource).read(),
+        }
+        self._web = WebServer(
+            [
+                *(Route("GET", path, self._in_thread(answer)) for path, answer in routes.items()),
+                Route("GET", f"{run}/search", self._search, cancel_when_gone=True),
+                Route("GET", f"{run}/follow", self._follow, cancel_when_gone=True),
+                Route("GET", "/api/buffers/{id}", self._buffer),
+                Route("GET", "/api/buffers/{id}/items", self._buffer_items),
+                Route("GET", "/", self._file, open=True),
+                Route("GET", "/{name...}", self._file, open=True),
+            ],
+            access=access,
+            translate=_translate,
+            render_error=_refuse,
+        )
+
+    async def start(self, host: str, port: int) -> str:
+        """Listens; returns the URL. Raises `ConfigError`."""
+        return await self._web.start(host, port)
+
+    async def stop(self) -> None:
+        """Ends all answers."""
+        await self._web.stop(0.2)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _in_thread(self, answer: Callable[[Request], Any]) -> Callable[[Request], Awaitable[web.Response]]:
+        """A handler that reads in a thread: the others are answered meanwhile."""
+
+        def work(request: Request) -> web.Response:
+            value = answer(request)
+            return value if isinstance(value, web.Response) else _response(_json(value), "application/json")
+
+        async def handle(request: Request) -> web.Response:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work, request)
+
+        return handle
+
+    async def _file(self, request: Request) -> web.Response:
+        found = self._static.get(request.params.get("name", "index.html"))
+        if found is None:
+            raise HTTPError(404, f"there is no {request.path}", "not_found")
+        return _response(*found)
+
+    # -- runs
+
+    def _run(self, request: Request) -> RunSource:
+        return self._sources.get(request.params["id"], RunSource)
+
+    def _overview(self, request: Request) -> dict[str, Any]:
+        run = self._run(request)
+        columns = run.columns()
+        return {**run.describe(whole=True), **overview(columns, run.groups(columns), self._solved_at)}
+
+    def _select(self, columns: RunColumns, text: str, sort: str = "") -> Array:
+        """Rows that a filter lets through, in order. Raises `FilterError`."""
+        kept = columns.selections
+        found = kept.get((text, sort))
+        if found is None:
+            found = np.flatnonzero(parse_filter(text, columns)(columns))
+            kept[text, sort] = found = sort_rows(columns, found, sort).astype(np.int32)
+            while len(kept) > _KEPT:
+                kept.popitem(last=False)
+        return found
+
+    def _rows(self, request: Request) -> dict[str, Any]:
+        columns, query = self._run(request).columns(), request.arguments(_Query)
+        known = [column["name"] for column in columns.columns()]
+        names = [name for name in query.columns.split(",") if name] or known
+        if unknown := set(names).difference(known):
+            raise HTTPError(400, f"there is no column {', '.join(sorted(unknown))}", where="columns")
+        selected = self._select(columns, query.filter, query.sort)
+        shown = query.page(selected).astype(np.int64)
+        cells = zip(shown.tolist(), *(columns.values(name, shown) for name in names), strict=True)
+        return {
+            "total": len(selected),
+            "all": columns.rows,
+            "columns": names,
+            "rows": [list(row) for row in cells],
+        }
+
+    def _groups(self, request: Request) -> dict[str, Any]:
+        run, query = self._run(request), request.arguments(_Query)
+        columns = run.columns()
+        groups = run.groups(columns)
+        order = _sorted(groups, query.sort or "index")
+        if query.filter.strip():
+            chosen = np.unique(columns["index"][self._select(columns, query.filter)])
+            order = order[np.isin(groups["index"][order], chosen)]
+        shown = query.page(order)
+        first = groups["first"][shown]
+        cells: dict[str, Sequence[Any]] = {name: values[shown].tolist() for name, values in groups.items()}
+        del cells["first"], cells["total"]
+        cells |= {name: columns.values(name, first) for name in ("prompt_key", "data_source")}
+        cells["prompt"] = reader.prompts(columns, first)
+        return {"total": len(order), "groups": _records(cells)}
+
+    def _failures(self, request: Request) -> dict[str, Any]:
+        query = request.arguments(_Query)
+        failures = self._run(request).columns().failures()
+        found = [one for one in failures if query.cause in (None, failure_cause(one.error))]
+        return {"total": len(found), "failures": msgspec.to_builtins(query.page(found))}
+
+    def _tokens(self, request: Request) -> web.Response:
+        run, row = self._run(request), _whole(request, "row")
+        found = reader.find_rollout(run.columns(), row)[row]
+        return _response(encode_tokens(found, *run.token_text()), "application/octet-stream")
+
+    def _compare(self, request: Request) -> dict[str, Any]:
+        query = request.arguments(_Query)
+        a, b = (self._sources.get(id, RunSource).columns() for id in (query.a, query.b))
+        said, columns = compare(a, b)
+        shown = query.page(_sorted(columns, query.sort or "-difference"))
+        cells: dict[str, Sequence[Any]] = {name: values[shown].tolist() for name, values in columns.items()}
+        cells["prompt_key"] = [key.decode("utf-8", "replace") for key in cells["prompt_key"]]
+        first = [int(a.rollout_rows(index)[0]) for index in cells["index_a"]]
+        cells["prompt"] = reader.prompts(a, np.array(first, np.int64))
+        return {**said, "total": said["prompts"], "rows": _records(cells)}
+
+    # -- streams
+
+    async def _search(self, request: Request) -> web.StreamResponse:
+        query, loop = request.arguments(_Query), asyncio.get_running_loop()
+        if not query.text:
+            raise HTTPError(400, "text is empty: what is to be searched for?", where="text")
+        columns = await loop.run_in_executor(self._pool, lambda: self._run(request).columns())
+        rows = await loop.run_in_executor(self._pool, self._select, columns, query.filter)
+        steps = search(columns, query.text, rows)
+
+        async def events() -> AsyncIterator[bytes]:
+            while (found := await loop.run_in_executor(self._pool, next, steps, None)) is not None:
+                yield b"".join(_event(name, data) for name, data in found)
+
+        return await _stream(request, events())
+
+    async def _follow(self, request: Request) -> web.StreamResponse:
+        run, query, loop = self._run(request), request.arguments(_Query), asyncio.get_running_loop()
+
+        async def events() -> AsyncIterator[bytes]:
+            said, silent = query.cursor, 0
+            while True:
+                began = loop.time()
+                state = await loop.run_in_executor(self._pool, run.state)
+                cursor = "-".join(str(state[name]) for name in ("rows", "failed", "total", "state"))
+                silent = 0 if cursor != said else silent + 1
+                if cursor != said:
+                    said = cursor
+                    yield _event("change", state, cursor)
+                elif silent % _ALIVE == 0:
+                    yield b": alive\n\n"
+                await asyncio.sleep(max(_EVERY_S, _REST * (loop.time() - began)))
+
+        return await _stream(request, events())
+
+    # -- buffers
+
+    def _open_buffer(self, request: Request) -> Any:
+        where = self._sources.get(request.params["id"], BufferSource).path
+        if where.startswith(("http://", "https://")):
+            from rollstream.buffer.client import AsyncBufferClient
+
+            return AsyncBufferClient(where, give_up_after=5.0)
+        from rollstream.buffer.folder import BufferFolder
+
+        return BufferFolder(Path(where))
+
+    async def _buffer(self, request: Request) -> web.Response:
+        async with self._open_buffer(request) as buffer:
+            stats = await buffer.stats()
+            leases = await buffer.leases() if hasattr(buffer, "leases") else []
+            dropped = await buffer.groups(state="dropped", limit=_DROPPED)
+        said = {"status": stats, "groups": stats["store"]["groups"], "leases": leases, "dropped": dropped}
+        return _response(_json(said), "application/json")
+
+    async def _buffer_items(self, request: Request) -> web.Response:
+        query = request.arguments(_Query)
+        which = {} if query.state is None else {"state": query.state}
+        async with self._open_buffer(request) as buffer:
+            total = (await buffer.stats())["store"]["items"] if query.state is None else None
+            groups = await buffer.groups(**which, after=query.offset, limit=min(query.limit, 100))
+            found = [await buffer.group(group["id"]) for group in groups]
+        items = [
+            {"group": group["id"], "state": group["state"], **item}
+            for group, one in zip(groups, found, strict=True)
+            for item in one["items"]
+        ]
+        after = groups[-1]["id"] if groups else None
+        return _response(
+            _json({"total": total, "items": items, "groups": groups, "next": after}), "application/json"
+        )
+
+
+def _static_files() -> dict[str, tuple[bytes, str]]:
+    """The page's files, read once: no path of a client's ever reaches the disk."""
+    root = Path(str(importlib.resources.files("rollstream.view") / "static"))
+    files = [path for path in root.rglob("*") if path.is_file()]
+    return {
+        path.relative_to(root).as_posix(): (
+            path.read_bytes(),
+            _TYPES.get(path.suffix, "text/plain; charset=utf-8"),
+        )
+        for path in files
+    }
+
+
+def _described(source: Source) -> dict[str, Any]:
+    try:
+        return source.describe()
+    except Exception as error:  # a run.json may say anything: the others are listed all the same
+        return Source.describe(source) | {"state": "damaged", "error": f"{type(error).__name__}: {error}"}
+
+
+def _sorted(columns: Mapping[str, Array], sort: str) -> Array:
+    """The order of columns by one of them; NaN comes last."""
+    name = sort.partition(",")[0].strip()
+    if (values := columns.get(name.removeprefix("-"))) is None:
+        raise HTTPError(400, f"sort by {', '.join(columns)}, not {name!r}", where="sort")
+    down = name.startswith("-") and values.dtype.kind != "S"
+    return np.argsort(-values if down else values, kind="stable")
+
+
+def _records(cells: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
+
+
+def _whole(request: Request, name: str) -> int:
+    text = request.params[name]
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise HTTPError(404, f"{text!r:.40} is no {name}", "not_found")
+    return int(text)
+
+
+def _json(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # arguments of a tool are nested deeper than orjson goes
+        return msgspec.json.encode(value)
+
+
+def _response(body: bytes, kind: str) -> web.Response:
+    return web.Response(body=body, headers={**_HEADERS, "content-type": kind})
+
+
+def _refuse(request: web.BaseRequest, error: HTTPError) -> web.Response:
+    response = render_json_error(request, error)
+    response.headers.update(_HEADERS)
+    return response
+
+
+def _event(name: str, data: Mapping[str, Any], id: str = "") -> bytes:
+    """One event of a stream; JSON has no line breaks."""
+    return (f"id: {id}\n" if id else "").encode() + f"event: {name}\ndata: ".encode() + _json(data) + b"\n\n"
+
+
+async def _stream(request: Request, events: AsyncIterator[bytes]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={**_HEADERS, "content-type": "text/event-stream"})
+    await response.prepare(request.raw)
+    async for event in events:
+        await response.write(event)
+    await response.write_eof()
+    return response
+
+
+def _translate(error: Exception) -> HTTPError | None:
+    if isinstance(error, FilterError):
+        return HTTPError(400, str(error), "bad_filter", str(error.position))
+    for kind, status, code in (
+        (NotFoundError, 404, "not_found"),
+        (DamageError, 422, "damaged"),
+        (RunDirectoryError, 422, "not_a_run"),
+        (UnicodeDecodeError, 422, "damaged"),
+        (StorageError, 503, "storage"),
+        (ConfigError, 400, "bad_request"),
+    ):
+        if isinstance(error, kind):
+            return HTTPError(status, str(error), code)
+    return None

@@ -1,0 +1,108 @@
+"""`rollstream view`: serves the page until it is told to stop."""
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import os
+import secrets
+import socket
+import sys
+import webbrowser
+
+EPILOG = """\
+examples:
+  rollstream view outputs/demo                  one run, also while it is written
+  rollstream view outputs                       all runs in a folder
+  rollstream view outputs/a outputs/b --open    two runs, to compare them
+  rollstream view trajectories.parquet http://127.0.0.1:8889
+
+On another machine: ssh -L 8765:127.0.0.1:8765 MACHINE, and open the printed address here. docs/view.md
+
+exit codes: 0 ended by SIGINT or SIGTERM; 2 wrong usage, nothing to open, or an address that cannot be used.
+"""
+
+DEFAULT_PORT = 8765
+
+_MMAP_THRESHOLD = -3
+"""Of glibc's `mallopt`: larger blocks are given back to the system when they are freed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `view`."""
+    parser.add_argument(
+        "places",
+        nargs="+",
+        metavar="DIR",
+        help="run, folder of runs, Parquet file, buffer (folder or URL), trainer",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        help=f"0 takes a free one (default: {DEFAULT_PORT}, or a free one where that is taken)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    parser.add_argument("--token", action="store_true", help="ask for a token also on 127.0.0.1")
+    parser.add_argument(
+        "--allow-host", action="append", default=[], metavar="NAME", help="a further name of this machine"
+    )
+    parser.add_argument(
+        "--solved-at",
+        type=float,
+        default=0.5,
+        metavar="X",
+        help="a reward from here on counts as solved (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help='print {"url", "pid"} when ready')
+
+
+def run(options: argparse.Namespace) -> int:
+    """Executes a parsed command line. Raises `ConfigError`."""
+    from rollstream.stderr_log import log_to_stderr
+
+    log_to_stderr()
+    asyncio.run(_serve(options))
+    return 0
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    import orjson
+    import pyarrow as pa
+
+    from rollstream.errors import ConfigError
+    from rollstream.stop_signals import StopSignals
+    from rollstream.view.app import ViewServer
+    from rollstream.web import Access
+
+    # What is freed goes back at once: arrays of a million rows would leave holes that nothing fills.
+    pa.set_memory_pool(pa.system_memory_pool())
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
+    signals = StopSignals(on_second=lambda number: os._exit(128 + number))
+    signals.install()
+    # Whoever may reach this machine must not read what is on it.
+    local = options.host in ("127.0.0.1", "localhost", "::1")
+    token = None if local and not options.token else secrets.token_urlsafe(24)
+    access = Access(token=token, allowed_hosts=frozenset(options.allow_host))
+    ports = [DEFAULT_PORT, 0] if options.port is None else [options.port]
+    for port in ports:
+        server = ViewServer(options.places, access, options.solved_at)
+        try:
+            url = await server.start(options.host, port)
+            break
+        except ConfigError:
+            if port == ports[-1]:
+                raise
+    for everywhere in ("//0.0.0.0:", "//[::]:"):
+        url = url.replace(everywhere, f"//{socket.gethostname()}:")
+    address = f"{url}/" if token is None else f"{url}/?token={token}"
+    ready = orjson.dumps({"url": address, "pid": os.getpid()}).decode()
+    sys.stdout.write(f"{ready if options.json else f'rollstream view at {address}  (Ctrl-C ends it)'}\n")
+    sys.stdout.flush()
+    if options.open:
+        webbrowser.open(address)
+    try:
+        await signals.requested.wait()
+    finally:
+        await server.stop()

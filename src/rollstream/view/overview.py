@@ -1,0 +1,234 @@
+"""A run at a glance: what is counted over all of its rows. Every figure has a filter that finds its rows."""
+
+import math
+from collections import Counter
+from typing import Any, Final
+
+import numpy as np
+
+from rollstream.store.records import FailureRecord
+from rollstream.trajectory import failure_cause
+from rollstream.view.columns import Array, RunColumns
+
+SOLVED_AT: Final = 0.5
+"""A reward from here on counts as solved; right for rewards of 0 and 1, of -1 and 1, and for shares."""
+
+_BINS: Final = 24
+_STRIP: Final = 2000
+"""Groups that are drawn: about the pixels of a line."""
+_NAMED: Final = 12
+"""Data sources that are drawn by themselves."""
+_TEXTS: Final = 1000
+"""Sources, and ends, that are counted by name."""
+_STEPS: Final = 300
+"""Of the timeline."""
+_CAUSES: Final = 100
+
+
+Groups = dict[str, Array]
+"""Figures of each prompt row, by name. Shape (groups,); NaN where nothing is scored."""
+
+
+def group_figures(rows: RunColumns, solved_at: float = SOLVED_AT) -> Groups:
+    """The groups of a run, by prompt row, of its final trajectories.
+
+    Besides what the list of groups shows, `first` is a row of each and `total` the sum of its rewards.
+    """
+    order, starts = rows.groups()
+    final, reward = ~rows["is_snapshot"][order], rows["reward"][order]
+    scored = final & np.isfinite(reward)
+
+    def total(values: Array) -> Array:
+        values = values.astype(np.int64) if values.dtype == bool else values
+        return np.add.reduceat(values, starts) if len(starts) else values[:0]
+
+    def extreme(function: np.ufunc, none: float) -> Array:
+        found: Array = (
+            function.reduceat(np.where(scored, reward, none), starts) if len(starts) else reward[:0]
+        )
+        return np.where(np.isinf(found), math.nan, found)
+
+    size, count, sums = total(final), total(scored), total(np.where(scored, reward, 0.0))
+    low, high = extreme(np.minimum, math.inf), extreme(np.maximum, -math.inf)
+    return {
+        "index": rows["index"][order[starts]],
+        "first": order[starts].astype(np.int64),
+        "size": size,
+        "scored": count,
+        "solved": total(scored & (reward >= solved_at)),
+        "total": sums,
+        "mean": np.where(count > 0, sums / np.maximum(count, 1), math.nan),
+        "min": low,
+        "max": high,
+        "spread": high - low,
+        "mean_tokens": total(np.where(final, rows["tokens"][order], 0)) / np.maximum(size, 1),
+        "truncated": total(final & rows.equals("finish_reason", "length")[order]),
+    }
+
+
+def mean_interval(groups: Groups) -> tuple[float | None, list[float] | None]:
+    """The mean reward of all rollouts and its 95 % interval; those of one prompt depend on each other."""
+    count, number = int(groups["scored"].sum()), int((groups["scored"] > 0).sum())
+    if not count:
+        return None, None
+    mean = float(groups["total"].sum() / count)
+    if number < 2:
+        return mean, None
+    residuals = float(((groups["total"] - mean * groups["scored"]) ** 2).sum())
+    error = 1.96 * math.sqrt(residuals * number / (number - 1)) / count
+    return mean, [mean - error, mean + error]
+
+
+def overview(rows: RunColumns, groups: Groups, solved_at: float) -> dict[str, Any]:
+    """What `GET /api/runs/ID` has beside what the list of runs says."""
+    final, reward = ~rows["is_snapshot"], rows["reward"]
+    index, scored, solved = (groups[name] for name in ("index", "scored", "solved"))
+    whole = bool(final.all())
+    totals = {
+        name: float(np.nansum(rows[name][final], dtype=np.float64)) for name in ("tool_calls", "tool_errors")
+    }
+    timeline, throughput = _timeline(rows, final)
+    drawn = np.unique(np.linspace(0, len(index) - 1, _STRIP).astype(int)) if len(index) else np.zeros(0, int)
+    return {
+        "solved_at": solved_at,
+        "base_filter": "" if whole else "is_snapshot = false",
+        "columns": rows.columns(),
+        "histograms": {
+            "reward": _histogram(rows, reward, final & np.isfinite(reward)),
+            "tokens": _histogram(rows, rows["tokens"], final),
+            "turns": _histogram(rows, rows["num_turns"], final),
+        },
+        "groups": {
+            "all_wrong": int(((scored > 0) & (solved == 0)).sum()),
+            "mixed": int(((solved > 0) & (solved < scored)).sum()),
+            "all_right": int(((scored > 0) & (solved == scored)).sum()),
+            "unscored": int((scored == 0).sum()),
+            "no_signal": int((groups["spread"] == 0).sum()),
+            "total": len(index),
+        },
+        "solve_strip": np.stack([index, solved, scored, groups["size"]], 1)[drawn].tolist(),
+        "strip_of": len(index),
+        "finish_reasons": {name: count for name, count, _ in _by_text(rows, "finish_reason", final)},
+        "sources": {
+            name: {"count": count, "reward_mean": mean}
+            for name, count, mean in _by_text(rows, "data_source", final)
+        },
+        "failures": _failures(rows),
+        "tools": [{"name": None, "calls": int(totals["tool_calls"]), "errors": int(totals["tool_errors"])}]
+        if totals["tool_calls"]
+        else [],
+        "time": {name: _mean(rows[name][final]) for name in ("queue_s", "generate_s", "tool_s", "reward_s")},
+        "timeline": timeline,
+        "throughput": throughput,
+        "damage": rows.damage[:100],
+    }
+
+
+def _mean(values: Array) -> float | None:
+    values = values[np.isfinite(values)]
+    return float(values.mean(dtype=np.float64)) if len(values) else None
+
+
+def edges(low: float, high: float, *, whole: bool) -> Array:
+    """Round numbers around values from `low` to `high`; the last is above all of them."""
+    raw, scale = (high - low) / _BINS, max(abs(low), abs(high))
+    if raw <= 1e-9 * scale or raw < 1e-30:  # nothing to tell apart
+        raw = max(0.1, 0.01 * scale)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * (1 - 1e-9))
+    step = max(1.0, math.ceil(step)) if whole else step
+    found = np.arange(math.floor(low / step) - 1, math.floor(high / step) + 3) * step
+    found = np.round(found, max(0, 2 - math.floor(math.log10(step))))
+    # Rounding may have moved them to either side of the values.
+    return found[
+        np.searchsorted(found, low, side="right") - 1 : np.searchsorted(found, high, side="right") + 1
+    ]
+
+
+def _histogram(rows: RunColumns, values: Array, which: Array) -> dict[str, Any] | None:
+    """Counts, those of them that were cut off, and by data source where there are several."""
+    chosen = values[which].astype(np.float64)
+    if not len(chosen):
+        return None
+    bounds = edges(float(chosen.min()), float(chosen.max()), whole=values.dtype.kind == "i")
+    bins = np.clip(np.searchsorted(bounds, chosen, side="right") - 1, 0, len(bounds) - 2)
+    width, texts, codes = len(bounds) - 1, rows.texts["data_source"].texts, rows["data_source"][which]
+    totals = np.bincount(codes, minlength=len(texts))
+    most = [code for code in np.argsort(-totals, kind="stable")[:_NAMED].tolist() if totals[code]]
+    place = np.full(len(texts), len(most))  # all others together
+    place[most] = np.arange(len(most))
+    counts = np.bincount(place[codes] * width + bins, minlength=(len(most) + 1) * width).reshape(-1, width)
+    cut = rows.equals("finish_reason", "length")[which]
+    return {
+        "edges": bounds.tolist(),
+        "counts": counts.sum(0).tolist(),
+        "truncated": np.bincount(bins[cut], minlength=width).tolist(),
+        "by_source": {texts[code]: counts[at].tolist() for at, code in enumerate(most)}
+        if len(most) > 1
+        else None,
+    }
+
+
+def _by_text(rows: RunColumns, name: str, which: Array) -> list[tuple[str, int, float | None]]:
+    """Each text with its number of rows and their mean reward, the most frequent first."""
+    texts, codes = rows.texts[name].texts, rows[name][which]
+    reward = rows["reward"][which]
+    scored = np.isfinite(reward)
+    counts, scores = (np.bincount(some, minlength=len(texts)) for some in (codes, codes[scored]))
+    sums = np.bincount(codes[scored], weights=reward[scored], minlength=len(texts))
+    order = [code for code in np.argsort(-counts, kind="stable")[:_TEXTS].tolist() if counts[code]]
+    return [
+        (texts[code], int(counts[code]), float(sums[code] / scores[code]) if scores[code] else None)
+        for code in order
+    ]
+
+
+def _failures(rows: RunColumns) -> list[dict[str, Any]]:
+    """Failures by cause, the most frequent first, with the first of each."""
+    failures = rows.failures()
+    causes = [(failure_cause(one.error), one.stage) for one in failures]
+    first: dict[tuple[str, str], FailureRecord] = {}
+    for cause, one in zip(causes, failures, strict=True):
+        if cause not in first or (one.traceback and not first[cause].traceback):
+            first[cause] = one
+    return [
+        {
+            "cause": cause[0],
+            "stage": cause[1],
+            "count": count,
+            "example": {
+                name: getattr(first[cause], name) for name in ("index", "repeat", "error", "traceback")
+            },
+        }
+        for cause, count in Counter(causes).most_common(_CAUSES)
+    ]
+
+
+def _timeline(rows: RunColumns, final: Array) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """What was in flight and what was finished, over time; None where files do not say when (older ones)."""
+    known = final & np.isfinite(rows["finished_at"])
+    ends = rows["finished_at"][known]
+    if not len(ends):
+        return None, None
+    begins = ends - np.maximum(np.nan_to_num(rows["total_s"][known]), 0)
+    start = float(begins.min())
+    step = max((float(ends.max()) - start) / _STEPS, 1e-3)
+
+    def count(times: Array, weights: Array | None = None) -> Array:
+        at = np.clip((times - start) / step, 0, _STEPS - 1).astype(np.int64)
+        return np.bincount(at, weights=weights, minlength=_STEPS)
+
+    finished, tokens = count(ends), count(ends, rows["sampled"][known])
+    in_flight = np.cumsum(count(begins)) - np.cumsum(finished) + finished
+    active = float((in_flight > 0).sum()) * step
+    timeline = {
+        "start": start,
+        "step_s": step,
+        "in_flight": in_flight,
+        "finished": finished,
+        "tokens": tokens,
+    }
+    return (
+        {name: one.tolist() if isinstance(one, np.ndarray) else one for name, one in timeline.items()},
+        {"rollouts_per_s": len(ends) / active, "tokens_per_s": float(tokens.sum()) / active},
+    )

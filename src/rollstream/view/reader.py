@@ -1,0 +1,209 @@
+"""One trajectory or one group of a run, as the page shows it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any, Final
+
+import numpy as np
+import orjson
+
+from rollstream.errors import NotFoundError
+from rollstream.store.export.files import JSON_COLUMNS
+from rollstream.view.columns import Array, RunColumns
+
+Row = dict[str, Any]
+Messages = list[dict[str, Any]]
+
+_LISTS: Final = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "policy_versions")
+_SHOWN: Final = (
+    *(
+        "index",
+        "repeat",
+        "prompt_key",
+        "data_source",
+        "ground_truth",
+        "finish_reason",
+        "reward_extra",
+        "attempts",
+    ),
+    *("num_turns", "is_snapshot", "extra", "prompt_tokens", "response_tokens"),
+)
+_PROMPT: Final = 200
+"""Characters of a prompt in a list."""
+
+
+def read_rows(columns: RunColumns, rows: Sequence[int] | Array) -> dict[int, Row]:
+    """Trajectories by row, JSON decoded; lists of numbers stay Arrow's. What is gone from the disk is not there."""
+    found: dict[int, Row] = {}
+    for numbers, table in columns.read(np.asarray(rows, np.int64)):
+        for at in np.flatnonzero(numbers >= 0).tolist():
+            one = table.slice(at, 1)
+            row = one.drop_columns(list(_LISTS)).to_pylist()[0]
+            row |= {name: one[name][0] for name in _LISTS} | {
+                name: read_json(row[name]) for name in JSON_COLUMNS
+            }
+            found[int(numbers[at])] = row
+    return dict(sorted(found.items(), key=lambda item: (item[1]["repeat"], item[1]["trajectory"])))
+
+
+def read_json(text: str) -> Any:
+    """A JSON cell; the text itself where it is damaged: there is nothing better to show."""
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        return text
+
+
+def as_messages(found: Any) -> Messages:
+    """What a row has as messages; what is none becomes one."""
+    parts = found if isinstance(found, list) else [found]
+    return [one if isinstance(one, dict) else {"role": "damaged", "content": str(one)} for one in parts]
+
+
+def number(value: Any) -> float | None:
+    """A number that JSON can say."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def find_rollout(columns: RunColumns, row: int) -> dict[int, Row]:
+    """The trajectories of a row's rollout, by row, that row among them. Raises `NotFoundError`."""
+    if not 0 <= row < columns.rows:
+        raise NotFoundError(f"there is no row {row}; there are {columns.rows}")
+    index, repeat = int(columns["index"][row]), int(columns["repeat"][row])
+    found = read_rows(columns, columns.rollout_rows(index, repeat))
+    if row not in found:
+        raise NotFoundError(f"rollout (index {index}, repeat {repeat}) cannot be read (any more)")
+    return found
+
+
+def trajectory(columns: RunColumns, row: int) -> Row:
+    """A trajectory for the page, without its tokens. Raises `NotFoundError`."""
+    rollout = find_rollout(columns, row)
+    mine, messages = rollout[row], as_messages(rollout[row]["messages"])
+    before = [
+        as_messages(one["messages"]) for one in takewhile(lambda one: one is not mine, rollout.values())
+    ]
+    notes = []
+    if not len(mine["prompt_ids"]):
+        notes.append("text only: the run had no tokenizer, so there are no token ids")
+    if isinstance(mine["extra"], dict) and mine["extra"].get("token_exact") is False:
+        notes.append("token ids are the local tokenizer's, not those that were sampled")
+    if isinstance(mine["reward_extra"], dict) and "error" in mine["reward_extra"]:
+        notes.append("the reward function failed on it")
+    order, _ = columns.groups()
+    at = int(np.flatnonzero(order == row)[0])
+    return {
+        "row": row,
+        "number": mine["trajectory"],
+        "of": len(rollout),
+        "siblings": list(rollout),
+        **{name: mine[name] for name in _SHOWN},
+        "messages": messages,
+        "reward": number(mine["reward"]),
+        "metrics": {name: number(value) for name, value in mine["metrics"].items()},
+        "policy_versions": mine["policy_versions"].as_py(),
+        "finished_at": mine["finished_at"],
+        "previous_row": int(order[at - 1]) if at else None,
+        "next_row": int(order[at + 1]) if at + 1 < len(order) else None,
+        "removed": _removed(before[-1], messages) if before else [],
+        "notes": notes,
+    }
+
+
+def _removed(before: Messages, after: Messages) -> Messages:
+    """Messages that were there before and are not any more."""
+    left, gone = [orjson.dumps(one) for one in after], []
+    for one in before:
+        if (text := orjson.dumps(one)) in left:
+            left.remove(text)
+        else:
+            gone.append(one)
+    return gone
+
+
+def group(columns: RunColumns, index: int) -> Row:
+    """The rollouts of a prompt side by side. Raises `NotFoundError`."""
+    rows = columns.rollout_rows(index)
+    failed = [one for one in columns.failures() if one.index == index]
+    if not len(rows) and not failed:
+        raise NotFoundError(f"there is no finished rollout of prompt row {index}")
+    by_repeat: dict[int, dict[int, Row]] = {}
+    for row, one in read_rows(columns, rows).items():
+        by_repeat.setdefault(one["repeat"], {})[row] = one
+    finals = [[*found.values()][-1] for found in by_repeat.values()]
+    any_one: Row = finals[0] if finals else {}
+    shared = _prompt_length(as_messages(any_one["messages"])) if finals else 0
+    rollouts: list[Row] = []
+    for one, found in zip(finals, by_repeat.values(), strict=True):
+        rollouts.append(
+            {
+                "repeat": one["repeat"],
+                "row": [*found][-1],
+                "trajectories": [*found],
+                "reward": number(one["reward"]),
+                "reward_extra": one["reward_extra"],
+                "finish_reason": one["finish_reason"],
+                "tokens": one["response_tokens"],
+                "turns": one["num_turns"],
+                "messages": as_messages(one["messages"])[shared:],
+                "failed": None,
+            }
+        )
+    answers = [
+        next((text_of(one) for one in each["messages"] if one.get("role") == "assistant"), "")
+        for each in rollouts
+    ]
+    empty = dict.fromkeys(("row", "reward", "finish_reason", "tokens", "turns"))
+    for record in failed:
+        said = {name: getattr(record, name) for name in ("stage", "error", "traceback", "attempts")}
+        one = {"repeat": record.repeat, **empty, "trajectories": [], "reward_extra": {}, "messages": []}
+        rollouts.append({**one, "failed": said})
+    order, starts = columns.groups()
+    indices = columns["index"][order[starts]]
+    before, after = indices[indices < index], indices[indices > index]
+    return {
+        "index": index,
+        **{name: any_one.get(name) for name in ("prompt_key", "data_source", "ground_truth")},
+        "prompt": as_messages(any_one["messages"])[:shared] if finals else [],
+        "previous": int(before[-1]) if len(before) else None,
+        "next": int(after[0]) if len(after) else None,
+        "rollouts": sorted(rollouts, key=lambda one: int(one["repeat"])),
+        "first_difference": _shared_start(answers),
+    }
+
+
+def _first_answer(messages: Messages) -> str:
+    return next((text_of(one) for one in messages if one.get("role") == "assistant"), "")
+
+
+def _prompt_length(messages: Messages) -> int:
+    """Messages before the first answer of the model."""
+    return next((at for at, one in enumerate(messages) if one.get("role") == "assistant"), len(messages))
+
+
+def prompts(columns: RunColumns, rows: Array) -> list[str | None]:
+    """The beginning of the prompt of each row; None where it cannot be read."""
+    found: dict[int, str] = {}
+    for numbers, table in columns.read(rows, ["messages"]):
+        for at in np.flatnonzero(numbers >= 0).tolist():
+            messages = as_messages(read_json(table["messages"][at].as_py()))
+            before = messages[: _prompt_length(messages)]
+            found[int(numbers[at])] = text_of(before[-1])[:_PROMPT] if before else ""
+    return [found.get(row) for row in rows.tolist()]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message: its thoughts, its parts, and its tool calls as JSON."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    parts = (message.get("reasoning_content"), content, message.get("tool_calls"))
+    return "\n".join(part if isinstance(part, str) else orjson.dumps(part).decode() for part in parts if part)
+
+
+def _shared_start(texts: Sequence[str]) -> int:
+    """Characters that all texts begin with."""
+    low, high = (min(texts), max(texts)) if texts else ("", "")
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))
+    return sum(1 for _ in same)

@@ -1,0 +1,318 @@
+"""What the page opens: run directories, shards of one run, Parquet files, buffers, logs of trainings."""
+
+import calendar
+import hashlib
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import orjson
+
+from rollstream.chat.token_text import TokenText, read_token_text
+from rollstream.errors import ConfigError, NotFoundError, RunDirectoryError
+from rollstream.store.lock import is_locked
+from rollstream.store.manifest import SHARD_IDENTITY, Manifest, read_manifest
+from rollstream.view.columns import Part, RunColumns
+from rollstream.view.overview import SOLVED_AT, Groups, group_figures, mean_interval
+
+BUFFER_FILE: Final = "buffer.sqlite"
+TRAINING_FILE: Final = "trainer_state.json"
+
+_DEEPEST: Final = 3
+"""Folders below the one that was named in which runs are looked for."""
+_MOST_FOLDERS: Final = 2000
+_FRESH_S: Final = 0.5
+"""A run that is written is looked at twice a second at most, however many pages follow it."""
+_LOCK_S: Final = 2.0
+_MOST_ROWS: Final = 2_000_000
+"""Of all runs that are held in memory, but for the one that was opened last: some 250 MB."""
+_SMALL: Final = 50_000
+"""Rows of a run that is read to describe it in the list; of a larger one `checkpoint.json` is believed."""
+_SAID: Final = (
+    *("model", "prompts", "n", "total", "done", "failed", "unscored", "reward_mean", "reward_interval"),
+    *("tokens", "started", "state", "error"),
+)
+
+S = TypeVar("S", bound="Source")
+
+
+class Source:
+    """One thing that can be opened; `id` is the same for the same path."""
+
+    kind = "source"
+    content = ""
+    """Another one at the same path is another source."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self.name, self.path = name, path
+        digest = hashlib.blake2b(path.encode("utf-8", "replace"), digest_size=4).hexdigest()
+        self.id = f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')[:40] or 'source'}-{digest}"
+
+    def describe(self) -> dict[str, Any]:
+        """What the list says of it."""
+        name, path = (text.encode("utf-8", "replace").decode() for text in (self.name, self.path))
+        said = {"id": self.id, "kind": self.kind, "name": name, "path": path}
+        return said | dict.fromkeys(_SAID)
+
+
+class BufferSource(Source):
+    """A buffer, by its folder or its URL."""
+
+    kind = "buffer"
+
+
+class TrainingSource(Source):
+    """The folder of a trainer, whose newest `trainer_state.json` has the log."""
+
+    kind = "training"
+
+    def read(self) -> dict[str, Any]:
+        """The figures of all steps. Raises `NotFoundError`."""
+        path, steps = training_log(Path(self.path)), dict[int, dict[str, float]]()
+        try:
+            for line in (
+                json.loads(path.read_bytes())["log_history"] if path is not None else ()
+            ):  # may have NaN
+                numbers = {name: one for name, one in line.items() if isinstance(one, int | float)}
+                steps.setdefault(int(numbers.pop("step")), {}).update(numbers)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise NotFoundError(f"{path} cannot be read as a training's log: {error}") from error
+        names = dict.fromkeys(name for _, numbers in sorted(steps.items()) for name in numbers)
+        series = {name: [steps[step].get(name) for step in sorted(steps)] for name in names}
+        return {"steps": sorted(steps), "series": series, "groups": []}
+
+
+class RunSource(Source):
+    """A run, in one directory or several shards, or an exported Parquet file. It is read when it is asked for."""
+
+    def __init__(self, name: str, parts: Sequence[Part], solved_at: float) -> None:
+        super().__init__(name, " ".join(str(part.root) for part in parts))
+        self.manifest: Manifest | None = parts[0].manifest
+        self.kind = "run" if self.manifest is not None else "parquet"
+        self.content = " ".join(part.manifest.run_id for part in parts if part.manifest is not None)
+        self.used = 0.0
+        self._parts, self._solved_at = parts, solved_at
+        self._columns: RunColumns | None = None
+        self._seen: RunColumns | None = None
+        self._groups: tuple[RunColumns, Groups] | None = None
+        self._lock = threading.Lock()
+        self._looked = self._asked = 0.0
+        self._running = False
+        self._text: tuple[TokenText | None, str] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows in memory."""
+        return 0 if self._columns is None else self._columns.rows
+
+    def close(self) -> None:
+        """Forgets what was read; the next one who asks reads it anew."""
+        self._columns = self._seen = self._groups = None
+
+    def columns(self) -> RunColumns:
+        """The run's scalars as they are now, half a second ago at most."""
+        with self._lock:
+            self.used = now = time.monotonic()
+            if self._seen is None or now - self._looked > _FRESH_S:
+                self._columns = self._columns or RunColumns(self._parts)
+                if self._columns.refresh() or self._seen is None:
+                    self._seen = self._columns.snapshot()
+                self._looked = time.monotonic()
+            return self._seen
+
+    def groups(self, columns: RunColumns) -> Groups:
+        """Figures of its groups."""
+        known = self._groups
+        if known is None or known[0] is not columns:
+            known = self._groups = (columns, group_figures(columns, self._solved_at))
+        return known[1]
+
+    def token_text(self) -> tuple[TokenText | None, str]:
+        """The text of its tokens, or why it cannot be had."""
+        if self._text is None:
+            try:
+                self._text = (read_token_text(self._model()), "")
+            except ConfigError as error:
+                self._text = (None, str(error))
+        return self._text
+
+    def _model(self) -> dict[str, Any]:
+        config: dict[str, Any] = {} if self.manifest is None else self.manifest.config
+        found: dict[str, Any] = config.get("actor_rollout_ref", {}).get("model", {})
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """What changes while a run goes on."""
+        columns = self.columns()
+        groups = self.groups(columns)
+        failed, total, done = (
+            len(columns.failures()),
+            self._checkpoint().get("total"),
+            int(groups["size"].sum()),
+        )
+        mean, interval = mean_interval(groups)
+        state = self._state(total, done + failed)
+        return {
+            "done": done,
+            "failed": failed,
+            "unscored": done - int(groups["scored"].sum()),
+            "total": total,
+            "in_flight": None,
+            "reward_mean": mean,
+            "reward_interval": interval,
+            "tokens": int(columns["sampled"].sum(dtype="int64")),
+            "state": "damaged" if columns.damage and state != "running" else state,
+            "rows": columns.rows,
+            "error": "; ".join(columns.damage[:3]) or None,
+        }
+
+    def _state(self, total: int | None, settled: int) -> str:
+        if time.monotonic() - self._asked > _LOCK_S:
+            locks = [part.root / "run.lock" for part in self._parts if part.manifest is not None]
+            self._running, self._asked = any(map(is_locked, locks)), time.monotonic()
+        over = self.manifest is None if total is None else settled >= total
+        return "running" if self._running else "finished" if over else "unfinished"
+
+    def describe(self, *, whole: bool = False) -> dict[str, Any]:
+        """What the list says of it; `whole`: also if a large run has to be read for that."""
+        found, counts = super().describe(), self._checkpoint()
+        if self.manifest is not None:
+            created = time.strptime(self.manifest.created, "%Y-%m-%dT%H:%M:%SZ")
+            found |= {"model": self._model().get("path"), "n": self.manifest.n}
+            found |= {
+                "prompts": self.manifest.identity.get("data.rows.count"),
+                "started": calendar.timegm(created),
+            }
+        if whole or self.rows or counts.get("rows", 0) <= _SMALL:
+            return found | self.state()
+        found |= {name: counts.get(name) for name in ("total", "failed", "unscored")}
+        done = counts.get("completed", 0)
+        return found | {
+            "done": done,
+            "state": self._state(counts.get("total"), done + counts.get("failed", 0)),
+        }
+
+    def _checkpoint(self) -> dict[str, int]:
+        """The counts of `checkpoint.json`, of all shards together; nothing where one has none."""
+        counts: Counter[str] = Counter()
+        for part in self._parts:
+            try:
+                said = orjson.loads((part.root / "checkpoint.json").read_bytes())
+                counts.update({name: count for name, count in said.items() if type(count) is int})
+            except (OSError, ValueError, AttributeError):
+                return {}
+        return counts
+
+
+class Sources:
+    """All that was named on the command line, and what has come into those folders since.
+
+    Raises:
+        ConfigError: there is nothing at one of the places.
+    """
+
+    def __init__(self, places: Sequence[str], solved_at: float = SOLVED_AT) -> None:
+        for place in places:
+            if not _is_url(place) and not Path(place).exists():
+                raise ConfigError(f"{place}: there is no such file or folder")
+        self._places, self._solved_at = places, solved_at
+        self._known: dict[str, Source] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> list[Source]:
+        """Looks again; what is gone from the disk is not there any more."""
+        with self._lock:
+            found = {source.id: source for source in self._find()}
+            kept = {
+                id: one for id, one in self._known.items() if id in found and one.content == found[id].content
+            }
+            self._known = found | kept
+            return list(self._known.values())
+
+    def get(self, id: str, kind: type[S]) -> S:
+        """The one with this id. Raises `NotFoundError`."""
+        found = self._known.get(id)
+        if found is None or (isinstance(found, RunSource) and not found.rows):  # it may begin anew
+            found = next((one for one in self.all() if one.id == id), None)
+        if not isinstance(found, kind):
+            raise NotFoundError(f"there is no {kind.kind} {id!r}")
+        if isinstance(found, RunSource):
+            found.used = time.monotonic()
+            runs = [one for one in self._known.values() if isinstance(one, RunSource) and one is not found]
+            held = sum(one.rows for one in runs)
+            for one in sorted(runs, key=lambda one: one.used):
+                if held > _MOST_ROWS:
+                    held -= one.rows
+                    one.close()
+        return found
+
+    def _find(self) -> Iterator[Source]:
+        shards: dict[bytes, list[Part]] = {}
+        for place in self._places:
+            if _is_url(place):
+                yield BufferSource(place.split("://")[1].rstrip("/"), place)
+                continue
+            top = Path(place).resolve()
+            if top.is_file():
+                yield RunSource(top.name, [Part(top, None)], self._solved_at)
+                continue
+            for path in _folders(top):
+                name = str(path.relative_to(top)) if path != top else top.name
+                try:
+                    yield from self._at(path, name, shards)
+                except (RunDirectoryError, OSError):  # damaged, or not for us: the others are listed
+                    continue
+        for parts in shards.values():
+            name = f"{parts[0].root.name}{f' and {len(parts) - 1} more shards' if len(parts) > 1 else ''}"
+            yield RunSource(name, parts, self._solved_at)
+
+    def _at(self, path: Path, name: str, shards: dict[bytes, list[Part]]) -> Iterator[Source]:
+        manifest = read_manifest(path)
+        if manifest is not None and SHARD_IDENTITY in manifest.identity:
+            whole = orjson.dumps({**manifest.identity, SHARD_IDENTITY: None})
+            shards.setdefault(whole, []).append(Part(path, manifest))
+        elif manifest is not None:
+            yield RunSource(name, [Part(path, manifest)], self._solved_at)
+        if (path / BUFFER_FILE).is_file():
+            yield BufferSource(name, str(path))
+        if training_log(path) is not None:
+            yield TrainingSource(name, str(path))
+
+
+def _is_url(place: str) -> bool:
+    return place.startswith(("http://", "https://"))
+
+
+def _folders(top: Path) -> Iterator[Path]:
+    """A folder and those below it, not into runs, buffers and checkpoints."""
+    waiting = [(top, 0)]
+    for _ in range(_MOST_FOLDERS):
+        if not waiting:
+            return
+        path, depth = waiting.pop(0)
+        yield path
+        try:
+            if depth < _DEEPEST and not any((path / name).exists() for name in ("run.json", BUFFER_FILE)):
+                below = sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
+                waiting += [(one, depth + 1) for one in below if not _step(one)]
+        except OSError:
+            continue
+
+
+def _step(folder: Path) -> int:
+    """The step of a trainer's checkpoint; 0 for another folder."""
+    found = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    return int(found[1]) if found else 0
+
+
+def training_log(folder: Path) -> Path | None:
+    """The newest `trainer_state.json` of a trainer's folder."""
+    if (folder / TRAINING_FILE).is_file():
+        return folder / TRAINING_FILE
+    found = folder.glob(f"checkpoint-*/{TRAINING_FILE}")
+    return max(found, key=lambda path: _step(path.parent), default=None)
