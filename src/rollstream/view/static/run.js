@@ -1,0 +1,237 @@
+// A run at a glance. Every bar and every number leads to the rows behind it.
+
+import {
+  html, NONE, useEffect, useState, useApi, useStream, useKeys, Pending, Interval, getJSON, to, go, withQuery, count,
+  short, figure, seconds, moment, percent, segment,
+} from "./core.js";
+import { visible } from "./text.js";
+import { Bars, Lines, Shares, Curves } from "./charts.js";
+import { between, both, clause } from "./filter.js";
+import { State } from "./sources.js";
+import { Table } from "./table.js";
+
+export function RunTabs({ id, at }) {
+  const tab = (name, path, title) => html`<a href=${to(["run", id, ...path])} aria-current=${at === name ? "page"
+    : undefined}>${title}</a>`;
+  useKeys([
+    ["1", "overview", () => go(to(["run", id]))],
+    ["2", "rollouts", () => go(to(["run", id, "rows"]))],
+    ["3", "groups", () => go(to(["run", id, "groups"]))],
+  ]);
+  return html`<nav class="tabs" aria-label="views of the run">
+    ${tab("glance", [], "Overview")}${tab("rows", ["rows"], "Rollouts")}${tab("groups", ["groups"], "Groups")}</nav>`;
+}
+
+const TITLES = { reward: "Reward", tokens: "Length of the response, tokens", turns: "Turns", num_turns: "Turns" };
+const COLUMN = { turns: "num_turns" };
+
+function Histogram({ id, name, data, base }) {
+  const [source, setSource] = useState("");
+  const column = COLUMN[name] || name;
+  const sources = Object.keys(data.by_source || {});
+  const counts = (source && data.by_source[source]) || data.counts;
+  const narrowed = source && clause("data_source", "=", source);
+  const edges = data.edges;
+  const bars = counts.map((n, at) => {
+    const [low, high, last] = [edges[at], edges[at + 1] ?? edges[at], at === counts.length - 1];
+    const part = !source && data.truncated ? data.truncated[at] : 0;
+    return {
+      label: String(at), count: n, part, title: `${figure(low)} to ${figure(high)}: ${count(n)}${part
+        ? `, ${count(part)} truncated` : ""}`,
+      href: to(["run", id, "rows"], { filter: both(between(column, low, high, last), narrowed, base) }),
+    };
+  });
+  return html`<div class="panel"><div class="line"><h2>${TITLES[name] || name}</h2>
+    ${sources.length > 1 && html`<select aria-label="data source" value=${source}
+      onChange=${(event) => setSource(event.target.value)}>
+      <option value="">all data sources</option>${sources.map((it) =>
+        html`<option key=${it} value=${it}>${visible(it)}</option>`)}</select>`}
+    ${data.truncated && html`<a class="legend"
+      href=${to(["run", id, "rows"], { filter: both("finish_reason = length", base) })}>
+      <span class="swatch part"></span>truncated</a>`}</div>
+    ${counts.length ? html`<${Bars} bars=${bars} label=${TITLES[name] || name} from=${figure(edges[0])}
+      until=${figure(edges.at(-1))} />`
+      : html`<p class="muted">No values.</p>`}</div>`;
+}
+
+const tone = (solved, scored) => (!scored ? "none" : solved === 0 ? "wrong" : solved === scored ? "right"
+  : solved / scored <= 1 / 3 ? "mixed1" : solved / scored <= 2 / 3 ? "mixed2" : "mixed3");
+
+function SolveStrip({ id, data }) {
+  const [bySolved, setBySolved] = useState(false);
+  const groups = data.groups;
+  const strip = bySolved ? [...data.solve_strip].sort((a, b) => a[1] / (a[2] || 1) - b[1] / (b[2] || 1)
+    || a[0] - b[0]) : data.solve_strip;
+  const list = (filter) => to(["run", id, "groups"], filter);
+  return html`<div class="panel wide"><div class="line"><h2>Prompts: how often each is solved</h2>
+      ${Number.isFinite(data.solved_at) && html`<span class="muted">reward ≥ ${figure(data.solved_at)}</span>`}
+      <label><input type="checkbox" checked=${bySolved}
+        onChange=${() => setBySolved(!bySolved)} /> in order of solve rate</label>
+      ${data.strip_of > strip.length
+        && html`<span class="muted">${count(strip.length)} of ${count(data.strip_of)}, evenly picked</span>`}</div>
+    <${Shares} label="groups" parts=${[
+      { label: "all wrong", count: groups.all_wrong, tone: "wrong", href: list({ sort: "solved" }) },
+      { label: "mixed", count: groups.mixed, tone: "mixed2", href: list({ sort: "-spread" }) },
+      { label: "all right", count: groups.all_right, tone: "right", href: list({ sort: "-solved" }) },
+      { label: "unscored", count: groups.unscored, tone: "none", href: to(["run", id, "rows"],
+        { filter: "reward = null" }) }]} />
+    <div class="solve">${strip.map(([index, solved, scored, size]) => html`<a key=${index} class=${tone(solved, scored)}
+      href=${to(["run", id, "group", String(index)])}
+        title=${`prompt ${index}: ${solved} of ${scored} scored solved, ${size} rollouts`}
+      aria-label=${`prompt ${index}: ${solved} of ${scored}`}></a>`)}</div>
+    <p><a href=${list({ sort: "spread" })}><b>${count(groups.no_signal)}</b> of ${count(groups.total)} groups (${
+      percent(groups.no_signal, groups.total)})</a> have equal rewards throughout: they teach nothing.</p></div>`;
+}
+
+function Failure({ id, failure }) {
+  const example = failure.example || {};
+  return html`<details class="failure"><summary><a href=${to(["run", id, "failures"], { cause: failure.cause })}><b>${
+      count(failure.count)}</b> ${visible(failure.cause)}</a>${" "}<span class="muted">${visible(failure.stage
+        || "")}</span></summary>
+    <p>For example <a href=${to(["run", id, "group",
+      String(example.index)])}>prompt ${example.index}, repeat ${example.repeat}</a>:
+      ${visible(example.error || "")}</p>
+    ${example.traceback && html`<pre class="text code">${visible(example.traceback)}</pre>`}</details>`;
+}
+
+const known = new Map();
+
+/** A run's overview; that of a run which has ended is asked for once, however many views need it. */
+export function useRun(id, again = 0) {
+  const held = known.get(id);
+  const state = useApi(held && held.state !== "running" ? null : `/api/runs/${segment(id)}`, {}, again);
+  if (state.data?.id === id) known.set(id, state.data);
+  return known.has(id) ? { ...state, data: known.get(id) } : state;
+}
+
+/** Counts of a run that is written, as they change. */
+export function useFollow(id, running, onChange) {
+  const [live, setLive] = useState(null);
+  const lost = useStream(`/api/runs/${segment(id)}/follow`, ({ event, data }) => {
+    if (event !== "change") return undefined;
+    setLive(data);
+    onChange?.(data);
+    return data.state === "running" ? undefined : "end";
+  }, running);
+  return [live, lost];
+}
+
+export function Live({ live, lost }) {
+  if (lost) return html`<span class="state damaged" role="status">connection lost, trying again</span>`;
+  if (live?.state !== "running") return null;
+  return html`<span class="state running" role="status">live: ${count(live.done)} of ${count(live.total)}, ${
+    count(live.in_flight)} in flight</span>`;
+}
+
+export function Run({ id, query }) {
+  const [again, setAgain] = useState(0);
+  const [due] = useState({ timer: 0 });
+  const state = useRun(id, again);
+  const [live, lost] = useFollow(id, state.data?.state === "running", () => {
+    // At most a tenth of the server's time goes into figures that nobody may be looking at.
+    due.timer ||= setTimeout(() => { due.timer = 0; setAgain((n) => n + 1); }, Math.max(3000, 10 * state.took));
+  });
+  const ready = Boolean(state.data);
+  useEffect(() => { if (ready && query.at) document.getElementById(query.at)?.scrollIntoView(); }, [ready, query.at]);
+  if (!state.data) return html`<${Pending} state=${state} />`;
+  const run = { ...state.data, ...(live ? { done: live.done, failed: live.failed, total: live.total,
+    tokens: live.tokens ?? state.data.tokens } : {}) };
+  const rows = (query) => to(["run", id, "rows"], query);
+  const has = (name) => run.columns.some((column) => column.name === name);
+  const sorted = (name) => (has(name) ? rows({ sort: `-${name}` }) : rows());
+  const reasons = Object.entries(run.finish_reasons || {});
+  const sources = Object.entries(run.sources || {});
+  const time = run.time || {};
+  const line = run.timeline;
+  const steps = line ? line.finished.map((_, at) => line.start + at * line.step_s) : [];
+  const finished = (at) => go(rows({ filter: between("finished_at", steps[at], steps[at] + line.step_s, false) }));
+  const fact = (title, body, href) => html`<div><dt>${title}</dt><dd>${href ? html`<a href=${href}>${body}</a>`
+    : body}</dd></div>`;
+  return html`<section>
+    <div class="line"><h1>${visible(run.name)}</h1><${State} state=${live?.state ?? run.state} />
+      <${Live} live=${live} lost=${lost} />
+      <span class="muted">${visible(run.path || "")}</span></div>
+    <${RunTabs} id=${id} at="glance" />
+    ${(run.damage || []).map((text) => html`<p class="problem" key=${text}>${visible(text)}</p>`)}
+    ${run.error && !run.damage?.length && html`<p class="problem" role="alert">${visible(run.error)}</p>`}
+    <dl class="facts">
+      ${fact("model", visible(run.model || "–"))}
+      ${fact("prompts × n", run.prompts === null ? NONE : `${count(run.prompts)} × ${run.n ?? "?"}`,
+        to(["run", id, "groups"]))}
+      ${fact("done", run.total === null ? count(run.done) : `${count(run.done)} of ${count(run.total)}`, rows())}
+      ${fact("failed", count(run.failed), run.failed ? to(["run", id, "failures"]) : undefined)}
+      ${fact("unscored", count(run.unscored), rows({ filter: "reward = null" }))}
+      ${fact("mean reward", html`<${Interval} value=${run.reward_mean} range=${run.reward_interval} />`,
+        rows({ sort: "-reward" }))}
+      ${fact("tokens", short(run.tokens), sorted("tokens"))}
+      ${fact("rollouts/s", figure(run.throughput?.rollouts_per_s ?? null), withQuery({ at: "timeline" }))}
+      ${fact("tokens/s", figure(run.throughput?.tokens_per_s ?? null), withQuery({ at: "timeline" }))}
+      ${fact("started", moment(run.started))}
+    </dl>
+    <div class="panels">
+      <${SolveStrip} id=${id} data=${run} />
+      ${Object.entries(run.histograms || {}).map(([name, data]) => data
+        && html`<${Histogram} key=${name} id=${id} name=${name} data=${data} base=${run.base_filter} />`)}
+      <div class="panel"><h2>Why rollouts ended</h2>
+        <${Lines} label="finish reasons" lines=${reasons.map(([reason, n]) => ({
+        label: reason, count: n, detail: percent(n, reasons.reduce((sum, [, it]) => sum + it, 0)),
+          tone: reason === "length" ? "part" : "",
+        href: rows({ filter: both(clause("finish_reason", "=", reason), run.base_filter) }) }))} /></div>
+      <div class="panel"><h2>Mean reward by data source</h2>
+        <${Lines} label="data sources" lines=${sources.map(([name, it]) => ({
+        label: name, count: Math.max(0, it.reward_mean ?? 0), value: figure(it.reward_mean), detail: count(it.count),
+        title: `${name}: ${count(it.count)} rollouts, mean reward ${figure(it.reward_mean)}`,
+        href: rows({ filter: both(clause("data_source", "=", name), run.base_filter) }) }))} /></div>
+      <div class="panel" id="failures"><h2>Failures by cause</h2>${(run.failures || []).length
+        ? run.failures.map((failure) => html`<${Failure} key=${`${failure.cause} ${failure.stage}`} id=${id}
+          failure=${failure} />`)
+        : html`<p class="muted">None.</p>`}</div>
+      <div class="panel"><h2>Tools</h2>${(run.tools || []).length ? html`<table><thead><tr><th>tool</th>
+        <th class="number">calls</th>
+        <th class="number">errors</th></tr></thead>
+          <tbody>${run.tools.map((tool) => html`<tr key=${tool.name}>
+            <td>${tool.name === null ? "all" : visible(tool.name)}</td>
+        <td class="number"><a href=${rows({ filter: "tool_calls > 0",
+          sort: "-tool_calls" })}>${count(tool.calls)}</a></td>
+        <td class="number">${tool.errors
+          ? html`<a href=${rows({ filter: "tool_errors > 0", sort: "-tool_errors" })}>${count(tool.errors)}</a> ${
+          html`<span class="muted">${percent(tool.errors, tool.calls)}</span>`}` : count(tool.errors)}</td>
+            </tr>`)}</tbody></table>`
+        : html`<p class="muted">No calls.</p>`}</div>
+      <div class="panel"><h2>Where a rollout's time goes, mean</h2><${Shares} label="time" parts=${
+        [["queue", "queue_s"], ["generate", "generate_s"], ["tools", "tool_s"],
+          ["reward", "reward_s"]].map(([label, name]) => ({
+          label, count: time[name] || 0, value: seconds(time[name] ?? null), tone: label,
+            href: sorted(name) }))} /></div>
+      ${steps.length > 1 && html`<div class="panel wide" id="timeline">
+        <h2>Over time <span class="muted">a click leads to the rollouts that finished then</span></h2>
+        ${[["in flight", line.in_flight, 1], ["rollouts finished per second", line.finished, line.step_s],
+          ["tokens per second", line.tokens, line.step_s]]
+          .map(([name, values, by]) => values && html`<${Curves} key=${name} x=${steps} time=${true} title=${name}
+            sync=${id} height=${130} onPick=${finished}
+            series=${[{ label: name, values: values.map((n) => (n === null ? null : n / by)) }]} />`)}</div>`}
+    </div>
+  </section>`;
+}
+
+const FAILED = [
+  { name: "index", title: "prompt", number: true, width: "80px", show: (it) => String(it.index) },
+  { name: "repeat", title: "repeat", number: true, width: "70px", show: (it) => String(it.repeat) },
+  { name: "stage", title: "stage", width: "110px", show: (it) => visible(it.stage || "") },
+  { name: "attempts", title: "attempts", number: true, width: "80px", show: (it) => count(it.attempts) },
+  { name: "failed_at", title: "at", width: "160px", show: (it) => moment(it.failed_at) },
+  { name: "error", title: "error", width: "minmax(400px, 1fr)", show: (it) => visible(it.error || "") },
+].map((column) => ({ ...column, sortable: false }));
+
+/** The rollouts that failed, of one cause or of all. */
+export function Failures({ id, query }) {
+  const { cause } = query;
+  const load = async (offset, limit, signal) => {
+    const answer = await getJSON(`/api/runs/${segment(id)}/failures`, { cause, offset, limit }, { signal });
+    return { total: answer.total, rows: answer.failures };
+  };
+  return html`<section class="page"><div class="line"><h1>Failed rollouts</h1><${RunTabs} id=${id} at="failures" />
+      ${cause && html`<a class="chip" href=${withQuery({ cause: null })}>${visible(cause)} ✕</a>`}</div>
+    <${Table} label="failures" columns=${FAILED} load=${load} of=${`${id}|${cause}`}
+      address=${(it) => to(["run", id, "group", String(it.index)])} /></section>`;
+}

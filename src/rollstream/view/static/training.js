@@ -1,0 +1,140 @@
+// A training over its steps, with the groups behind each, and a rollout buffer.
+
+import { html, useEffect, useMemo, useState, useApi, useKeys, Pending, getJSON, to, go, withQuery, count, figure,
+  segment } from "./core.js";
+import { visible, plain, Message, Text } from "./text.js";
+import { Curves, Lines } from "./charts.js";
+
+/** Series that belong into one picture: those whose names differ after the last slash or underscore only. */
+function pictures(series) {
+  const found = new Map();
+  for (const [name, values] of Object.entries(series)) {
+    if (!values.some((value) => value !== null)) continue;
+    const key = name.includes("/") ? name.slice(0, name.lastIndexOf("/")) : name;
+    found.set(key, [...(found.get(key) || []), { label: name, values }]);
+  }
+  return [...found].flatMap(([key, all]) => (all.length <= 5 ? [[key, all]] : all.map((one) => [one.label, [one]])));
+}
+
+export function Training({ id, query }) {
+  const state = useApi(`/api/training/${segment(id)}`, {});
+  const data = state.data;
+  const charts = useMemo(() => (data ? pictures(data.series) : []), [data]);
+  const [sought, setSought] = useState("");
+  const at = data && query.step !== undefined ? data.steps.indexOf(Number(query.step)) : -1;
+  const choose = (n) => data && data.steps[n] !== undefined && go(withQuery({ step: data.steps[n] }),
+    { replace: true });
+  useKeys([
+    ["j ArrowRight", "next step", () => choose(at + 1)], ["k ArrowLeft", "step before", () =>
+      choose(Math.max(0, at - 1))],
+    ["/", "to the search of curves", () => document.getElementById("curves")?.focus()],
+  ]);
+  if (!data) return html`<${Pending} state=${state} />`;
+  const behind = at >= 0 ? (data.groups || []).filter((group) => group.step === data.steps[at]) : [];
+  return html`<section>
+    <div class="line"><h1>Training</h1><span class="muted">${count(data.steps.length)} steps</span>
+      <label>Curves <input id="curves" type="search" value=${sought} placeholder="reward"
+        onInput=${(event) => setSought(event.target.value)} /></label>
+      <span class="muted">click a curve for the groups behind a step</span></div>
+    ${at >= 0 && html`<div class="panel wide"><div class="line"><h2>Step ${data.steps[at]}</h2>
+      <button type="button" onClick=${() => choose(at - 1)} disabled=${at === 0}>◀ k</button>
+      <button type="button" onClick=${() => choose(at + 1)}
+        disabled=${at === data.steps.length - 1}>j ▶</button></div>
+      <dl class="facts">${Object.entries(data.series).map(([name, values]) => values[at] !== null
+        && html`<div key=${name}><dt>${visible(name)}</dt><dd>${figure(values[at])}</dd></div>`)}</dl>
+      ${behind.length ? behind.map((group) => html`<${Behind} group=${group} key=${group.step} />`)
+        : html`<p class="muted">The log does not say which groups this step was made of.</p>`}</div>`}
+    <div class="panels">${charts.filter(([key]) => key.includes(sought)).map(([key, series]) =>
+      html`<div class="panel" key=${key}>
+      <${Curves} x=${data.steps} series=${series} title=${key.replaceAll("_", " ")} onPick=${choose} sync=${id} />
+        </div>`)}</div>
+  </section>`;
+}
+
+function Behind({ group }) {
+  const run = group.run;
+  const link = (index, n) => html`<a key=${n} class="chip"
+    href=${to(["run", run, "group", String(index)])}>${index}</a>`;
+  if (run && group.indexes) return html`<p>Groups: ${group.indexes.map(link)}</p>`;
+  if (run && group.rows) {
+    return html`<p>Rows: ${group.rows.map((row) =>
+      html`<a key=${row} class="chip" href=${to(["run", run, "trajectory", String(row)])}>${row}</a>`)}</p>`;
+  }
+  return html`<p>${count((group.prompt_keys || group.rows || []).length)} groups: ${(group.prompt_keys
+    || group.rows || []).slice(0, 200).map((key) => html`<code class="chip" key=${key}>${
+    visible(String(key))}</code>`)}</p>`;
+}
+
+const clipped = (text) => visible(text.length > 200 ? `${text.slice(0, 200)}…` : text);
+const cell = (value) => (typeof value === "number" ? figure(value) : value === null || value === undefined ? "–"
+  : clipped(typeof value === "string" ? value : JSON.stringify(value)));
+
+function Records({ title, records }) {
+  if (!records?.length) return html`<div class="panel"><h2>${title}</h2><p class="muted">None.</p></div>`;
+  const names = [...new Set(records.flatMap((record) => Object.keys(record)))].slice(0, 8);
+  return html`<div class="panel"><h2>${title} <span class="muted">${count(records.length)}</span></h2>
+    <div class="scroll"><table>
+    <thead><tr>${names.map((name) => html`<th key=${name}>${visible(name)}</th>`)}</tr></thead>
+    <tbody>${records.slice(0, 200).map((record, n) =>
+      html`<tr key=${n}>${names.map((name) => html`<td key=${name}>${cell(record[name])}</td>`)}</tr>`)}</tbody>
+  </table></div></div>`;
+}
+
+/** Items of the buffer's groups, as far as they were asked for: the next ones are found by the last group's id. */
+function Items({ id, state }) {
+  const [shown, setShown] = useState({ items: [], next: 0, busy: false, error: null });
+  const more = async (before) => {
+    setShown({ ...before, busy: true });
+    try {
+      const answer = await getJSON(`/api/buffers/${segment(id)}/items`, { offset: before.next, limit: 50, state });
+      const items = [...before.items, ...answer.items];
+      setShown({ items, next: answer.next !== before.next ? answer.next : null, total: answer.total, busy: false,
+        error: null });
+    } catch (error) {
+      setShown({ ...before, busy: false, error });
+    }
+  };
+  useEffect(() => { more({ items: [], next: 0 }); }, [id, state]);
+  const last = (item) => (Array.isArray(item.messages) && item.messages.length ? plain(item.messages.at(-1))
+    : JSON.stringify(item));
+  return html`<div class="panel wide"><h2>Items <span class="muted">${count(shown.items.length)}${
+      shown.total !== undefined && shown.total !== null && ` of ${count(shown.total)}`}</span>
+      ${state && html`<a class="chip" href=${withQuery({ state: null })}>${visible(state)} ✕</a>`}</h2>
+    ${shown.items.map((item, n) => html`<details class="item" key=${n}><summary>
+      <span class="muted">group ${cell(item.group)} · ${cell(item.state)} · ${
+      cell(item.instance_id)} · reward</span> <b>${cell(item.reward)}</b> ${clipped(last(item).replace(/\s+/g,
+        " "))}</summary>
+      ${(Array.isArray(item.messages) ? item.messages : []).map((message, at) =>
+        html`<${Message} message=${message} key=${at} />`)}
+      <${Text} text=${JSON.stringify({ ...item, messages: undefined }, null, 2)} className="code" /></details>`)}
+    ${shown.error && html`<p class="problem">${shown.error.message}</p>`}
+    ${shown.next !== null && html`<button type="button" disabled=${shown.busy}
+      onClick=${() => more(shown)}>More</button>`}</div>`;
+}
+
+/** Figures of objects in objects, by their paths. */
+const flat = (value, path = []) => Object.entries(value || {}).flatMap(([name, it]) => (
+  it && typeof it === "object" && !Array.isArray(it) ? flat(it, [...path, name]) : [[[...path, name].join(" "), it]]));
+
+export function Buffer({ id, query }) {
+  const [again, setAgain] = useState(0);
+  const state = useApi(`/api/buffers/${segment(id)}`, {}, again);
+  useEffect(() => {
+    const timer = setInterval(() => setAgain((n) => n + 1), 5000);
+    return () => clearInterval(timer);
+  }, []);
+  if (!state.data) return html`<${Pending} state=${state} />`;
+  const { status, groups, leases, dropped } = state.data;
+  const { groups: _, ...store } = status?.store || {};
+  return html`<section><div class="line">
+    <h1>Buffer</h1>${state.error && html`<span class="problem">${state.error.message}</span>`}</div>
+    <dl class="facts">${[...flat(store), ...flat(status?.job)].filter(([, value]) =>
+      !Array.isArray(value)).map(([name, value]) => html`<div key=${name}>
+      <dt>${visible(name.replaceAll("_", " "))}</dt><dd>${cell(value)}</dd></div>`)}</dl>
+    <div class="panels"><div class="panel"><h2>Groups by state</h2>
+      <${Lines} label="groups by state" lines=${Object.entries(groups || {}).map(([name, n]) => ({
+      label: name, count: n, href: withQuery({ state: query.state === name ? null : name }) }))} /></div>
+      <${Records} title="Leases" records=${leases} /><${Records} title="Dropped" records=${dropped} />
+      <${Items} id=${id} state=${query.state} key=${query.state} /></div>
+  </section>`;
+}
