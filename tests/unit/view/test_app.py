@@ -1,0 +1,399 @@
+"""The page's server, asked over HTTP."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from rollstream.errors import ConfigError
+from rollstream.view.app import ViewServer
+from rollstream.web import Access
+from tests.support.view_runs import (
+    HOSTILE,
+    SCRIPT,
+    agent_run,
+    failure,
+    hostile_run,
+    large_run,
+    rollout,
+    write_run,
+    writing,
+)
+
+
+class Page:
+    """What a page asks."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url, self.session = url, session
+
+    async def get(self, path: str, status: int = 200, **query: Any) -> Any:
+        async with self.session.get(self.url + path, params=query) as answer:
+            assert answer.status == status, await answer.text()
+            return await answer.json()
+
+    async def raw(self, path: str, **headers: str) -> tuple[int, bytes, Any]:
+        async with self.session.get(self.url + path, headers=headers) as answer:
+            return answer.status, await answer.read(), answer.headers
+
+    async def events(self, path: str, **query: Any) -> AsyncIterator[tuple[str, str, Any]]:
+        """`(event, id, data)` of a stream."""
+        async with self.session.get(self.url + path, params=query) as answer:
+            assert answer.headers["content-type"] == "text/event-stream"
+            said: dict[str, str] = {}
+            async for line in answer.content:
+                name, _, value = line.decode().rstrip("\n").partition(": ")
+                if name:
+                    said[name] = value
+                elif "event" in said:
+                    yield said["event"], said.get("id", ""), json.loads(said["data"])
+                    said = {}
+
+    async def run(self, name: str) -> str:
+        sources = (await self.get("/api/sources"))["sources"]
+        return "/api/runs/" + next(one["id"] for one in sources if one["name"] == name)
+
+
+@asynccontextmanager
+async def page(*places: Path, **access: Any) -> AsyncIterator[Page]:
+    server = ViewServer([str(place) for place in places], Access(**access))
+    url = await server.start("127.0.0.1", 0)
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield Page(url, session)
+    finally:
+        await server.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs."""
+    top = tmp_path_factory.mktemp("runs")
+    agent_run(top / "agent", prompts=12)
+    hostile_run(top / "deeper" / "hostile")
+    write_run(top / "plain", [rollout(at // 2, at % 2, reward=at % 2) for at in range(8)], n=2, prompts=4)
+    return top
+
+
+async def test_the_list_of_runs(folder: Path) -> None:
+    async with page(folder) as one:
+        found = {run["name"]: run for run in (await one.get("/api/sources"))["sources"]}
+    assert set(found) == {"agent", "deeper/hostile", "plain"}
+    plain = found["plain"]
+    assert (plain["kind"], plain["state"], plain["done"], plain["total"]) == ("run", "finished", 8, 8)
+    assert (plain["reward_mean"], plain["reward_interval"]) == (0.5, [0.5, 0.5])
+    assert found["agent"]["unscored"] == 4 and found["agent"]["failed"] == 0
+    assert found["deeper/hostile"]["failed"] == 6
+
+
+async def test_each_bar_of_the_overview_is_the_rows_of_its_filter(folder: Path) -> None:
+    async with page(folder) as one:
+        run = await one.run("agent")
+        said = await one.get(run)
+        base = said["base_filter"]
+        assert base == "is_snapshot = false"
+        filters = {f'finish_reason = "{name}"': count for name, count in said["finish_reasons"].items()}
+        filters |= {f'data_source = "{name}"': each["count"] for name, each in said["sources"].items()}
+        for column, name in (("reward", "reward"), ("tokens", "tokens"), ("num_turns", "turns")):
+            shown = said["histograms"][name]
+            for low, high, count in zip(shown["edges"], shown["edges"][1:], shown["counts"], strict=False):
+                filters[f"{column} >= {low} and {column} < {high}"] = count
+            assert [sum(each) for each in zip(*shown["by_source"].values(), strict=True)] == shown["counts"]
+        filters["reward = null"] = said["unscored"]
+        for text, count in filters.items():
+            rows = await one.get(f"{run}/rows", filter=f"{base} and {text}", limit=0)
+            assert rows["total"] == count, text
+        groups = said["groups"]
+        kinds = [groups[name] for name in ("all_wrong", "mixed", "all_right", "unscored")]
+        assert sum(kinds) == groups["total"] == len(said["solve_strip"]) == 12
+        assert sum(said["timeline"]["finished"]) == said["done"]
+
+
+async def test_rows_come_sorted_filtered_and_by_pages(folder: Path) -> None:
+    async with page(folder) as one:
+        run = await one.run("agent")
+        everything = await one.get(f"{run}/rows", sort="-tokens", columns="tokens,index,reward.correct")
+        assert everything["columns"] == ["tokens", "index", "reward.correct"]
+        tokens = [row[1] for row in everything["rows"]]
+        assert tokens == sorted(tokens, reverse=True) and len(tokens) == everything["all"]
+        second = await one.get(f"{run}/rows", sort="-tokens", columns="tokens", offset=10, limit=5)
+        assert [row[0] for row in second["rows"]] == [row[0] for row in everything["rows"][10:15]]
+        refused = await one.get(f"{run}/rows", status=400, filter="reward < x")
+        assert (refused["error"]["code"], refused["error"]["where"]) == ("bad_filter", "9")
+        for wrong in ({"sort": "nothing"}, {"columns": "nothing"}, {"limit": -1}, {"limit": 10**9}):
+            await one.get(f"{run}/rows", status=400, **wrong)
+
+
+async def test_groups_and_a_group_side_by_side(folder: Path) -> None:
+    async with page(folder) as one:
+        run = await one.run("plain")
+        groups = await one.get(f"{run}/groups", sort="-spread")
+        assert groups["total"] == 4 and groups["groups"][0]["prompt"] == "What is 2 + 2?"
+        assert (await one.get(f"{run}/groups", filter="index > 2"))["total"] == 1
+        group = await one.get(f"{run}/groups/1")
+        assert [each["reward"] for each in group["rollouts"]] == [0.0, 1.0]
+        assert (group["previous"], group["next"], group["first_difference"]) == (0, 2, 1)
+        assert group["prompt"] == [{"role": "user", "content": "What is 2 + 2?"}]
+        await one.get(f"{run}/groups/77", status=404)
+        agent = await one.run("agent")
+        snapshots = (await one.get(f"{agent}/groups/0"))["rollouts"][0]["trajectories"]
+        assert len(snapshots) == 3
+        hostile = await one.get(f"{await one.run('deeper/hostile')}/groups/0")
+        assert hostile["rollouts"][1]["failed"]["error"].startswith(SCRIPT)
+
+
+async def test_a_trajectory_and_what_its_snapshot_still_had(folder: Path) -> None:
+    async with page(folder) as one:
+        run = await one.run("agent")
+        first, second = [await one.get(f"{run}/trajectories/{row}") for row in (0, 1)]
+        assert (first["of"], first["siblings"], first["is_snapshot"]) == (3, [0, 1, 2], True)
+        assert [each["role"] for each in first["messages"]][:2] == ["system", "user"]
+        assert second["previous_row"] == 0 and second["next_row"] == 2
+        third = await one.get(f"{run}/trajectories/2")
+        assert [each["role"] for each in third["removed"]] == ["tool"]
+        assert third["reward_extra"]["correct"] == third["reward"]
+        for wrong in ("99999", "-1", "x", "9" * 30):
+            await one.get(f"{run}/trajectories/{wrong}", status=404)
+
+
+async def test_tokens_are_binary(folder: Path) -> None:
+    async with page(folder) as one:
+        run = await one.run("agent")
+        _, data, headers = await one.raw(f"{run}/trajectories/7/tokens")
+        trajectory = await one.get(f"{run}/trajectories/7")
+        assert headers["content-type"] == "application/octet-stream"
+    length = int.from_bytes(data[:4], "little")
+    header = json.loads(data[4 : 4 + length])
+    start = 4 + length + -length % 4
+    found = {
+        each["name"]: np.frombuffer(data, each["dtype"], each["length"], start + each["offset"])
+        for each in header["columns"]
+    }
+    assert header["prompt"] == trajectory["prompt_tokens"] == 10
+    assert header["count"] == len(found["id"]) == 10 + trajectory["response_tokens"]
+    assert header["has_text"] and found["text_start"][-1] == len(found["text"])
+    assert {"entropy", "trainer_logprob"} < set(found)
+    sampled = found["mask"] == 1
+    assert np.isfinite(found["logprob"][sampled]).all() and np.isnan(found["logprob"][~sampled]).all()
+    assert [turn["role"] for turn in header["turns"]] == ["prompt", "assistant", "tool", "assistant"]
+    runs = trajectory["policy_versions"]
+    assert set(found["version"]) == {-1, *(each["version"] for each in runs)}
+
+
+async def test_search_finds_what_is_there_and_ends(folder: Path) -> None:
+    async with page(folder) as one:
+        run = await one.run("agent")
+        events = [each async for each in one.events(f"{run}/search", text="HEAVY coat", filter="reward = 0")]
+        rows = await one.get(f"{run}/rows", filter="reward = 0", columns="reward")
+        hits = [data for name, _, data in events if name == "hit"]
+        assert {hit["match"] for hit in hits} == {"heavy coat"} and hits[0]["before"] == "A "
+        assert {hit["row"] for hit in hits} == {row[0] for row in rows["rows"]}
+        assert events[-1][0] == "done" and events[-1][2]["scanned"] == rows["total"]
+        hostile = await one.run("deeper/hostile")
+        for text in HOSTILE:
+            found = [
+                data async for name, _, data in one.events(f"{hostile}/search", text=text) if name == "hit"
+            ]
+            assert found and found[0]["match"] == text
+        await one.get(f"{run}/search", status=400)
+
+
+async def test_two_runs_against_each_other(folder: Path, tmp_path: Path) -> None:
+    rewards = [1, 1, 0, 1, 0, 0, 1, 0]
+    made = [rollout(at // 2, at % 2, reward=rewards[at]) for at in range(8)]
+    await asyncio.to_thread(write_run, tmp_path / "b", made, n=2, prompts=9)
+    async with page(folder, tmp_path / "b") as one:
+        ids = [(await one.run(name)).rpartition("/")[2] for name in ("plain", "b")]
+        said = await one.get("/api/compare", a=ids[0], b=ids[1], sort="-difference")
+        assert (said["prompts"], said["won"], said["lost"], said["tied"]) == (4, 1, 1, 2)
+        assert [row["difference"] for row in said["rows"]] == [0.5, 0.0, 0.0, -0.5]
+        assert said["interval"][0] < said["difference"] < said["interval"][1]
+        await one.get("/api/compare", status=404, a=ids[0], b="nothing")
+
+
+async def test_following_goes_on_from_the_cursor(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    async with writing(root, prompts=4) as writer:
+        await writer.commit(rollout(0, 0))
+        async with page(root) as one:
+            run = await one.run("run")
+            stream = one.events(f"{run}/follow")
+            _, cursor, data = await anext(stream)
+            assert (data["done"], data["state"], data["total"]) == (1, "running", 16)
+            await writer.commit(rollout(0, 1))
+            _, later, data = await anext(stream)
+            assert data["rows"] == 2 and later != cursor
+            await stream.aclose()
+            again = one.events(f"{run}/follow", cursor=cursor)
+            assert (await anext(again))[2]["rows"] == 2  # what came meanwhile is said at once
+            await again.aclose()
+            nothing_new = one.events(f"{run}/follow", cursor=later)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(nothing_new), 1.5)
+
+
+async def test_hostile_output_is_data(folder: Path) -> None:
+    async with page(folder) as one:
+        run = await one.run("deeper/hostile")
+        for row in range(8):
+            status, body, headers = await one.raw(f"{run}/trajectories/{row}")
+            assert (status, headers["content-type"]) == (200, "application/json")
+            if row < 6:
+                assert json.loads(body)["messages"][1]["content"] == HOSTILE[row]
+            assert headers["x-content-type-options"] == "nosniff"
+            assert "script-src 'self';" in headers["content-security-policy"]
+        assert len((await one.get(f"{run}/trajectories/6"))["messages"][1]["content"]) == 10_000_000
+        assert (await one.get(run))["finish_reasons"][SCRIPT[:40]] == 1
+
+
+async def test_arguments_that_are_nested_deeply(tmp_path: Path) -> None:
+    nested: Any = "x"
+    for _ in range(240):
+        nested = [nested]
+    messages = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": nested}}]}]
+    await asyncio.to_thread(write_run, tmp_path / "deep", [rollout(0, 0, messages=messages)], prompts=1)
+    async with page(tmp_path) as one:
+        run = await one.run("deep")
+        for path in ("trajectories/0", "groups/0", "groups"):
+            assert (await one.raw(f"{run}/{path}"))[0] == 200
+
+
+async def test_nobody_in_who_was_not_let_in(folder: Path) -> None:
+    async with page(folder, token="secret") as one:
+        assert (await one.raw("/"))[0] == 200  # the page itself holds nothing
+        assert (await one.raw("/api/sources"))[0] == 401
+        assert (await one.raw("/api/sources", authorization="Bearer secret"))[0] == 200
+        assert (await one.raw("/api/sources?token=secret"))[0] == 401
+    async with page(folder) as one:
+        assert (await one.raw("/api/sources", origin="http://evil.example"))[0] == 403
+        assert (await one.raw("/api/sources", host="evil.example"))[0] == 403
+        assert (await one.raw("/api/sources", **{"sec-fetch-site": "cross-site"}))[0] == 403
+        for path in ("/../app.py", "/%2e%2e/app.py", "/static/../../app.py", "//etc/passwd", "/app.py"):
+            status, _, headers = await one.raw(path)
+            assert (status, headers["x-content-type-options"]) == (404, "nosniff")
+        async with one.session.post(f"{one.url}/api/sources") as answer:
+            assert answer.status == 405
+    with pytest.raises(ConfigError, match="set a token"):
+        await ViewServer([str(folder)], Access()).start("0.0.0.0", 0)
+    with pytest.raises(ConfigError, match="no such file"):
+        ViewServer([str(folder / "nothing")], Access())
+
+
+async def test_a_large_run_is_listed_unread_and_opened_when_asked(tmp_path: Path) -> None:
+    large_run(tmp_path / "large", 60_000, tokens=4)
+    async with page(tmp_path) as one:
+        listed = (await one.get("/api/sources"))["sources"][0]
+        assert (listed["done"], listed["tokens"], listed["state"]) == (60_000, None, "finished")
+        run = await one.run("large")
+        assert (await one.get(run))["rows"] == 60_000
+        assert (await one.get(f"{run}/groups", sort="-mean", limit=3))["total"] == 7_500
+
+
+async def test_a_damaged_run_says_so(tmp_path: Path) -> None:
+    made = [rollout(at, 0) for at in range(4)]
+    root = await asyncio.to_thread(write_run, tmp_path / "run", made, prompts=1, rows=2)
+    next((root / "batches").glob("*.parquet")).write_bytes(b"nothing")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text("{")
+    odd = json.loads((root / "run.json").read_text()) | {
+        "created": "yesterday",
+        "config": {"actor_rollout_ref": 7},
+    }
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "run.json").write_text(json.dumps(odd))
+    async with page(tmp_path) as one:
+        found = {run["name"]: run for run in (await one.get("/api/sources"))["sources"]}
+        assert {name: run["state"] for name, run in found.items()} == {"run": "damaged", "odd": "damaged"}
+        assert found["run"]["done"] == 2 and "damaged" in found["run"]["error"]
+
+
+async def test_a_run_with_nothing_in_it(tmp_path: Path) -> None:
+    await asyncio.to_thread(write_run, tmp_path / "empty", [], prompts=3)
+    await asyncio.to_thread(write_run, tmp_path / "failed", [failure(0, 0)], prompts=3)
+    async with page(tmp_path) as one:
+        for name, failed in (("empty", 0), ("failed", 1)):
+            run = await one.run(name)
+            said = await one.get(run)
+            assert (said["done"], said["failed"], said["state"]) == (0, failed, "unfinished")
+            assert said["timeline"] is None and said["solve_strip"] == []
+            for path in ("rows", "groups", "failures"):
+                assert (await one.get(f"{run}/{path}"))["total"] == (failed if path == "failures" else 0)
+            events = [event async for event, _, _ in one.events(f"{run}/search", text="x")]
+            assert events == ["progress", "done"]
+
+
+async def test_a_trainers_log(tmp_path: Path) -> None:
+    history = [
+        {"step": 1, "reward": 0.5, "loss": 0.1},
+        {"step": 1, "eval_reward": 0.4},
+        {"step": 2, "reward": 0.7},
+    ]
+    for step in (9, 10):
+        checkpoint = tmp_path / "out" / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        state = {"log_history": history if step == 10 else []}
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    async with page(tmp_path) as one:
+        source = (await one.get("/api/sources"))["sources"][0]
+        said = await one.get(f"/api/training/{source['id']}")
+        assert said["steps"] == [1, 2]
+        assert said["series"] == {"reward": [0.5, 0.7], "loss": [0.1, None], "eval_reward": [0.4, None]}
+        (tmp_path / "out" / "checkpoint-10" / "trainer_state.json").write_text("{")
+        await one.get(f"/api/training/{source['id']}", status=404)
+
+
+async def test_a_buffer_by_its_folder_and_its_address(tmp_path: Path) -> None:
+    pytest.importorskip("uvloop")
+    from rollstream.buffer.app import BufferServer
+    from rollstream.buffer.client import AsyncBufferClient
+    from rollstream.buffer.groups import GroupSettings
+    from rollstream.buffer.service import BufferOptions
+
+    options = BufferOptions(directory=tmp_path / "buffer", settings=GroupSettings(group_size=2))
+    server = BufferServer(options, Access())
+    url = await server.start("127.0.0.1", 0)
+    try:
+        async with AsyncBufferClient(url) as client:
+            message = {"role": "user", "content": SCRIPT}
+            await client.write({"instance_id": 7, "uid": "u", "messages": [message], "reward": 1.0})
+        for place in (str(tmp_path / "buffer"), url):
+            viewer = ViewServer([place], Access())
+            async with aiohttp.ClientSession() as session:
+                one = Page(await viewer.start("127.0.0.1", 0), session)
+                id = (await one.get("/api/sources"))["sources"][0]["id"]
+                assert (await one.get(f"/api/buffers/{id}"))["groups"]["open"] == 1
+                items = await one.get(f"/api/buffers/{id}/items")
+                assert [item["messages"] for item in items["items"]] == [[message]]
+                assert (await one.get(f"/api/buffers/{id}/items", state="ready"))["items"] == []
+            await viewer.stop()
+    finally:
+        await server.stop(0.1)
+
+
+def test_the_page_needs_none_of_the_heavy_packages(folder: Path) -> None:
+    code = f"""
+import sys
+from rollstream.view import reader, tokens, overview, search
+from rollstream.view.app import ViewServer
+from rollstream.view.sources import RunSource
+from rollstream.web import Access
+
+server = ViewServer([{str(folder)!r}], Access())
+for run in server._sources.all():
+    columns = run.columns()
+    overview.overview(columns, run.groups(columns), 0.5)
+    rows = server._select(columns, "reward >= 0", "-tokens")
+    tokens.encode_tokens(reader.find_rollout(columns, 0)[0], *run.token_text())
+    list(search.search(columns, "a", rows))
+print(sorted({{"torch", "transformers", "pandas", "tokenizers", "ray", "datasets"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr

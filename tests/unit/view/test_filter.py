@@ -1,0 +1,184 @@
+"""The language of filters, and sorting: against what Python says of the same rows."""
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.store.manifest import read_manifest
+from rollstream.view.columns import Part, RunColumns
+from rollstream.view.filter import FilterError, parse_filter, sort_rows
+from tests.support.view_runs import agent_run
+
+_COMPARE = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_NUMBERS = ["reward", "num_turns", "tokens", "logprob", "reward.correct", "version", "index", "generate_s"]
+_TEXTS = ["finish_reason", "data_source", "prompt_key"]
+
+
+@pytest.fixture(scope="module")
+def columns(tmp_path_factory: pytest.TempPathFactory) -> RunColumns:
+    root = agent_run(tmp_path_factory.mktemp("filter") / "run", prompts=12)
+    found = RunColumns([Part(root, read_manifest(root))])
+    found.refresh()
+    return found
+
+
+def cells(columns: RunColumns, name: str) -> list[Any]:
+    return columns.values(name, np.arange(columns.rows))
+
+
+def passing(columns: RunColumns, text: str) -> list[int]:
+    found: list[int] = np.flatnonzero(parse_filter(text, columns)(columns)).tolist()
+    return found
+
+
+def numbers() -> st.SearchStrategy[tuple[str, Any]]:
+    """A comparison as text, and what it says of a row's cells."""
+
+    def make(name: str, sign: str, value: float | None) -> tuple[str, Any]:
+        if value is None:
+            return f"{name} != null", lambda row: row[name] is not None
+
+        def holds(row: dict[str, Any]) -> bool:
+            if row[name] is None:
+                return sign == "!="
+            # A cell of 32 bits is compared with what a person writes for it.
+            with np.errstate(over="ignore"):
+                cell, other = np.array([row[name], value], np.float32)
+            return bool(_COMPARE[sign](cell, other))
+
+        return f"{name} {sign} {value}", holds
+
+    value = st.one_of(st.none(), st.sampled_from([0, 1, 0.5, -1, 4, 70, 1e300, -0.01]))
+    return st.builds(make, st.sampled_from(_NUMBERS), st.sampled_from(sorted(_COMPARE)), value)
+
+
+def texts() -> st.SearchStrategy[tuple[str, Any]]:
+    word = st.sampled_from(["stop", "length", "agent/1", "agent/2", "nothing", "STOP"])
+
+    def equal(name: str, one: str, quote: str) -> tuple[str, Any]:
+        return f"{name} = {quote}{one}{quote}", lambda row: row[name] == one
+
+    def within(name: str, some: list[str], no: str) -> tuple[str, Any]:
+        said = f"{name} {no}in ({', '.join(some)})"
+        return said, lambda row: (row[name] in some) != bool(no)
+
+    def contains(name: str, one: str) -> tuple[str, Any]:
+        return f"{name} ~ {one[:3]}", lambda row: one[:3].lower() in row[name].lower()
+
+    name = st.sampled_from(_TEXTS)
+    return st.one_of(
+        st.builds(equal, name, word, st.sampled_from(["", '"', "'"])),
+        st.builds(within, name, st.lists(word, min_size=1, max_size=3), st.sampled_from(["", "not "])),
+        st.builds(contains, name, word),
+        st.just(("is_snapshot = true", lambda row: row["is_snapshot"])),
+    )
+
+
+def joined(parts: st.SearchStrategy[tuple[str, Any]]) -> st.SearchStrategy[tuple[str, Any]]:
+    def both(word: str, a: tuple[str, Any], b: tuple[str, Any]) -> tuple[str, Any]:
+        join = all if word == "and" else any
+        return f"({a[0]}) {word} ({b[0]})", lambda row: join([a[1](row), b[1](row)])
+
+    def negated(a: tuple[str, Any]) -> tuple[str, Any]:
+        return f"not ({a[0]})", lambda row: not a[1](row)
+
+    return st.one_of(st.builds(both, st.sampled_from(["and", "or"]), parts, parts), st.builds(negated, parts))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.recursive(st.one_of(numbers(), texts()), joined, max_leaves=6))
+def test_a_filter_lets_through_what_python_says(columns: RunColumns, made: tuple[str, Any]) -> None:
+    text, holds = made
+    table = {name: cells(columns, name) for name in (*_NUMBERS, *_TEXTS, "is_snapshot")}
+    rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    assert passing(columns, text) == [at for at, row in enumerate(rows) if holds(row)]
+
+
+def test_and_binds_closer_than_or(columns: RunColumns) -> None:
+    text = "reward = 1 or reward = 0 and num_turns > 100"
+    assert passing(columns, text) == passing(columns, "reward = 1")
+    assert passing(columns, "(reward = 1 or reward = 0) and num_turns > 100") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "position"),
+    [
+        ("reward <", 8),
+        ("reward < x", 9),
+        ("rewards < 1", 0),
+        ("reward 1", 7),
+        ("(reward < 1", 11),
+        ("reward < 1)", 10),
+        ("reward < 1 finish_reason = a", 11),
+        ("reward in 1", 10),
+        ("finish_reason = 'open", 16),
+        ("reward ~ 1", 7),
+        ("reward < null", 7),
+        ("is_snapshot = maybe", 14),
+        ("reward < 1 and", 14),
+        ("(" * 60 + "reward = 1" + ")" * 60, 51),
+        ("not " * 10_000, 10_000),
+    ],
+)
+def test_a_wrong_filter_says_where(columns: RunColumns, text: str, position: int) -> None:
+    with pytest.raises(FilterError) as caught:
+        parse_filter(text, columns)
+    assert caught.value.position == position
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=60) | st.text("()=<>~,!\"' \\ainotr01.", max_size=60))
+def test_any_text_is_a_filter_or_refused(columns: RunColumns, text: str) -> None:
+    try:
+        test = parse_filter(text, columns)
+    except FilterError as error:
+        assert 0 <= error.position <= len(text)
+    else:
+        assert test(columns).shape == (columns.rows,)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([*_NUMBERS, *_TEXTS, "is_snapshot"]), st.booleans()), min_size=1, max_size=3
+    )
+)
+def test_rows_are_sorted_as_python_does(columns: RunColumns, keys: list[tuple[str, bool]]) -> None:
+    expected = list(range(columns.rows))
+    for name, down in reversed(keys):
+        values = cells(columns, name)
+        known = [row for row in expected if values[row] is not None]
+        # Of hashes the first bytes decide.
+        known.sort(key=lambda row: values[row][:4] if name == "prompt_key" else values[row], reverse=down)
+        if down:  # Python keeps equal ones in order; so do we
+            known = sorted(known, key=lambda row: _rank(values, row, name), reverse=True)
+        expected = known + [row for row in expected if values[row] is None]
+    sort = ",".join(f"{'-' if down else ''}{name}" for name, down in keys)
+    assert sort_rows(columns, np.arange(columns.rows), sort).tolist() == expected
+
+
+def _rank(values: list[Any], row: int, name: str) -> Any:
+    return values[row][:4] if name == "prompt_key" else values[row]
+
+
+def test_sorting_by_nothing_that_there_is(columns: RunColumns) -> None:
+    with pytest.raises(FilterError, match="no column 'nothing'"):
+        sort_rows(columns, np.arange(3), "-nothing")
+
+
+def test_null_is_shown_as_none(columns: RunColumns) -> None:
+    rewards = cells(columns, "reward")
+    assert None in rewards
+    assert not any(isinstance(one, float) and math.isnan(one) for one in rewards)

@@ -1,0 +1,101 @@
+"""Figures of a run, against the plain words for them."""
+
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.store.manifest import read_manifest
+from rollstream.view.columns import Part, RunColumns
+from rollstream.view.compare import compare
+from rollstream.view.overview import edges, group_figures, mean_interval, overview
+from tests.support.view_runs import rollout, write_run
+
+_REWARDS = st.lists(
+    st.tuples(st.integers(0, 5), st.none() | st.sampled_from([0.0, 0.25, 0.5, 1.0, -1.0])),
+    min_size=1,
+    max_size=24,
+)
+
+
+def columns_of(root: Path, rewards: list[tuple[int, float | None]]) -> RunColumns:
+    numbers: dict[int, int] = defaultdict(int)
+    records = []
+    for index, reward in rewards:
+        records.append(
+            rollout(index, numbers[index], reward=reward, length=3 + index, source=f"s{index % 3}")
+        )
+        numbers[index] += 1
+    columns = RunColumns([Part(write_run(root, records, n=24, prompts=6), read_manifest(root))])
+    columns.refresh()
+    return columns
+
+
+@settings(max_examples=30, deadline=None)
+@given(_REWARDS)
+def test_groups_are_what_python_says(
+    tmp_path_factory: pytest.TempPathFactory, rewards: list[tuple[int, float | None]]
+) -> None:
+    columns = columns_of(tmp_path_factory.mktemp("groups") / "run", rewards)
+    groups = group_figures(columns)
+    expected: dict[int, list[float | None]] = defaultdict(list)
+    for index, reward in rewards:
+        expected[index].append(reward)
+    assert groups["index"].tolist() == sorted(expected)
+    for at, index in enumerate(sorted(expected)):
+        scored = [one for one in expected[index] if one is not None]
+        assert (groups["size"][at], groups["scored"][at]) == (len(expected[index]), len(scored))
+        assert groups["solved"][at] == sum(one >= 0.5 for one in scored)
+        if scored:
+            assert groups["mean"][at] == pytest.approx(statistics.mean(scored))
+            assert groups["spread"][at] == max(scored) - min(scored)
+        else:
+            assert np.isnan([groups["mean"][at], groups["spread"][at]]).all()
+    said: Any = overview(columns, groups, 0.5)
+    everything = [one for _, one in rewards if one is not None]
+    mean, interval = mean_interval(groups)
+    assert mean == (pytest.approx(statistics.mean(everything)) if everything else None)
+    assert interval is None or interval[0] <= mean <= interval[1]
+    if everything:
+        assert sum(said["histograms"]["reward"]["counts"]) == len(everything)
+    assert said["histograms"]["tokens"]["edges"][0] <= 3 + min(expected)
+    assert sum(one["count"] for one in said["sources"].values()) == len(rewards)
+
+
+@given(st.floats(-1e9, 1e9), st.floats(0, 1e9), st.booleans())
+def test_edges_are_round_and_enclose(low: float, width: float, whole: bool) -> None:
+    low, high = (float(round(low)), float(round(low + width))) if whole else (low, low + width)
+    found = edges(low, high, whole=whole)
+    assert found[0] <= low and high < found[-1]
+    assert 2 <= len(found) <= 30
+    assert (np.diff(found) > 0).all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(_REWARDS, _REWARDS)
+def test_a_comparison_is_of_the_prompts_that_both_scored(
+    tmp_path_factory: pytest.TempPathFactory,
+    a: list[tuple[int, float | None]],
+    b: list[tuple[int, float | None]],
+) -> None:
+    folder = tmp_path_factory.mktemp("compare")
+
+    def means(rewards: list[tuple[int, float | None]]) -> dict[int, float]:
+        found: dict[int, list[float]] = defaultdict(list)
+        for index, reward in rewards:
+            if reward is not None:
+                found[index].append(reward)
+        return {index: statistics.mean(some) for index, some in found.items()}
+
+    said, columns = compare(columns_of(folder / "a", a), columns_of(folder / "b", b))
+    both = sorted(means(a).keys() & means(b).keys())
+    assert columns["index_a"].tolist() == columns["index_b"].tolist() == both
+    differences = [means(b)[index] - means(a)[index] for index in both]
+    assert columns["difference"].tolist() == pytest.approx(differences)
+    assert said["won"] + said["lost"] + said["tied"] == said["prompts"] == len(both)
+    assert said["only_a"] == len({index for index, _ in a} - {index for index, _ in b})
