@@ -1,0 +1,135 @@
+"""A run that is written while somebody looks at it."""
+
+import asyncio
+import contextlib
+import re
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import serving
+from tests.support.buffer import group, served
+from tests.support.until import PATIENCE_S
+from tests.support.view_runs import live_run
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `dev`)")
+expect = playwright.expect
+playwright.expect.set_options(timeout=120_000)
+
+Visit = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def in_background(main: Callable[[Callable[[], None]], Coroutine[Any, Any, None]]) -> Iterator[None]:
+    """Runs a coroutine function in a thread until the block ends. It is given what says that it is ready."""
+    ready = threading.Event()
+    tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
+
+    async def run() -> None:
+        task = asyncio.create_task(main(ready.set))
+        tasks.append((asyncio.get_running_loop(), task))
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        assert ready.wait(PATIENCE_S)
+        yield
+    finally:
+        loop, task = tasks[0]
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Path]:
+    """A run of which 20 rollouts are done each second, until the test ends."""
+
+    async def write(ready: Callable[[], None]) -> None:
+        ready()
+        await live_run(tmp_path / "live", 3600.0)
+
+    with in_background(write):
+        yield tmp_path / "live"
+
+
+def first_run(page: Any) -> None:
+    page.wait_for_function(
+        "async () => { const answer = await (await fetch('api/sources')).json();"
+        " return answer.sources[0]?.rows > 0; }"
+    )
+    page.reload()
+    page.locator(".sources tbody a").first.click()
+
+
+def done(text: str) -> int:
+    found = re.search(r"live: ([\d,]+)", text)
+    return int(found[1].replace(",", "")) if found else 0
+
+
+GROWS = """([selector, before]) => {
+    const found = /live: ([\\d,]+)/.exec(document.querySelector(selector)?.textContent ?? "");
+    return found && +found[1].replaceAll(",", "") > before;
+}"""
+
+
+def test_counts_and_rows_follow_a_run_that_is_written(live: Path, visit: Visit) -> None:
+    with serving(live) as ready:
+        page = visit(at=ready["url"].rstrip("/"))
+        first_run(page)
+        counter = page.locator(".state.running", has_text="live:")
+        expect(counter).to_be_visible()
+        before = done(counter.text_content())
+        page.wait_for_function(GROWS, arg=[".state.running[role=status]", before])
+        page.get_by_role("link", name="Rollouts").click()
+        rows = page.get_by_role("status").filter(has_text=re.compile("rows$"))
+        expect(rows).to_be_visible()
+        shown = rows.text_content()
+        expect(rows).not_to_have_text(shown)
+        page.close()  # before its server goes
+
+
+def test_lost_connection_is_said_and_goes_on(live: Path, visit: Visit) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    with serving(live, arguments=["--port", port]) as ready:
+        page = visit(at=ready["url"].rstrip("/"), refused="/api/")
+        first_run(page)
+        counter = page.locator(".state.running", has_text="live:")
+        expect(counter).to_be_visible()
+        before = done(counter.text_content())
+    expect(page.get_by_text("connection lost")).to_be_visible()
+    with serving(live, arguments=["--port", port]):
+        expect(page.get_by_text("connection lost")).to_have_count(0)
+        page.wait_for_function(GROWS, arg=[".state.running[role=status]", before])
+        page.close()
+
+
+def test_buffer_shows_its_groups_by_state_and_their_items(tmp_path: Path, visit: Visit) -> None:
+    addresses: list[str] = []
+
+    async def serve(ready: Callable[[], None]) -> None:
+        async with served(tmp_path / "buffer") as buffer:
+            for instance in range(6):
+                await buffer.write(*group(instance, (0, 1, 0, 1)))
+            await buffer.write(*group("half", (1,)))
+            addresses.append(buffer.url)
+            ready()
+            await asyncio.Event().wait()
+
+    with in_background(serve), serving(addresses[0]) as ready:
+        page = visit(at=ready["url"].rstrip("/"))
+        page.locator(".sources tbody a").first.click()
+        expect(page.locator("h1")).to_have_text("Buffer")
+        states = page.get_by_label("groups by state").locator("a")
+        expect(states.first).to_be_visible()
+        expect(page.locator("h2", has_text="Items")).to_contain_text("25")
+        states.filter(has_text="ready").click()
+        expect(page.locator("h2", has_text="Items")).to_contain_text("24")
+        page.close()
