@@ -38,7 +38,7 @@ ifdef TEST_ARGS
 	.venv/bin/python -m pytest $(TEST_ARGS)
 else
 	.venv/bin/python -m pytest tests/unit -n 2
-	.venv/bin/python -m pytest tests/faults tests/integration tests/conformance tests/compat -n 2 --dist loadgroup
+	.venv/bin/python -m pytest tests/faults tests/integration tests/conformance tests/compat tests/browser -n 2 --dist loadgroup
 endif
 test-quick: .venv/.done
 	.venv/bin/python -m pytest tests/unit -m "not slow and not soak" $(TEST_ARGS)
@@ -57,7 +57,7 @@ check: .venv/.done
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 bench-quick: .venv/.done
-	for name in overhead resume agent concurrency pool export scaling ray buffer training; do .venv/bin/python -m bench.$$name --quick || exit 1; done
+	for name in overhead resume agent concurrency pool export scaling ray buffer training view; do .venv/bin/python -m bench.$$name --quick || exit 1; done
 demo-model: .venv/.done
 	.venv/bin/python -m demo_model.make
 

@@ -17,6 +17,7 @@ from rollstream.generation import main as generation  # light, as everything her
 from rollstream.generation.main import guarded, parse
 from rollstream.integrations.verifiers import command as verifiers
 from rollstream.serving import main as serving
+from rollstream.view import command as view
 
 _CAUSES_SHOWN = 10
 """Causes of failures that a person is shown."""
@@ -208,6 +209,14 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("repeat", type=int, nargs="?", default=0)
     show.add_argument("--trajectory", type=int, help="one of several trajectories (default: the final one)")
     show.add_argument("--tokens", action="store_true", help="every token with its mask and log-prob")
+
+    page = add(
+        "view",
+        view.run,
+        "look at runs, groups, tokens and trainings in a browser",
+        epilog=view.EPILOG,
+    )
+    view.add_arguments(page)
     return parser
 
 

@@ -106,6 +106,8 @@ def test_the_summary_says_what_this_call_did() -> None:
     assert "rollstream status --failed 'a run'" in all_failed
     assert summarise(result(completed=9, generated=2, signal=2)).startswith("stopped: 9/30 rollouts done")
     assert summarise(result(completed=9, generated=2)).startswith("ended: 9/30")
+    assert summarise(result()).endswith("\nlook at it in a browser: rollstream view 'a run' --open")
+    assert "view" not in all_failed
 
 
 def test_the_summary_counts_what_is_not_scored() -> None:

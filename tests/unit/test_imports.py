@@ -28,7 +28,7 @@ FLOORS: list[set[str]] = [
     {"gateway"},
     {"rollout"},
     {"generation", "buffer", "training", "serving"},
-    {"integrations", "testing", "show", "simulate", "demo"},
+    {"integrations", "testing", "show", "simulate", "demo", "view"},
     {"cli"},
 ]
 """Rooms by floor, from the ground. `demo` is package data; `show` and `simulate` serve the command line."""

@@ -154,6 +154,11 @@ def summarise(result: GenerationResult) -> str:
         )
     if result.exit_code == 1 and result.complete:
         lines.append(f"that is more than generation.max_failed_share={result.max_failed_share:g} allows")
+    if result.completed:
+        called = command_line()[0]
+        program = called if Path(called).name == "rollstream" else "rollstream"
+        where = shlex.quote(str(result.run_dir))
+        lines.append(f"look at it in a browser: {shlex.quote(program)} view {where} --open")
     return "\n".join(lines)
 
 
