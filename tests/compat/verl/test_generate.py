@@ -18,7 +18,7 @@ from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from rollstream.agent.registry import AgentLoops
 from rollstream.demo import MODEL_PATH
-from rollstream.errors import GroupFailedError
+from rollstream.errors import DataError, GenerationStoppedError, GroupFailedError
 from rollstream.integrations.verl import SequenceGenerator
 from rollstream.rollout.worker import RolloutWorker
 
@@ -165,3 +165,31 @@ def test_an_interrupted_batch_ends(rollouts: SequenceGenerator, monkeypatch: pyt
             rollouts.generate_sequences(sums())
     assert ended.wait(60)
     assert len(rollouts.generate_sequences(sums())) == ROWS * N
+
+
+def test_what_a_closed_one_is_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for ever, not for what was under way either."""
+    begun = threading.Event()
+
+    async def endless(self: RolloutWorker, *args: Any, **kwargs: Any) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(RolloutWorker, "run", endless)
+    made = generator()
+    with ThreadPoolExecutor(1) as threads:
+        under_way = threads.submit(made.generate_sequences, sums())
+        assert begun.wait(60)
+        made.close()
+        with pytest.raises(GenerationStoppedError, match="closed meanwhile"):
+            under_way.result(60)
+    with pytest.raises(GenerationStoppedError, match="is closed"):
+        made.generate_sequences(sums())
+    with pytest.raises(GenerationStoppedError, match="is closed"):
+        made.update_weights("weights", 1)
+    made.close()
+
+
+def test_an_empty_batch_is_refused(rollouts: SequenceGenerator) -> None:
+    with pytest.raises(DataError, match="no rows"):
+        rollouts.generate_sequences(sums()[:0])

@@ -8,6 +8,7 @@ import asyncio
 import threading
 import uuid
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
 from statistics import fmean
 from typing import Any, Self, TypeVar
 
@@ -18,7 +19,7 @@ from verl import DataProto
 
 from rollstream.config.load import to_settings
 from rollstream.engine.base import Engine
-from rollstream.errors import GroupFailedError
+from rollstream.errors import DataError, GenerationStoppedError, GroupFailedError
 from rollstream.integrations.configured_groups import Layers, build_worker, make_setup, resolve_config
 from rollstream.integrations.verl.loop import to_row
 from rollstream.rollout.setup import RolloutSetup, in_flight_limit
@@ -58,6 +59,9 @@ class SequenceGenerator:
     def __init__(self, overrides: Sequence[str] = (), *, config: Layers = ()) -> None:
         self._settings = to_settings(resolve_config(overrides, config))
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._under_way: set[Future[Any]] = set()
+        self._is_closed = False
         threading.Thread(target=self._loop.run_forever, name="rollstream-rollouts", daemon=True).start()
         self._places = asyncio.Semaphore(in_flight_limit(self._settings))
         self._logs = ScratchFolder("engine")
@@ -87,7 +91,11 @@ class SequenceGenerator:
 
         Raises:
             GroupFailedError: a rollout failed, after its attempts.
+            DataError: the batch has no rows.
+            GenerationStoppedError: this is closed, or was meanwhile.
         """
+        if not len(prompts):
+            raise DataError("the batch has no rows")
         columns, info = prompts.non_tensor_batch, prompts.meta_info
         sampled = columns.get("__do_sample__", np.full(len(prompts), info.get("do_sample", True)))
         step = int(info.get("global_steps", 0))
@@ -104,11 +112,19 @@ class SequenceGenerator:
         self._wait(self._engine.update_weights(source, version))
 
     def close(self) -> None:
-        """Ends engine, tools and thread. May be called twice."""
-        if self._loop.is_running():
-            self._wait(self._close())
+        """Ends batches that are under way, engine, tools and thread. May be called twice."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for one in self._under_way.copy():
+                one.cancel()
+            closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+        try:
+            closing.result()
+        finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-        self._logs.cleanup()
+            self._logs.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -117,11 +133,19 @@ class SequenceGenerator:
         self.close()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self._is_closed:
+                work.close()
+                raise GenerationStoppedError("this SequenceGenerator is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._under_way.add(future)
         try:
             return future.result()
+        except CancelledError as error:
+            raise GenerationStoppedError("the SequenceGenerator was closed meanwhile") from error
         finally:
             future.cancel()  # where Ctrl-C ends the wait: nothing of it goes on
+            self._under_way.discard(future)
 
     async def _start(self) -> None:
         self._setup = await make_setup(self._settings, shows_images=False, to_score=None)
