@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -60,7 +61,7 @@ class PromptRenderer:
         """Schemas that loops without tools show."""
         self._images = images
         self._remembered: OrderedDict[_Key, tuple[list[Message], list[int]]] = OrderedDict()
-        """With the messages: a row's loops may each change them in their own way."""
+        """With a copy of the messages: a row's loops may each change them in their own way."""
         self._remembered_images: OrderedDict[_Key, tuple[list[Message], ImagePrompt]] = OrderedDict()
         self._reading: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
         """Repeats of a row wait for the first of them; when that one is cancelled, the next takes over."""
@@ -120,7 +121,7 @@ class PromptRenderer:
             if not ids:
                 raise DataError("the prompt renders to no tokens at all")
             ids = truncate(ids, self._prompt_length, self._truncation)
-            self._remembered[key] = (_copy(messages), ids)
+            self._remembered[key] = (deepcopy(messages), ids)
             if len(self._remembered) > _REMEMBERED_ROWS:
                 self._remembered.popitem(last=False)
         return ids
@@ -147,7 +148,7 @@ class PromptRenderer:
             if known is not None and known[0] == messages:
                 return known[1]
             prompt = await self._read_and_render(messages, images, self.tools if tools is None else tools)
-            self._remembered_images[key] = (_copy(messages), prompt)
+            self._remembered_images[key] = (deepcopy(messages), prompt)
             if len(self._remembered_images) > _REMEMBERED_IMAGE_ROWS:
                 self._remembered_images.popitem(last=False)
         return prompt
@@ -180,11 +181,6 @@ class PromptRenderer:
 def _refuse_images(messages: list[Message]) -> None:
     if shows_images(messages):
         raise DataError("the messages have image parts, but no images are there for them")
-
-
-def _copy(messages: list[Message]) -> list[Message]:
-    """So that a loop which changes its messages later does not change what is remembered."""
-    return [dict(message) for message in messages]
 
 
 def _names(tools: list[dict[str, Any]] | None) -> tuple[str, ...] | None:

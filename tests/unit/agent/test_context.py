@@ -144,6 +144,15 @@ async def test_a_row_that_was_rendered_as_it_is_before_is_rendered_anew_with_its
     assert given.prompts.render(row.messages, prompt_key=row.prompt_key, tools=SCHEMAS) == plain
 
 
+async def test_what_a_loop_changes_inside_a_message_is_rendered_anew() -> None:
+    prompts = resources(await started()).prompts
+    call = {"function": {"name": "f", "arguments": {"number": 1}}, "type": "function"}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    before = prompts.render(messages, prompt_key="row")
+    call["function"]["arguments"]["number"] = 2  # type: ignore[index]
+    assert text(prompts.render(messages, prompt_key="row")) == text(before).replace("1", "2")
+
+
 async def test_answers_and_questions_can_be_deleted_too() -> None:
     rollout, engine = await play(
         call_text("it", secret=17),
