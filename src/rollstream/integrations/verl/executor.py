@@ -19,7 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rollstream.config.load import to_settings
+from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.task_cache import resolve_tasks_into_config
@@ -166,8 +166,16 @@ def check_own_servers(settings: Settings, setup: RolloutSetup, name: str) -> Non
         name: of the servers, as verl has it.
 
     Raises:
-        ConfigError: a seed, or a sampling parameter, for servers that do not take it by this name.
+        ConfigError: a seed, or a sampling parameter, for servers that do not take it by this name; servers of
+            rollstream's beside them.
     """
+    rollout, defaults = settings.actor_rollout_ref.rollout, to_settings(compose()).actor_rollout_ref.rollout
+    for key in ("server_urls", "engine_kwargs", "launch"):
+        if getattr(rollout, key) != getattr(defaults, key):
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.{key} is for rollstream's engines, and verl starts the servers "
+                f"(generation.verl_overrides has {name}): leave one of them out"
+            )
     try:
         check_capabilities(
             verl_servers(name), setup.sampling, prompt_length=1, response_length=1, max_model_len=None

@@ -54,6 +54,9 @@ def test_overrides_are_for_this_executor(tmp_path: Path) -> None:
         ("vllm", "actor_rollout_ref.rollout.extra_sampling.min_p=0.1", None),
         ("vllm", "actor_rollout_ref.rollout.extra_sampling.regex=a", r"takes no .*extra_sampling\.regex"),
         ("trtllm", "actor_rollout_ref.rollout.extra_sampling.min_p=0.1", r"takes no .*min_p"),
+        ("vllm", "actor_rollout_ref.rollout.server_urls=[http://a:1]", r"server_urls is for rollstream's"),
+        ("vllm", "actor_rollout_ref.rollout.engine_kwargs.timeout=3", r"engine_kwargs is for rollstream's"),
+        ("vllm", "actor_rollout_ref.rollout.launch.where=ray", r"launch is for rollstream's"),
     ],
 )
 def test_what_servers_of_verls_do_not_take_is_refused(
