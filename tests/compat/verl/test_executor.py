@@ -346,6 +346,22 @@ async def test_a_stream_of_verls_own_classes(tmp_path: Path, url: str, cluster: 
     servers.close()
 
 
+def test_batches_of_verls_own_are_awaited_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's old trainer, which takes a manager by its name, does not."""
+    from rollstream.integrations.verl import GenerationLoopManager
+
+    async def echo(self: Any, prompts: str) -> str:
+        return prompts
+
+    async def awaited() -> Any:
+        return await manager.generate_sequences("batch")
+
+    monkeypatch.setattr(GenerationLoopManager.__base__, "generate_sequences", echo)
+    manager = object.__new__(GenerationLoopManager)
+    manager.agent_loop_workers = ["worker"]
+    assert manager.generate_sequences("batch") == asyncio.run(awaited()) == "batch"
+
+
 async def take_all(stream: AsyncIterator[Any]) -> None:
     async with asyncio.timeout(120):
         async for _ in stream:

@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
+from verl.utils.ray_utils import auto_await
 
 from rollstream.errors import DataError
 from rollstream.integrations.verl.compose import to_rollstream
@@ -46,8 +47,9 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
     async def _init_agent_loop_workers(self) -> None:
         """Not yet: the workers of a stream are other ones."""
 
+    @auto_await  # type: ignore[untyped-decorator]
     async def generate_sequences(self, prompts: Any) -> Any:
-        """verl's: a batch, in equal chunks."""
+        """verl's: a batch, in equal chunks. To be awaited or not, as verl's trainers do both."""
         if not self.agent_loop_workers:
             await super()._init_agent_loop_workers()
         return await super().generate_sequences(prompts)
