@@ -21,6 +21,7 @@ from rollstream.integrations.verl.client import StreamingLLMServerClient, Stream
 from rollstream.integrations.verl.executor import start_servers
 from rollstream.integrations.verl.recipe import ClientEngine, verl_servers
 from rollstream.integrations.verl.worker import SampleCalls, noting
+from rollstream.trajectory import SamplingParams
 
 
 class Method:
@@ -132,6 +133,14 @@ async def test_what_ends_at_its_limit_is_cut_off(
     if said is None and "sampling" in limits:  # a request's own limit is nothing to it
         reason = "length" if tokens == 4 else "stop"
     assert calls.calls[-1].finish_reason == reason
+
+
+@pytest.mark.parametrize(("tokens", "reason"), [(3, "length"), (2, "stop")])
+async def test_rollstreams_loops_hear_of_what_the_lengths_cut_off(tokens: int, reason: str) -> None:
+    """A prompt that a loop wrote anew may leave less room than the loop asks for."""
+    engine = ClientEngine(client_of({"only": Talker(tokens, "completed")}), verl_servers("vllm"))
+    completion = await engine.generate([1] * 9, SamplingParams(max_tokens=4, logprobs=False), request_id="r")
+    assert completion.finish_reason == reason
 
 
 async def test_what_a_server_says_of_the_end_holds() -> None:

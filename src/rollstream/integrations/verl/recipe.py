@@ -272,7 +272,9 @@ class ClientEngine:
         if output.stop_reason in ("aborted", "abort"):
             reason = "abort"
         else:
-            reason = "length" if len(ids) >= sampling.max_tokens else "stop"
+            lengths = Lengths.read(self._client.config.actor_rollout_ref.rollout)
+            most = lengths.most(sampling.max_tokens, len(prompt_ids))
+            reason = "length" if len(ids) >= most else "stop"
         return Completion(
             token_ids=ids,
             logprobs=list(output.log_probs) if sampling.logprobs and output.log_probs is not None else None,
