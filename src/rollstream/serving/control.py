@@ -233,9 +233,10 @@ class ControlRoutes:
 def _version(asked: str | int | None) -> int | None:
     if asked is None:
         return None
-    try:
-        return int(asked)
-    except ValueError:
+    text = str(asked)
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < 2**63):  # as it is stored
         raise RequestError(
-            f"weight_version {asked!r} must be a number: it is stored with each token", param="weight_version"
-        ) from None
+            f"weight_version {asked!r} must be a number from 0 to 2**63 - 1: it is stored with each token",
+            param="weight_version",
+        )
+    return int(text)

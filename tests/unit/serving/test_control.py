@@ -110,7 +110,11 @@ async def test_weights_over_http(tmp_path: Path) -> None:
         assert (await client.get("/get_weight_version"))[1] == {"weight_version": "3"}
         assert (await client.get("/get_model_info"))[1]["model_path"] == str(tmp_path)
         for bad, words in (
-            ({**body, "weight_version": "step-3"}, "must be a number"),
+            *(
+                ({**body, "weight_version": wrong}, "must be a number")
+                for wrong in ("step-3", "", -3, "-3", "1_0", "\u0663", 2**63, "9" * 5000)
+            ),
+            ({**body, "weight_version": True}, "got `bool`"),
             ({}, "model_path"),
             ({"model_path": "someone/model"}, "there is no folder someone/model"),
             ({**body, "abort_all_requests": "all of them"}, "abort_all_requests"),
