@@ -176,5 +176,18 @@ async def test_options_that_a_loop_does_not_have_show_at_start() -> None:
     shared = resources(await started())
     loops = AgentLoops({"mine": LoopEntry(ToolAgent, {"max_hints": 3}), "good": LoopEntry(ToolAgent)})
     loops.check(["good", "single_turn_agent"], shared)
-    with pytest.raises(ConfigError, match=r"'mine' cannot be made .*max_hints"):
+    said = r"'mine' cannot be made \(unknown option 'max_hints' \(known: .*its class is ToolAgent"
+    with pytest.raises(ConfigError, match=said):
         loops.check(["good", "mine"], shared)
+
+
+def test_a_misspelt_option_has_its_nearest() -> None:
+    class Own(ContextAgent):
+        def __init__(self, *args: Any, max_hints: int = 3, **options: Any) -> None:
+            super().__init__(*args, **options)
+
+    for wrong, right in (("max_snapshot", "max_snapshots"), ("max_hint", "max_hints")):
+        loops = AgentLoops({"own": LoopEntry(Own, {wrong: 2})})
+        said = rf"unknown option '{wrong}'; did you mean '{right}'\? \(known: .*max_hints, max_snapshots"
+        with pytest.raises(ConfigError, match=said):
+            loops.check_options("own")
