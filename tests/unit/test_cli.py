@@ -127,10 +127,16 @@ def test_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "generation.seed=3", "--show-config", "--json"]) == 0
     assert orjson.loads(capsys.readouterr().out)["generation"]["seed"] == 3
     assert main(["generate", "generation.bogus=3", "--show-config"]) == 2
-    for words in (["-cn", "mine"], ["--cfg", "hydra"], ["--config-name", "mine"]):
+    for words, said in (
+        (["-cn", "mine"], "-cn is not taken"),
+        (["-cp=mine"], "-cp is not taken"),
+        (["--cfg", "hydra"], "want job, not 'hydra'"),
+        (["--config-name", "mine"], "unrecognized arguments: --config-name"),
+    ):
         with pytest.raises(SystemExit):
             main(["generate", *words])
-        assert "--config FILE" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert said in told and "--config FILE" in told
 
 
 async def test_damaged_files_are_errors_not_tracebacks(

@@ -59,7 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _job(word: str) -> str:
-    if word != "job":  # also -cn, -cd and -cp, which argparse takes for -c with a word behind it
+    if (letter := word.partition("=")[0]) in (
+        "n",
+        "d",
+        "p",
+    ):  # argparse takes it for -c with a word behind it
+        raise argparse.ArgumentTypeError(f"-c{letter} is not taken{_HINT}")
+    if word != "job":
         raise argparse.ArgumentTypeError(f"want job, not {word!r}{_HINT}")
     return word
 
