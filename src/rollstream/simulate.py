@@ -1,9 +1,12 @@
 """`rollstream simulate` on the command line. Light: what computes is imported when it is needed."""
 
 import argparse
+import math
 import sys
 
 import orjson
+
+from rollstream.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +56,12 @@ def run(options: argparse.Namespace) -> int:
     """Predicts, and prints what it predicts."""
     from rollstream.training.simulate import Comparison, Setup, parse_duration
 
+    # What `Setup` would refuse by another name, or not at all.
+    if options.groups < 1:
+        raise ConfigError(f"--groups {options.groups}: at least 1")
+    for name in ("training", "update"):
+        if not 0 <= (given := getattr(options, name)) < math.inf:
+            raise ConfigError(f"--{name} {given:g}: seconds, at least 0")
     compared = Comparison(
         Setup(
             generation=parse_duration(options.generation),

@@ -140,3 +140,18 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ahead 1, staleness <= 1" in capsys.readouterr().out
     assert main(["simulate", "--generation", "often", "--training", "1"]) == 2
     assert "'often' is not SECONDS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "said"),
+    [
+        ("--groups", "0", "--groups 0: at least 1"),
+        ("--training", "nan", "--training nan: seconds, at least 0"),
+        ("--update", "-1", "--update -1: seconds, at least 0"),
+    ],
+)
+def test_the_command_names_the_option_that_was_given(
+    capsys: pytest.CaptureFixture[str], option: str, given: str, said: str
+) -> None:
+    assert main(["simulate", "--generation", "3", "--training", "1", option, given]) == 2
+    assert said in capsys.readouterr().err
