@@ -21,6 +21,9 @@ from rollstream.training.generation_thread import RETRY, START_S, GenerationThre
 
 T = TypeVar("T")
 
+_CAUSE_S = 5.0
+"""For the end of a batch's generation to be told: a reader that waits as long as generation may take hears why."""
+
 
 @dataclass(slots=True)
 class BatchRequest:
@@ -158,7 +161,8 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
 
         Args:
             batch_id: as submitted.
-            timeout: seconds, 0 for what is completed already; None: `async_generation_timeout`.
+            timeout: seconds, 0 for what is completed already; None: `async_generation_timeout`, and a moment
+                for the cause when generation ends by it.
 
         Raises:
             BatchTimeoutError: it was not completed in time; ask again.
@@ -167,7 +171,7 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
             GenerationStoppedError: the generator was stopped, or not started.
             TrainingError: no such batch was submitted, or it was fetched before.
         """
-        timeout = self.async_generation_timeout if timeout is None else timeout
+        timeout = self.async_generation_timeout + _CAUSE_S if timeout is None else timeout
         with self._changed:
             batch = self._batches.get(batch_id)
             if batch is not None and timeout > 0:
@@ -178,8 +182,13 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
             if batch is not None:
                 self._batches.pop(batch_id, None)
                 self._changed.notify_all()
+            else:
+                begun = self._batches[batch_id].begun
         if batch is None:
-            raise BatchTimeoutError(f"batch {batch_id} did not come within {timeout:g} s; {self._describe()}")
+            state = "waits for its turn" if begun is None else "is still being generated"
+            raise BatchTimeoutError(
+                f"batch {batch_id} did not come within {timeout:g} s: it {state}; {self._describe()}"
+            )
         if batch.result is None:
             error = batch.error
             raise GenerationFailedError(f"{batch} failed with {type(error).__name__}: {error}") from error
