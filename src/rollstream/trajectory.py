@@ -208,7 +208,7 @@ class Failure:
     prompt_key: str
     attempts: int
     stage: str
-    """What was being done: `prompt`, `agent`, `engine`."""
+    """What was being done: `prompt`, `agent` (the loop and its tools), `engine`."""
     error: str
     """`ErrorClass: message` of the last attempt."""
     traceback: str

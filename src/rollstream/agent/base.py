@@ -72,6 +72,12 @@ class AgentResources:
         ids = (self.tokenizer.token_id(token) for token in self.parser.stop_tokens)
         return tuple(i for i in ids if i is not None)
 
+    @cached_property
+    def vocab_size(self) -> int | None:
+        """Ids are below it; None where that is not known: a model may have more of them than its tokenizer."""
+        said = self.engine.capabilities.vocab_size
+        return said if said is None or not self.tokenizer.makes_ids else max(said, self.tokenizer.vocab_size)
+
     def parse(
         self, token_ids: list[int], *, in_thinking: bool, tools: Sequence[dict[str, Any]]
     ) -> ParsedOutput:

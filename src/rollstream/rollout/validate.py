@@ -13,13 +13,16 @@ FINISH_REASONS = ("stop", "length", "max_turns", "tool_overflow", "aborted")
 """Why a trajectory ended."""
 
 
-def check_trajectories(trajectories: Sequence[Trajectory], *, logprobs: bool, ids: bool = True) -> None:
+def check_trajectories(
+    trajectories: Sequence[Trajectory], *, logprobs: bool, ids: bool = True, vocab_size: int | None = None
+) -> None:
     """Refuses trajectories of a rollout that cannot be trained on; makes their rewards plain floats.
 
     Args:
         trajectories: of one rollout.
         logprobs: whether log-probs were asked for.
         ids: whether there is a tokenizer, so that a prompt has ids.
+        vocab_size: ids are below it; None: they fit 31 bits.
 
     Raises:
         ValueError: one stands there twice, the final one is a snapshot, or see `check_trajectory`.
@@ -30,10 +33,12 @@ def check_trajectories(trajectories: Sequence[Trajectory], *, logprobs: bool, id
     if [trajectory.is_snapshot for trajectory in trajectories] != [True] * (len(trajectories) - 1) + [False]:
         raise ValueError("snapshots (is_snapshot=True) come first, and one final trajectory last")
     for trajectory in trajectories:
-        check_trajectory(trajectory, logprobs=logprobs, ids=ids)
+        check_trajectory(trajectory, logprobs=logprobs, ids=ids, vocab_size=vocab_size)
 
 
-def check_trajectory(trajectory: Trajectory, *, logprobs: bool, ids: bool = True) -> None:
+def check_trajectory(
+    trajectory: Trajectory, *, logprobs: bool, ids: bool = True, vocab_size: int | None = None
+) -> None:
     """Refuses a trajectory that cannot be trained on; makes its reward a plain float.
 
     Raises:
@@ -50,8 +55,11 @@ def check_trajectory(trajectory: Trajectory, *, logprobs: bool, ids: bool = True
     if ids and not trajectory.prompt_ids:
         raise ValueError("prompt_ids is empty")
     for name in ("prompt_ids", "response_ids"):
-        if not _fit_in_31_bits(getattr(trajectory, name)):
-            raise ValueError(f"{name} has an id below 0, or of more than 31 bits")
+        found, end = getattr(trajectory, name), vocab_size or 2**31
+        if not _are_ids(found, end):
+            wrong = next((one for one in found if not _are_ids([one], end)), found)
+            of = "" if vocab_size is None else f", the vocabulary of {vocab_size}"
+            raise ValueError(f"{name} has {wrong!r:.50}; ids are whole numbers from 0 to {end - 1}{of}")
     if not isinstance(trajectory.messages, list) or not all(isinstance(m, dict) for m in trajectory.messages):
         raise TypeError("messages must be a list of mappings")
     length = len(trajectory.response_ids)
@@ -60,9 +68,9 @@ def check_trajectory(trajectory: Trajectory, *, logprobs: bool, ids: bool = True
         lengths["response_logprobs"] = len(trajectory.response_logprobs)
     elif logprobs:
         raise ValueError("response_logprobs is None, but log-probs were asked for")
-    for name, found in lengths.items():
-        if found != length:
-            raise ValueError(f"lengths differ: {length} response_ids, {found} {name}")
+    for name, entries in lengths.items():
+        if entries != length:
+            raise ValueError(f"lengths differ: {length} response_ids, {entries} {name}")
     mask_values = set(trajectory.response_mask)
     if not mask_values <= {0, 1}:
         raise ValueError("response_mask has values other than 0 and 1")
@@ -92,12 +100,13 @@ def check_trajectory(trajectory: Trajectory, *, logprobs: bool, ids: bool = True
 # event loop more than the check while other threads write.
 
 
-def _fit_in_31_bits(ids: Sequence[int]) -> bool:
+def _are_ids(ids: Sequence[int], end: int) -> bool:
+    """Whether all are whole numbers from 0 to below `end`, 2**31 at most."""
     try:
         struct.pack(f"{len(ids)}i", *ids)
     except struct.error:
         return False
-    return len(ids) == 0 or min(ids) >= 0
+    return len(ids) == 0 or (min(ids) >= 0 and max(ids) < end)
 
 
 def _are_finite(values: Sequence[float]) -> bool:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rollstream.agent.base import AgentResources, SnapshotScoring
+from rollstream.agent.base import AgentLoop, AgentResources, SnapshotScoring
 from rollstream.agent.registry import AgentLoops
 from rollstream.errors import (
     AttemptTimeoutError,
@@ -224,7 +224,7 @@ class RolloutWorker:
                 self.counters.timeouts += 1
                 raise AttemptTimeoutError(
                     f"attempt {attempt} took longer than {self._attempt_timeout:g} s "
-                    "(generation.attempt_timeout)"
+                    f"(generation.attempt_timeout); it was in {_hung_in(error)}"
                 ) from error
             raise
         except asyncio.CancelledError as error:
@@ -243,7 +243,12 @@ class RolloutWorker:
             or not all(isinstance(one, Trajectory) for one in trajectories)
         ):
             raise TypeError(f"agent loop {name!r} must return trajectories, not {result!r:.200}")
-        check_trajectories(trajectories, logprobs=sampling.logprobs, ids=self._resources.tokenizer.makes_ids)
+        check_trajectories(
+            trajectories,
+            logprobs=sampling.logprobs,
+            ids=self._resources.tokenizer.makes_ids,
+            vocab_size=self._resources.vocab_size,
+        )
         return trajectories, loop.snapshot_scoring
 
     async def _score_all(
@@ -349,11 +354,34 @@ def make_failure(
 
 
 def _stage(error: BaseException) -> str:
-    if isinstance(error, EngineError | AttemptTimeoutError):
+    if isinstance(error, EngineError):
         return "engine"
+    if isinstance(error, AttemptTimeoutError):
+        return "engine" if _hung_in(error) == _IN_ENGINE else "agent"
     if isinstance(error, DataError | ConfigError):
         return "prompt"
     return "agent"
+
+
+_IN_ENGINE = "the engine's generate"
+
+
+def _hung_in(error: BaseException) -> str:
+    """Where an attempt was that was cut off, by the frames of its cancellation.
+
+    A loop that asks the engine in a task of its own has no frame there: it was in the loop.
+    """
+    from rollstream.agent.tool_agent import ToolAgent
+
+    cut: BaseException | None = error
+    while cut is not None:
+        for frame, _ in traceback.walk_tb(cut.__traceback__):
+            if frame.f_code is AgentLoop.generate.__code__:
+                return _IN_ENGINE
+            if frame.f_code is ToolAgent.timed.__code__:
+                return "a tool or an interaction"
+        cut = cut.__cause__ or cut.__context__
+    return "the agent loop"
 
 
 def _one_line(error: BaseException) -> str:

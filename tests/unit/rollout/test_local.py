@@ -244,6 +244,9 @@ async def test_deadly_requests_are_found_and_nobody_else_is_charged(
 ENDS = {12: SystemExit(3), 13: KeyboardInterrupt("of the loop"), 14: BaseException("bare")}
 """What raises them; in a task of its own each would end more than a rollout."""
 
+NO_IDS = {15: 10_000_000, 16: 512, 17: 1.5, 18: -1, 19: 2**40}
+"""Of a model with 512 ids."""
+
 
 @register("hanging_agent")
 class HangingAgent(AgentLoop):
@@ -274,6 +277,8 @@ class HangingAgent(AgentLoop):
             parts[2].reward = float("nan")
         if row["index"] == 11:
             parts[2].extra = None  # type: ignore[assignment]
+        if row["index"] in NO_IDS:
+            parts[2].response_ids = [1, NO_IDS[row["index"]]]  # type: ignore[list-item]
         if row["index"] in ENDS:
             raise ENDS[row["index"]]
         return parts
@@ -284,10 +289,11 @@ async def test_loops_that_misbehave_hurt_only_themselves(tmp_path: Path) -> None
     engine = await started()
     with open_dir(tmp_path) as run:
         harness = Harness(run, engine, loop="hanging_agent", attempt_timeout=0.05)
-        await harness.work(15)
-        assert run.state.keys.done + run.state.keys.failed == 30
+        await harness.work(20)
+        assert run.state.keys.done + run.state.keys.failed == 40
     failures = {one.index: one for one in read_failures(tmp_path) if one.repeat == 0}
     assert "attempt 3 took longer than 0.05 s" in failures[0].error
+    assert ("it was in the agent loop" in failures[0].error, failures[0].stage) == (True, "agent")
     assert "bug in the loop" in failures[1].error
     assert "must return trajectories" in failures[2].error
     assert "lengths differ" in failures[6].error
@@ -297,7 +303,10 @@ async def test_loops_that_misbehave_hurt_only_themselves(tmp_path: Path) -> None
     assert "must be finite" in failures[10].error
     for index, error in ENDS.items():
         assert f"agent loop 'hanging_agent' raised {error!r}" in failures[index].error
-    assert failures.keys() == {0, 1, 2, *range(5, 15)}
+    for index, wrong in NO_IDS.items():
+        said = f"response_ids has {wrong}; ids are whole numbers from 0 to 511, the vocabulary of 512"
+        assert said in failures[index].error
+    assert failures.keys() == {0, 1, 2, *range(5, 20)}
     assert keys_on_disk(tmp_path) == [(i, r, t) for i in (3, 4) for r in range(N) for t in range(3)]
 
 
