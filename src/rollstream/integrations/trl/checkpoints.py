@@ -23,7 +23,11 @@ _LAST_OF_TRL = "trainer_state.json"
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Writes the state into a checkpoint: all of it, or nothing."""
+    """Writes the state into a checkpoint: all of it, or nothing.
+
+    TRL's files come after it. Until then the checkpoint is not whole, also where another training has left one.
+    """
+    (folder / _LAST_OF_TRL).unlink(missing_ok=True)
     partial = folder / f"{STATE_FILE}.partial"
     partial.write_text(json.dumps(state))
     partial.replace(folder / STATE_FILE)

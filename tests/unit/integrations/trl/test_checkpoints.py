@@ -12,8 +12,8 @@ from rollstream.integrations.trl.checkpoints import STATE_FILE, last_whole, read
 def checkpoint(folder: Path, step: int, *, torn: str | None = None, without: str | None = None) -> str:
     made = folder / f"checkpoint-{step}"
     made.mkdir()
-    (made / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     write_state(made, {"trained_batches": step})
+    (made / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     if torn is not None:
         (made / torn).write_text('{"global')
     if without is not None:
@@ -31,12 +31,11 @@ def test_the_newest_that_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     checkpoint(tmp_path, 11, without="trainer_state.json")
     checkpoint(tmp_path, 12, torn="trainer_state.json")
     checkpoint(tmp_path, 13, without=STATE_FILE)
+    write_state(Path(checkpoint(tmp_path, 14)), {"trained_batches": 7})  # over that of another training
     assert last_whole(str(tmp_path)) == whole
-    assert [f"checkpoint-{step} is passed over" in caplog.text for step in (10, 11, 12, 13)] == [
+    assert [f"checkpoint-{step} is passed over" in caplog.text for step in range(10, 15)] == [
         False,
-        True,
-        True,
-        True,
+        *[True] * 4,
     ]
 
 
