@@ -484,6 +484,9 @@ def test_an_evaluation_outside_of_a_training_has_one_engine(
     ("changed", "said"),
     [
         ({"num_steps_async": -1}, "num_steps_async"),
+        ({"num_steps_async": "x"}, "num_steps_async='x': a whole number"),
+        ({"batch_tokens": 1.5}, "batch_tokens=1.5: a whole number"),
+        ({"weight_sync_timeout": "5"}, "weight_sync_timeout='5': a number"),
         ({"sampler_correction": "tis"}, "one of ratio, truncate"),
         ({"top_p": 0.9}, "change the sampled distribution"),
         ({"generation_kwargs": {"top_k": 1}}, "the environment's engine generates"),

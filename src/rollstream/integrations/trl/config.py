@@ -13,6 +13,10 @@ def _setting(default: Any, meaning: str) -> Any:
     return field(default=default, metadata={"help": meaning})
 
 
+_COUNTS = ("num_steps_async", "async_max_queue_size", "max_failed_groups", "batch_tokens", "batch_groups_max")
+_NUMBERS = ("async_generation_timeout", "weight_sync_timeout", "sampler_ratio_min", "sampler_ratio_max")
+
+
 @dataclass
 class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by the type checker
     """`GRPOConfig`, and what rollstream adds.
@@ -102,9 +106,14 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_failed_groups", "num_steps_async", "async_max_queue_size"):
-            if (getattr(self, name) or 0) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: 0 or more")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            unset = value is None and getattr(GRPOEnvConfig, name) is None
+            if not unset and (type(value) is not int or value < 0):
+                raise ConfigError(f"{name}={value!r}: a whole number, 0 or more")
+        for name in _NUMBERS:
+            if not isinstance(getattr(self, name), int | float):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: a number")
         for name in ("async_generation_timeout", "weight_sync_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: more than 0 seconds")
