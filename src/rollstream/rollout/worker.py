@@ -21,7 +21,7 @@ import logging
 import random
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -113,11 +113,13 @@ class RolloutWorker:
         self._jitter = random.Random()
         self.counters = counts or Counts()
 
-    async def run(self, row: PromptRow, repeat: int, *, name: str = "") -> Rollout | Failure:
+    async def run(
+        self, row: PromptRow, repeat: int, *, name: str = "", on_scoring: Callable[[], object] = lambda: None
+    ) -> Rollout | Failure:
         """Executes one rollout to its end. Raises `EngineLostError` when the engine stays away.
 
         The engine knows its requests by `name`, by default of row and repeat: whoever runs one of those twice
-        at once gives names.
+        at once gives names. `on_scoring` is called when the reward begins.
         """
         name = name or f"{row.index}-{repeat}"
         dispatched = time.monotonic()
@@ -179,6 +181,7 @@ class RolloutWorker:
             for trajectory in trajectories:
                 trajectory.metrics.queue_s = started - dispatched
                 trajectory.extra = {**row_extra, **trajectory.extra, **self._resources.marks}
+            on_scoring()
             await self._score_all(row, repeat, trajectories, scoring)
         except Exception as error:  # a loop's own odd trajectory: its fault, not the run's
             return make_failure(row.index, repeat, row.prompt_key, attempt, "agent", error)

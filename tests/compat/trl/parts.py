@@ -94,9 +94,9 @@ def numbers_of(monkeypatch: Any) -> list[tuple[int, int]]:
 
     plain, seen = RolloutWorker.run, []
 
-    async def run(self: RolloutWorker, row: Any, repeat: int) -> Any:
+    async def run(self: RolloutWorker, row: Any, repeat: int, **more: Any) -> Any:
         seen.append((row.index, repeat))
-        return await plain(self, row, repeat)
+        return await plain(self, row, repeat, **more)
 
     monkeypatch.setattr(RolloutWorker, "run", run)
     return seen
@@ -108,11 +108,11 @@ def at_once(monkeypatch: Any) -> list[int]:
 
     plain, running, seen = RolloutWorker.run, set(), []
 
-    async def run(self: RolloutWorker, row: Any, repeat: int) -> Any:
+    async def run(self: RolloutWorker, row: Any, repeat: int, **more: Any) -> Any:
         running.add((row.index, repeat))
         seen.append(len(running))
         try:
-            return await plain(self, row, repeat)
+            return await plain(self, row, repeat, **more)
         finally:
             running.discard((row.index, repeat))
 

@@ -301,6 +301,19 @@ def test_a_rollout_that_hangs_does_not_end_the_training(
     assert own._make_groups()._rollout_timeout is None
 
 
+def test_a_reward_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = environment(tmp_path)
+    (tmp_path / "reward.py").write_text(
+        "import asyncio\nasync def compute_score(**_):\n    await asyncio.Event().wait()\n"
+    )
+    monkeypatch.setattr(home, "_ROLLOUT_SHARE", 1 / 300)
+    made = trainer(tmp_path, rows(ROWS), env=env, max_failed_groups=0)
+    with pytest.raises(
+        GenerationFailedError, match="cut off in its reward function: it took longer than 1 s"
+    ):
+        made.train()
+
+
 def test_a_rollout_that_failed_is_not_trained_on(tmp_path: Path) -> None:
     """One prompt of eight is too long: it has no part in any mean, also not by TRL's reward functions."""
     examples = rows(8).to_list()

@@ -153,13 +153,15 @@ class EnvironmentGroups:
         built = self._built
         assert built is not None, "start() comes first"
         async with self._places:
-            running = built.worker.run(row, repeat)
+            scoring = asyncio.Event()
+            running = built.worker.run(row, repeat, on_scoring=scoring.set)
             try:
                 result = await (running if seconds is None else within(running, seconds, built.availability))
             except TimeoutError:
+                where = "reward function" if scoring.is_set() else "agent loop"
                 late = TrainingError(
-                    f"it took longer than {seconds:g} s, its share of async_generation_timeout (for limits of "
-                    "each attempt alone set generation.attempt_timeout)"
+                    f"it was cut off in its {where}: it took longer than {seconds:g} s, its share of "
+                    "async_generation_timeout (for limits of each attempt alone set generation.attempt_timeout)"
                 )
                 result = make_failure(row.index, repeat, row.prompt_key, 1, "agent", late)
         return stand_in(row, result) if isinstance(result, Failure) else result
