@@ -39,6 +39,8 @@ _USED = {
 }
 """Keys of these sections that have an effect in a training loop. The others say how a run goes that writes files."""
 
+_RUNS_ONLY = "no effect here: for a run of `rollstream generate` only"
+
 
 class ConfiguredGroups:
     """A `GroupGenerator`: agent loop, tools, reward, engine and prompt rows, all by configuration keys.
@@ -115,14 +117,20 @@ def resolve_config(overrides: Sequence[str], layers: Layers) -> DictConfig:
         ConfigError: keys that are unknown or wrong, or have no effect in a training loop.
     """
     config = compose(list(overrides), layers=list(layers))
-    refuse_without_effect(config)
+    refuse_without_effect(config, overrides, layers)
     resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     assert isinstance(resolved, DictConfig)
     resolve_tasks_into_config(resolved)
     return resolved
 
 
-def refuse_without_effect(config: DictConfig) -> None:
+def is_set(config: DictConfig, overrides: Sequence[str], layers: Layers, key: str, other: Any) -> bool:
+    """Whether a key of `generation` is set, if to its default: then another default changes nothing."""
+    changed = compose(overrides, layers=[{"generation": {key: other}}, *layers])
+    return bool(config.generation[key] == changed.generation[key])
+
+
+def refuse_without_effect(config: DictConfig, overrides: Sequence[str], layers: Layers) -> None:
     """Refuses what is set and would be taken silently.
 
     Raises:
@@ -139,8 +147,10 @@ def refuse_without_effect(config: DictConfig) -> None:
     refuse_keys(
         config,
         [*keys, "actor_rollout_ref.rollout.agent.num_workers"],
-        "no effect here: for a run of `rollstream generate` only",
+        _RUNS_ONLY,
     )
+    if is_set(config, overrides, layers, "adaptive_in_flight", not defaults.generation.adaptive_in_flight):
+        raise ConfigError(f"generation.adaptive_in_flight: {_RUNS_ONLY}")  # true asks for something, too
 
 
 def refuse_keys(config: DictConfig, keys: Iterable[str], why: str) -> None:

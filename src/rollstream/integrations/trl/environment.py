@@ -18,6 +18,7 @@ from rollstream.data.values import BadRow
 from rollstream.errors import ConfigError, DataError
 from rollstream.integrations.configured_groups import (
     Layers,
+    is_set,
     refuse_keys,
     refuse_without_effect,
     resolve_config,
@@ -91,12 +92,11 @@ class RolloutEnvironment:
         self._given = given = compose(self._overrides, layers=self._layers)
         for key, argument in _TRAINERS_KEYS.items():
             refuse_keys(given, [key], f"is the trainer's to decide: set {argument} in its arguments")
-        refuse_without_effect(given)
+        refuse_without_effect(given, self._overrides, self._layers)
         self.engine_name: str = given.actor_rollout_ref.rollout.name
         """Of the engine that generates."""
-        other = {"generation": {"attempt_timeout": compose().generation.attempt_timeout + 1}}
-        said = compose(self._overrides, layers=[other, *self._layers])
-        self.limits_attempts: bool = said.generation.attempt_timeout == given.generation.attempt_timeout
+        other = compose().generation.attempt_timeout + 1
+        self.limits_attempts = is_set(given, self._overrides, self._layers, "attempt_timeout", other)
         """Whether `generation.attempt_timeout` is set, if to its default."""
 
     def resolve(self, trainer: TrainerSays) -> DictConfig:
@@ -218,7 +218,7 @@ def check_dataset(dataset: Any) -> None:
     """Refuses what cannot be trained on, before anything is generated.
 
     Raises:
-        ConfigError: it is not a `datasets.Dataset`, or has images.
+        ConfigError: it is not a `datasets.Dataset`, has no prompts, or has images.
     """
     from datasets import Dataset
 
@@ -227,6 +227,11 @@ def check_dataset(dataset: Any) -> None:
             "train_dataset must be a datasets.Dataset: prompts are generated ahead by their index, and a "
             f"{type(dataset).__name__} has none (an IterableDataset becomes one by "
             "Dataset.from_generator, or by datasets.load_dataset without streaming)"
+        )
+    if "prompt" not in dataset.column_names:
+        raise ConfigError(
+            f"the dataset has no column 'prompt'; it has: {', '.join(dataset.column_names)} "
+            "(Dataset.rename_column gives one that name)"
         )
     found = {*IMAGE_COLUMNS, "videos", "audios"}.intersection(dataset.column_names)
     if any(_is_there(value) for column in found for value in dataset[column]) or _has_parts(dataset):

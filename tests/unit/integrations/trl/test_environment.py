@@ -41,6 +41,8 @@ def test_what_the_trainer_decides_is_refused(word: str, argument: str) -> None:
         "generation.executor=ray",
         "generation.shard=0/2",
         "generation.metrics_port=0",
+        "generation.adaptive_in_flight=true",
+        "generation.adaptive_in_flight=false",
         "generation.export=[jsonl]",
         "trainer.logger=[wandb]",
         "actor_rollout_ref.rollout.agent.num_workers=2",
@@ -77,6 +79,8 @@ def test_datasets_that_cannot_be_trained_on_are_refused() -> None:
         check_dataset(datasets.Dataset.from_list([{**text, "images": none}]))
     with pytest.raises(ConfigError, match="have images"):
         check_dataset(datasets.Dataset.from_dict({"prompt": [text["prompt"]], "image": [photo]}))
+    with pytest.raises(ConfigError, match="no column 'prompt'; it has: question, answer"):
+        check_dataset(datasets.Dataset.from_list([{"question": "1 + 1", "answer": "2"}]))
     with pytest.raises(ConfigError, match="IterableDataset"):
         check_dataset(datasets.Dataset.from_list([text]).to_iterable_dataset())
     for row in ({**text, "images": ["cat.png"]}, {"prompt": [{"role": "user", "content": parts}]}):
