@@ -200,6 +200,7 @@ class BatchesAhead(GenerationThread[Group]):
         self._asked_in_vain = False
         self._current: StepTime | None = None
         self.counters = GroupCounters()
+        self._dropped = 0  # of them, those told with the batches before
         self.times = StepTimes()
         """Where the time of each whole step went."""
 
@@ -333,7 +334,9 @@ class BatchesAhead(GenerationThread[Group]):
             unscored=unscored_share(batch.rollouts),
             waiting_rollouts=waiting.rollouts,
             waiting_tokens=waiting.tokens,
+            dropped=self.counters.dropped - self._dropped,
         )
+        self._dropped += self._current.dropped
         return batch
 
     def trained(self, step: int) -> None:

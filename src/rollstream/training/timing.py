@@ -39,6 +39,8 @@ class StepTime:
     waiting_rollouts: int = 0
     """Generated for later batches and in memory when this one was delivered; `waiting_tokens`: theirs."""
     waiting_tokens: int = 0
+    dropped: int = 0
+    """Groups thrown away (by filters) since the batch before was delivered."""
 
     def numbers(self) -> dict[str, float]:
         """All of it, under names for a log."""

@@ -96,6 +96,8 @@ def test_a_filter_and_a_curriculum_that_are_resumed(tmp_path: Path) -> None:
     made = trainer(tmp_path, rows(10), save_strategy="steps", save_steps=2, **changed)
     made.train()
     assert all(row % 2 == 1 for batch in made.trained_rows for row in batch)
+    logged = [entry["rollstream/dropped"] for entry in made.state.log_history if "reward" in entry]
+    assert len(logged) == 3 and 0 < sum(logged) <= made.batches.counters.dropped
     resumed = trainer(tmp_path, rows(10), **changed)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     assert len(resumed.trained_rows) == 1 and resumed.state.global_step == 3
