@@ -1,6 +1,7 @@
 """One process of a training on several: `torchrun … ranks_main.py FOLDER MODE`. Writes what it saw."""
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from transformers import TrainerCallback
 
 from demo_model.problems import Split, enumerate_pairs
 from examples.edit_context import train as example
+from rollstream.errors import TrainingError
 from rollstream.integrations.trl.groups import EnvironmentGroups
 from tests.compat.trl.parts import Recording, environment, load, rows, settings, trainer
 
@@ -46,7 +48,10 @@ def main(folder: Path, mode: str) -> None:
         EnvironmentGroups.generate = never_again(EnvironmentGroups.generate)  # type: ignore[method-assign]
         if rank == ranks - 1:
             made.add_callback(FailsAfterAStep())
-    if mode == "reward" and rank == ranks - 1:
+    if mode == "again":
+        with contextlib.suppress(ValueError, TrainingError):  # in each process
+            made.train(resume_from_checkpoint=str(own / "none"))
+    if mode in ("reward", "again") and rank == ranks - 1:
         made.reward_funcs[0] = broken_reward
     try:
         made.train()

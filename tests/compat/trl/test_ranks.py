@@ -69,6 +69,7 @@ def test_snapshots_are_dealt_to_the_processes(tmp_path: Path) -> None:
     ("mode", "first", "cause"),
     [
         ("reward", 1, "a reward broke"),
+        ("again", 1, "a reward broke"),
         ("generation", 0, "no more prompts in the cupboard"),
         ("waiting", 1, "the disk is full"),
     ],

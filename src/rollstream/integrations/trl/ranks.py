@@ -1,6 +1,7 @@
 """Several processes: one generates, all are told, and when one fails, the others say its cause."""
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -11,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FAILED = "rollstream/failed"
+_TRAININGS = itertools.count()
+"""Every process begins the same ones; the failure of each has a key of its own in the job's store."""
 
 
 def from_main(accelerator: Any, make: Callable[[], T]) -> T:
@@ -49,17 +51,18 @@ def failing_together(accelerator: Any) -> Iterator[None]:
     The first process that fails writes the cause to the job's store. When it has ended, the launcher sends
     SIGTERM to the others, and their collective operations fail: they read the cause there.
     """
+    key = f"rollstream/failed/{next(_TRAININGS)}"
     try:
         yield
     except (Exception, SystemExit) as error:
         if accelerator.num_processes > 1:
             mine = f"rank {accelerator.process_index} failed: {type(error).__name__}: {error}"
-            if (first := _first_failure(mine)) != mine:
+            if (first := _first_failure(key, mine)) != mine:
                 raise TrainingError(first) from error
         raise
 
 
-def _first_failure(mine: str) -> str:
+def _first_failure(key: str, mine: str) -> str:
     """The failure that was written first: perhaps this process's, which is written if there is none."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -68,7 +71,7 @@ def _first_failure(mine: str) -> str:
         return mine
     try:
         store: Any = distributed_c10d._get_default_store()
-        return str(store.compare_set(_FAILED, "", mine).decode())
+        return str(store.compare_set(key, "", mine).decode())
     except RuntimeError as broken:  # the store has gone with the process that had it
         logger.warning("it is not known whether another process failed first: %s", broken)
         return mine
