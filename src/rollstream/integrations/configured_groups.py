@@ -6,6 +6,7 @@ with BatchesAhead(ShuffledPlan(len(groups.rows)), groups, groups_per_step=32) as
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class ConfiguredGroups:
         """Indices of the prompt rows, in the data's order; a plan's index counts in it."""
         self._options = options
         self._groups: RolloutGroups | None = None
-        self._logs: ScratchFolder | None = None
+        self._opened = AsyncExitStack()
         self.engine: Engine | None = None
         """What generates; None before `start`."""
 
@@ -81,8 +82,10 @@ class ConfiguredGroups:
     async def start(self) -> None:
         rows = map(self.row, range(len(self.rows)))
         setup = await make_setup(self._settings, shows_images=self._prompts.has_images(), to_score=rows)
-        self._logs = ScratchFolder("engine")
-        self.engine = setup.create_engine(self._logs.path)
+        self._opened.push_async_callback(setup.close)
+        logs = ScratchFolder("engine")
+        self._opened.callback(logs.cleanup)
+        self.engine = setup.create_engine(logs.path)
         self._groups = RolloutGroups(
             partial(self._make_worker, setup, self.engine),
             self.row,
@@ -90,6 +93,7 @@ class ConfiguredGroups:
             engine=self.engine,
             **{"max_in_flight": in_flight_limit(self._settings), **self._options},
         )
+        self._opened.push_async_callback(self._groups.close)
         await self._groups.start()
 
     async def generate(self, group: PlannedGroup) -> Sequence[Rollout]:
@@ -101,10 +105,7 @@ class ConfiguredGroups:
         await self._groups.update_weights(source, version)
 
     async def close(self) -> None:
-        if self._groups is not None:
-            await self._groups.close()
-        if self._logs is not None:
-            self._logs.cleanup()
+        await self._opened.aclose()
 
     async def _make_worker(self, setup: RolloutSetup, engine: Engine) -> RolloutWorker:
         return build_worker(setup, engine, self._prompts.agent_names()).worker

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import math
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,14 @@ def test_a_rollout_that_hangs_does_not_end_the_training(
     assert made._groups._rollout_timeout == 5
     own = trainer(tmp_path, rows(ROWS), env=environment(tmp_path, "hf", "generation.attempt_timeout=50"))
     assert own._make_groups()._rollout_timeout is None
+
+
+def test_no_thread_of_the_reward_is_left(tmp_path: Path) -> None:
+    trainer(tmp_path, rows(ROWS), max_steps=1).train()
+    for thread in threading.enumerate():
+        if thread.name == "rollstream-reward":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def test_a_reward_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

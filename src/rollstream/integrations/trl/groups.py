@@ -78,7 +78,7 @@ class EnvironmentGroups:
         self._rollout_timeout = None if environment.limits_attempts else rollout_timeout
         self._to_score = to_score
         self._built: BuiltWorker | None = None
-        self._logs: ScratchFolder | None = None
+        self._opened = contextlib.AsyncExitStack()
         self._places = asyncio.Semaphore(0)
         self.engine: Engine | None = None
         """What generates; None before `start`."""
@@ -87,10 +87,13 @@ class EnvironmentGroups:
         settings = to_settings(await in_daemon_thread(self._environment.resolve, self._trainer))
         rows = None if self._to_score is None else self._to_score()
         setup = await make_setup(settings, shows_images=False, to_score=rows)
+        self._opened.push_async_callback(setup.close)
         setup.images = None  # what a tool shows could not be trained on
         _check_tokenizer(self._trainer.tokenizer, setup)
-        self._logs = ScratchFolder("trl")
-        self.engine = self._make_engine(setup, self._logs.path)
+        logs = ScratchFolder("trl")
+        self._opened.callback(logs.cleanup)
+        self.engine = self._make_engine(setup, logs.path)
+        self._opened.push_async_callback(self.engine.close)
         await self.engine.start()
         built = build_worker(setup, self.engine, self._agent_names)
         self._check_engine(setup, self.engine)
@@ -135,10 +138,7 @@ class EnvironmentGroups:
                 pass
 
     async def close(self) -> None:
-        if self.engine is not None:
-            await self.engine.close()
-        if self._logs is not None:
-            self._logs.cleanup()
+        await self._opened.aclose()
 
     async def _run_all(self, rows: Sequence[tuple[PromptRow, int]], seconds: float | None) -> list[Rollout]:
         tasks = [asyncio.ensure_future(self._run(row, repeat, seconds)) for row, repeat in rows]
