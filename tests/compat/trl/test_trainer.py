@@ -21,7 +21,7 @@ from transformers import IntervalStrategy, TrainerCallback
 from trl.trainer import grpo_trainer
 
 from rollstream.agent.single_turn import SingleTurnAgent
-from rollstream.errors import ConfigError, GenerationFailedError
+from rollstream.errors import ConfigError, GenerationFailedError, WeightUpdateError
 from rollstream.integrations.trl import trainer as home
 from rollstream.integrations.trl.checkpoints import STATE_FILE
 from rollstream.integrations.trl.groups import EnvironmentGroups
@@ -496,6 +496,9 @@ def test_an_evaluation_outside_of_a_training_has_one_engine(
     )
     made.evaluate()
     assert len(made.outputs) == 2 and len(started) == 1
+    made.args.weight_sync_timeout = 1e-6
+    with pytest.raises(WeightUpdateError, match="0 s"):
+        made.evaluate()
     cannot = environment(tmp_path, "openvino", "actor_rollout_ref.rollout.engine_kwargs={nosuch: 1}")
     with pytest.raises(ConfigError, match="nosuch"):
         trainer(tmp_path, rows(ROWS), env=cannot, **changed).train()

@@ -288,13 +288,14 @@ def unwrap_engine(engine: Engine | None) -> Any:
 # --- from other threads than the environment's
 
 
-def nothing_ahead(groups: EnvironmentGroups) -> BatchesAhead:
+def nothing_ahead(groups: EnvironmentGroups, weight_timeout: float) -> BatchesAhead:
     """Runs an environment for `run_rows` alone: batches of an empty plan."""
 
     def nothing(position: int) -> tuple[int, int]:
         raise IndexError(position)
 
-    return BatchesAhead(FunctionPlan(nothing, identity={}, length=0), groups, groups_per_step=1)
+    plan = FunctionPlan(nothing, identity={}, length=0)
+    return BatchesAhead(plan, groups, groups_per_step=1, weight_timeout=weight_timeout)
 
 
 @contextlib.contextmanager

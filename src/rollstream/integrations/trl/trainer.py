@@ -308,7 +308,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
                 groups, batches = self._evaluated_by
             else:
                 groups = self._make_groups()
-                self._evaluated_by = groups, batches = groups, nothing_ahead(groups)
+                batches = nothing_ahead(groups, self.args.weight_sync_timeout)
+                self._evaluated_by = groups, batches
                 batches.start(weights=folder)
             indexed = [replace(row, index=next(self._evaluation_indices)) for row in every]
             rollouts = run_rows_from(groups, batches, indexed, _EVALUATION_S)
