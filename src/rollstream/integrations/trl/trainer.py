@@ -40,6 +40,7 @@ from rollstream.integrations.trl.environment import (
     datasets_of,
     read_row,
 )
+from rollstream.integrations.trl.group_log import GroupLog, group_records
 from rollstream.integrations.trl.groups import EnvironmentGroups, nothing_ahead, run_rows_from
 from rollstream.integrations.trl.plan import SamplerReplay, find_curriculum, make_plan, make_policies
 from rollstream.integrations.trl.ranks import failing_together, from_main
@@ -58,7 +59,9 @@ from rollstream.integrations.trl.weights import FolderWeights, SharedWeights, le
 from rollstream.stop_signals import ending_on_sigterm
 from rollstream.training.ahead import BatchesAhead
 from rollstream.training.corrections import is_stats, masked_is_weights, truncated_is_weights
+from rollstream.training.group import GroupBatch
 from rollstream.training.timing import StepTimes
+from rollstream.trajectory import PromptRow
 
 _ROLLOUT_SHARE = 0.8
 """Of the time for which a batch is waited for, what one rollout of it may take. One that hangs has failed
@@ -149,6 +152,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._resumed: dict[str, Any] | None = None
         self._trained_batches = 0
         self._batch_step = -1
+        self._group_log = GroupLog(self.args.output_dir)
+        self._delivered: GroupBatch | None = None  # until its groups are noted
         self._rows: BatchRows | None = None  # of the batch that is being trained
         self._rewards = torch.empty(0)
         self._unscored = 0.0
@@ -245,6 +250,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             self._skips_old_policy = False
         output.pop("old_per_token_logps", None)
         if rows is not None:
+            self._log_groups()
             output = self._with_snapshots(output, rows)
         return self._use_sampler_logprobs(output)
 
@@ -272,9 +278,22 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         """In the main process: the next batch, whole."""
         assert self._batches is not None
         batch = self._batches.next_batch(self.args.async_generation_timeout)
-        self._batch_step = batch.step
+        self._batch_step, self._delivered = batch.step, batch
         rows = to_rows(batch.rollouts, end_id=self._tokenizer.eos_token_id)
         return [group.index for group in batch.groups for _ in group.rollouts], rows
+
+    def _log_groups(self) -> None:
+        """In the main process, when a batch has its rewards: which groups the next steps are made of."""
+        batch, self._delivered = self._delivered, None
+        if batch is None:
+            return
+        totals = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(1)
+        unscored = self._rewards.isnan().all(1).tolist()
+        rewards = [None if no else total for total, no in zip(totals.tolist(), unscored, strict=True)]
+        first = self.state.global_step + 1
+        steps = self.args.generate_every // self.args.gradient_accumulation_steps
+        groups = group_records(batch, rewards, self._load_row)
+        self._group_log.write(first, first + steps - 1, groups)
 
     def _log_batch(self) -> None:
         """In the main process, when a batch has been trained: what it was, beside TRL's own numbers of it."""
@@ -566,15 +585,16 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         return EnvironmentGroups(
             self._environment,
             said,
-            lambda index: read_row(dataset[index], index),
+            self._load_row,
             lent_model=lent,
             agent_names=set().union(*map(agent_names, (dataset, *self._evaluated))),
             max_failed_groups=args.max_failed_groups,
             rollout_timeout=_ROLLOUT_SHARE * args.async_generation_timeout,
-            to_score=None
-            if len(self.reward_funcs) > 1
-            else lambda: (read_row(dataset[index], index) for index in range(len(dataset))),
+            to_score=None if len(self.reward_funcs) > 1 else lambda: map(self._load_row, range(len(dataset))),
         )
+
+    def _load_row(self, index: int) -> PromptRow:
+        return read_row(self.train_dataset[index], index)
 
     def _end_generation(self) -> None:
         self._generating = False
