@@ -228,10 +228,17 @@ def test_two_runs_are_compared_prompt_by_prompt(visit: Visit, ids: dict[str, str
         page.get_by_label(f"compare {name}", exact=True).check()
     page.get_by_role("link", name="Compare the two").click()
     expect(page.locator(".facts")).to_contain_text("prompts in both")
+    expect(page.locator(".shown .row a").first).to_be_visible()
+    page.locator(".legend a", has_text="B lost").click()
+    expect(page.locator(".shown .row")).to_have_count(0)  # all are tied
+    page.get_by_role("link", name="B lost ✕").click()
+    page.locator(".legend a", has_text="tied").click()
+    expect(page.get_by_role("link", name="tied ✕")).to_be_visible()
     page.locator(".shown .row a").first.click()
     expect(page.locator(".side")).to_have_count(2)
     page.keyboard.press("u")
     expect(page.locator("h1")).to_have_text("Comparison")
+    expect(page.get_by_role("link", name="tied ✕")).to_be_visible()
 
 
 def test_training_shows_a_step_and_finds_a_curve(visit: Visit, ids: dict[str, str]) -> None:

@@ -5,7 +5,7 @@ import importlib.resources
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -47,6 +47,8 @@ _ALIVE: Final = 30
 _KEPT: Final = 4
 """Results of filters and sorts that are kept: paging through a list asks for the same again and again."""
 _DROPPED: Final = 100
+_SIGNS: Final = {"won": 1, "tied": 0, "lost": -1}
+"""Of b's mean reward less a's."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
@@ -63,6 +65,7 @@ class _Query(msgspec.Struct, kw_only=True):
     cursor: str = ""
     a: str = ""
     b: str = ""
+    outcome: Literal["won", "lost", "tied"] | None = None
     offset: _Count = 0
     limit: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 100
 
@@ -209,12 +212,15 @@ class ViewServer:
         query = request.arguments(_Query)
         a, b = (self._sources.get(id, RunSource).columns() for id in (query.a, query.b))
         said, columns = compare(a, b)
-        shown = query.page(_sorted(columns, query.sort or "-difference"))
+        order = _sorted(columns, query.sort or "-difference")
+        if query.outcome is not None:
+            order = order[np.sign(columns["difference"][order]) == _SIGNS[query.outcome]]
+        shown = query.page(order)
         cells: dict[str, Sequence[Any]] = {name: values[shown].tolist() for name, values in columns.items()}
         cells["prompt_key"] = [key.decode("utf-8", "replace") for key in cells["prompt_key"]]
         first = [int(a.rollout_rows(index)[0]) for index in cells["index_a"]]
         cells["prompt"] = reader.prompts(a, np.array(first, np.int64))
-        return {**said, "total": said["prompts"], "rows": _records(cells)}
+        return {**said, "total": len(order), "rows": _records(cells)}
 
     # -- streams
 

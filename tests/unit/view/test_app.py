@@ -216,6 +216,11 @@ async def test_two_runs_against_each_other(folder: Path, tmp_path: Path) -> None
         assert (said["prompts"], said["won"], said["lost"], said["tied"]) == (4, 1, 1, 2)
         assert [row["difference"] for row in said["rows"]] == [0.5, 0.0, 0.0, -0.5]
         assert said["interval"][0] < said["difference"] < said["interval"][1]
+        for outcome, change in (("won", [0.5]), ("tied", [0.0, 0.0]), ("lost", [-0.5])):
+            some = await one.get("/api/compare", a=ids[0], b=ids[1], outcome=outcome)
+            assert [row["difference"] for row in some["rows"]] == change
+            assert (some["total"], some["prompts"]) == (len(change), 4)
+        await one.get("/api/compare", status=400, a=ids[0], b=ids[1], outcome="drawn")
         await one.get("/api/compare", status=404, a=ids[0], b="nothing")
 
 

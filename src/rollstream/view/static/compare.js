@@ -12,13 +12,14 @@ const number = (name, title, show, width = "100px") => ({ name, title, number: t
 export function Compare({ a, b, query }) {
   const sources = useApi("/api/sources", {});
   const state = useApi("/api/compare", { a, b, limit: 1 });
-  const sort = query.sort || "difference";
+  const { sort = "difference", outcome } = query;
   if (!state.data) return html`<${Pending} state=${state} />`;
   const name = (id) => visible(sources.data?.sources.find((it) => it.id === id)?.name ?? id);
   const it = state.data;
+  const only = (which, by) => withQuery({ outcome: which, sort: by });
   const compared = it.won + it.lost + it.tied;
   const load = async (offset, limit, signal) => {
-    const answer = await getJSON("/api/compare", { a, b, sort, offset, limit }, { signal });
+    const answer = await getJSON("/api/compare", { a, b, sort, outcome, offset, limit }, { signal });
     return { total: answer.total ?? answer.prompts, rows: answer.rows };
   };
   const columns = [
@@ -42,19 +43,21 @@ export function Compare({ a, b, query }) {
       ? "B is worse: the interval lies below 0."
       : "No difference is shown: the interval holds 0."}</p>
     ${compared > 0 && html`<${Shares} label="won, tied, lost" parts=${[
-      { label: "B lost", count: it.lost, tone: "wrong", href: withQuery({ sort: "difference" }) },
-      { label: "tied", count: it.tied, tone: "mixed2", href: withQuery({ sort: "difference" }) },
-      { label: "B won", count: it.won, tone: "right", href: withQuery({ sort: "-difference" }) }]} />`}
-    <${Table} label="prompts" columns=${columns} load=${load} of=${`${a}|${b}|${sort}`} sort=${sort}
+      { label: "B lost", count: it.lost, tone: "wrong", href: only("lost", "difference") },
+      { label: "tied", count: it.tied, tone: "mixed2", href: only("tied", "difference") },
+      { label: "B won", count: it.won, tone: "right", href: only("won", "-difference") }]} />`}
+    ${outcome && html`<p><a class="chip" href=${withQuery({ outcome: null })}>${
+      visible(outcome === "tied" ? outcome : `B ${outcome}`)} ✕</a></p>`}
+    <${Table} label="prompts" columns=${columns} load=${load} of=${`${a}|${b}|${sort}|${outcome}`} sort=${sort}
       onSort=${(column) => go(withQuery({ sort: column }))}
-      address=${(row) => to(["compare", a, b], { sort, index_a: row.index_a, index_b: row.index_b })} />
+      address=${(row) => to(["compare", a, b], { sort, outcome, index_a: row.index_a, index_b: row.index_b })} />
   </section>`;
 }
 
 export function ComparePrompt({ a, b, query }) {
   const left = useApi(`/api/runs/${segment(a)}/groups/${segment(query.index_a)}`, {});
   const right = useApi(`/api/runs/${segment(b)}/groups/${segment(query.index_b)}`, {});
-  const back = to(["compare", a, b], { sort: query.sort });
+  const back = to(["compare", a, b], { sort: query.sort, outcome: query.outcome });
   useKeys([["u", "to the comparison", () => go(back)]]);
   if (!left.data || !right.data) return html`<${Pending} state=${left.error ? left : right} />`;
   const mean = (group) => {
