@@ -66,6 +66,8 @@ class _Query(msgspec.Struct, kw_only=True):
     a: str = ""
     b: str = ""
     outcome: Literal["won", "lost", "tied"] | None = None
+    after: _Count = 0
+    step: _Count = 2**31
     offset: _Count = 0
     limit: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 100
 
@@ -100,7 +102,8 @@ class ViewServer:
             row: lambda one: reader.trajectory(self._run(one).columns(), _whole(one, "row")),
             f"{row}/tokens": self._tokens,
             "/api/compare": self._compare,
-            "/api/training/{id}": lambda one: self._sources.get(one.params["id"], TrainingSource).read(),
+            "/api/training/{id}": lambda one: self._training(one).read(),
+            "/api/training/{id}/groups": self._training_groups,
         }
         self._web = WebServer(
             [
@@ -221,6 +224,16 @@ class ViewServer:
         first = [int(a.rollout_rows(index)[0]) for index in cells["index_a"]]
         cells["prompt"] = reader.prompts(a, np.array(first, np.int64))
         return {**said, "total": len(order), "rows": _records(cells)}
+
+    # -- trainings
+
+    def _training(self, request: Request) -> TrainingSource:
+        return self._sources.get(request.params["id"], TrainingSource)
+
+    def _training_groups(self, request: Request) -> dict[str, Any]:
+        query = request.arguments(_Query)
+        found = self._training(request).groups(query.after, query.step)
+        return {"total": len(found), "groups": query.page(found)}
 
     # -- streams
 

@@ -1,6 +1,7 @@
 """What the page opens: run directories, shards of one run, Parquet files, buffers, logs of trainings."""
 
 import calendar
+import contextlib
 import hashlib
 import json
 import re
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import msgspec
 import orjson
 
 from rollstream.chat.token_text import TokenText, read_token_text
@@ -22,6 +24,8 @@ from rollstream.view.overview import SOLVED_AT, Groups, group_figures, mean_inte
 
 BUFFER_FILE: Final = "buffer.sqlite"
 TRAINING_FILE: Final = "trainer_state.json"
+GROUPS_FILE: Final = "rollstream_groups.jsonl"
+"""Beside the checkpoints of a `GRPOEnvTrainer`, which writes it."""
 
 _DEEPEST: Final = 3
 """Folders below the one that was named in which runs are looked for."""
@@ -84,7 +88,28 @@ class TrainingSource(Source):
             raise NotFoundError(f"{path} cannot be read as a training's log: {error}") from error
         names = dict.fromkeys(name for _, numbers in sorted(steps.items()) for name in numbers)
         series = {name: [steps[step].get(name) for step in sorted(steps)] for name in names}
-        return {"steps": sorted(steps), "series": series, "groups": []}
+        return {"steps": sorted(steps), "series": series}
+
+    def groups(self, after: int, step: int) -> list[dict[str, Any]]:
+        """The groups of the batches that were trained after a step, up to another; of one batch the last line."""
+        found: dict[int, _BatchLine] = {}
+        with contextlib.suppress(OSError), (Path(self.path) / GROUPS_FILE).open("rb") as lines:
+            for line in lines:
+                with contextlib.suppress(msgspec.MsgspecError, ValueError):  # a torn line
+                    batch = msgspec.json.decode(line, type=_BatchLine)
+                    if batch.first <= step and batch.step > after:
+                        found[batch.first] = batch
+        return [
+            {"step": found[first].step, **group} for first in sorted(found) for group in found[first].groups
+        ]
+
+
+class _BatchLine(msgspec.Struct):
+    """What a training notes of a batch."""
+
+    first: int
+    step: int
+    groups: list[dict[str, Any]]
 
 
 class RunSource(Source):

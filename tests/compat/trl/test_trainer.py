@@ -8,6 +8,7 @@ import math
 import threading
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from rollstream.errors import ConfigError, GenerationFailedError, WeightUpdateEr
 from rollstream.integrations.trl import trainer as home
 from rollstream.integrations.trl.checkpoints import STATE_FILE
 from rollstream.integrations.trl.groups import EnvironmentGroups
+from rollstream.view.sources import TrainingSource
 from tests.compat.trl.parts import (
     MODEL,
     TOOLS,
@@ -77,6 +79,19 @@ def test_what_is_logged(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
         assert all(math.isfinite(entry[f"rollstream/{name}"]) for entry in logged)
     assert logged[-1]["rollstream/staleness_0"] + logged[-1]["rollstream/staleness_1"] == pytest.approx(1)
     assert "waiting for the batch" in run.step_times.table()
+
+
+def test_groups_behind_each_step_are_noted(run: Any) -> None:
+    source = TrainingSource("run", run.args.output_dir)
+    logged = [entry for entry in run.state.log_history if "rollstream/wait_s" in entry]
+    for entry, trained in zip(logged, run.trained_rows, strict=True):
+        groups = source.groups(entry["step"] - 1, entry["step"])
+        assert [group["index"] for group in groups] == trained[::2]
+        assert fmean(group["mean"] for group in groups) == pytest.approx(entry["reward"])
+        assert max(group["staleness"] for group in groups) == entry["rollstream/staleness_max"]
+        for group in groups:
+            assert group["prompt"] == run.train_dataset[group["index"]]["prompt"][-1]["content"]
+            assert (group["n"], group["scored"], group["failed"]) == (2, 2, 0)
 
 
 def test_the_first_batch_is_sampled_by_the_trainers_own_weights(run: Any) -> None:

@@ -351,8 +351,31 @@ async def test_a_trainers_log(tmp_path: Path) -> None:
         said = await one.get(f"/api/training/{source['id']}")
         assert said["steps"] == [1, 2]
         assert said["series"] == {"reward": [0.5, 0.7], "loss": [0.1, None], "eval_reward": [0.4, None]}
+        assert (await one.get(f"/api/training/{source['id']}/groups")) == {"total": 0, "groups": []}
         (tmp_path / "out" / "checkpoint-10" / "trainer_state.json").write_text("{")
         await one.get(f"/api/training/{source['id']}", status=404)
+
+
+async def test_groups_behind_the_steps_of_a_training(tmp_path: Path) -> None:
+    """A batch over two steps, one that was trained twice, and a line that a kill has cut."""
+    (tmp_path / "trainer_state.json").write_text('{"log_history": []}')
+    batches = [(1, 2, [5, 6]), (3, 4, [7]), (5, 6, [8]), (5, 6, [9])]
+    lines = [
+        json.dumps({"first": first, "step": step, "groups": [{"index": index} for index in indices]})
+        for first, step, indices in batches
+    ]
+    torn = ['{"first": 1, "step"', "", "null", '{"first": 1, "step": 2, "groups": 3}']
+    (tmp_path / "rollstream_groups.jsonl").write_text("\n".join([*lines, *torn, lines[0][:40]]))
+    async with page(tmp_path) as one:
+        path = f"/api/training/{(await one.get('/api/sources'))['sources'][0]['id']}/groups"
+        for after, step, expected in ((0, 1, [5, 6]), (1, 3, [5, 6, 7]), (4, 6, [9]), (6, 9, [])):
+            said = await one.get(path, after=after, step=step)
+            assert [group["index"] for group in said["groups"]] == expected and said["total"] == len(expected)
+        assert (await one.get(path, offset=1, limit=2))["groups"] == [
+            {"step": 2, "index": 6},
+            {"step": 4, "index": 7},
+        ]
+        await one.get("/api/training/none-00000000/groups", status=404)
 
 
 async def test_a_buffer_by_its_folder_and_its_address(tmp_path: Path) -> None:

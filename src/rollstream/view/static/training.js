@@ -1,9 +1,12 @@
 // A training over its steps, with the groups behind each, and a rollout buffer.
 
-import { html, useEffect, useMemo, useState, useApi, useKeys, Pending, getJSON, to, go, withQuery, count, figure,
+import { html, useEffect, useMemo, useState, useApi, useKeys, Pending, getJSON, go, withQuery, count, figure,
   segment } from "./core.js";
 import { visible, plain, Message, Text } from "./text.js";
 import { Curves, Lines } from "./charts.js";
+
+/** Records of a table at most. */
+const SHOWN = 200;
 
 /** Series that belong into one picture: those whose names differ after the last slash or underscore only. */
 function pictures(series) {
@@ -22,6 +25,8 @@ export function Training({ id, query }) {
   const charts = useMemo(() => (data ? pictures(data.series) : []), [data]);
   const [sought, setSought] = useState("");
   const at = data && query.step !== undefined ? data.steps.indexOf(Number(query.step)) : -1;
+  const behind = useApi(at >= 0 && `/api/training/${segment(id)}/groups`, { after: data?.steps[at - 1],
+    step: data?.steps[at], limit: SHOWN });
   const choose = (n) => data && data.steps[n] !== undefined && go(withQuery({ step: data.steps[n] }),
     { replace: true });
   useKeys([
@@ -30,7 +35,7 @@ export function Training({ id, query }) {
     ["/", "to the search of curves", () => document.getElementById("curves")?.focus()],
   ]);
   if (!data) return html`<${Pending} state=${state} />`;
-  const behind = at >= 0 ? (data.groups || []).filter((group) => group.step === data.steps[at]) : [];
+  const groups = behind.data?.groups || [];
   return html`<section>
     <div class="line"><h1>Training</h1><span class="muted">${count(data.steps.length)} steps</span>
       <label>Curves <input id="curves" type="search" value=${sought} placeholder="reward"
@@ -42,8 +47,8 @@ export function Training({ id, query }) {
         disabled=${at === data.steps.length - 1}>j ▶</button></div>
       <dl class="facts">${Object.entries(data.series).map(([name, values]) => values[at] !== null
         && html`<div key=${name}><dt>${visible(name)}</dt><dd>${figure(values[at])}</dd></div>`)}</dl>
-      ${behind.length ? behind.map((group) => html`<${Behind} group=${group} key=${group.step} />`)
-        : html`<p class="muted">The log does not say which groups this step was made of.</p>`}</div>`}
+      ${groups.length ? html`<${Records} title="Groups" records=${groups} total=${behind.data.total} />`
+        : behind.data && html`<p class="muted">The log does not say which groups this step was made of.</p>`}</div>`}
     <div class="panels">${charts.filter(([key]) => key.includes(sought)).map(([key, series]) =>
       html`<div class="panel" key=${key}>
       <${Curves} x=${data.steps} series=${series} title=${key.replaceAll("_", " ")} onPick=${choose} sync=${id} />
@@ -51,31 +56,17 @@ export function Training({ id, query }) {
   </section>`;
 }
 
-function Behind({ group }) {
-  const run = group.run;
-  const link = (index, n) => html`<a key=${n} class="chip"
-    href=${to(["run", run, "group", String(index)])}>${index}</a>`;
-  if (run && group.indexes) return html`<p>Groups: ${group.indexes.map(link)}</p>`;
-  if (run && group.rows) {
-    return html`<p>Rows: ${group.rows.map((row) =>
-      html`<a key=${row} class="chip" href=${to(["run", run, "trajectory", String(row)])}>${row}</a>`)}</p>`;
-  }
-  return html`<p>${count((group.prompt_keys || group.rows || []).length)} groups: ${(group.prompt_keys
-    || group.rows || []).slice(0, 200).map((key) => html`<code class="chip" key=${key}>${
-    visible(String(key))}</code>`)}</p>`;
-}
-
 const clipped = (text) => visible(text.length > 200 ? `${text.slice(0, 200)}…` : text);
 const cell = (value) => (typeof value === "number" ? figure(value) : value === null || value === undefined ? "–"
   : clipped(typeof value === "string" ? value : JSON.stringify(value)));
 
-function Records({ title, records }) {
+function Records({ title, records, total = records?.length }) {
   if (!records?.length) return html`<div class="panel"><h2>${title}</h2><p class="muted">None.</p></div>`;
   const names = [...new Set(records.flatMap((record) => Object.keys(record)))].slice(0, 8);
-  return html`<div class="panel"><h2>${title} <span class="muted">${count(records.length)}</span></h2>
+  return html`<div class="panel"><h2>${title} <span class="muted">${count(total)}</span></h2>
     <div class="scroll"><table>
     <thead><tr>${names.map((name) => html`<th key=${name}>${visible(name)}</th>`)}</tr></thead>
-    <tbody>${records.slice(0, 200).map((record, n) =>
+    <tbody>${records.slice(0, SHOWN).map((record, n) =>
       html`<tr key=${n}>${names.map((name) => html`<td key=${name}>${cell(record[name])}</td>`)}</tr>`)}</tbody>
   </table></div></div>`;
 }
