@@ -563,7 +563,9 @@ class _Gate:
             raise HTTPError(403, text, "forbidden_host")
         origin = headers.get(hdrs.ORIGIN)
         if origin is None:
-            foreign = headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
+            # A link to a page that holds nothing may be followed from anywhere.
+            linked = route is not None and route.open and headers.get("Sec-Fetch-Dest") == "document"
+            foreign = headers.get("Sec-Fetch-Site") in ("cross-site", "same-site") and not linked
         else:
             own = (host or "").lower()
             foreign = origin.lower() not in (f"http://{own}", f"https://{own}")

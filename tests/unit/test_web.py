@@ -351,6 +351,15 @@ async def test_foreign_origin_is_refused(headers: dict[str, str], status: int) -
         assert await ask(server, head(host="localhost:7", **TOKEN, **headers)) == status
 
 
+@pytest.mark.parametrize(
+    ("path", "to", "status"), [("/open", "document", 200), ("/open", "iframe", 403), ("/", "document", 403)]
+)
+async def test_a_link_of_another_site_leads_to_open_pages(path: str, to: str, status: int) -> None:
+    link = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Dest": to}
+    async with serving(access=Access(token="secret")) as server:
+        assert await ask(server, head(path=path, host="localhost:7", **TOKEN, **link)) == status
+
+
 async def test_addresses_that_cannot_be_used() -> None:
     async with serving() as server:
         with pytest.raises(ConfigError, match="cannot listen"):

@@ -252,14 +252,20 @@ class ViewServer:
         return await _stream(request, events())
 
     async def _follow(self, request: Request) -> web.StreamResponse:
-        run, query, loop = self._run(request), request.arguments(_Query), asyncio.get_running_loop()
+        query, loop = request.arguments(_Query), asyncio.get_running_loop()
+        await loop.run_in_executor(self._pool, self._run, request)  # 404 before the stream begins
+
+        def look() -> tuple[dict[str, Any], str]:
+            run = self._run(request)  # another one may have begun there
+            state = run.state()
+            parts = *(state[name] for name in ("rows", "failed", "total", "state")), run.content[:32]
+            return state, "-".join(map(str, parts))
 
         async def events() -> AsyncIterator[bytes]:
             said, silent = query.cursor, 0
             while True:
                 began = loop.time()
-                state = await loop.run_in_executor(self._pool, run.state)
-                cursor = "-".join(str(state[name]) for name in ("rows", "failed", "total", "state"))
+                state, cursor = await loop.run_in_executor(self._pool, look)
                 silent = 0 if cursor != said else silent + 1
                 if cursor != said:
                     said = cursor
@@ -273,7 +279,7 @@ class ViewServer:
     # -- buffers
 
     def _open_buffer(self, request: Request) -> Any:
-        where = self._sources.get(request.params["id"], BufferSource).path
+        where = self._sources.get(request.params["id"], BufferSource).address
         if where.startswith(("http://", "https://")):
             from rollstream.buffer.client import AsyncBufferClient
 

@@ -42,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"0 takes a free one (default: {DEFAULT_PORT}, or a free one where that is taken)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    parser.add_argument(
+        "--open",
+        action="store_true",
+        help="open the page in a browser (not with a token: others would see it in the process list)",
+    )
     parser.add_argument("--token", action="store_true", help="ask for a token also on 127.0.0.1")
     parser.add_argument(
         "--allow-host", action="append", default=[], metavar="NAME", help="a further name of this machine"
@@ -100,8 +104,9 @@ async def _serve(options: argparse.Namespace) -> None:
     ready = orjson.dumps({"url": address, "pid": os.getpid()}).decode()
     sys.stdout.write(f"{ready if options.json else f'rollstream view at {address}  (Ctrl-C ends it)'}\n")
     sys.stdout.flush()
-    if options.open:
-        webbrowser.open(address)
+    if options.open and (token is not None or not webbrowser.open(address)):
+        # Others see the arguments of a browser that is started: a token must not be in them.
+        sys.stderr.write("no browser was started: open the address above\n")
     try:
         await signals.requested.wait()
     finally:

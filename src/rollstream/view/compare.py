@@ -18,16 +18,15 @@ def compare(a: RunColumns, b: RunColumns) -> tuple[dict[str, Any], dict[str, Arr
     Prompts are the same when their keys are. `difference` is b's mean reward less a's; its interval is of 95 %,
     prompts being independent.
     """
-    groups = group_figures(a), group_figures(b)
-    keys_a, keys_b = a["prompt_key"][groups[0]["first"]], b["prompt_key"][groups[1]["first"]]
-    shared, at_a, at_b = np.intersect1d(keys_a, keys_b, return_indices=True)
-    mean_a, mean_b = groups[0]["mean"][at_a], groups[1]["mean"][at_b]
+    (keys_a, index_a, means_a), (keys_b, index_b, means_b) = _by_prompt(a), _by_prompt(b)
+    shared, at_a, at_b = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
+    mean_a, mean_b = means_a[at_a], means_b[at_b]
     difference = mean_b - mean_a
     both = np.isfinite(difference)
     columns = {
         "prompt_key": shared,
-        "index_a": groups[0]["index"][at_a],
-        "index_b": groups[1]["index"][at_b],
+        "index_a": index_a[at_a],
+        "index_b": index_b[at_b],
         "mean_a": mean_a,
         "mean_b": mean_b,
         "difference": np.where(np.abs(difference) < _TIED, 0.0, difference),
@@ -51,3 +50,12 @@ def compare(a: RunColumns, b: RunColumns) -> tuple[dict[str, Any], dict[str, Arr
         "tied": int((change == 0).sum()),
     }
     return said, columns
+
+
+def _by_prompt(run: RunColumns) -> tuple[Array, Array, Array]:
+    """Prompt keys, the first index and the mean reward of each; a dataset may have a prompt several times."""
+    groups = group_figures(run)
+    keys, first, which = np.unique(run["prompt_key"][groups["first"]], return_index=True, return_inverse=True)
+    sums, counts = (np.bincount(which, groups[name], len(keys)) for name in ("total", "scored"))
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)
+    return keys, groups["index"][first], means

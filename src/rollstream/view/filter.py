@@ -4,6 +4,7 @@
     and        = one ("and" one)*
     one        = "not" one | "(" filter ")" | COLUMN OPERATOR VALUE | COLUMN ["not"] "in" "(" VALUE ("," VALUE)* ")"
     OPERATOR   = "=" | "!=" | "<" | "<=" | ">" | ">=" | "~"
+    COLUMN     = a name, in quotes where it has signs or spaces
     VALUE      = a number, a word, a text in quotes, "null", "true", "false"
 
 `~` is "contains", for texts, whatever the case. A cell that is null is neither less nor more than anything;
@@ -57,6 +58,13 @@ class _Token(NamedTuple):
     kind: str
     text: str
     at: int
+
+    @property
+    def value(self) -> str:
+        """Without quotes."""
+        if self.kind != "text":
+            return self.text
+        return re.sub(r"\\(.)", r"\1", self.text[1:-1], flags=re.DOTALL)
 
     def is_word(self, word: str) -> bool:
         return self.kind == "word" and self.text.lower() == word
@@ -112,7 +120,7 @@ class _Parser:
             test = self.either(depth + 1)
             self.take(")", ")")
             return test
-        if token.kind in ("sign", "end") or token.text not in self._columns:
+        if token.kind in ("sign", "end") or token.value not in self._columns:
             known = ", ".join(self._columns)
             raise FilterError(f"{token.text!r}: expected a column, not, or (; there are {known}", token.at)
         negated = self._skip("not")
@@ -120,16 +128,16 @@ class _Parser:
             self.take("in", "in")
             self.take("(", "(")
             equal = _Token("sign", "=", token.at)
-            tests = [self._comparison(token.text, equal)]
+            tests = [self._comparison(token.value, equal)]
             while self._tokens[-1].text == ",":
                 self._tokens.pop()
-                tests.append(self._comparison(token.text, equal))
+                tests.append(self._comparison(token.value, equal))
             self.take(")", ", or )")
             return lambda rows: reduce(operator.or_, (test(rows) for test in tests)) != negated
         sign = self._tokens.pop()
         if sign.text not in _COMPARE and sign.text != "~":
             raise FilterError(f"{sign.text!r}: expected one of = != < <= > >= ~ in", sign.at)
-        return self._comparison(token.text, sign)
+        return self._comparison(token.value, sign)
 
     def take(self, wanted: str, expected: str) -> None:
         token = self._tokens.pop()
@@ -147,9 +155,7 @@ class _Parser:
         value, kind, compare = self._tokens.pop(), self._columns[name], _COMPARE.get(sign.text)
         if value.kind in ("sign", "end"):
             raise FilterError(f"{value.text!r}: expected a value", value.at)
-        word = value.text
-        if value.kind == "text":
-            word = re.sub(r"\\(.)", r"\1", word[1:-1], flags=re.DOTALL)
+        word = value.value
         wanted = sign.text != "!="
         is_null = value.is_word("null")
         if sign.text not in _EQUALITY and (

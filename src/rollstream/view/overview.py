@@ -1,6 +1,7 @@
 """A run at a glance: what is counted over all of its rows. Every figure has a filter that finds its rows."""
 
 import math
+import sys
 from collections import Counter
 from typing import Any, Final
 
@@ -25,10 +26,14 @@ _STEPS: Final = 300
 _CAUSES: Final = 100
 
 
+_FAR_APART: Final = np.errstate(over="ignore", invalid="ignore")
+"""Sums of rewards may be infinite."""
+
 Groups = dict[str, Array]
 """Figures of each prompt row, by name. Shape (groups,); NaN where nothing is scored."""
 
 
+@_FAR_APART
 def group_figures(rows: RunColumns, solved_at: float = SOLVED_AT) -> Groups:
     """The groups of a run, by prompt row, of its final trajectories.
 
@@ -66,6 +71,7 @@ def group_figures(rows: RunColumns, solved_at: float = SOLVED_AT) -> Groups:
     }
 
 
+@_FAR_APART
 def mean_interval(groups: Groups) -> tuple[float | None, list[float] | None]:
     """The mean reward of all rollouts and its 95 % interval; those of one prompt depend on each other."""
     count, number = int(groups["scored"].sum()), int((groups["scored"] > 0).sum())
@@ -129,9 +135,10 @@ def _mean(values: Array) -> float | None:
     return float(values.mean(dtype=np.float64)) if len(values) else None
 
 
+@_FAR_APART
 def edges(low: float, high: float, *, whole: bool) -> Array:
     """Round numbers around values from `low` to `high`; the last is above all of them."""
-    raw, scale = (high - low) / _BINS, max(abs(low), abs(high))
+    raw, scale = high / _BINS - low / _BINS, max(abs(low), abs(high))
     if raw <= 1e-9 * scale or raw < 1e-30:  # nothing to tell apart
         raw = max(0.1, 0.01 * scale)
     power = 10.0 ** math.floor(math.log10(raw))
@@ -139,10 +146,12 @@ def edges(low: float, high: float, *, whole: bool) -> Array:
     step = max(1.0, math.ceil(step)) if whole else step
     found = np.arange(math.floor(low / step) - 1, math.floor(high / step) + 3) * step
     found = np.round(found, max(0, 2 - math.floor(math.log10(step))))
+    found = np.clip(
+        found, -sys.float_info.max, sys.float_info.max
+    )  # infinite where there is no larger number
     # Rounding may have moved them to either side of the values.
-    return found[
-        np.searchsorted(found, low, side="right") - 1 : np.searchsorted(found, high, side="right") + 1
-    ]
+    first, end = np.searchsorted(found, [low, high], side="right")
+    return np.asarray(found[first - 1 : end + 1])
 
 
 def _histogram(rows: RunColumns, values: Array, which: Array) -> dict[str, Any] | None:

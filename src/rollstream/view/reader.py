@@ -150,10 +150,6 @@ def group(columns: RunColumns, index: int) -> Row:
                 "failed": None,
             }
         )
-    answers = [
-        next((text_of(one) for one in each["messages"] if one.get("role") == "assistant"), "")
-        for each in rollouts
-    ]
     empty = dict.fromkeys(("row", "reward", "finish_reason", "tokens", "turns"))
     for record in failed:
         said = {name: getattr(record, name) for name in ("stage", "error", "traceback", "attempts")}
@@ -169,12 +165,7 @@ def group(columns: RunColumns, index: int) -> Row:
         "previous": int(before[-1]) if len(before) else None,
         "next": int(after[0]) if len(after) else None,
         "rollouts": sorted(rollouts, key=lambda one: int(one["repeat"])),
-        "first_difference": _shared_start(answers),
     }
-
-
-def _first_answer(messages: Messages) -> str:
-    return next((text_of(one) for one in messages if one.get("role") == "assistant"), "")
 
 
 def _prompt_length(messages: Messages) -> int:
@@ -200,10 +191,3 @@ def text_of(message: Mapping[str, Any]) -> str:
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     parts = (message.get("reasoning_content"), content, message.get("tool_calls"))
     return "\n".join(part if isinstance(part, str) else orjson.dumps(part).decode() for part in parts if part)
-
-
-def _shared_start(texts: Sequence[str]) -> int:
-    """Characters that all texts begin with."""
-    low, high = (min(texts), max(texts)) if texts else ("", "")
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))
-    return sum(1 for _ in same)

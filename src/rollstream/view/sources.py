@@ -4,6 +4,7 @@ import calendar
 import contextlib
 import hashlib
 import json
+import os
 import re
 import threading
 import time
@@ -65,9 +66,26 @@ class Source:
 
 
 class BufferSource(Source):
-    """A buffer, by its folder or its URL."""
+    """A buffer, by its folder or its URL; the URL may hold its token, which is not shown."""
 
     kind = "buffer"
+
+    def __init__(self, name: str, path: str, address: str = "") -> None:
+        super().__init__(name, path)
+        self.address = address or path
+
+
+class DamagedSource(Source):
+    """A run whose `run.json` cannot be read."""
+
+    kind = "run"
+
+    def __init__(self, name: str, path: str, error: str) -> None:
+        super().__init__(name, path)
+        self.content = self.error = error
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"state": "damaged", "error": self.error}
 
 
 class TrainingSource(Source):
@@ -135,6 +153,14 @@ class RunSource(Source):
         """Rows in memory."""
         return 0 if self._columns is None else self._columns.rows
 
+    def is_another(self) -> bool:
+        """Whether another run was begun where this one was."""
+        try:
+            now = [read_manifest(part.root) for part in self._parts if part.manifest is not None]
+        except RunDirectoryError:
+            return False
+        return None not in now and self.content != " ".join(one.run_id for one in now if one is not None)
+
     def close(self) -> None:
         """Forgets what was read; the next one who asks reads it anew."""
         self._columns = self._seen = self._groups = None
@@ -144,10 +170,12 @@ class RunSource(Source):
         with self._lock:
             self.used = now = time.monotonic()
             if self._seen is None or now - self._looked > _FRESH_S:
-                self._columns = self._columns or RunColumns(self._parts)
-                if self._columns.refresh() or self._seen is None:
-                    self._seen = self._columns.snapshot()
+                # `close` may come meanwhile.
+                self._columns = read = self._columns or RunColumns(self._parts)
+                if read.refresh() or self._seen is None:
+                    self._seen = read.snapshot()
                 self._looked = time.monotonic()
+                return self._seen or read.snapshot()
             return self._seen
 
     def groups(self, columns: RunColumns) -> Groups:
@@ -187,7 +215,6 @@ class RunSource(Source):
             "failed": failed,
             "unscored": done - int(groups["scored"].sum()),
             "total": total,
-            "in_flight": None,
             "reward_mean": mean,
             "reward_interval": interval,
             "tokens": int(columns["sampled"].sum(dtype="int64")),
@@ -262,8 +289,10 @@ class Sources:
     def get(self, id: str, kind: type[S]) -> S:
         """The one with this id. Raises `NotFoundError`."""
         found = self._known.get(id)
-        if found is None or (isinstance(found, RunSource) and not found.rows):  # it may begin anew
+        if found is None or (isinstance(found, RunSource) and (not found.rows or found.is_another())):
             found = next((one for one in self.all() if one.id == id), None)
+        if isinstance(found, DamagedSource):
+            raise RunDirectoryError(found.error)
         if not isinstance(found, kind):
             raise NotFoundError(f"there is no {kind.kind} {id!r}")
         if isinstance(found, RunSource):
@@ -280,7 +309,8 @@ class Sources:
         shards: dict[bytes, list[Part]] = {}
         for place in self._places:
             if _is_url(place):
-                yield BufferSource(place.split("://")[1].rstrip("/"), place)
+                shown = re.sub(r"//[^/]*@", "//", place)
+                yield BufferSource(shown.split("://")[1].rstrip("/"), shown, place)
                 continue
             top = Path(place).resolve()
             if top.is_file():
@@ -290,8 +320,9 @@ class Sources:
                 name = str(path.relative_to(top)) if path != top else top.name
                 try:
                     yield from self._at(path, name, shards)
-                except (RunDirectoryError, OSError):  # damaged, or not for us: the others are listed
-                    continue
+                except (RunDirectoryError, OSError) as error:  # the others are listed
+                    if os.access(path / "run.json", os.F_OK):
+                        yield DamagedSource(name, str(path), str(error))
         for parts in shards.values():
             name = f"{parts[0].root.name}{f' and {len(parts) - 1} more shards' if len(parts) > 1 else ''}"
             yield RunSource(name, parts, self._solved_at)

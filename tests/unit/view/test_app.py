@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -140,7 +141,7 @@ async def test_groups_and_a_group_side_by_side(folder: Path) -> None:
         assert (await one.get(f"{run}/groups", filter="index > 2"))["total"] == 1
         group = await one.get(f"{run}/groups/1")
         assert [each["reward"] for each in group["rollouts"]] == [0.0, 1.0]
-        assert (group["previous"], group["next"], group["first_difference"]) == (0, 2, 1)
+        assert (group["previous"], group["next"]) == (0, 2)
         assert group["prompt"] == [{"role": "user", "content": "What is 2 + 2?"}]
         await one.get(f"{run}/groups/77", status=404)
         agent = await one.run("agent")
@@ -316,8 +317,12 @@ async def test_a_damaged_run_says_so(tmp_path: Path) -> None:
     (tmp_path / "odd" / "run.json").write_text(json.dumps(odd))
     async with page(tmp_path) as one:
         found = {run["name"]: run for run in (await one.get("/api/sources"))["sources"]}
-        assert {name: run["state"] for name, run in found.items()} == {"run": "damaged", "odd": "damaged"}
+        assert {name: run["state"] for name, run in found.items()} == dict.fromkeys(
+            ("run", "odd", "other"), "damaged"
+        )
         assert found["run"]["done"] == 2 and "damaged" in found["run"]["error"]
+        assert "run.json is damaged" in found["other"]["error"]
+        assert (await one.get(await one.run("other"), status=422))["error"]["code"] == "not_a_run"
 
 
 async def test_a_run_with_nothing_in_it(tmp_path: Path) -> None:
@@ -425,3 +430,35 @@ print(sorted({{"torch", "transformers", "pandas", "tokenizers", "ray", "datasets
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+async def test_a_run_that_was_begun_anew_is_another_run(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+
+    async def write(count: int, reward: float) -> None:
+        async with writing(root, prompts=count) as writer:
+            for index in range(count):
+                await writer.commit(rollout(index, 0, reward=reward))
+
+    await write(3, 1.0)
+    async with page(root) as one:
+        run = await one.run("run")
+        stream = one.events(f"{run}/follow")
+        assert (await anext(stream))[2]["reward_mean"] == 1.0
+        shutil.rmtree(root)
+        assert (await one.get(run))["done"] == 3  # what was read is there
+        await write(3, 0.0)
+        assert (await one.get(run))["reward_mean"] == 0.0
+        async for _, _, data in stream:
+            if data["done"] == 3 and data["reward_mean"] == 0.0:
+                break
+        await stream.aclose()
+
+
+async def test_the_token_of_a_buffer_is_not_shown() -> None:
+    server = ViewServer(["http://x:secret@127.0.0.1:9/"], Access())
+    url = await server.start("127.0.0.1", 0)
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/api/sources") as answer:
+        text = await answer.text()
+    await server.stop()
+    assert "127.0.0.1:9" in text and "secret" not in text

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from rollstream.store.manifest import read_manifest
 from rollstream.view.columns import Part, RunColumns
 from rollstream.view.filter import FilterError, parse_filter, sort_rows
-from tests.support.view_runs import agent_run
+from tests.support.view_runs import agent_run, rollout, write_run
 
 _COMPARE = {
     "=": operator.eq,
@@ -182,3 +183,12 @@ def test_null_is_shown_as_none(columns: RunColumns) -> None:
     rewards = cells(columns, "reward")
     assert None in rewards
     assert not any(isinstance(one, float) and math.isnan(one) for one in rewards)
+
+
+def test_names_may_stand_in_quotes(tmp_path: Path) -> None:
+    one = rollout(0, 0)
+    one.final.reward_extra = {'my "score"': 0.25}
+    root = write_run(tmp_path / "run", [one, rollout(0, 1)])
+    found = RunColumns([Part(root, read_manifest(root))])
+    found.refresh()
+    assert parse_filter(r'"reward.my \"score\"" < 0.5', found)(found).tolist() == [True, False]

@@ -99,3 +99,25 @@ def test_a_comparison_is_of_the_prompts_that_both_scored(
     assert columns["difference"].tolist() == pytest.approx(differences)
     assert said["won"] + said["lost"] + said["tied"] == said["prompts"] == len(both)
     assert said["only_a"] == len({index for index, _ in a} - {index for index, _ in b})
+
+
+def test_a_prompt_that_is_in_a_dataset_twice_is_one_prompt(tmp_path: Path) -> None:
+    def run(name: str, rewards: list[float]) -> RunColumns:
+        records = [rollout(index, 0, reward=reward) for index, reward in enumerate(rewards)]
+        for one in records:
+            one.prompt_key = f"{one.index // 2:032x}"  # 0, 0, 1
+        columns = RunColumns([Part(write_run(tmp_path / name, records, n=1), read_manifest(tmp_path / name))])
+        columns.refresh()
+        return columns
+
+    said, columns = compare(run("a", [0.0, 1.0, 0.0]), run("b", [1.0, 1.0, 1.0]))
+    assert columns["mean_a"].tolist() == [0.5, 0.0] and columns["index_a"].tolist() == [0, 2]
+    assert (said["prompts"], said["only_a"], said["only_b"], said["won"]) == (2, 0, 0, 2)
+
+
+@pytest.mark.parametrize("high", [1e308, 1.7976931348623157e308])
+def test_rewards_may_be_as_far_apart_as_numbers_can_be(tmp_path: Path, high: float) -> None:
+    columns = columns_of(tmp_path / "run", [(0, high), (0, -high), (1, 0.5)])
+    said = overview(columns, group_figures(columns), 0.5)
+    assert sum(said["histograms"]["reward"]["counts"]) == 3
+    assert np.isfinite(said["histograms"]["reward"]["edges"]).all()

@@ -12,12 +12,12 @@ export function quoted(value) {
   return `"${text.replace(/[\\"]/g, "\\$&")}"`;
 }
 
-export const clause = (name, operator, value) => `${name} ${operator} ${quoted(value)}`;
+export const clause = (name, operator, value) => `${quoted(name)} ${operator} ${quoted(value)}`;
 /** A bin's rows; the last bin has its upper edge, too. */
 export const between = (name, low, high, last) => (low === high ? `${name} = ${low}`
   : `${name} >= ${low} and ${name} ${last ? "<=" : "<"} ${high}`);
-export const both = (...texts) => texts.filter(Boolean).map((text) => (
-  clauses(text).length === 1 && /\bor\b/i.test(text) && !text.startsWith("(") ? `(${text})` : text)).join(" and ");
+export const both = (...texts) => texts.filter(Boolean).map((text, at, all) => (
+  all.length > 1 && clauses(text).length === 1 && /\bor\b/i.test(text) ? `(${text})` : text)).join(" and ");
 
 /** The parts of a filter that all have to hold; a filter with an outer `or` is one part. */
 export function clauses(text) {
@@ -32,12 +32,12 @@ export function clauses(text) {
     else if (character === "(") depth += 1;
     else if (character === ")") depth -= 1;
     else if (depth === 0 && /\s/.test(character)) {
-      const word = /^\s+(and|or)\s/i.exec(text.slice(at, at + 8));
+      const word = /^\s+(and|or)(?=[\s(])/i.exec(text.slice(at));
       if (word?.[1].toLowerCase() === "or") return [text.trim()];
       if (word) {
         parts.push(text.slice(from, at).trim());
         at += word[0].length - 1;
-        from = at;
+        from = at + 1;
       }
     }
   }

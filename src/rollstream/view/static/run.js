@@ -119,8 +119,7 @@ export function useFollow(id, running, onChange) {
 export function Live({ live, lost }) {
   if (lost) return html`<span class="state damaged" role="status">connection lost, trying again</span>`;
   if (live?.state !== "running") return null;
-  return html`<span class="state running" role="status">live: ${count(live.done)} of ${count(live.total)}, ${
-    count(live.in_flight)} in flight</span>`;
+  return html`<span class="state running" role="status">live: ${count(live.done)} of ${count(live.total)}</span>`;
 }
 
 export function Run({ id, query }) {
