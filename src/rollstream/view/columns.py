@@ -149,7 +149,8 @@ class RunColumns:
         self._places: list[tuple[int, int]] = []
         """By file: the part, and the number of the batch or journal."""
         self._reward_parts: dict[str, _Growing] = {}
-        self._read: set[tuple[int, int]] = set()
+        self._read: dict[tuple[int, int], tuple[int, ...]] = {}
+        """Files that were read, as they were: after a pruning, numbers of batches are given again."""
         self._journals: dict[tuple[int, int], _Journal] = {}
         self._failures: dict[tuple[int, int], FailureRecord] = {}
         self._failed_ends: dict[Path, int] = {}
@@ -273,16 +274,20 @@ class RunColumns:
             part, number = self._places[code]
             chosen = np.flatnonzero(wanted & (file == code))
             for path in self.parts[part].paths(number):
+                if not len(chosen):
+                    break
                 try:
                     for table in self._tables(path, self.parts[part].manifest, chosen, names):
                         found = self.rows_at(*(column_values(table[name]) for name in KEY_COLUMNS))
                         found = np.where((found >= 0) & (found < len(wanted)), found, -1)
-                        yield np.where((found >= 0) & wanted[found], found, -1), table
-                    break
+                        found = np.where((found >= 0) & wanted[found], found, -1)
+                        wanted[found[found >= 0]] = False
+                        yield found, table
                 except FileNotFoundError:
                     continue
                 except (RollstreamError, OSError) as error:
                     self._note(error)
+                chosen = chosen[wanted[chosen]]  # the others are in the artifact: the number was given again
 
     def _tables(
         self, path: Path, manifest: Manifest | None, rows: Array, names: Sequence[str] | None
@@ -330,11 +335,12 @@ class RunColumns:
         if not known and is_current(paths, run_id):
             self._read_file(at, _ARTIFACT)
             if (at, _ARTIFACT) in self._read:
-                self._read.update((at, number) for number in numbers)
+                there = [number for number in numbers if paths.batch(number).exists()]
+                self._read |= {(at, number): _version(paths.batch(number)) for number in there}
         for number in numbers:
             self._read_file(at, number, known=known)
         for number in journals:
-            if (at, number) not in self._read:
+            if number not in numbers:
                 self._read_journal(at, number, paths.journal(number), part.manifest)
         if (at, _ARTIFACT) not in self._read and holds_other_batches(paths, run_id, numbers):
             self._read_file(at, _ARTIFACT, known=True)
@@ -344,11 +350,12 @@ class RunColumns:
     def _read_file(self, at: int, number: int, *, known: bool = False) -> None:
         """Appends the rows of a batch, artifact or exported file; `known`: some of them may be there already."""
         part = self.parts[at]
-        if (at, number) in self._read:
-            return
-        path = part.paths(number)[0]
-        self._journals.pop((at, number), None)
+        path, before = part.paths(number)[0], self._read.get((at, number))
         try:
+            if before is not None and (number == _ARTIFACT or before == _version(path)):
+                return
+            known, version = known or before is not None, _version(path)
+            self._journals.pop((at, number), None)
             with _open(path) as file, reading(path):
                 if part.manifest is not None and not belongs_to(file, part.manifest.run_id):
                     raise DamagedFileError(path, f"{path.name} belongs to another run")
@@ -365,7 +372,7 @@ class RunColumns:
             return
         except DamageError as error:
             self._note(error)
-        self._read.add((at, number))
+        self._read[at, number] = version
 
     def _read_journal(self, at: int, number: int, path: Path, manifest: Manifest) -> None:
         journal = self._journals.setdefault((at, number), _Journal())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rollstream.store.batch import RECORDED
@@ -48,6 +48,7 @@ def contents(root: Path) -> dict[str, bytes]:
     }
 
 
+@example([("seal", 0), ("write", 1), ("seal", 0), ("prune", 0), ("write", 1), ("seal", 0)])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
