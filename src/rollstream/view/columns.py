@@ -316,6 +316,8 @@ class RunColumns:
         for at, part in enumerate(self.parts):
             try:
                 self._refresh(at, part)
+            except FileNotFoundError:  # gone since it was listed: the next look finds what came of it
+                continue
             except (RollstreamError, OSError) as error:
                 self._note(error)
         return before != (self.rows, len(self._failures), len(self.damage))
