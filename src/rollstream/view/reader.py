@@ -185,9 +185,19 @@ def prompts(columns: RunColumns, rows: Array) -> list[str | None]:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message: its thoughts, its parts, and its tool calls as JSON."""
+    """The text of a message: its thoughts, its parts, and its tool calls."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    parts = (message.get("reasoning_content"), content, message.get("tool_calls"))
+    calls = message.get("tool_calls")
+    called = [_call_text(one) for one in calls] if isinstance(calls, list) else [calls]
+    parts = (message.get("reasoning_content"), content, *called)
     return "\n".join(part if isinstance(part, str) else orjson.dumps(part).decode() for part in parts if part)
+
+
+def _call_text(call: Any) -> Any:
+    """A tool call with its arguments as they are shown, not as JSON within JSON."""
+    said = call.get("function") if isinstance(call, dict) else None
+    if isinstance(said, dict) and isinstance(said.get("arguments"), str):
+        return f"{said.get('name')} {said['arguments']}"
+    return call

@@ -462,3 +462,15 @@ async def test_the_token_of_a_buffer_is_not_shown() -> None:
         text = await answer.text()
     await server.stop()
     assert "127.0.0.1:9" in text and "secret" not in text
+
+
+async def test_arguments_of_tools_are_found_as_they_are_shown(tmp_path: Path) -> None:
+    call = {"function": {"name": "look", "arguments": '{"city": "Oslo \\n"}'}}
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    async with writing(tmp_path / "run", prompts=1) as writer:
+        await writer.commit(rollout(0, 0, messages=said))
+    async with page(tmp_path) as one:
+        run = await one.run("run")
+        for text, hits in (('{"City": "oslo', 1), ("look", 1), ('\\n"', 1), ('"', 1), ('"bergen"', 0)):
+            *_, (event, _, data) = [each async for each in one.events(f"{run}/search", text=text)]
+            assert (event, data["hits"]) == ("done", hits), text
