@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.engine.launch_process import reserve_port
 from tests.browser.conftest import serving
 from tests.support.buffer import group, served
 from tests.support.until import PATIENCE_S
@@ -95,20 +95,20 @@ def test_counts_and_rows_follow_a_run_that_is_written(live: Path, visit: Visit) 
 
 
 def test_lost_connection_is_said_and_goes_on(live: Path, visit: Visit) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    with serving(live, arguments=["--port", port]) as ready:
-        page = visit(at=ready["url"].rstrip("/"), refused="/api/")
-        first_run(page)
-        counter = page.locator(".state.running", has_text="live:")
-        expect(counter).to_be_visible()
-        before = done(counter.text_content())
-    expect(page.get_by_text("connection lost")).to_be_visible()
-    with serving(live, arguments=["--port", port]):
-        expect(page.get_by_text("connection lost")).to_have_count(0)
-        page.wait_for_function(GROWS, arg=[".state.running[role=status]", before])
-        page.close()
+    with reserve_port("127.0.0.1") as reserved:  # nobody takes it between two lives of the server
+        port = str(reserved.getsockname()[1])
+        with serving(live, arguments=["--port", port]) as ready:
+            page = visit(at=ready["url"].rstrip("/"), refused="/api/")
+            first_run(page)
+            counter = page.locator(".state.running", has_text="live:")
+            expect(counter).to_be_visible()
+            before = done(counter.text_content())
+            page.wait_for_function("() => globalThis.uPlot")  # which is loaded when the first curve is drawn
+        expect(page.get_by_text("connection lost")).to_be_visible()
+        with serving(live, arguments=["--port", port]):
+            expect(page.get_by_text("connection lost")).to_have_count(0)
+            page.wait_for_function(GROWS, arg=[".state.running[role=status]", before])
+            page.close()
 
 
 def test_buffer_shows_its_groups_by_state_and_their_items(tmp_path: Path, visit: Visit) -> None:

@@ -276,6 +276,7 @@ def test_token_leaves_the_address_and_goes_along_with_each_request(runs: Any, vi
         assert "token" not in page.url
         page.locator(".sources tbody a").first.click()
         expect(page.locator(".solve a").first).to_be_visible()
+        page.close()  # before its server goes
 
 
 def test_view_that_does_not_exist_says_so(visit: Visit, ids: dict[str, str]) -> None:
