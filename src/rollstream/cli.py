@@ -13,6 +13,7 @@ import rollstream
 from rollstream import simulate as simulation
 from rollstream.buffer import command as buffer
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
+from rollstream.evaluate import command as evaluation
 from rollstream.generation import main as generation  # light, as everything here must be
 from rollstream.generation.main import guarded, parse
 from rollstream.integrations.verifiers import command as verifiers
@@ -209,6 +210,14 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("repeat", type=int, nargs="?", default=0)
     show.add_argument("--trajectory", type=int, help="one of several trajectories (default: the final one)")
     show.add_argument("--tokens", action="store_true", help="every token with its mask and log-prob")
+
+    judged = add(
+        "eval",
+        evaluation.run,
+        "judge runs: mean reward with its interval, pass@k, rates; compare them prompt by prompt",
+        epilog=evaluation.EPILOG,
+    )
+    evaluation.add_arguments(judged)
 
     page = add(
         "view",

@@ -27,7 +27,7 @@ FLOORS: list[set[str]] = [
     {"data", "agent"},
     {"gateway"},
     {"rollout"},
-    {"generation", "buffer", "training", "serving"},
+    {"generation", "buffer", "training", "serving", "evaluate"},
     {"integrations", "testing", "show", "simulate", "demo", "view"},
     {"cli"},
 ]

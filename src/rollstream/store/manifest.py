@@ -102,6 +102,13 @@ def write_manifest(run_dir: Path, manifest: Manifest) -> None:
     write_file_durably(run_dir / "run.json", data + b"\n")
 
 
+def shard_group(manifest: Manifest) -> bytes | None:
+    """The same for all shards of a run; None for a whole run."""
+    if SHARD_IDENTITY not in manifest.identity:
+        return None
+    return orjson.dumps({**manifest.identity, SHARD_IDENTITY: None})
+
+
 def identity_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, object, object]]:
     """`(key, old value, new value)` of all that differs, sorted by key."""
     return [

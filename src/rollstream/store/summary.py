@@ -70,7 +70,7 @@ def read_status(root: Path) -> RunStatus:
     """The status of a run directory, also while it is written. Raises `RunDirectoryError`."""
     manifest, state = inspect(root)
     paths = RunPaths(root)
-    total = _total(root)
+    total = read_total(root)
     return RunStatus(
         run_dir=str(root),
         created=manifest.created,
@@ -171,7 +171,7 @@ def write_checkpoint(paths: RunPaths, manifest: Manifest, state: RunState, *, to
 
 def refresh_checkpoint(root: Path) -> None:
     """Writes `checkpoint.json` anew after a repair; the lock must be held. Without one there is no total yet."""
-    if (total := _total(root)) is not None:
+    if (total := read_total(root)) is not None:
         manifest, state = inspect(root)
         write_checkpoint(RunPaths(root), manifest, state, total=total)
 
@@ -181,7 +181,7 @@ def status_json(status: RunStatus) -> bytes:
     return orjson.dumps(asdict(status), option=orjson.OPT_INDENT_2)
 
 
-def _total(root: Path) -> int | None:
+def read_total(root: Path) -> int | None:
     try:
         value = orjson.loads((root / "checkpoint.json").read_bytes())["total"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -13,12 +13,13 @@ import orjson
 from aiohttp import web
 
 from rollstream.errors import ConfigError, DamageError, NotFoundError, RunDirectoryError, StorageError
+from rollstream.evaluate.metrics import SOLVED_AT
+from rollstream.store.columns import Array, RunColumns
 from rollstream.trajectory import failure_cause
 from rollstream.view import reader
-from rollstream.view.columns import Array, RunColumns
 from rollstream.view.compare import compare
 from rollstream.view.filter import FilterError, parse_filter, sort_rows
-from rollstream.view.overview import SOLVED_AT, overview
+from rollstream.view.overview import overview
 from rollstream.view.search import search
 from rollstream.view.sources import BufferSource, RunSource, Source, Sources, TrainingSource
 from rollstream.view.tokens import encode_tokens

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rollstream.errors import RollstreamError
-from rollstream.view.columns import NULLABLE, Array, RunColumns
+from rollstream.store.columns import NULLABLE, Array, RunColumns
 
 _TOKEN: Final = re.compile(
     r"""\s*(?:(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<sign><=|>=|!=|==|[=<>~(),])"""

@@ -7,12 +7,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from rollstream.evaluate.metrics import FAR_APART, SOLVED_AT, mean_of_sums
+from rollstream.store.columns import Array, RunColumns
 from rollstream.store.records import FailureRecord
 from rollstream.trajectory import failure_cause
-from rollstream.view.columns import Array, RunColumns
-
-SOLVED_AT: Final = 0.5
-"""A reward from here on counts as solved; right for rewards of 0 and 1, of -1 and 1, and for shares."""
 
 _BINS: Final = 24
 _STRIP: Final = 2000
@@ -26,14 +24,11 @@ _STEPS: Final = 300
 _CAUSES: Final = 100
 
 
-_FAR_APART: Final = np.errstate(over="ignore", invalid="ignore")
-"""Sums of rewards may be infinite."""
-
 Groups = dict[str, Array]
 """Figures of each prompt row, by name. Shape (groups,); NaN where nothing is scored."""
 
 
-@_FAR_APART
+@FAR_APART
 def group_figures(rows: RunColumns, solved_at: float = SOLVED_AT) -> Groups:
     """The groups of a run, by prompt row, of its final trajectories.
 
@@ -71,18 +66,12 @@ def group_figures(rows: RunColumns, solved_at: float = SOLVED_AT) -> Groups:
     }
 
 
-@_FAR_APART
 def mean_interval(groups: Groups) -> tuple[float | None, list[float] | None]:
     """The mean reward of all rollouts and its 95 % interval; those of one prompt depend on each other."""
-    count, number = int(groups["scored"].sum()), int((groups["scored"] > 0).sum())
-    if not count:
-        return None, None
-    mean = float(groups["total"].sum() / count)
-    if number < 2:
-        return mean, None
-    residuals = float(((groups["total"] - mean * groups["scored"]) ** 2).sum())
-    error = 1.96 * math.sqrt(residuals * number / (number - 1)) / count
-    return mean, [mean - error, mean + error]
+    found = mean_of_sums(groups["total"], groups["scored"])
+    if found is None or found.low is None or found.high is None:
+        return None if found is None else found.mean, None
+    return found.mean, [found.low, found.high]
 
 
 def overview(rows: RunColumns, groups: Groups, solved_at: float) -> dict[str, Any]:
@@ -135,7 +124,7 @@ def _mean(values: Array) -> float | None:
     return float(values.mean(dtype=np.float64)) if len(values) else None
 
 
-@_FAR_APART
+@FAR_APART
 def edges(low: float, high: float, *, whole: bool) -> Array:
     """Round numbers around values from `low` to `high`; the last is above all of them."""
     raw, scale = high / _BINS - low / _BINS, max(abs(low), abs(high))

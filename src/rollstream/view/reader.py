@@ -9,8 +9,8 @@ import numpy as np
 import orjson
 
 from rollstream.errors import NotFoundError
+from rollstream.store.columns import Array, RunColumns
 from rollstream.store.export.files import JSON_COLUMNS
-from rollstream.view.columns import Array, RunColumns
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollstream.view.columns import Array, RunColumns
+from rollstream.store.columns import Array, RunColumns
 from rollstream.view.reader import as_messages, read_json, text_of
 
 _MOST_HITS: Final = 1000

@@ -18,10 +18,11 @@ import orjson
 
 from rollstream.chat.token_text import TokenText, read_token_text
 from rollstream.errors import ConfigError, NotFoundError, RunDirectoryError
+from rollstream.evaluate.metrics import SOLVED_AT
+from rollstream.store.columns import Part, RunColumns
 from rollstream.store.lock import is_locked
-from rollstream.store.manifest import SHARD_IDENTITY, Manifest, read_manifest
-from rollstream.view.columns import Part, RunColumns
-from rollstream.view.overview import SOLVED_AT, Groups, group_figures, mean_interval
+from rollstream.store.manifest import Manifest, read_manifest, shard_group
+from rollstream.view.overview import Groups, group_figures, mean_interval
 
 BUFFER_FILE: Final = "buffer.sqlite"
 TRAINING_FILE: Final = "trainer_state.json"
@@ -329,11 +330,12 @@ class Sources:
 
     def _at(self, path: Path, name: str, shards: dict[bytes, list[Part]]) -> Iterator[Source]:
         manifest = read_manifest(path)
-        if manifest is not None and SHARD_IDENTITY in manifest.identity:
-            whole = orjson.dumps({**manifest.identity, SHARD_IDENTITY: None})
-            shards.setdefault(whole, []).append(Part(path, manifest))
-        elif manifest is not None:
-            yield RunSource(name, [Part(path, manifest)], self._solved_at)
+        if manifest is not None:
+            part = Part(path, manifest)
+            if (group := shard_group(manifest)) is not None:
+                shards.setdefault(group, []).append(part)
+            else:
+                yield RunSource(name, [part], self._solved_at)
         if (path / BUFFER_FILE).is_file():
             yield BufferSource(name, str(path))
         if training_log(path) is not None:

@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 
 from rollstream.chat.token_text import TokenText
-from rollstream.view.columns import Array
+from rollstream.store.columns import Array
 from rollstream.view.reader import Row, as_messages
 
 _MOST_COLUMNS: Final = 16

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollstream.store.columns import Part, RunColumns
 from rollstream.store.manifest import read_manifest
-from rollstream.view.columns import Part, RunColumns
 from rollstream.view.filter import FilterError, parse_filter, sort_rows
 from tests.support.view_runs import agent_run, rollout, write_run
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollstream.store.columns import Part, RunColumns
 from rollstream.store.manifest import read_manifest
-from rollstream.view.columns import Part, RunColumns
 from rollstream.view.compare import compare
 from rollstream.view.overview import edges, group_figures, mean_interval, overview
 from tests.support.view_runs import rollout, write_run

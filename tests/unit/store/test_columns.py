@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rollstream.store.batch import RECORDED
+from rollstream.store.columns import Part, RunColumns
 from rollstream.store.manifest import read_manifest
 from rollstream.store.merge import merge_batches
 from rollstream.store.prune import prune_run
 from rollstream.store.summary import read_failures
 from rollstream.view import reader
-from rollstream.view.columns import Part, RunColumns
 from tests.support.view_runs import (
     agent_rollout,
     agent_run,

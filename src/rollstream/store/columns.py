@@ -1,7 +1,7 @@
-"""The scalars of all trajectories of a run, as arrays: what the page filters, sorts and counts.
+"""The scalars of all trajectories of a run, as arrays: what is filtered, sorted and counted.
 
-A row is a number: rows are in the order in which they were read, and keep their numbers as long as the page is
-open. Sealed batches (or the artifact, where it holds them all) are read once; of a journal only what is new
+A row is a number: rows are in the order in which they were read, and keep their numbers as long as the run is
+looked at. Sealed batches (or the artifact, where it holds them all) are read once; of a journal only what is new
 since the last look; when a journal becomes a batch, its rows are the same.
 """
 

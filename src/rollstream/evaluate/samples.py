@@ -1,0 +1,247 @@
+"""Rollouts as they are judged: an entry each, of a run on the disk or of a loop of one's own."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from rollstream.errors import ConfigError
+from rollstream.store.columns import Part, RunColumns
+from rollstream.store.manifest import read_manifest, require_manifest, shard_group
+from rollstream.store.summary import read_total
+from rollstream.trajectory import Failure, Rollout
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Rollouts, one entry each. A snapshot is no entry: its tool calls are counted to its rollout."""
+
+    keys: Array
+    """Keys of all prompts, sorted. Shape (P,)."""
+    prompt: Array
+    """Which of them. Shape (N,), as all that follow."""
+    reward: Array
+    """NaN: not scored, or failed."""
+    failed: Array
+    """Whether it failed for good: it has no reward, no length, and no turns."""
+    truncated: Array
+    """Whether it ended for its length."""
+    tokens: Array
+    """Of the final trajectory's response."""
+    turns: Array
+    tool_calls: Array
+    tool_errors: Array
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    def take(self, which: Array) -> "Samples":
+        """Some of them, by place or by a mask."""
+        entries = {one.name: getattr(self, one.name)[which] for one in fields(self) if one.name != "keys"}
+        return replace(self, **entries)
+
+    def with_missing(self, reward: float) -> "Samples":
+        """The same with this reward for rollouts that failed or were not scored."""
+        return replace(self, reward=np.where(np.isnan(self.reward), reward, self.reward))
+
+    def prompt_means(self) -> Array:
+        """The mean reward of each prompt; NaN where nothing is scored. Shape (P,)."""
+        scored = ~np.isnan(self.reward)
+        counts = np.bincount(self.prompt[scored], minlength=len(self.keys))
+        sums = np.bincount(self.prompt[scored], self.reward[scored], len(self.keys))
+        with np.errstate(invalid="ignore"):
+            return np.asarray(sums / counts)
+
+
+def samples_of(records: Iterable[Rollout | Failure]) -> Samples:
+    """Rollouts of a loop of one's own, those that failed included."""
+    rows: list[tuple[Any, ...]] = []
+    for one in records:
+        if isinstance(one, Failure):
+            rows.append((one.prompt_key, np.nan, True, False, 0, 0, 0, 0))
+            continue
+        final, metrics = one.final, [each.metrics for each in one.trajectories]
+        rows.append(
+            (
+                one.prompt_key,
+                np.nan if final.reward is None else final.reward,
+                False,
+                final.finish_reason == "length",
+                final.response_length,
+                final.num_turns,
+                sum(each.tool_calls for each in metrics),
+                sum(each.tool_errors for each in metrics),
+            )
+        )
+    keys, reward, failed, truncated, *numbers = zip(*rows, strict=True) if rows else [()] * 8
+    distinct, prompt = np.unique(np.array(keys, "S32"), return_inverse=True)
+    flags = (np.array(one, np.bool_) for one in (failed, truncated))
+    counts = (np.array(one, np.float64) for one in numbers)
+    return Samples(distinct, prompt, _finite(np.array(reward, np.float64)), *flags, *counts)
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """The rollouts of several, as one."""
+    keys, prompt = np.unique(np.concatenate([one.keys[one.prompt] for one in parts]), return_inverse=True)
+    names = [one.name for one in fields(Samples)][2:]
+    return Samples(keys, prompt, *(np.concatenate([getattr(one, name) for one in parts]) for name in names))
+
+
+def samples_of_run(rows: RunColumns) -> Samples:
+    """The rollouts of a run, completed ones by index and repeat, then those that failed."""
+    order, starts = rows.groups()
+    failures = rows.failures()
+    failed_keys = np.array([one.prompt_key.encode() for one in failures], "S32")
+    # A key for each prompt row, not for each rollout: they are compared byte by byte.
+    keys, prompt = np.unique(
+        np.concatenate([rows["prompt_key"][order[starts]], failed_keys]), return_inverse=True
+    )
+    each = np.repeat(prompt[: len(starts)], np.diff(np.append(starts, len(order))))
+    final = ~rows["is_snapshot"][order]
+    rollout = np.cumsum(final) - final  # snapshots come before their final trajectory
+    chosen = order[final]
+
+    def of_final(values: Array, failed: float) -> Array:
+        return np.concatenate([values[chosen], np.full(len(failures), failed, values.dtype)])
+
+    def total(name: str) -> Array:
+        values = np.nan_to_num(rows[name][order].astype(np.float64))
+        sums = np.bincount(rollout, values, len(chosen) + 1)[: len(chosen)]
+        return np.concatenate([sums, np.zeros(len(failures))])
+
+    return Samples(
+        keys=keys,
+        prompt=np.concatenate([each[final], prompt[len(starts) :]]),
+        reward=of_final(_finite(rows["reward"]), np.nan),
+        failed=np.arange(len(chosen) + len(failures)) >= len(chosen),
+        truncated=of_final(rows.equals("finish_reason", "length"), False),
+        tokens=of_final(rows["tokens"], 0),
+        turns=of_final(rows["num_turns"], 0),
+        tool_calls=total("tool_calls"),
+        tool_errors=total("tool_errors"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedRun:
+    """A run that was read to be judged."""
+
+    name: str
+    rows: RunColumns
+    samples: Samples
+    n: int | None
+    """Rollouts of a prompt row; None of an exported file, which does not say."""
+    total: int | None
+    """Rollouts that it is to have; None where that is not known."""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there are rollouts to come."""
+        return self.total is not None and len(self.samples) < self.total
+
+
+def read_runs(places: Iterable[Path]) -> list[JudgedRun]:
+    """The runs at some places, finished or being written.
+
+    Args:
+        places: run directories, folders of them (in the order of the numbers in their names), exported Parquet
+            files. Shards of a run are one run.
+
+    Raises:
+        ConfigError: there is no run at one of them.
+        RunDirectoryError: a `run.json` cannot be read.
+    """
+    runs = dict[object, tuple[str, list[Part]]]()
+    for part in [part for place in places for part in _parts(place)]:
+        group = None if part.manifest is None else shard_group(part.manifest)
+        _, parts = runs.setdefault(group or part.root, (str(part.root), []))
+        if part not in parts:  # it was named twice
+            parts.append(part)
+    return [_read_run(name, parts) for name, parts in runs.values()]
+
+
+def _parts(place: Path) -> list[Part]:
+    if place.is_file():
+        return [Part(place, None)]
+    if (manifest := read_manifest(place)) is not None:
+        return [Part(place, manifest)]
+    inside = sorted(place.glob("*/run.json"), key=lambda path: _in_order(path.parent.name))
+    if not inside:
+        raise ConfigError(f"{place}: there is no run directory and no exported Parquet file here")
+    return [Part(path.parent, require_manifest(path.parent)) for path in inside]
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """step-9 before step-10."""
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)]
+
+
+def _read_run(name: str, parts: list[Part]) -> JudgedRun:
+    rows = RunColumns(parts)
+    rows.refresh()
+    manifest = parts[0].manifest
+    totals = [read_total(part.root) for part in parts if part.manifest is not None]
+    total = None if manifest is None or None in totals else sum(one for one in totals if one is not None)
+    if len(parts) > 1:
+        name = f"{name} and {len(parts) - 1} more shards"
+    return JudgedRun(name, rows, samples_of_run(rows), None if manifest is None else manifest.n, total)
+
+
+def labels_of_run(rows: RunColumns, name: str) -> list[str | None]:
+    """What a column says of each of `samples_of_run`, as text; None: nothing.
+
+    A rollout that failed has what all others of its prompt row have, if that is the same.
+
+    Args:
+        rows: of the run.
+        name: a column; or what prompt rows have in a column of their own, with dots into it: `extra_info.level`.
+
+    Raises:
+        ConfigError: there is no such column.
+    """
+    order, _ = rows.groups()
+    chosen = order[~rows["is_snapshot"][order]]
+    known = [one["name"] for one in rows.columns()]
+    found = rows.values(name, chosen) if name in known else _from_extra(rows, chosen, name)
+    labels = [None if one is None else _text(one) for one in found]
+    if len(chosen) and not any(label is not None for label in labels):
+        raise ConfigError(
+            f"no rollout has a column {name!r}; besides those of the prompt rows: {', '.join(known)}"
+        )
+    failures = rows.failures()
+    wanted, by_row = {one.index for one in failures}, dict[int, set[str | None]]()
+    if wanted:
+        for index, label in zip(rows["index"][chosen].tolist(), labels, strict=True):
+            if index in wanted:
+                by_row.setdefault(index, set()).add(label)
+    of_failures = [by_row.get(one.index, set()) for one in failures]
+    return labels + [next(iter(some)) if len(some) == 1 else None for some in of_failures]
+
+
+def _from_extra(rows: RunColumns, chosen: Array, name: str) -> list[Any]:
+    found: dict[int, Any] = {}
+    for numbers, table in rows.read(chosen, ["extra"]):
+        for number, text in zip(numbers.tolist(), table["extra"].to_pylist(), strict=True):
+            value = orjson.loads(text) if number >= 0 and text else None
+            for word in name.split("."):
+                value = value.get(word) if isinstance(value, dict) else None
+            found[number] = value
+    return [found.get(row) for row in chosen.tolist()]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
+
+
+def _finite(rewards: Array) -> Array:
+    """Infinite rewards are no numbers to take a mean of: not scored."""
+    return np.where(np.isfinite(rewards), rewards, np.nan)
