@@ -1,0 +1,60 @@
+"""inspect_ai's own metrics and reducers on the same scores: they say the same."""
+
+import numpy as np
+import pytest
+
+from rollstream.evaluate.metrics import mean_of, pass_at_k, pass_hat_k, summarize
+from rollstream.evaluate.samples import samples_of
+from tests.support.view_runs import failure, rollout
+
+scorer = pytest.importorskip("inspect_ai.scorer", reason="inspect_ai is in an environment of its own")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_inspect_says_the_same(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompts = 2 + 10 * seed
+    records = [
+        rollout(index, repeat, reward=None if rng.random() < 0.1 else float(rng.choice([0.0, 0.3, 1.0])))
+        for index in range(prompts)
+        for repeat in range(int(rng.integers(1, 9)))
+    ]
+    ours = summarize(samples_of([*records, failure(0, 9)]), solved_at=1.0, ks=[1, 2, 4])
+    scored = [(one.index, one.final.reward) for one in records if one.final.reward is not None]
+    scores = [
+        scorer.SampleScore(score=scorer.Score(value=reward), sample_metadata={"prompt": index})
+        for index, reward in scored
+    ]
+    assert ours.reward is not None and ours.reward.mean == pytest.approx(scorer.mean()(scores))
+    assert ours.reward.error == pytest.approx(scorer.stderr(cluster="prompt")(scores))
+    between = scorer.ci(cluster="prompt")(scores)
+    assert (ours.reward.low, ours.reward.high) == pytest.approx(
+        (between["lower"], between["upper"]), abs=1e-6
+    )
+    by_prompt = [[reward for at, reward in scored if at == index] for index in range(prompts)]
+    by_prompt = [some for some in by_prompt if some]
+    counts = np.array([len(some) for some in by_prompt])
+    solved = np.array([sum(one >= 1 for one in some) for some in by_prompt])
+    for rate in ours.passes:
+        for reducer, chance, found in (
+            (scorer.pass_at(rate.k), pass_at_k, rate.any),
+            (scorer.pass_k(rate.k), pass_hat_k, rate.all),
+        ):
+            theirs = [reducer([scorer.Score(value=one) for one in some]).value for some in by_prompt]
+            assert chance(counts, solved, rate.k) == pytest.approx(theirs, nan_ok=True)
+            known = [one for one in theirs if one == one]
+            assert rate.left_out == len(theirs) - len(known)
+            if not known:
+                assert found is None
+                continue
+            assert found is not None and found.mean == pytest.approx(np.mean(known))
+            reduced = [scorer.SampleScore(score=scorer.Score(value=one)) for one in known]
+            if len(known) > 1:
+                assert found.error == pytest.approx(scorer.stderr()(reduced))
+
+
+def test_without_clusters_it_is_the_plain_error() -> None:
+    values = np.random.default_rng(0).random(50)
+    scores = [scorer.SampleScore(score=scorer.Score(value=float(one))) for one in values]
+    found = mean_of(values, np.arange(50))
+    assert found is not None and found.error == pytest.approx(scorer.stderr()(scores))
