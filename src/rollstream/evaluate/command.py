@@ -285,7 +285,6 @@ def _short(names: list[str]) -> list[str]:
 
 
 def _figures(summary: "Summary") -> list[str]:
-    tokens = summary.tokens
     return [
         f"{summary.rollouts}",
         f"{summary.prompts}",
@@ -294,9 +293,10 @@ def _figures(summary: "Summary") -> list[str]:
         _share(summary.failure_rate),
         _share(summary.truncated),
         _share(summary.tool_error_rate),
-        "-" if tokens is None else f"{tokens.mean:.1f}",
-        "-" if tokens is None else f"{tokens.p95:.0f}",
-        "-" if summary.turns is None else f"{summary.turns:.1f}",
+        *(
+            "-" if one is None else f"{one:.1f}"
+            for one in (summary.tokens, summary.tokens_p95, summary.turns)
+        ),
     ]
 
 

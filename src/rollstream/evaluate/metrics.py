@@ -60,16 +60,6 @@ class PassRate:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Of numbers: their mean, median, 95th percentile and largest."""
-
-    mean: float
-    median: float
-    p95: float
-    max: float
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """The figures of some rollouts. Rates are shares of 0 to 1, None where there is nothing to count."""
 
@@ -93,10 +83,31 @@ class Summary:
     tool_calls: int
     tool_error_rate: float | None
     """Of the tool calls."""
-    tokens: Spread | None
-    """Of the final trajectories' responses."""
+    tokens: float | None
+    """Mean length of the final trajectories' responses."""
+    tokens_p95: float | None
+    """95 % of them are at most as long."""
     turns: float | None
     """Mean of the completed rollouts."""
+
+    def numbers(self) -> dict[str, float]:
+        """The same as flat numbers for a tracker; what there is none of is left out."""
+        found: dict[str, float | None] = {
+            "rollouts": self.rollouts,
+            "unscored_rate": self.unscored / self.rollouts if self.rollouts else None,
+            "failure_rate": self.failure_rate,
+            "truncated": self.truncated,
+            "tool_error_rate": self.tool_error_rate,
+            "tokens": self.tokens,
+            "tokens_p95": self.tokens_p95,
+        }
+        estimates = {"reward": self.reward}
+        for rate in self.passes:
+            estimates |= {f"pass_at_{rate.k}": rate.any, f"pass_hat_{rate.k}": rate.all}
+        for name, one in estimates.items():
+            if one is not None:
+                found |= {name: one.mean, f"{name}_low": one.low, f"{name}_high": one.high}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def mean_of(values: Array, clusters: Array) -> Estimate | None:
@@ -246,15 +257,11 @@ def summarize(samples: Samples, solved_at: float = SOLVED_AT, ks: Sequence[int] 
         failure_rate=_mean(samples.failed),
         tool_calls=int(calls),
         tool_error_rate=float(samples.tool_errors.sum()) / calls if calls else None,
-        tokens=_spread(lengths) if len(lengths) else None,
+        tokens=_mean(lengths),
+        tokens_p95=float(np.percentile(lengths, 95)) if len(lengths) else None,
         turns=_mean(samples.turns[completed]),
     )
 
 
 def _mean(values: Array) -> float | None:
     return float(values.mean()) if len(values) else None
-
-
-def _spread(values: Array) -> Spread:
-    median, p95 = np.percentile(values, [50, 95]).tolist()
-    return Spread(float(values.mean()), median, p95, float(values.max()))

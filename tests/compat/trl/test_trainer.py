@@ -510,8 +510,13 @@ def test_an_evaluation_outside_of_a_training_has_one_engine(
     made = trainer(
         tmp_path, rows(ROWS), env=environment(tmp_path, "openvino"), eval_dataset=rows(8), **changed
     )
-    made.evaluate()
+    found = made.evaluate()
     assert len(made.outputs) == 2 and len(started) == 1
+    # The figures of `rollstream eval`: two rollouts of each row are those of one prompt.
+    mean = found["eval_rollstream/reward"]
+    assert mean == pytest.approx(found["eval_reward"]) == found["eval_rollstream/pass_at_1"]
+    assert found["eval_rollstream/rollouts"] == 16 and found["eval_rollstream/pass_at_2"] >= mean
+    assert found.items() >= {"eval_rollstream/failure_rate": 0.0, "eval_rollstream/truncated": 0.0}.items()
     made.args.weight_sync_timeout = 1e-6
     with pytest.raises(WeightUpdateError, match="0 s"):
         made.evaluate()

@@ -245,6 +245,14 @@ def failure_of(rollout: Rollout) -> str | None:
     return None if error is None else str(error)
 
 
+def settled(rollout: Rollout) -> Rollout | Failure:
+    """The rollout; of one that stands in for a failure, that failure."""
+    if (error := failure_of(rollout)) is None:
+        return rollout
+    index, repeat, key = rollout.index, rollout.repeat, rollout.prompt_key
+    return Failure(index, repeat, key, rollout.attempts, "agent", error, traceback="", failed_at=0.0)
+
+
 def _errors(rollouts: Iterable[Rollout]) -> list[str]:
     return [error for error in map(failure_of, rollouts) if error is not None]
 

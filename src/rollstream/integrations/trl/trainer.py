@@ -23,6 +23,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from rollstream.errors import ConfigError, TrainingError
+from rollstream.evaluate import Samples, joined, samples_of, summarize
 from rollstream.integrations.trl.checkpoints import (
     Interrupt,
     how_to_resume,
@@ -41,7 +42,7 @@ from rollstream.integrations.trl.environment import (
     read_row,
 )
 from rollstream.integrations.trl.group_log import GroupLog, group_records
-from rollstream.integrations.trl.groups import EnvironmentGroups, nothing_ahead, run_rows_from
+from rollstream.integrations.trl.groups import EnvironmentGroups, nothing_ahead, run_rows_from, settled
 from rollstream.integrations.trl.plan import SamplerReplay, find_curriculum, make_plan, make_policies
 from rollstream.integrations.trl.ranks import failing_together, from_main
 from rollstream.integrations.trl.rows import (
@@ -163,6 +164,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._interrupt = Interrupt(enabled=args.save_on_interrupt)
         self._evaluating = False  # with an engine of its own, outside of a training
         self._evaluated_by: tuple[EnvironmentGroups, BatchesAhead] | None = None
+        self._judged: list[Samples] = []  # of an evaluation so far, in the main process
         self.add_callback(
             _Callback(
                 on_pre_optimizer_step=self._hold_engine,
@@ -218,11 +220,17 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
         """As `Trainer.evaluation_loop`; the same rows have the same indices, and so seeds, each time.
 
-        Outside of a training an engine is started for it, and ends with it.
+        Outside of a training an engine is started for it, and ends with it. The metrics also have the figures
+        of `rollstream eval`, of the environment's reward.
         """
         self._evaluation_indices = itertools.count(len(self.train_dataset))  # those below are the training's
+        self._judged = []
         try:
-            return super().evaluation_loop(*arguments, **keywords)
+            output = super().evaluation_loop(*arguments, **keywords)
+            figures = from_main(self.accelerator, lambda: summarize(joined(self._judged)).numbers())
+            prefix = keywords.get("metric_key_prefix", "eval")
+            output.metrics.update({f"{prefix}_rollstream/{name}": one for name, one in figures.items()})
+            return output
         finally:
             if self._evaluated_by is not None:
                 self._evaluated_by[1].stop()
@@ -332,6 +340,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
                 batches.start(weights=folder)
             indexed = [replace(row, index=next(self._evaluation_indices)) for row in every]
             rollouts = run_rows_from(groups, batches, indexed, _EVALUATION_S)
+            self._judged.append(samples_of(map(settled, rollouts)))
             return to_rows(rollouts, end_id=self._tokenizer.eos_token_id).fields
 
         fields = from_main(self.accelerator, run)
