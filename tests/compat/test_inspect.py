@@ -37,8 +37,8 @@ def test_inspect_says_the_same(seed: int) -> None:
     solved = np.array([sum(one >= 1 for one in some) for some in by_prompt])
     for rate in ours.passes:
         for reducer, chance, found in (
-            (scorer.pass_at(rate.k), pass_at_k, rate.any),
-            (scorer.pass_k(rate.k), pass_hat_k, rate.all),
+            (scorer.pass_at(rate.k), pass_at_k, rate.pass_at),
+            (scorer.pass_k(rate.k), pass_hat_k, rate.pass_hat),
         ):
             theirs = [reducer([scorer.Score(value=one) for one in some]).value for some in by_prompt]
             assert chance(counts, solved, rate.k) == pytest.approx(theirs, nan_ok=True)

@@ -1,17 +1,14 @@
 """`rollstream eval`: figures of runs, with intervals; comparisons; bounds for CI."""
 
 import argparse
+import itertools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollstream.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rollstream.evaluate.compare import Comparison
-    from rollstream.evaluate.metrics import Estimate, Summary
-    from rollstream.evaluate.samples import JudgedRun, Samples
 
 EPILOG = """\
 examples:
@@ -27,7 +24,9 @@ exit codes: 0 done; 1 a bound was not met, or damage was found; 2 wrong usage. d
 _MOST_VALUES = 200
 """Different values of a column by which there is a table."""
 
+Report = dict[str, Any]
 Table = list[list[str]]
+Columns = dict[str, Callable[[Report], str]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,261 +75,193 @@ def run(options: argparse.Namespace) -> int:
     """Executes a parsed command line. Raises `ConfigError`."""
     import orjson
 
+    report = _report(options)
+    if options.format == "json":
+        sys.stdout.write(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode() + "\n")
+    else:
+        sys.stdout.write(_written(report, options))
+    damage = [line for one in report["runs"] for line in one["damage"]]
+    for kind, lines in (("NOT MET", report["missed"]), ("damaged", damage)):
+        for line in lines:
+            sys.stderr.write(f"{kind}: {line}\n")
+    return 1 if report["missed"] or damage else 0
+
+
+def _report(options: argparse.Namespace) -> Report:
+    """All that is said, as JSON has it. Raises `ConfigError`."""
+    import msgspec
+
     from rollstream.evaluate.compare import compare_samples
-    from rollstream.evaluate.metrics import summarize
-    from rollstream.evaluate.samples import read_runs
+    from rollstream.evaluate.metrics import summarize, summarize_by
+    from rollstream.evaluate.samples import Samples, labels_of_run, read_runs
 
     if options.margin is not None and options.no_worse_than is None:
         raise ConfigError("--margin is what --no-worse-than allows: name the run, too")
     if options.k is not None and min(options.k) < 1:
         raise ConfigError("--k: numbers from 1")
-    runs, first = read_runs(options.runs), 0
+    runs, baseline = read_runs(options.runs), list[str]()
     if options.no_worse_than is not None:
-        baseline = read_runs([options.no_worse_than])
-        if len(baseline) != 1:
-            raise ConfigError(f"--no-worse-than names one run; {options.no_worse_than} holds {len(baseline)}")
-        # The baseline is the first row of every table.
-        runs, first = [*baseline, *(one for one in runs if one.name != baseline[0].name)], 1
-    samples = [_counted(one, options.missing_as) for one in runs]
-    ks = None if options.k is None else sorted(set(options.k))
-    summaries = [summarize(one, options.solved_at, ks) for one in samples]
-    by = [_by(*both, options, ks) for both in zip(runs, samples, strict=True)] if options.by else []
-    compared = [compare_samples(samples[0], one) for one in samples[1:]]
-    below = [_below(*one, options.min_mean) for one in list(zip(runs, summaries, strict=True))[first:]]
-    worse = [_worse(*one, options) for one in zip(runs[1:], compared, strict=True)]
-    missed = [line for line in [*below, *worse] if line is not None]
-    damage = [line for one in runs for line in one.rows.damage]
-    report = {
-        "runs": [
-            {"run": one.name, "n": one.n, "total": one.total, **_plain(said), "damage": one.rows.damage}
-            for one, said in zip(runs, summaries, strict=True)
-        ],
-        "by": [
-            {"run": one.name, options.by: value, **_plain(said)}
-            for one, values in zip(runs, by, strict=False)
-            for value, said in values.items()
-        ],
-        "comparisons": [
-            {"run": one.name, "against": runs[0].name, **_plain(said)}
-            for one, said in zip(runs[1:], compared, strict=True)
-        ],
-        "missed": missed,
-    }
-    if options.format == "json":
-        out = orjson.dumps(report, option=orjson.OPT_INDENT_2).decode() + "\n"
-    else:
-        out = _written(runs, summaries, by, compared, options)
-    sys.stdout.write(out)
-    for line in missed:
-        sys.stderr.write(f"NOT MET: {line}\n")
-    for line in damage:
-        sys.stderr.write(f"damaged: {line}\n")
-    return 1 if missed or damage else 0
+        first, *more = read_runs([options.no_worse_than])
+        if more:
+            raise ConfigError(f"--no-worse-than names one run; {options.no_worse_than} holds {1 + len(more)}")
+        baseline = [first.name]
+        runs = itertools.chain([first], (one for one in runs if one.name not in baseline))
+    how = options.solved_at, None if options.k is None else sorted(set(options.k))
+    report: Report = {"runs": [], "by": [], "comparisons": [], "missed": []}
+    against: tuple[str, Samples] | None = None
+    for run in runs:
+        samples, damage = run.samples, run.rows.damage
+        if not len(samples):
+            raise ConfigError(f"{run.name} holds no rollout{f': {damage[0]}' if damage else ' yet'}")
+        if options.missing_as is not None:
+            samples = samples.with_missing(options.missing_as)
+        of_run = {"run": run.name, "n": run.n, "total": run.total}
+        report["runs"].append({**of_run, **msgspec.to_builtins(summarize(samples, *how)), "damage": damage})
+        if options.by:
+            labels = labels_of_run(run.rows, options.by)
+            if (count := len(set(labels))) > _MOST_VALUES:
+                raise ConfigError(f"--by {options.by}: {count} values; at most {_MOST_VALUES} make a table")
+            for value, summary in summarize_by(samples, labels, *how).items():
+                of_value = {"run": run.name, "column": options.by, "value": value}
+                report["by"].append({**of_value, **msgspec.to_builtins(summary)})
+        against = against or (run.name, samples)
+        if run.name != against[0]:
+            of_two = {"run": run.name, "against": against[0]}
+            compared = msgspec.to_builtins(compare_samples(against[1], samples))
+            report["comparisons"].append({**of_two, **compared})
+    report["missed"] = [
+        *(line for one in report["runs"][len(baseline) :] for line in _below(one, options.min_mean)),
+        *(line for one in report["comparisons"] if baseline for line in _worse(one, options.margin)),
+    ]
+    return report
 
 
-def _counted(run: "JudgedRun", missing_as: float | None) -> "Samples":
-    if not len(run.samples):
-        why = f": {run.rows.damage[0]}" if run.rows.damage else " yet"
-        raise ConfigError(f"{run.name} holds no rollout{why}")
-    return run.samples if missing_as is None else run.samples.with_missing(missing_as)
+def _below(run: Report, bound: float | None) -> list[str]:
+    """Why a run does not pass `--min-mean`: the mean itself is below it."""
+    mean = None if run["reward"] is None else run["reward"]["mean"]
+    if bound is None or (mean is not None and mean >= bound):
+        return []
+    said = "nothing is scored" if mean is None else f"the mean reward {mean:.4f} is below {bound:g}"
+    return [f"{run['run']}: {said} (--min-mean)"]
 
 
-def _by(
-    run: "JudgedRun", samples: "Samples", options: argparse.Namespace, ks: list[int] | None
-) -> "dict[str | None, Summary]":
-    """The figures for each value of a column; numbers in their order, then texts."""
-    import numpy as np
-
-    from rollstream.evaluate.metrics import summarize
-    from rollstream.evaluate.samples import labels_of_run
-
-    labels = labels_of_run(run.rows, options.by)
-    values = sorted(set(labels), key=_in_order)
-    if len(values) > _MOST_VALUES:
-        raise ConfigError(
-            f"--by {options.by}: it has {len(values)} values; {_MOST_VALUES} make a table at most"
-        )
-    codes = {value: code for code, value in enumerate(values)}
-    which = np.array([codes[label] for label in labels])
-    return {
-        value: summarize(samples.take(which == code), options.solved_at, ks) for value, code in codes.items()
-    }
-
-
-def _in_order(value: str | None) -> tuple[int, float, str]:
-    if value is None:
-        return 2, 0.0, ""
-    try:
-        return 0, float(value), ""
-    except ValueError:
-        return 1, 0.0, value
-
-
-def _plain(value: Any) -> Any:
-    import msgspec
-
-    return msgspec.to_builtins(value)
-
-
-def _below(run: "JudgedRun", summary: "Summary", bound: float | None) -> str | None:
-    if bound is None:
-        return None
-    if summary.reward is None:
-        return f"{run.name}: nothing is scored, so there is no mean of {bound:g} (--min-mean)"
-    if summary.reward.mean >= bound:
-        return None
-    return f"{run.name}: the mean reward {summary.reward.mean:.4f} is below {bound:g} (--min-mean)"
-
-
-def _worse(run: "JudgedRun", compared: "Comparison", options: argparse.Namespace) -> str | None:
+def _worse(compared: Report, margin: float | None) -> list[str]:
     """Why a run does not pass `--no-worse-than`.
 
     Without a margin it is worse if its whole interval is below 0. With a margin it has to be shown that it is
     not: its whole interval must be above -margin.
     """
-    if options.no_worse_than is None:
-        return None
-    change = compared.difference
-    if change is None or change.low is None or change.high is None:
-        return f"{run.name}: {compared.prompts} prompts are scored in both runs: too few to compare (--no-worse-than)"
-    if options.margin is not None and change.low < -options.margin:
-        return (
-            f"{run.name}: {_interval(change)} reaches below {-options.margin:g} (--no-worse-than, --margin)"
-        )
-    if options.margin is None and change.high < 0:
-        return f"{run.name}: the mean reward changed by {_interval(change)} (--no-worse-than)"
-    return None
+    change = compared["difference"]
+    if change is None or change["low"] is None:
+        said = f"{compared['prompts']} prompts are scored in both: too few to compare"
+    elif margin is not None and change["low"] < -margin:
+        said = f"the mean reward changed by {_interval(change)}: it may have lost more than {margin:g}"
+    elif margin is None and change["high"] < 0:
+        said = f"the mean reward changed by {_interval(change)}"
+    else:
+        return []
+    return [f"{compared['run']}: {said} (--no-worse-than)"]
 
 
 # --- for people
 
 
-def _written(
-    runs: "list[JudgedRun]",
-    summaries: "list[Summary]",
-    by: "list[dict[str | None, Summary]]",
-    compared: "list[Comparison]",
-    options: argparse.Namespace,
-) -> str:
+_FIGURES: Columns = {
+    "rollouts": lambda one: f"{one['rollouts']}",
+    "prompts": lambda one: f"{one['prompts']}",
+    "mean reward": lambda one: _interval(one["reward"]),
+    "unscored": lambda one: f"{one['unscored']}",
+    "failed": lambda one: _share(one["failure_rate"]),
+    "truncated": lambda one: _share(one["truncated"]),
+    "tool errors": lambda one: _share(one["tool_error_rate"]),
+    "tokens": lambda one: _number(one["tokens"]),
+    "p95": lambda one: _number(one["tokens_p95"]),
+    "turns": lambda one: _number(one["turns"]),
+}
+_PASSES: Columns = {
+    "k": lambda one: f"{one['k']}",
+    "pass@k": lambda one: _interval(one["pass_at"]),
+    "pass^k": lambda one: _interval(one["pass_hat"]),
+    "prompts": lambda one: "0" if one["pass_at"] is None else f"{one['pass_at']['clusters']}",
+    "left out": lambda one: f"{one['left_out']}",
+}
+_COMPARED: Columns = {
+    "prompts": lambda one: f"{one['prompts']}",
+    "difference": lambda one: _interval(one["difference"], "+"),
+    "won": lambda one: f"{one['won']}",
+    "lost": lambda one: f"{one['lost']}",
+    "tied": lambda one: f"{one['tied']}",
+    "sign p": lambda one: f"{one['sign_p']:.2g}",
+    "permutation p": lambda one: f"{one['permutation_p']:.2g}",
+    "not in both": lambda one: f"{one['only_a'] + one['only_b']}",
+    "unscored": lambda one: f"{one['unscored']}",
+}
+
+
+def _written(report: Report, options: argparse.Namespace) -> str:
     """The report as text or Markdown."""
-    names = _short([one.name for one in runs])
-    notes = [
-        f"{one.name} is unfinished: {len(one.samples)} of {one.total} rollouts"
-        for one in runs
-        if one.unfinished
-    ]
-    if any(one.n is None for one in runs):
-        notes.append("an exported file does not hold the rollouts that failed")
-    if any(said.reward is not None and said.reward.clusters < 2 for said in summaries):
-        notes.append("one prompt alone has no interval")
-    partial, scored = sum(one.partial for one in summaries), sum(one.scored for one in summaries)
-    if partial:
-        notes.append(f"{partial} of {scored} rewards are neither 0, 1 nor -1: pass@k depends on --solved-at")
-    if options.missing_as is not None:
-        notes.append(f"rollouts that failed or were not scored count with the reward {options.missing_as:g}")
-    elif any(one.failed or one.unscored for one in summaries):
-        notes.append(
-            "rollouts that failed or were not scored have no part in means and pass@k (--missing-as)"
-        )
-    passes = [
-        [name, f"{one.k}", _interval(one.any), _interval(one.all), f"{_prompts(one.any)}", f"{one.left_out}"]
-        for name, said in zip(names, summaries, strict=True)
-        for one in said.passes
-    ]
+    runs, by, compared = report["runs"], report["by"], report["comparisons"]
+    paths = [Path(one["run"]).absolute() for one in runs]
+    folder = os.path.commonpath([path.parent for path in paths])
+    names = {one["run"]: str(path.relative_to(folder)) for one, path in zip(runs, paths, strict=True)}
+
+    def table(columns: Columns, entries: list[Report]) -> Table:
+        return [
+            ["run", *columns],
+            *([names[one["run"]], *(form(one) for form in columns.values())] for one in entries),
+        ]
+
+    passes = [{"run": one["run"], **rate} for one in runs for rate in one["passes"]]
     blocks: list[str | Table] = [
-        [["run", *_FIGURES], *([name, *_figures(said)] for name, said in zip(names, summaries, strict=True))],
+        table(_FIGURES, runs),
         f"solved: reward >= {options.solved_at:g}",
-        [["run", "k", "pass@k", "pass^k", "prompts", "left out"], *passes],
+        table(_PASSES, passes),
     ]
     if by:
-        rows = [
-            [name, "-" if value is None else value, *_figures(said)]
-            for name, values in zip(names, by, strict=True)
-            for value, said in values.items()
-        ]
-        blocks.append([["run", options.by, *_FIGURES], *rows])
+        blocks.append(table({options.by: lambda one: one["value"] or "-", **_FIGURES}, by))
     if compared:
-        rows = [[name, *_compared(said)] for name, said in zip(names[1:], compared, strict=True)]
-        blocks += [f"paired by prompt, against {names[0]}", [["run", *_COMPARED], *rows]]
-    blocks.append("intervals: 95 %, rollouts of one prompt count as dependent")
-    blocks += [f"note: {one}" for one in notes]
+        blocks += [f"paired by prompt, against {names[runs[0]['run']]}", table(_COMPARED, compared)]
+    blocks.append("\n".join(_notes(runs, options)))
     write = _markdown if options.format == "md" else _aligned
-    texts = [one if isinstance(one, str) else write(one) for one in blocks]
-    gaps = ["\n" if one.startswith("note") and options.format == "text" else "\n\n" for one in texts[1:]]
-    return "".join(text + gap for text, gap in zip(texts, [*gaps, "\n"], strict=True))
+    return "\n\n".join(one if isinstance(one, str) else write(one) for one in blocks) + "\n"
 
 
-_FIGURES = (
-    *("rollouts", "prompts", "mean reward", "unscored", "failed", "truncated", "tool errors"),
-    *("tokens", "p95", "turns"),
-)
-_COMPARED = (
-    "prompts",
-    "difference",
-    "won",
-    "lost",
-    "tied",
-    "sign p",
-    "permutation p",
-    "not in both",
-    "unscored",
-)
+def _notes(runs: list[Report], options: argparse.Namespace) -> list[str]:
+    """What has to be known to read the figures, as a list."""
+    notes = ["intervals are of 95 %; rollouts of one prompt count as dependent"]
+    for one in runs:
+        if one["total"] is not None and one["rollouts"] < one["total"]:
+            notes.append(f"{one['run']} is unfinished: {one['rollouts']} of {one['total']} rollouts")
+        if one["n"] is None:
+            notes.append(f"{one['run']} is an exported file: it does not hold the rollouts that failed")
+    if any(one["reward"] is not None and one["reward"]["low"] is None for one in runs):
+        notes.append("one prompt alone has no interval")
+    partial, scored = (sum(one[name] for one in runs) for name in ("partial", "scored"))
+    if partial:
+        notes.append(f"{partial} of {scored} rewards are neither 0, 1 nor -1: pass@k depends on --solved-at")
+    missing = "rollouts that failed or were not scored"
+    if options.missing_as is not None:
+        notes.append(f"{missing} count with the reward {options.missing_as:g}")
+    elif any(one["failed"] or one["unscored"] for one in runs):
+        notes.append(f"{missing} have no part in means and pass@k (--missing-as)")
+    return [f"- {one}" for one in notes]
 
 
-def _short(names: list[str]) -> list[str]:
-    """Names without the folder that all are in."""
-    paths = [Path(name).absolute() for name in names]
-    folder = os.path.commonpath([path.parent for path in paths])
-    return [str(path.relative_to(folder)) for path in paths]
-
-
-def _figures(summary: "Summary") -> list[str]:
-    return [
-        f"{summary.rollouts}",
-        f"{summary.prompts}",
-        _interval(summary.reward),
-        f"{summary.unscored}",
-        _share(summary.failure_rate),
-        _share(summary.truncated),
-        _share(summary.tool_error_rate),
-        *(
-            "-" if one is None else f"{one:.1f}"
-            for one in (summary.tokens, summary.tokens_p95, summary.turns)
-        ),
-    ]
-
-
-def _compared(said: "Comparison") -> list[str]:
-    counts = f"{said.won}", f"{said.lost}", f"{said.tied}"
-    tests = _p(said.sign_p), _p(said.permutation_p)
-    return [
-        f"{said.prompts}",
-        _interval(said.difference, sign=True),
-        *counts,
-        *tests,
-        f"{said.only_a + said.only_b}",
-        f"{said.unscored}",
-    ]
-
-
-def _interval(one: "Estimate | None", *, sign: bool = False) -> str:
+def _interval(one: Report | None, sign: str = "") -> str:
     if one is None:
         return "-"
-    plus = "+" if sign else ""
-    mean = f"{one.mean:{plus}.4f}"
-    return mean if one.low is None else f"{mean} [{one.low:{plus}.4f}, {one.high:{plus}.4f}]"
-
-
-def _prompts(one: "Estimate | None") -> int:
-    return 0 if one is None else one.clusters
+    mean, low, high = (
+        "" if one[name] is None else f"{one[name]:{sign}.4f}" for name in ("mean", "low", "high")
+    )
+    return f"{mean} [{low}, {high}]" if low else mean
 
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _p(value: float) -> str:
-    return f"{value:.4f}" if value >= 0.0001 else f"{value:.1g}"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def _aligned(table: Table) -> str:

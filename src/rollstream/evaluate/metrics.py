@@ -51,9 +51,9 @@ class PassRate:
     """How often `k` rollouts of a prompt solve it."""
 
     k: int
-    any: Estimate | None
+    pass_at: Estimate | None
     """pass@k: at least one of them does. None where no prompt has `k` scored rollouts."""
-    all: Estimate | None
+    pass_hat: Estimate | None
     """pass^k: each of them does."""
     left_out: int
     """Prompts with scored rollouts, but fewer than `k`: they have no part in it."""
@@ -103,7 +103,7 @@ class Summary:
         }
         estimates = {"reward": self.reward}
         for rate in self.passes:
-            estimates |= {f"pass_at_{rate.k}": rate.any, f"pass_hat_{rate.k}": rate.all}
+            estimates |= {f"pass_at_{rate.k}": rate.pass_at, f"pass_hat_{rate.k}": rate.pass_hat}
         for name, one in estimates.items():
             if one is not None:
                 found |= {name: one.mean, f"{name}_low": one.low, f"{name}_high": one.high}
@@ -261,6 +261,30 @@ def summarize(samples: Samples, solved_at: float = SOLVED_AT, ks: Sequence[int] 
         tokens_p95=float(np.percentile(lengths, 95)) if len(lengths) else None,
         turns=_mean(samples.turns[completed]),
     )
+
+
+def summarize_by(
+    samples: Samples,
+    labels: Sequence[str | None],
+    solved_at: float = SOLVED_AT,
+    ks: Sequence[int] | None = None,
+) -> dict[str | None, Summary]:
+    """The figures of the rollouts of each label: numbers in their order, then texts, then None."""
+    values = sorted(set(labels), key=_in_order)
+    codes = {value: code for code, value in enumerate(values)}
+    which = np.array([codes[label] for label in labels], np.int64)
+    order = np.argsort(which, kind="stable")
+    parts = np.split(order, np.cumsum(np.bincount(which, minlength=len(values)))[:-1])
+    return {
+        value: summarize(samples.take(part), solved_at, ks) for value, part in zip(values, parts, strict=True)
+    }
+
+
+def _in_order(value: str | None) -> tuple[int, float, str]:
+    try:
+        return 0, float(value or "none"), ""
+    except ValueError:
+        return 2 if value is None else 1, 0.0, value or ""
 
 
 def _mean(values: Array) -> float | None:

@@ -1,7 +1,7 @@
 """Rollouts as they are judged: an entry each, of a run on the disk or of a loop of one's own."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -147,8 +147,8 @@ class JudgedRun:
         return self.total is not None and len(self.samples) < self.total
 
 
-def read_runs(places: Iterable[Path]) -> list[JudgedRun]:
-    """The runs at some places, finished or being written.
+def read_runs(places: Iterable[Path]) -> Iterator[JudgedRun]:
+    """The runs at some places, finished or being written; each is read when its turn comes.
 
     Args:
         places: run directories, folders of them (in the order of the numbers in their names), exported Parquet
@@ -164,7 +164,8 @@ def read_runs(places: Iterable[Path]) -> list[JudgedRun]:
         _, parts = runs.setdefault(group or part.root, (str(part.root), []))
         if part not in parts:  # it was named twice
             parts.append(part)
-    return [_read_run(name, parts) for name, parts in runs.values()]
+    for name, parts in runs.values():
+        yield _read_run(name, parts)
 
 
 def _parts(place: Path) -> list[Part]:

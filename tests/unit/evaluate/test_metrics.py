@@ -97,15 +97,15 @@ def test_a_summary_says_what_has_no_part_in_what() -> None:
     assert found.reward is not None and found.reward.mean == pytest.approx(3.25 / 6)
     assert [(one.k, one.left_out) for one in found.passes] == [(1, 0), (2, 1), (3, 2)]
     first, second, third = found.passes
-    assert first.any is not None and first.any.mean == pytest.approx((2 / 3 + 0 + 1) / 3)
-    assert second.any is not None and second.any.mean == pytest.approx((1 + 0) / 2)
-    assert second.all is not None and second.all.mean == pytest.approx((1 / 3 + 0) / 2)
-    assert third.any is not None and (third.any.mean, third.any.low) == (1.0, None)
+    assert first.pass_at is not None and first.pass_at.mean == pytest.approx((2 / 3 + 0 + 1) / 3)
+    assert second.pass_at is not None and second.pass_at.mean == pytest.approx((1 + 0) / 2)
+    assert second.pass_hat is not None and second.pass_hat.mean == pytest.approx((1 / 3 + 0) / 2)
+    assert third.pass_at is not None and (third.pass_at.mean, third.pass_at.low) == (1.0, None)
     assert found.truncated == pytest.approx(2 / 7) and found.failure_rate == pytest.approx(1 / 8)
     assert (found.tool_calls, found.tool_error_rate) == (4, 0.25)  # those of the snapshot, too
     assert (found.tokens, found.tokens_p95, found.turns) == (pytest.approx((4 * 4 + 9 + 9 + 6) / 7), 9, 2)
     numbers = found.numbers()
-    assert numbers["pass_hat_2"] == second.all.mean and numbers["reward_high"] == found.reward.high
+    assert numbers["pass_hat_2"] == second.pass_hat.mean and numbers["reward_high"] == found.reward.high
     assert "pass_at_3_low" not in numbers and None not in numbers.values()
 
 
@@ -114,7 +114,11 @@ def test_failed_and_unscored_rollouts_may_count_as_a_reward() -> None:
     assert found.reward is not None and found.reward.mean == pytest.approx(3.25 / 8)
     assert (found.scored, found.unscored, found.failed) == (8, 0, 1)
     (only,) = found.passes
-    assert only.left_out == 2 and only.any is not None and (only.any.mean, only.any.clusters) == (1.0, 1)
+    assert (
+        only.left_out == 2
+        and only.pass_at is not None
+        and (only.pass_at.mean, only.pass_at.clusters) == (1.0, 1)
+    )
 
 
 def test_parts_joined_are_the_whole_and_nothing_is_nothing() -> None:
