@@ -89,6 +89,7 @@ def samples_of(records: Iterable[Rollout | Failure]) -> Samples:
 
 def joined(parts: Sequence[Samples]) -> Samples:
     """The rollouts of several, as one."""
+    parts = parts or [samples_of([])]
     keys, prompt = np.unique(np.concatenate([one.keys[one.prompt] for one in parts]), return_inverse=True)
     names = [one.name for one in fields(Samples)][2:]
     return Samples(keys, prompt, *(np.concatenate([getattr(one, name) for one in parts]) for name in names))

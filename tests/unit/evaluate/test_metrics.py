@@ -125,7 +125,7 @@ def test_parts_joined_are_the_whole_and_nothing_is_nothing() -> None:
     whole = records()
     parts = [samples_of(whole[:3]), samples_of([]), samples_of(whole[3:])]
     assert summarize(joined(parts)) == summarize(samples_of(whole))
-    empty = summarize(samples_of([]))
+    empty = summarize(joined([]))
     assert (empty.rollouts, empty.reward, empty.passes, empty.tokens, empty.failure_rate) == (
         0,
         None,
