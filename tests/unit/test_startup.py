@@ -48,7 +48,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_commands_that_look_import_nothing_heavy(run_dir: Path) -> None:
     assert run("--help")[0] == []
-    for command in ("status", "status --failed", "show", "show --json", "validate"):
+    for command in ("status", "status --failed", "show", "show --json", "validate", "eval --by data_source"):
         assert run(*command.split(), str(run_dir))[0] == [], command
 
 
