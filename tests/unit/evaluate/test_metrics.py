@@ -52,6 +52,17 @@ def test_of_one_rollout_a_prompt_the_error_is_the_plain_one(values: list[float])
     assert found.error == pytest.approx(statistics.stdev(values) / math.sqrt(len(values)), abs=1e-6)
 
 
+def test_the_interval_holds_the_true_mean_as_often_as_it_says() -> None:
+    """Of prompts as different as they can be, four rollouts each; the numbers drawn are always the same."""
+    rng, prompts, held = np.random.default_rng(0), np.repeat(np.arange(30), 4), 0
+    for _ in range(1000):
+        chance = np.repeat(rng.beta(0.5, 0.5, 30), 4)
+        found = mean_of((rng.random(120) < chance).astype(float), prompts)
+        assert found is not None and found.low is not None and found.high is not None
+        held += found.low <= 0.5 <= found.high
+    assert 930 <= held <= 970
+
+
 def test_a_single_prompt_has_no_interval_and_nothing_no_mean() -> None:
     found = mean_of(np.array([0.0, 1.0]), np.array([4, 4]))
     assert found is not None and (found.mean, found.error, found.low, found.high) == (0.5, None, None, None)
