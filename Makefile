@@ -11,6 +11,7 @@
 # make test-verl   verl in an environment of its own (2.5 GB), and the tests of its loops and of its files, and of Trackio
 # make test-verifiers   environments of verifiers 0.2 and 0.4, in environments of their own (1.1 GB each), and their tests
 # make test-transformers   engine hf with the oldest transformers that pyproject.toml allows and the newest (1.3 GB each)
+# make test-inspect   inspect_ai in an environment of its own (0.7 GB), and the tests against it
 # make check  formatting, lint, types (what .ci/run checks besides the tests)
 # make bench-quick  every benchmark, small
 # make demo-model   trains and exports the demo model anew (about half an hour)
@@ -21,7 +22,7 @@ DEMO_ARGS ?=
 EXECUTOR ?= local
 STORE ?= sqlite
 
-.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers test-transformers check bench-quick demo-model clean
+.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers test-transformers test-inspect check bench-quick demo-model clean
 
 env: .venv/.done
 demo: .venv-demo/.done $(if $(filter ray,$(EXECUTOR)),.venv-demo/.ray)
@@ -52,6 +53,8 @@ test-verifiers: .venv-verifiers0/.done .venv-verifiers1/.done
 	for version in 0 1; do .venv-verifiers$$version/bin/python -m pytest tests/compat/verifiers $(TEST_ARGS) || exit 1; done
 test-transformers: .venv-transformers0/.done .venv-transformers1/.done
 	for end in 0 1; do .venv-transformers$$end/bin/python -m pytest tests/unit/engine/test_hf*.py tests/integration/test_hf_engine.py $(TEST_ARGS) || exit 1; done
+test-inspect: .venv-inspect/.done
+	.venv-inspect/bin/python -m pytest tests/compat/test_inspect.py $(TEST_ARGS)
 check: .venv/.done
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
@@ -110,6 +113,11 @@ demo-model: .venv/.done
 	$(@D)/bin/python -m pip --disable-pip-version-check install -q verifiers==$(VERIFIERS) pytest pytest-asyncio pytest-timeout hypothesis -e '.[verifiers,openvino]'
 	touch $@
 
+.venv-inspect/.done: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -q inspect_ai==0.3.285 pytest pytest-asyncio pytest-timeout hypothesis -e .
+	touch $@
+
 # The end of the range that pyproject.toml begins, and what pip takes without constraints.
 .venv-transformers0/.done: TRANSFORMERS = transformers==5.5.0
 .venv-transformers1/.done: TRANSFORMERS = transformers
@@ -119,4 +127,4 @@ demo-model: .venv/.done
 	touch $@
 
 clean:
-	rm -rf .venv .venv-demo .venv-train .venv-vllm .venv-verl .venv-verifiers0 .venv-verifiers1 .venv-transformers0 .venv-transformers1 build
+	rm -rf .venv .venv-demo .venv-train .venv-vllm .venv-verl .venv-verifiers0 .venv-verifiers1 .venv-transformers0 .venv-transformers1 .venv-inspect build
