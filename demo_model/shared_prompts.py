@@ -1,23 +1,32 @@
 """The demo's trainer: each prompt is computed once, whatever the number of its completions.
 
-GRPO's batches hold every prompt n times. A decoder's keys and values of a prompt do not depend on what comes
-after it, so they are computed once, and the completions of the prompt attend to them: the gradient flows
-through them to the weights as it does through n copies, summed. Rows are grouped by length, so that a short
-prompt is not padded to a long one. Rows whose advantage is 0 have no gradient: they are computed for the logs
-alone, without a backward.
+GRPO's batches hold every prompt n times, padded to the longest row. Here a prompt and its completions are one
+sequence, whose attention mask keeps the completions from seeing each other:
 
-For decoders whose cache holds keys and values only, in one process, without gradient checkpointing, without a
-KL term and without an entropy bonus: what the demo trains.
+    token      p p p | P a a a | P b | P c c        P: the prompt's last token, once for each completion
+    position   0 1 2 | 3 4 5 6 | 3 4 | 3 4 5
+    predicts         | a a a a | b b | c c c
+
+Sequences are grouped by length, so that a short one is not padded to a long one. Groups without an advantage
+have no gradient: they are computed for the logs alone, without a backward.
+
+For decoders with attention alone and a plain output layer, in one process, without gradient checkpointing,
+without a KL term and without an entropy bonus: what the demo trains.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from rollstream.integrations.trl import GRPOEnvTrainer
 
 _SPREAD = 1.5
-"""Prompts of a bucket differ in length by at most this factor: padding then costs less than another pass."""
+"""Sequences of a bucket differ in length by at most this factor: padding then costs less than another pass."""
+
+_HEAD_ROWS = 4096
+"""Tokens whose logits are in memory at once."""
 
 
 class SharedPromptsTrainer(GRPOEnvTrainer):
@@ -51,6 +60,19 @@ class SharedPromptsTrainer(GRPOEnvTrainer):
         return logps, entropies, None
 
 
+@dataclass(slots=True)
+class _Group:
+    """A prompt and its completions, as one sequence."""
+
+    prompt: list[int]
+    rows: list[int] = field(default_factory=list)
+    completions: list[list[int]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) - 1 + sum(map(len, self.completions))
+
+
 def completion_logprobs(
     model: Any,
     input_ids: torch.Tensor,
@@ -63,8 +85,7 @@ def completion_logprobs(
     """Log-probs and entropies of the completions' tokens.
 
     Args:
-        model: a causal decoder whose forward takes and returns a cache of keys and values, with TRL's fused head
-            (`trl.trainer.utils.add_fused_lm_head`, outputs `log_probs` and `entropy`) of this temperature.
+        model: a causal language model of transformers.
         input_ids: `[B, P + C]` int64: prompts padded on the left, completions on the right.
         attention_mask: of the same shape, 1 where there is a token.
         logits_to_keep: C.
@@ -72,68 +93,39 @@ def completion_logprobs(
         silent: `[B]` bool: rows from which no gradient comes, whatever the loss; None: there are none.
 
     Returns:
-        Both `[B, C]`, 0 where there is no token; the log-probs with a graph (silent rows: without), the
+        Both `[B, C]`, 0 where there is no token; the log-probs with a graph (groups of silent rows: without), the
         entropies without.
     """
-    if silent is None or not torch.is_grad_enabled() or not bool(silent.any()):
-        return _of_rows(model, input_ids, attention_mask, logits_to_keep, temperature)
-    if bool(silent.all()):
-        silent = silent.clone()
-        silent[0] = False  # a loss without a graph has no backward
-    logps = input_ids.new_zeros(len(input_ids), logits_to_keep, dtype=torch.float32)
+    groups = _groups(input_ids, attention_mask, input_ids.shape[1] - logits_to_keep)
+    quiet = [False] * len(input_ids) if silent is None else silent.tolist()
+    learning = [one for one in groups if not all(quiet[row] for row in one.rows)]
+    learning = learning or groups[:1]  # a loss without a graph has no backward
+    others = [one for one in groups if not any(one is learner for learner in learning)]
+    logps = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
     entropies = torch.zeros_like(logps)
-    for rows, learns in ((~silent, True), (silent, False)):
-        with torch.set_grad_enabled(learns):
-            part, entropy = _of_rows(
-                model, input_ids[rows], attention_mask[rows], logits_to_keep, temperature
-            )
-        logps = logps.index_put((rows,), part)
-        entropies[rows] = entropy
+    for some, learns in ((learning, torch.is_grad_enabled()), (others, False)):
+        for bucket in buckets([one.length for one in some]):
+            with torch.set_grad_enabled(learns):
+                places, part, entropy = _bucket(model, [some[i] for i in bucket], temperature)
+            logps = logps.index_put(places, part)
+            entropies[places] = entropy
     return logps, entropies
 
 
-def _of_rows(
-    model: Any,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    logits_to_keep: int,
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, of rows that all have a graph or none."""
-    width = input_ids.shape[1] - logits_to_keep
-    prompts, prompt_mask = input_ids[:, :width], attention_mask[:, :width]
-    completions, completion_mask = input_ids[:, width:], attention_mask[:, width:]
-    # A prompt is its tokens and how many there are: padding may equal a token.
-    keyed = torch.cat([prompt_mask.sum(1, keepdim=True), prompts * prompt_mask], dim=1)
-    unique, which = torch.unique(keyed, dim=0, return_inverse=True)
-    lengths = unique[:, 0].tolist()
-    logps = completions.new_zeros(completions.shape, dtype=torch.float32)
-    entropies = torch.zeros_like(logps)
-    pieces: list[tuple[Any, Any]] = []
-    for chosen in buckets(lengths):
-        wanted = torch.tensor(chosen, device=which.device)
-        rows = torch.isin(which, wanted).nonzero()[:, 0]
-        place = torch.full((len(lengths),), -1, device=which.device)
-        place[wanted] = torch.arange(len(chosen), device=which.device)
-        long = max(lengths[i] for i in chosen)
-        most = max(1, int(completion_mask[rows].sum(1).max()))
-        of_prompts = unique[wanted, 1:][:, width - long :]
-        mask = torch.arange(long, device=which.device) >= long - unique[wanted, :1]
-        part, entropy = _bucket(
-            model,
-            of_prompts,
-            mask.long(),
-            place[which[rows]],
-            completions[rows, :most],
-            completion_mask[rows, :most],
-            temperature,
-        )
-        pieces.append((rows, part))
-        entropies[rows, :most] = entropy
-    for rows, part in pieces:
-        padded = torch.nn.functional.pad(part, (0, logits_to_keep - part.shape[1]))
-        logps = logps.index_add(0, rows, padded)
-    return logps, entropies
+def _groups(input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> list[_Group]:
+    """The rows by their prompts; a row without a completion is in none."""
+    groups: dict[tuple[int, ...], _Group] = {}
+    prompts, completions = (
+        attention_mask[:, :width].sum(1).tolist(),
+        attention_mask[:, width:].sum(1).tolist(),
+    )
+    for row, (ids, asked, answered) in enumerate(zip(input_ids.tolist(), prompts, completions, strict=True)):
+        prompt = ids[width - asked : width]
+        if answered:
+            group = groups.setdefault(tuple(prompt), _Group(prompt))
+            group.rows.append(row)
+            group.completions.append(ids[width : width + answered])
+    return list(groups.values())
 
 
 def buckets(lengths: list[int]) -> list[list[int]]:
@@ -149,49 +141,54 @@ def buckets(lengths: list[int]) -> list[list[int]]:
 
 
 def _bucket(
-    model: Any,
-    prompts: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    which: torch.Tensor,
-    completions: torch.Tensor,
-    completion_mask: torch.Tensor,
-    temperature: float,
+    model: Any, groups: list[_Group], temperature: float
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """For all tokens of the completions: which row and column they are, their log-probs and entropies."""
+    long = max(one.length for one in groups)
+    ids, positions, parts = ([[0] * long for _ in groups] for _ in range(3))
+    asked_at: list[tuple[int, int, int]] = []  # sequence, place in it, the token that comes next
+    told: list[tuple[int, int]] = []
+    for number, group in enumerate(groups):
+        shared = len(group.prompt) - 1
+        tokens, places, part_of = list(group.prompt[:-1]), list(range(shared)), [1] * shared
+        for part, (row, completion) in enumerate(zip(group.rows, group.completions, strict=True), start=2):
+            begin, count = len(tokens), len(completion)
+            tokens += [group.prompt[-1], *completion[:-1]]
+            places += range(shared, shared + count)
+            part_of += [part] * count
+            asked_at += [(number, begin + i, token) for i, token in enumerate(completion)]
+            told += [(row, i) for i in range(count)]
+        ids[number][: len(tokens)] = tokens
+        positions[number][: len(tokens)] = places
+        parts[number][: len(tokens)] = part_of
+    device = model.device
+    whose = torch.tensor(parts, device=device)
+    seen = (whose[:, :, None] == whose[:, None, :]) | (whose == 1)[:, None, :]
+    hidden = model.base_model(
+        input_ids=torch.tensor(ids, device=device),
+        attention_mask=_additive(seen.tril(), model.dtype)[:, None],
+        position_ids=torch.tensor(positions, device=device),
+        use_cache=False,
+    ).last_hidden_state
+    number, place, token = torch.tensor(asked_at, device=device).unbind(1)
+    states, head = hidden[number, place], model.get_output_embeddings()
+    scored = [
+        checkpoint(_score, head, one, wanted, temperature, use_reentrant=False)
+        for one, wanted in zip(states.split(_HEAD_ROWS), token.split(_HEAD_ROWS), strict=True)
+    ]
+    logps, entropies = map(torch.cat, zip(*scored, strict=True))
+    row, column = torch.tensor(told, device=device).unbind(1)
+    return (row, column), logps, entropies
+
+
+def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def _score(
+    head: Any, states: torch.Tensor, wanted: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for `prompts [U, P]` and the completions `[R, C]` of prompt `which [R]`."""
-    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
-    whole = bool(prompt_mask.all())
-    asked = model(
-        input_ids=prompts,
-        attention_mask=None if whole else prompt_mask,
-        position_ids=positions,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    cache = asked.past_key_values
-    first = (asked.logits[:, -1].float() / temperature).log_softmax(-1)
-    counted = completion_mask.float()
-    logps = first[which, completions[:, 0]][:, None]
+    distribution = (head(states).float() / temperature).log_softmax(-1)
     with torch.no_grad():
-        entropies = -(first.exp() * first).sum(-1).index_select(0, which)[:, None]
-    if completions.shape[1] > 1:
-        cache.batch_select_indices(which)
-        begin = prompt_mask.sum(1).index_select(0, which)[:, None]
-        steps = torch.arange(completions.shape[1] - 1, device=prompts.device)
-        # What is padded on the right comes after all that counts, and attention is causal.
-        mask = None
-        if not whole:
-            mask = torch.cat(
-                [prompt_mask.index_select(0, which), torch.ones_like(completions[:, :-1])], dim=1
-            )
-        labels = completions[:, 1:].masked_fill(completion_mask[:, 1:] == 0, -100)
-        answered = model(
-            input_ids=completions[:, :-1],
-            attention_mask=mask,
-            position_ids=begin + steps,
-            past_key_values=cache,
-            shift_labels=labels,
-            fused_lm_head=True,
-        )
-        logps = torch.cat([logps, answered.log_probs.float()], dim=1)
-        entropies = torch.cat([entropies, answered.entropy.detach().float()], dim=1)
-    return logps * counted, entropies * counted
+        entropy = -(distribution.exp() * distribution).sum(-1)
+    return distribution.gather(-1, wanted[:, None])[:, 0], entropy
