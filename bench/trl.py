@@ -2,19 +2,26 @@
 
     python -m bench.trl [--quick] [--json FILE]
 
-"TRL" is `GRPOTrainer` with transformers' `generate`, on two threads. The others are `GRPOEnvTrainer` with engine
-openvino, which generates one batch ahead of the step on a thread of its own, or while the trainer waits. All
-train the same sums in the same order: 64 prompts a step (16 with --quick) with 4 completions each, all of 32
-tokens, also where the model would end earlier. Each measurement is a process of its own; the three take turns,
-round by round. A round's figure is the mean of its steps after the first ones.
+"TRL" is `GRPOTrainer` with transformers' `generate`, as it comes. The others are `GRPOEnvTrainer` with engine
+openvino, which generates while the trainer waits, or one batch ahead of the step. "shared" is the demo's trainer:
+it computes each prompt once for its completions, and no gradient for groups without an advantage, where it would
+be 0. All have two threads, and two more in the engine; torch's spin while they wait for work, but where the engine
+wants the cores, too, they sleep (OMP_WAIT_POLICY).
+
+All train the same sums in the same order, in the demo's own wording: 64 prompts a step (16 with --quick) with 4
+completions each, first as long as the model makes them (3.5 tokens), then of 32 tokens, also where the model would
+end earlier. Each measurement is a process of its own; the kinds take turns, round by round. A round's figures are
+means of its steps after the first ones. CPU seconds are those of all processes and threads: spinning is in them.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +32,8 @@ KINDS = {
     "TRL": "TRL, generate, 2 threads",
     "synchronous": "openvino, synchronous",
     "ahead": "openvino, one batch ahead",
+    "synchronous shared": "synchronous, shared prompts",
+    "ahead shared": "one batch ahead, shared prompts",
 }
 COMPLETIONS, TOKENS = 4, 32
 WARM_UP = 3
@@ -32,24 +41,42 @@ WARM_UP = 3
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return float(solution_str.startswith(ground_truth))
+    return float(solution_str{})
 """
 
 
-def train(kind: str, prompts: int, steps: int, folder: Path) -> list[float]:
-    """Trains; the time at which each step ended."""
+@dataclass(frozen=True)
+class Step:
+    """How a step ended."""
+
+    at: float
+    """Seconds, of the wall's clock."""
+    cpu: float
+    """Seconds of this process and its children until then."""
+    tokens: int
+    """Of prompts and completions, trained on until then."""
+
+
+def train(kind: str, prompts: int, steps: int, folder: Path, *, fixed: bool) -> list[Step]:
+    """Trains; `fixed`: completions of 32 tokens, whatever the model would have."""
+    import psutil  # type: ignore[import-untyped]
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from demo_model.problems import Split, enumerate_pairs
+    from demo_model.shared_prompts import SharedPromptsTrainer
     from rollstream.integrations.trl import GRPOEnvConfig, GRPOEnvTrainer, RolloutEnvironment
 
-    ends: list[float] = []
+    ends: list[Step] = []
+    process = psutil.Process()
 
     class Clock(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.perf_counter())
+            everyone = [process, *process.children(recursive=True)]
+            cpu = sum(sum(one.cpu_times()[:2]) for one in everyone)
+            ends.append(Step(time.perf_counter(), cpu, int(args[1].num_input_tokens_seen)))
 
     given: dict[str, Any] = {
         "output_dir": str(folder),
@@ -69,34 +96,36 @@ def train(kind: str, prompts: int, steps: int, folder: Path) -> list[float]:
         "disable_tqdm": True,
         "log_level": "error",
     }
-    sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     rows = [
-        {"prompt": [{"role": "user", "content": f"{a} + {b}"}], "answer": str(a + b)} for a, b in sums[::7]
+        {"prompt": [{"role": "user", "content": problem.question}], "answer": problem.answer}
+        for problem in enumerate_pairs(2, Split.TRAIN)
     ]
     shared: dict[str, Any] = {
         "train_dataset": Dataset.from_list(rows),
         "processing_class": AutoTokenizer.from_pretrained(MODEL_PATH),
         "callbacks": [Clock()],
     }
-    torch.set_num_threads(2 if kind == "TRL" else 1)
+    torch.set_num_threads(2)
     model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32)
     if kind == "TRL":
 
         def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-            texts = (completion[0]["content"] for completion in completions)
-            return [float(text.startswith(right)) for text, right in zip(texts, answer, strict=True)]
+            texts = [completion[0]["content"] for completion in completions]
+            right = zip(texts, answer, strict=True)
+            return [float(text.startswith(sum) if fixed else text == sum) for text, sum in right]
 
-        config = GRPOConfig(**given, generation_kwargs={"min_new_tokens": TOKENS})
+        config = GRPOConfig(**given, generation_kwargs={"min_new_tokens": TOKENS} if fixed else None)
         trainer = GRPOTrainer(model, reward, config, **shared)
     else:
-        (folder / "reward.py").write_text(REWARD)
+        compared = ".startswith(ground_truth)" if fixed else " == ground_truth"
+        (folder / "reward.py").write_text(REWARD.format(compared))
         rollout = "actor_rollout_ref.rollout"
         environment = RolloutEnvironment(
             [
                 f"{rollout}.name=openvino",
-                f"{rollout}.ignore_eos=true",
-                f"{rollout}.engine_kwargs.num_threads=1",
-                f"{rollout}.engine_kwargs.max_num_batched_tokens=2048",
+                f"{rollout}.ignore_eos={str(fixed).lower()}",
+                f"{rollout}.engine_kwargs.num_threads=2",
+                f"{rollout}.engine_kwargs.max_num_batched_tokens=1024",
                 f"custom_reward_function.path={folder / 'reward.py'}",
                 "data.max_prompt_length=128",
             ]
@@ -104,53 +133,74 @@ def train(kind: str, prompts: int, steps: int, folder: Path) -> list[float]:
         memory = Path("/dev/shm")
         config = GRPOEnvConfig(
             **given,
-            num_steps_async=int(kind == "ahead"),
+            num_steps_async=int(kind.startswith("ahead")),
             weights_dir=str(memory) if memory.is_dir() else None,
         )
-        trainer = GRPOEnvTrainer(model, environment, config, **shared)
+        made = SharedPromptsTrainer if kind.endswith("shared") else GRPOEnvTrainer
+        trainer = made(model, environment, config, **shared)
     trainer.train()
     return ends
 
 
-def measure(kind: str, prompts: int, steps: int) -> float:
-    """Seconds a step, in a fresh process."""
-    command = [sys.executable, "-m", "bench.trl", "--measure", kind, str(prompts), str(steps + WARM_UP)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+def measure(kind: str, prompts: int, steps: int, *, fixed: bool) -> Step:
+    """The mean of a step, in a fresh process."""
+    told = [kind, str(prompts), str(steps + WARM_UP), "fixed" if fixed else "free"]
+    command = [sys.executable, "-m", "bench.trl", "--measure", *told]
+    waits = {} if kind == "TRL" else {"OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | waits)
     assert done.returncode == 0, done.stderr
-    ends = json.loads(done.stdout.splitlines()[-1])[WARM_UP - 1 :]
-    return float((ends[-1] - ends[0]) / (len(ends) - 1))
+    ends = [Step(**one) for one in json.loads(done.stdout.splitlines()[-1])][WARM_UP - 1 :]
+    first, last, count = ends[0], ends[-1], len(ends) - 1
+    return Step(
+        (last.at - first.at) / count, (last.cpu - first.cpu) / count, (last.tokens - first.tokens) // count
+    )
+
+
+def compare(rounds: int, prompts: int, steps: int, *, fixed: bool) -> list[dict[str, Any]]:
+    """A row for each kind."""
+    found: dict[str, list[Step]] = {kind: [] for kind in KINDS}
+    for _ in range(rounds):
+        for kind, means in found.items():
+            means.append(measure(kind, prompts, steps, fixed=fixed))
+
+    def median(kind: str, name: str) -> float:
+        return float(statistics.median(getattr(one, name) for one in found[kind]))
+
+    rows = [
+        {
+            "what": KINDS[kind],
+            "s a step": median(kind, "at"),
+            "from": min(one.at for one in means),
+            "to": max(one.at for one in means),
+            "CPU s": median(kind, "cpu"),
+            "tokens": median(kind, "tokens"),
+            "times as fast": median("TRL", "at") / median(kind, "at"),
+            "of the CPU": median(kind, "cpu") / median("TRL", "cpu"),
+        }
+        for kind, means in found.items()
+    ]
+    lengths = f"{TOKENS} tokens" if fixed else "as many tokens as they take"
+    print_table(
+        f"{prompts} prompts x {COMPLETIONS} completions of {lengths}; {steps} steps, {rounds} round(s) "
+        "(aim: 2.1 times as fast one batch ahead)",
+        rows,
+    )
+    return rows
 
 
 def bench() -> None:
     """Runs the benchmark."""
     if len(sys.argv) > 1 and sys.argv[1] == "--measure":
         with tempfile.TemporaryDirectory() as folder:
-            kind, prompts, steps = sys.argv[2:]
-            print(json.dumps(train(kind, int(prompts), int(steps), Path(folder))))
+            kind, prompts, steps, length = sys.argv[2:]
+            ends = train(kind, int(prompts), int(steps), Path(folder), fixed=length == "fixed")
+            print(json.dumps([asdict(one) for one in ends]))
         return
     options = parse_options(__doc__.split("\n")[0])
     rounds, batch, counted = (1, 16, 3) if options.quick else (5, 64, 20)
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for _ in range(rounds):
-        for kind, found in seconds.items():
-            found.append(measure(kind, batch, counted))
-    plain = statistics.median(seconds["TRL"])
-    rows = [
-        {
-            "what": KINDS[kind],
-            "s a step": statistics.median(found),
-            "from": min(found),
-            "to": max(found),
-            "times as fast": plain / statistics.median(found),
-        }
-        for kind, found in seconds.items()
-    ]
-    print_table(
-        f"{batch} prompts x {COMPLETIONS} completions of {TOKENS} tokens; {counted} steps, {rounds} round(s) "
-        "(aim: 2.1 times as fast one batch ahead)",
-        rows,
-    )
-    write_json(options.json, "trl", rows)
+    free = compare(rounds, batch, counted, fixed=False)
+    fixed = compare(rounds, batch, counted, fixed=True)
+    write_json(options.json, "trl", [*free, *fixed])
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ async def try_again(
 
     An engine that is away is charged to nobody. Nothing is tried again at `until` (of the monotonic clock).
     """
-    attempts, waits, jitter = 1, 0, random.Random()
+    attempts, waits = 1, 0
     while True:
         try:
             return await _guarded(call), attempts
@@ -73,7 +73,7 @@ async def try_again(
                     raise
                 attempts += 1
             waits += 1
-            wait = retry.wait(waits, jitter)
+            wait = retry.wait(waits, random.Random())
             if time.monotonic() + wait >= until:
                 raise
             logger.warning("%s: %s: %s; again in %.1f s", what, type(error).__name__, error, wait)
