@@ -9,9 +9,11 @@ be 0. All have two threads, and two more in the engine; torch's spin while they 
 wants the cores, too, they sleep (OMP_WAIT_POLICY).
 
 All train the same sums in the same order, in the demo's own wording: 64 prompts a step (16 with --quick) with 4
-completions each, first as long as the model makes them (3.5 tokens), then of 32 tokens, also where the model would
-end earlier. Each measurement is a process of its own; the kinds take turns, round by round. A round's figures are
-means of its steps after the first ones. CPU seconds are those of all processes and threads: spinning is in them.
+completions each. First as the demo does: a batch lasts two steps, and completions end where the model ends them
+(3.5 tokens). Then a batch for each step, and completions of 32 tokens, also where the model would end earlier.
+
+Each measurement is a process of its own; the kinds take turns, round by round. A round's figures are means of its
+steps after the first ones. CPU seconds are those of all processes and threads: spinning is in them.
 """
 
 import json
@@ -36,7 +38,11 @@ KINDS = {
     "ahead shared": "one batch ahead, shared prompts",
 }
 COMPLETIONS, TOKENS = 4, 32
-WARM_UP = 3
+BATCH_STEPS = 2
+"""For which a batch is generated, as in the demo's plan. TRL computes the old policy's log-probs for it, while
+GRPOEnvTrainer has them from the engine."""
+
+WARM_UP = 4
 """Steps that do not count: caches fill, and the first batches are generated with nothing to train meanwhile."""
 
 REWARD = """
@@ -58,7 +64,7 @@ class Step:
 
 
 def train(kind: str, prompts: int, steps: int, folder: Path, *, fixed: bool) -> list[Step]:
-    """Trains; `fixed`: completions of 32 tokens, whatever the model would have."""
+    """Trains; `fixed`: completions of 32 tokens, whatever the model would have, and a batch for each step."""
     import psutil  # type: ignore[import-untyped]
     import torch
     from datasets import Dataset
@@ -82,6 +88,7 @@ def train(kind: str, prompts: int, steps: int, folder: Path, *, fixed: bool) -> 
         "output_dir": str(folder),
         "per_device_train_batch_size": prompts * COMPLETIONS,
         "num_generations": COMPLETIONS,
+        "steps_per_generation": 1 if fixed else BATCH_STEPS,
         "max_completion_length": TOKENS,
         "max_steps": steps,
         "learning_rate": 1e-5,
@@ -179,9 +186,9 @@ def compare(rounds: int, prompts: int, steps: int, *, fixed: bool) -> list[dict[
         }
         for kind, means in found.items()
     ]
-    lengths = f"{TOKENS} tokens" if fixed else "as many tokens as they take"
+    what = f"of {TOKENS} tokens, a batch a step" if fixed else f"as they end, {BATCH_STEPS} steps a batch"
     print_table(
-        f"{prompts} prompts x {COMPLETIONS} completions of {lengths}; {steps} steps, {rounds} round(s) "
+        f"{prompts} prompts x {COMPLETIONS} completions, {what}; {steps} steps, {rounds} round(s) "
         "(aim: 2.1 times as fast one batch ahead)",
         rows,
     )
@@ -197,7 +204,7 @@ def bench() -> None:
             print(json.dumps([asdict(one) for one in ends]))
         return
     options = parse_options(__doc__.split("\n")[0])
-    rounds, batch, counted = (1, 16, 3) if options.quick else (5, 64, 20)
+    rounds, batch, counted = (1, 16, 4) if options.quick else (5, 64, 20)
     free = compare(rounds, batch, counted, fixed=False)
     fixed = compare(rounds, batch, counted, fixed=True)
     write_json(options.json, "trl", [*free, *fixed])
