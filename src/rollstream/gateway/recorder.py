@@ -3,20 +3,42 @@
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 
 from rollstream.agent.base import AgentLoop
 from rollstream.agent.chat_answer import calls_of, identified
+from rollstream.agent.images import shows_images
 from rollstream.chat.wires.openai_chat import assistant_message
-from rollstream.errors import ConfigError, DataError
-from rollstream.gateway.sessions import Ask, Session, Turn
-from rollstream.trajectory import Completion, Message, SamplingParams
+from rollstream.engine.base import Capabilities
+from rollstream.errors import ConfigError, DataError, EngineUnavailableError
+from rollstream.gateway.sessions import Ask, Discard, Session, Turn
+from rollstream.trajectory import Completion, Message, SamplingParams, Trajectory
 from rollstream.web import HTTPError
+
+_FIRST_PROBE_S, _PROBE_S_MAX = 0.2, 1.0
+"""Between questions whether an engine that was away is back."""
+
+_NAMED = 8
+"""Values of a parameter that a trajectory's `extra` names at most."""
+
+_CLOSERS = ("</think>", "[/THINK]")
+_MARK = "ROLLSTREAMTHOUGHT"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one session may take."""
+
+    calls: int = 10_000
+    """Those without an answer included."""
+    bytes: int = 256 << 20
+    """Of what is kept of them, about: some 48 a token, and the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +46,47 @@ class Call:
     """What a client asks for, whatever API it speaks."""
 
     messages: list[Message]
-    """As chat templates want them."""
+    """As chat templates want them: content as text (as parts where there is an image), arguments of calls as
+    mappings (as text where they are no JSON object), `reasoning_content`, `tool_call_id`."""
     tools: list[dict[str, Any]]
     """Schemas to show."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    """Texts that end the answer, which the client is not told."""
+    sampling: SamplingParams | None = None
+    """How to sample in place of the run's way, where the run allows it."""
+    own_seed: bool = False
+    """Whether the seed is the client's: then it goes to the engine as it is."""
+    overridden: Mapping[str, Any] = field(default_factory=dict)
+    """What the client asked for and did not get, for the run decides it."""
+    client_model: str | None = None
+    """What the client calls the model, where that is another name than the run's."""
+    name: str | None = None
+    """Of the answer; None: one is made."""
+    retry: int = 0
+    """The how manieth time the client asks for the same answer, by its own words: official clients count."""
 
 
 class Recorder:
     """Answers the calls of one agent in one attempt at a rollout. `answer` may be called many times at once."""
 
     def __init__(
-        self, loop: AgentLoop, sampling: SamplingParams, *, name: str, broken: "asyncio.Future[Exception]"
+        self,
+        loop: AgentLoop,
+        sampling: SamplingParams,
+        *,
+        name: str,
+        broken: "asyncio.Future[Exception]",
+        limits: Limits | None = None,
+        engine_wait: float = 0.0,
     ) -> None:
         """Args:
         loop: of the attempt; its engine, template and limits are used, its metrics count.
         sampling: of the rollout.
         name: request ids begin with it.
         broken: is given the first error that is not the agent's to handle: the engine's, or a bug.
+        limits: of the session.
+        engine_wait: seconds that a call waits while no engine is there, before that is `broken`.
         """
         self.sampling = sampling
         self.session = Session(_Templates(loop), name=name, logprobs=sampling.logprobs)
@@ -49,8 +94,44 @@ class Recorder:
         """Why the last refused call was refused: a fault of the call itself."""
         self.ran_out_of_room = False
         """Whether a call was refused because nothing would fit behind it."""
+        self.tokens = 0
+        """Sampled so far."""
         self._loop = loop
         self._broken = broken
+        self._limits = limits or Limits()
+        self._engine_wait = engine_wait
+        self._notes: dict[str, Any] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The engine's."""
+        return self._loop.resources.engine.capabilities
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether messages may have images."""
+        return False
+
+    @property
+    def calls(self) -> int:
+        """Calls that were answered."""
+        return len(self.session.turns)
+
+    @property
+    def open_calls(self) -> int:
+        """Calls that wait for an answer."""
+        return self.session.open_calls
+
+    def count_tokens(self, messages: list[Message], tools: list[dict[str, Any]]) -> int:
+        """Tokens of a prompt with these messages; nothing is begun.
+
+        Raises:
+            HTTPError: the chat template refuses them.
+        """
+        try:
+            return len(_Templates(self._loop).prompt(messages, tools, first=False)[1])
+        except DataError as error:
+            raise HTTPError(400, str(error), where="messages") from error
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -82,27 +163,129 @@ class Recorder:
             EngineError: the engine's.
             CancelledError: the client went away.
         """
-        ask = self.session.begin(call.messages, call.tools)
+        how = (call.max_tokens, call.stop)
+        if call.retry and (missed := self.session.again(call.messages, call.tools, how=how)):
+            return missed, missed.prompt_ids
+        self._admit(call)
+        ask = self.session.begin(call.messages, call.tools, how=how)
         try:
-            track = ask.track(logprobs=self.sampling.logprobs)
-            sampling = self._sampling_of(call, len(track.prompt_ids), len(track))
-            in_thinking = self._loop.resources.template.in_thinking(track.context)
-            # Calls that are open at once have ids of their own. `generate` reads the id before it waits.
-            self._loop.request_id = ask.request_id
-            completion = await self._loop.generate(
-                track.context, sampling, messages=ask.messages, tools=call.tools or None
-            )
-            message = self._read(completion, ask, in_thinking=in_thinking)
+            context, prompt_length = ask.context, ask.prompt_length
+            sampling = self._sampling_of(call, prompt_length, len(context) - prompt_length)
+            in_thinking = self._loop.resources.template.in_thinking(context)
+            completion = await self._generate(context, sampling, ask, own_seed=call.own_seed, gone=gone)
+            message, stop = self._read(completion, ask, call.stop, in_thinking=in_thinking)
             if gone():
                 raise asyncio.CancelledError  # as the server is about to cancel it
         except BaseException:
             self.session.give_up(ask)
             raise
-        turn = self.session.answer(ask, f"chatcmpl-{uuid.uuid4().hex}", message, completion)
-        return turn, track.context
+        name = call.name or f"chatcmpl-{uuid.uuid4().hex}"
+        turn = self.session.answer(ask, name, message, completion, stop=stop)
+        self.tokens += len(completion.token_ids)
+        self._note(call)
+        return turn, context
+
+    def trajectories(
+        self, *, kept: Collection[str] | None = None, discard: Discard | None = None
+    ) -> list[Trajectory]:
+        """What was recorded, the final one last.
+
+        Their `extra["gateway"]` says what there is to say:
+
+        - `old_thinking_tokens`: thinking of earlier turns that the model was shown, since it had written it, and
+          that the chat template leaves out of a conversation that it renders anew.
+        - `rendered_again_tokens`: sampled for answers that the client sent back in a history of its own making:
+          their texts were rendered, and stand in the prompt as the template writes them.
+        - `overridden`, `client_sampling`, `client_models`: what calls of the session asked for, distinct values.
+
+        Args:
+            kept: names of the answers that count; None: all of them.
+            discard: see `Session.branches`.
+        """
+        found = []
+        for turn in self.session.branches(kept, discard):
+            trajectory = self.session.trajectory(turn)
+            chain = [*turn.ask.before, turn]
+            counts = {
+                "old_thinking_tokens": self._old_thinking(chain),
+                "rendered_again_tokens": sum(one.ask.rendered_again for one in chain),
+            }
+            about = {name: count for name, count in counts.items() if count} | self._notes
+            if about:
+                trajectory.extra["gateway"] = about
+            trajectory.is_snapshot = True
+            found.append(trajectory)
+        if found:
+            found[-1].is_snapshot = False
+        return found
+
+    def _admit(self, call: Call) -> None:
+        session, limits = self.session, self._limits
+        if session.begun >= limits.calls or session.size > limits.bytes:
+            raise HTTPError(
+                400,
+                f"the session has had {session.begun} calls and takes {session.size} bytes: at most "
+                f"{limits.calls} calls and {limits.bytes} bytes are allowed",
+                code="session_limit_exceeded",
+            )
+        if shows_images(call.messages):
+            raise HTTPError(400, "this model is shown no images here", where="messages")
+
+    def _note(self, call: Call) -> None:
+        noted: list[tuple[str, str, Any]] = [("overridden", *one) for one in call.overridden.items()]
+        if call.sampling is not None:
+            for name in ("temperature", "top_p", "top_k", "seed"):
+                if (value := getattr(call.sampling, name)) != getattr(self.sampling, name):
+                    noted.append(("client_sampling", name, value))
+        for part, name, value in noted:
+            _add(self._notes.setdefault(part, {}).setdefault(name, []), value)
+        if call.client_model is not None:
+            _add(self._notes.setdefault("client_models", []), call.client_model)
+
+    async def _generate(
+        self,
+        context: list[int],
+        sampling: SamplingParams,
+        ask: Ask,
+        *,
+        own_seed: bool,
+        gone: Callable[[], bool],
+    ) -> Completion:
+        """Asks the engine, and waits for it while it is away."""
+        clock = asyncio.get_running_loop().time
+        away_since, pause = None, _FIRST_PROBE_S
+        exact = self._loop.resources.token_exact
+        more: dict[str, Any] = {"own_seed": True} if own_seed else {}
+        while True:
+            try:
+                # Calls that are open at once have ids of their own. `generate` reads the id before it waits.
+                self._loop.request_id = ask.request_id
+                return await self._loop.generate(
+                    context,
+                    sampling,
+                    messages=None if exact else ask.messages,
+                    tools=list(ask.tools) or None,
+                    **more,
+                )
+            except EngineUnavailableError:
+                now = clock()
+                away_since = now if away_since is None else away_since
+                if now - away_since >= self._engine_wait or gone():
+                    raise
+                await asyncio.sleep(pause)
+                while clock() - away_since < self._engine_wait and not await self._is_healthy():
+                    pause = min(2 * pause, _PROBE_S_MAX)
+                    await asyncio.sleep(pause)
+
+    async def _is_healthy(self) -> bool:
+        try:
+            async with asyncio.timeout(10 * _PROBE_S_MAX):
+                return await self._loop.resources.engine.health()
+        except (EngineUnavailableError, TimeoutError):
+            return False
 
     def _sampling_of(self, call: Call, prompt_tokens: int, response_tokens: int) -> SamplingParams:
-        resources, run = self._loop.resources, self.sampling
+        resources, run = self._loop.resources, call.sampling or self.sampling
         room = self._loop.room(prompt_tokens, response_tokens)
         if room < 1:
             self.ran_out_of_room = True
@@ -124,8 +307,13 @@ class Recorder:
             stop_token_ids=tuple(dict.fromkeys((*run.stop_token_ids, *parser_stops))),
         )
 
-    def _read(self, completion: Completion, ask: Ask, *, in_thinking: bool) -> Message:
-        """The answer as a message. Only calls that can be executed are `tool_calls`."""
+    def _read(
+        self, completion: Completion, ask: Ask, stops: Sequence[str], *, in_thinking: bool
+    ) -> tuple[Message, str | None]:
+        """The answer as a message, and the client's stop text that ended it.
+
+        Only calls that can be executed are `tool_calls`.
+        """
         resources, tokenizer = self._loop.resources, self._loop.tokenizer
         if completion.message is not None:
             message = {**completion.message, "content": completion.message.get("content") or ""}
@@ -133,15 +321,68 @@ class Recorder:
                 given = zip(calls, calls_of(completion.message), strict=True)
                 if readable := [call for call, read in given if read.error is None]:
                     message["tool_calls"] = readable
-            return message
-        parsed = resources.parse(completion.token_ids, in_thinking=in_thinking, tools=ask.tools)
-        calls = identified(parsed.calls, resources.template, turn=len(ask.before) + 1)
-        special = sorted(tokenizer.special_ids.intersection(completion.token_ids))
-        return assistant_message(
+            return message, None
+        ids, stop = completion.token_ids, None
+        parsed = resources.parse(ids, in_thinking=in_thinking, tools=ask.tools)
+        if stops and completion.finish_reason == "stop" and ids:
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+            last = len(tokenizer.decode(ids[:-1], skip_special_tokens=False))
+            # The last token completed it; some tokenizers write a token another way at the end.
+            places = ((text.find(one, max(0, last - len(one) - _NAMED)), one) for one in stops)
+            if found := min((place for place in places if place[0] >= 0), default=None):
+                stop = found[1]
+                parsed = resources.parser.parse(text[: found[0]], in_thinking=in_thinking, tools=ask.tools)
+        calls = identified(parsed.calls, resources.template, turn=ask.number)
+        special = sorted(tokenizer.special_ids.intersection(ids))
+        message = assistant_message(
             replace(parsed, calls=tuple(calls)),
             [tokenizer.decode([token], skip_special_tokens=False) for token in special],
             tools=bool(ask.tools),
         )
+        return message, stop
+
+    def _old_thinking(self, chain: Sequence[Turn]) -> int:
+        """Tokens of thinking that a fresh rendering of this conversation would leave out."""
+        count, asked_anew = 0, False
+        for at in range(len(chain) - 2, -1, -1):
+            turn = chain[at]
+            asked_anew |= any(one["role"] != "tool" for one in chain[at + 1].ask.given)
+            thought = turn.message.get("reasoning_content")
+            if thought and self._loop.resources.token_exact and self._is_left_out(asked_anew):
+                count += self._thinking_tokens(turn.completion.token_ids, thought)
+        return count
+
+    def _is_left_out(self, asked_anew: bool) -> bool:
+        """Whether the template leaves out the thinking of an answer before a user's message, or a result."""
+        resources = self._loop.resources
+        question: Message = {"role": "user", "content": "."}
+        answer: Message = {"role": "assistant", "content": ".", "reasoning_content": _MARK}
+        added = [question]
+        if not asked_anew:
+            call = {"type": "function", "id": "c00000000", "function": {"name": "f", "arguments": {}}}
+            answer["tool_calls"] = [call]
+            added = resources.template.tool_messages([call], ["."])
+        try:
+            shown = self._loop.tokenizer.render_text([question, answer, *added])
+        except DataError:
+            return False
+        return _MARK not in shown
+
+    def _thinking_tokens(self, ids: list[int], thought: str) -> int:
+        tokenizer = self._loop.tokenizer
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        ends = [text.find(closer) + len(closer) for closer in _CLOSERS if closer in text]
+        if not ends:
+            return min(len(ids), len(tokenizer.encode(thought)))
+        end = min(ends)
+        return bisect_left(
+            range(len(ids)), end, key=lambda at: len(tokenizer.decode(ids[:at], skip_special_tokens=False))
+        )
+
+
+def _add(values: list[Any], value: Any) -> None:
+    if value not in values and len(values) < _NAMED:
+        values.append(value)
 
 
 class _Templates:

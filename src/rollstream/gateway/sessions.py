@@ -22,37 +22,86 @@ What holds, whatever is called in whatever order, with any number of calls open 
   answered. Every other one begins a segment.
 - A segment is one trajectory. Each turn that counts is sampled (mask 1) in exactly one trajectory, with its
   log-probs and policy versions; in segments that branch off behind it, it is prompt.
-- Trajectories are in the order of their last answers.
+- Trajectories are in the order of their last answers. Where these were being sampled at the same time, what
+  they say decides, so that it makes no difference which of them was faster.
+
+A call costs what its own messages and tokens cost, whatever was called before: conversations are paths in one
+table of `(place, message) -> place`.
 
 Nothing here waits, renders, or knows an engine: `Renderer` gives ids, and whoever begins a call answers it.
 """
 
-from collections.abc import Collection, Sequence
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, Protocol
+from heapq import heappop, heappush
+from itertools import chain, pairwise
+from typing import Any, Literal, Protocol
+
+import orjson
 
 from rollstream.agent.tokens import TokenTrack
 from rollstream.trajectory import Completion, Message, Metrics, Trajectory
 
+Discard = Literal["abandoned"]
+"""Which answers do not count. `abandoned`: those that no later call used (see `Session.branches`)."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+_TOKEN_BYTES, _CALL_BYTES = 48, 2_000
+"""What a token and a call take here, their text apart: about."""
+
+_SEARCHED = 256 << 20
+"""Characters that are searched for quotations at most; what is not searched counts as used."""
+
+_FLOAT = re.compile(rb"\d\.0\b|\de")
+"""A number that may be a whole one, or a text like it."""
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Tokens that are one trajectory: a prompt, and answers that go on after each other."""
+
+    request_id: str
+    """The engine's, the same for all its calls; no two open calls have the same."""
+    base: "Turn | None"
+    """Its prompt begins with the context of this turn, the answer included."""
+    ids: list[int] = field(default_factory=list)
+    """What was given and sampled behind that."""
+    turns: "list[Turn]" = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class Ask:
     """A call: what the model is to answer."""
 
-    request_id: str
-    """The engine's, the same for all calls of a segment; no two open calls have the same."""
+    segment: Segment
     parent: "Turn | None"
     """What it goes on after; None: it begins a conversation."""
-    start: "Ask | None"
-    """The call that began its segment; None: this one does."""
     tools: Sequence[dict[str, Any]]
     given: Sequence[Message]
-    """Messages after those turns, as the client sent them."""
+    """Messages after the parent's, as the client sent them."""
     shown: Sequence[Message]
     """The same as the model is shown them."""
     given_ids: Sequence[int]
     """The whole prompt of a conversation's first call, else what stands between two answers."""
+    begun: int
+    """Tells what came first, together with `Turn.answered`."""
+    place: int
+    """Of the parent's answer."""
+    keys: Sequence[Hashable]
+    """Of `given`."""
+    asked: int
+    """The same for calls that ask exactly the same."""
+    number: int
+    """Its answer is the first, second, ... one of its conversation."""
+    rendered_again: int
+    """Sampled tokens of answers that are in `given`: their text was rendered anew."""
+
+    @property
+    def request_id(self) -> str:
+        """The engine's, the same for all calls of a segment; no two open calls have the same."""
+        return self.segment.request_id
 
     @property
     def before(self) -> "list[Turn]":
@@ -69,17 +118,19 @@ class Ask:
         earlier = ((*turn.ask.shown, turn.message) for turn in self.before)
         return [*chain.from_iterable(earlier), *self.shown]
 
-    def track(self, *, logprobs: bool) -> TokenTrack:
-        """The tokens of the segment so far, up to where the answer begins."""
-        before = self.before
-        asks = [*(turn.ask for turn in before), self]
-        start = asks.index(self.start or self)
-        context = ((*turn.ask.given_ids, *turn.completion.token_ids) for turn in before[:start])
-        track = TokenTrack([*chain.from_iterable(context), *asks[start].given_ids], logprobs=logprobs)
-        for turn, ask in zip(before[start:], asks[start + 1 :], strict=True):
-            track.add_sampled(turn.completion)
-            track.add_given(list(ask.given_ids))
-        return track
+    @property
+    def context(self) -> list[int]:
+        """The prompt that the engine gets: whatever the model has seen and said, and what is new."""
+        ids = _context(self.parent)
+        ids += self.given_ids
+        return ids
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the context that are its trajectory's prompt; the others are response."""
+        if not self.segment.turns:
+            return len(_context(self.parent)) + len(self.given_ids)
+        return len(_context(self.segment.base)) + self.segment.turns[0].start
 
 
 @dataclass(slots=True, eq=False)
@@ -91,10 +142,27 @@ class Turn:
     """What the client knows the answer by."""
     message: Message
     completion: Completion
+    answered: int
+    """As `Ask.begun`."""
+    start: int
+    """Where its answer begins in its segment's ids."""
+    stop: str | None = None
+    """The stop text that ended it; the message ends before it."""
     following: Ask | None = None
     """The call that continues the segment."""
-    branches: "list[Turn]" = field(default_factory=list)
-    """All turns that go on after this one."""
+    is_used: bool = False
+    """Whether a later call goes on after it, or has it in its messages."""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """What the engine got."""
+        return _context(self)[: -len(self.completion.token_ids) or None]
+
+    @property
+    def conversation(self) -> list[Message]:
+        """All messages as the client sent them, and the answers, this one included."""
+        turns = [*self.ask.before, self]
+        return [*chain.from_iterable((*turn.ask.given, turn.message) for turn in turns)]
 
 
 class Renderer(Protocol):
@@ -124,83 +192,164 @@ class Session:
         self._name = name
         self._logprobs = logprobs
         self._segments = 0
-        self._prompt: tuple[list[Message], list[dict[str, Any]]] | None = None
-        self._roots: list[Turn] = []
+        self._clock = 0
+        self._first: int | None = None
+        self._tools: tuple[Sequence[dict[str, Any]], int] | None = None
+        self._roots: dict[bytes, int] = {}
+        """Where conversations with these tools begin. Even numbers; other places are odd."""
+        self._next: dict[tuple[int, Hashable], int] = {}
+        """Where a message leads to."""
+        self._ends: dict[int, list[Turn]] = {}
+        """The turns whose answers lead there, the newest one last: their texts are the same."""
+        self._said: dict[Hashable, Turn] = {}
+        """The newest turn with this answer."""
+        self._answered: dict[int, Turn] = {}
+        """The newest turn that was asked exactly this."""
+        self._open: Counter[int] = Counter()
+        self._lost: Counter[int] = Counter()
+        """What was asked and given up, and not asked again by a client's own retry."""
+        self.size = 0
+        """Bytes that it takes, about."""
+        self.begun = 0
+        """Calls so far, those that were given up included."""
         self.turns: list[Turn] = []
         """All that were answered, in this order."""
 
     @property
     def has_begun(self) -> bool:
         """Whether a call has been opened."""
-        return self._prompt is not None
+        return self._first is not None
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Ask:
-        """Opens a call with a conversation; `answer` or `give_up` ends it."""
-        messages = list(messages)  # whoever has it may add to it
-        parent, known = self._find(messages, tools)
+    @property
+    def open_calls(self) -> int:
+        """Calls that wait for their answers."""
+        return sum(self._open.values())
+
+    def begin(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, how: Hashable = None
+    ) -> Ask:
+        """Opens a call with a conversation; `answer` or `give_up` ends it.
+
+        Args:
+            messages: all of it.
+            tools: schemas that it shows.
+            how: what else decides the answer; for `again`.
+        """
+        root, keys = self._root(tools), [*map(_key, messages)]
+        parent, place, known = self._find(root, messages, keys)
+        given, asked = messages[known:], hash((root, *keys, how))  # a copy: whoever has it may add to it
         if parent is None:
-            asked = (messages, list(tools))
-            shown, ids = self._renderer.prompt(*asked, first=self._prompt in (None, asked))
-            self._prompt = self._prompt or asked
-            return Ask(self._new_id(), None, None, asked[1], messages, shown, ids)
-        given, tools = messages[known:], parent.ask.tools
-        shown, ids = self._renderer.after(parent, given)
-        if parent.following is not None:
-            return Ask(self._new_id(), parent, None, tools, given, shown, ids)
-        start = parent.ask.start or parent.ask
-        parent.following = Ask(start.request_id, parent, start, tools, given, shown, ids)
-        return parent.following
+            given, tools = list(given), list(tools)
+            first = hash((root, *keys))
+            shown, ids = self._renderer.prompt(given, tools, first=self._first in (None, first))
+            self._first = first if self._first is None else self._first
+            segment, number = Segment(self._new_id(), None), 1
+        else:
+            tools, number = parent.ask.tools, parent.ask.number + 1
+            shown, ids = self._renderer.after(parent, given)
+            parent.is_used = True
+            goes_on = parent.following is None
+            segment = parent.ask.segment if goes_on else Segment(self._new_id(), parent)
+        again = [self._said[key] for key in keys[known:] if key in self._said]
+        for turn in again:
+            turn.is_used = True
+        rendered = sum(len(turn.completion.token_ids) for turn in again)
+        ask = Ask(
+            segment,
+            parent,
+            tools,
+            given,
+            shown,
+            ids,
+            self._tick(),
+            place,
+            keys[known:],
+            asked,
+            number,
+            rendered,
+        )
+        if parent is not None and goes_on:
+            parent.following = ask
+        self.begun += 1
+        self._open[asked] += 1
+        return ask
 
-    def answer(self, ask: Ask, name: str, message: Message, completion: Completion) -> Turn:
+    def again(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, how: Hashable = None
+    ) -> Turn | None:
+        """For a client that asks again because an answer did not reach it: the answer that it missed.
+
+        None where it has to be asked anew: nothing like it was answered, or a call like it is open or was given
+        up, which then was the first try; or a later call went on after the answer.
+        """
+        asked = hash((self._root(tools), *map(_key, messages), how))
+        turn = self._answered.get(asked)
+        if self._lost[asked]:
+            self._lost[asked] -= 1
+            return None
+        return None if self._open[asked] or turn is None or turn.is_used else turn
+
+    def answer(
+        self, ask: Ask, name: str, message: Message, completion: Completion, *, stop: str | None = None
+    ) -> Turn:
         """Records the answer of an open call. `message` is what the client is told."""
-        turn = Turn(ask, name, message, completion)
-        (self._roots if ask.parent is None else ask.parent.branches).append(turn)
+        segment = ask.segment
+        segment.ids += ask.given_ids
+        turn = Turn(ask, name, message, completion, self._tick(), len(segment.ids), stop)
+        segment.ids += completion.token_ids
+        segment.turns.append(turn)
+        place = ask.place
+        key = _key(message)
+        for one in (*ask.keys, key):
+            place = self._next.setdefault((place, one), 2 * len(self._next) + 1)
+        self._ends.setdefault(place, []).append(turn)
+        self._said[key] = self._answered[ask.asked] = turn
         self.turns.append(turn)
+        tokens = len(ask.given_ids) + len(completion.token_ids)
+        texts = sum(len(one["content"]) for one in ask.given if isinstance(one.get("content"), str))
+        self.size += _CALL_BYTES + _TOKEN_BYTES * tokens + texts
+        ask.given_ids = ask.keys = ()  # the segment has them now
+        self._close(ask)
         return turn
 
     def give_up(self, ask: Ask) -> None:
         """Ends an open call that gets no answer."""
         if ask.parent is not None and ask.parent.following is ask:
             ask.parent.following = None
+        self._lost[ask.asked] += 1
+        self._close(ask)
 
-    def trajectories(self, kept: Collection[str] | None = None) -> list[Trajectory]:
-        """One for each segment, up to its last answer that counts; the one that ends last is the last.
+    def branches(self, kept: Collection[str] | None = None, discard: Discard | None = None) -> list[Turn]:
+        """The last answers of the segments that count, in the order of their trajectories.
 
         Args:
             kept: names of the answers that count; None: all of them.
+            discard: `abandoned`: an answer counts only if a later call used it, or no call was begun after it.
+                A call uses an answer by going on after it, by having it among its messages wherever that is (a
+                history that was rewritten), or by quoting all of its text in a new message (what a sub-agent
+                said, a summary). Of a segment, the answers before one that counts do count.
         """
-        last: dict[Ask, Turn] = {}
-        for turn in self.turns:
-            if kept is None or turn.name in kept:
-                start = turn.ask.start or turn.ask
-                last.pop(start, None)
-                last[start] = turn
-        return [self._trajectory(turn) for turn in last.values()]
+        counted = self.turns if discard is None else self._used()
+        last = {turn.ask.segment: turn for turn in counted if kept is None or turn.name in kept}
+        return _in_order([*last.values()])
 
-    def _new_id(self) -> str:
-        number, self._segments = self._segments, self._segments + 1
-        return f"{self._name}.{number}" if number else self._name
+    def trajectories(
+        self, kept: Collection[str] | None = None, discard: Discard | None = None
+    ) -> list[Trajectory]:
+        """One for each of `branches`, the final one last."""
+        return [self.trajectory(turn) for turn in self.branches(kept, discard)]
 
-    def _find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[Turn | None, int]:
-        """The turn that a conversation goes on after, and how many messages are known there.
-
-        The turn with the most messages; of several the newest one.
-        """
-        best, most = None, 0
-        open_ends = [(0, turn) for turn in self._roots if turn.ask.tools == tools]
-        while open_ends:
-            at, turn = open_ends.pop()
-            end = at + len(turn.ask.given) + 1
-            known = (*turn.ask.given, turn.message)
-            if end < len(messages) and all(map(_same, known, messages[at:end])):
-                if end > most:
-                    best, most = turn, end
-                open_ends += [(end, branch) for branch in turn.branches]
-        return best, most
-
-    def _trajectory(self, turn: Turn) -> Trajectory:
-        track = turn.ask.track(logprobs=self._logprobs)
-        track.add_sampled(turn.completion)
+    def trajectory(self, turn: Turn) -> Trajectory:
+        """The segment up to this answer."""
+        segment = turn.ask.segment
+        turns = segment.turns[: segment.turns.index(turn) + 1]
+        base = [] if segment.base is None else _context(segment.base)
+        track = TokenTrack([*base, *segment.ids[: turns[0].start]], logprobs=self._logprobs)
+        track.add_sampled(turns[0].completion)
+        for before, after in pairwise(turns):
+            end = before.start + len(before.completion.token_ids)
+            track.add_given(segment.ids[end : after.start])
+            track.add_sampled(after.completion)
         reason = turn.completion.finish_reason
         return Trajectory(
             prompt_ids=track.prompt_ids,
@@ -210,24 +359,169 @@ class Session:
             policy_versions=track.policy_versions,
             messages=[*turn.ask.messages, turn.message],
             finish_reason="aborted" if reason == "abort" else reason,
-            num_turns=2 * (len(turn.ask.before) + 1),  # each answer answers something
+            num_turns=2 * turn.ask.number,  # each answer answers something
             metrics=Metrics(),
+            extra=track.marks,
         )
 
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
 
-def _same(ours: Message, theirs: Message) -> bool:
-    """Whether a message of a call is the one that is known.
+    def _new_id(self) -> str:
+        number, self._segments = self._segments, self._segments + 1
+        return f"{self._name}.{number}" if number else self._name
 
-    Thinking that is left out makes no other message: clients drop it, and the model has seen it.
-    """
-    if any(ours.get(key) != theirs.get(key) for key in ("role", "content", "tool_call_id")):
-        return False
-    thought = theirs.get("reasoning_content")
-    return (not thought or thought == ours.get("reasoning_content")) and _calls(ours) == _calls(theirs)
+    def _close(self, ask: Ask) -> None:
+        self._open[ask.asked] -= 1
+        if not self._open[ask.asked]:
+            del self._open[ask.asked]
+
+    def _root(self, tools: Sequence[dict[str, Any]]) -> int:
+        if self._tools is None or self._tools[0] != tools:
+            form = hashlib.blake2b(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS)).digest()
+            self._tools = list(tools), self._roots.setdefault(form, 2 * len(self._roots))
+        return self._tools[1]
+
+    def _find(
+        self, root: int, messages: Sequence[Message], keys: Sequence[Hashable]
+    ) -> tuple[Turn | None, int, int]:
+        """The turn that a conversation goes on after, its place, and how many messages are known there.
+
+        The turn with the most messages; of several the newest one. Something has to be new after it.
+        """
+        place, at = root, 0
+        found: list[tuple[int, int]] = []
+        thoughts: dict[int, str] = {}
+        while at < len(messages) - 1:
+            message, end = messages[at], at + 1
+            following = self._next.get((place, keys[at]))
+            if following is None and message["role"] == "assistant":
+                # Some clients send what a model thought, said and called as messages of their own.
+                while end < len(messages) and messages[end]["role"] == "assistant":
+                    end += 1
+                if end > at + 1:
+                    message = _joined(messages[at:end])
+                    following = self._next.get((place, _key(message)))
+            if following is None or end == len(messages):
+                break
+            place, at = following, end
+            if thought := message.get("reasoning_content"):
+                thoughts[place] = thought.strip()
+            if place in self._ends:
+                found.append((place, at))
+        for place, at in reversed(found):
+            for turn in reversed(self._ends[place]):
+                if not thoughts or self._thought(turn, place, thoughts):
+                    return turn, place, at
+        return None, root, 0
+
+    def _thought(self, turn: Turn | None, place: int, thoughts: dict[int, str]) -> bool:
+        """Whether the thinking that a client has sent is that of a turn and of those before it.
+
+        Thinking that is left out makes no other message: clients drop it, and the model has seen it.
+        """
+        while turn is not None:
+            said = thoughts.get(place)
+            if said is not None and said != (turn.message.get("reasoning_content") or "").strip():
+                return False
+            place, turn = turn.ask.place, turn.ask.parent
+        return True
+
+    def _used(self) -> list[Turn]:
+        """Turns that a later call used, and those after which no call was begun."""
+        newest = max((turn.ask.begun for turn in self.turns), default=0)
+        texts = [
+            (turn.ask.begun, one["content"])
+            for turn in self.turns
+            for one in turn.ask.given
+            if isinstance(one.get("content"), str)
+        ]
+        budget, used = _SEARCHED, []
+        for turn in self.turns:
+            is_used = turn.is_used or turn.answered > newest
+            said = (turn.message.get("content") or "").strip()
+            for begun, text in texts if said and not is_used else ():
+                budget -= len(text)
+                if begun > turn.answered and (said in text or budget < 0):
+                    is_used = True
+                    break
+            if is_used:
+                used.append(turn)
+        return used
 
 
-def _calls(message: Message) -> list[tuple[Any, Any, Any]]:
-    return [
-        (call.get("id"), call["function"]["name"], call["function"]["arguments"])
-        for call in message.get("tool_calls") or ()
-    ]
+def _context(turn: Turn | None) -> list[int]:
+    """Whatever the model has seen and said up to the end of a turn. A new list."""
+    parts: list[list[int]] = []
+    while turn is not None:
+        parts.append(turn.ask.segment.ids[: turn.start + len(turn.completion.token_ids)])
+        turn = turn.ask.segment.base
+    return parts[0] if len(parts) == 1 else [*chain.from_iterable(reversed(parts))]
+
+
+def _in_order(turns: list[Turn]) -> list[Turn]:
+    """By when they were answered; those that were open at the same time by what they say, not by who was faster."""
+    by_answer = sorted(turns, key=lambda turn: turn.answered)
+    if all(later.ask.begun > before.answered for before, later in pairwise(by_answer)):
+        return by_answer
+    by_begin = sorted(turns, key=lambda turn: turn.ask.begun)
+    at_once: list[tuple[bytes, int, Turn]] = []
+    found: list[Turn] = []
+    done: set[Turn] = set()
+    at = 0
+    for first in by_answer:
+        while first not in done:
+            # Nothing that is left was answered before these were begun.
+            while at < len(turns) and by_begin[at].ask.begun < first.answered:
+                heappush(at_once, (_digest([_context(by_begin[at]), by_begin[at].message]), at, by_begin[at]))
+                at += 1
+            turn = heappop(at_once)[2]
+            done.add(turn)
+            found.append(turn)
+    return found
+
+
+def _key(message: Message) -> Hashable:
+    """The same for messages that are the same, whatever a client changes when it sends an answer back."""
+    role, content = message["role"], message.get("content") or ""
+    if not isinstance(content, str):
+        content = _digest(content)
+    if role != "assistant":
+        return role, content, message.get("tool_call_id") or (role != "tool" and message.get("name")) or ""
+    calls = message.get("tool_calls")
+    said = content.strip() if isinstance(content, str) else content
+    return role, said, tuple(map(_call_key, calls)) if calls else ()
+
+
+def _call_key(call: dict[str, Any]) -> Hashable:
+    function = call["function"]
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        form = orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS)
+        if _FLOAT.search(form):  # JavaScript writes 1.0 as 1
+            form = orjson.dumps(_whole(arguments), option=orjson.OPT_SORT_KEYS)
+    else:
+        form = str(arguments or "").strip().encode()
+    return call.get("id"), function["name"], form
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _whole(one) for name, one in value.items()}
+    return [_whole(one) for one in value] if isinstance(value, list) else value
+
+
+def _joined(messages: Sequence[Message]) -> Message:
+    """Messages of an assistant that are parts of one answer."""
+    parts = [str(one.get("content") or "") for one in messages]
+    thoughts = [one["reasoning_content"] for one in messages if one.get("reasoning_content")]
+    joined: Message = {"role": "assistant", "content": "\n".join(filter(None, parts))}
+    joined["tool_calls"] = [call for one in messages for call in one.get("tool_calls") or ()]
+    return {**joined, "reasoning_content": "\n".join(thoughts)} if thoughts else joined
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()

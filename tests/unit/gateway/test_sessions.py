@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,24 +46,26 @@ class Client:
     def begin(self, messages: Sequence[Message], *tools: dict[str, Any]) -> Ask:
         return self.session.begin(list(messages), list(tools))
 
-    def answer(self, ask: Ask, length: int = 2, version: int = 0) -> Message:
+    def answer(self, ask: Ask, length: int = 2, version: int = 0, **said: Any) -> Message:
         """Answers an open call; returns the answer's message."""
         number = len(self.sampled)
         ids = [10_000 + 10 * number + at for at in range(length)]
         completion = Completion(ids, [-0.5 * i for i in ids], "stop", [(0, version)])
-        message: Message = {"role": "assistant", "content": f"answer {number % 3}"}  # some say the same
-        self.prompts[str(number)] = list(ask.track(logprobs=True).context)
+        # Some say the same.
+        message: Message = {"role": "assistant", "content": f"answer {number % 3}", **said}
+        self.prompts[str(number)] = ask.context
         self.sampled[str(number)] = ids
-        self.session.answer(ask, str(number), message, completion)
+        turn = self.session.answer(ask, str(number), message, completion)
+        assert turn.prompt_ids == self.prompts[str(number)]
         return message
 
     def ask(self, messages: Sequence[Message], *tools: dict[str, Any]) -> list[Message]:
         """The conversation with its answer."""
         return [*messages, self.answer(self.begin(messages, *tools))]
 
-    def check(self, kept: set[str] | None = None) -> list[Trajectory]:
+    def check(self, kept: set[str] | None = None, discard: Any = None) -> list[Trajectory]:
         """The trajectories, of which each has its answers behind their prompts, and all have each once."""
-        found = self.session.trajectories(kept)
+        found = self.session.trajectories(kept, discard)
         owed, last = dict(self.sampled), []
         for trajectory in found:
             for seen, ids in trajectory.generations():
@@ -71,10 +75,49 @@ class Client:
             logprobs = [-0.5 * token if mask else 0.0 for token, mask in columns]
             assert trajectory.response_logprobs == logprobs
             assert trajectory.response_mask[-1] == 1
-            last.append(int(name))
-        assert last == sorted(last)
-        assert not (owed if kept is None else kept & owed.keys())
+            last.append(self.session.turns[int(name)])
+        for earlier, later in combinations(last, 2):
+            assert later.answered > earlier.ask.begun
+        if discard is None:
+            assert not (owed if kept is None else kept & owed.keys())
         return found
+
+    def parent_of(self, messages: Sequence[Message], tools: Sequence[Any]) -> Turn | None:
+        """What a call goes on after, by comparing it with every conversation there is."""
+        best, most = None, 0
+        for turn in self.session.turns:
+            known = turn.conversation
+            is_longer = turn.ask.tools == tools and most <= len(known) < len(messages)
+            if is_longer and all(map(same, known, messages)):
+                best, most = turn, len(known)
+        return best
+
+
+def same(ours: Message, theirs: Message) -> bool:
+    thought = (theirs.get("reasoning_content") or "").strip()
+    return (
+        ours["role"] == theirs["role"]
+        and ours["content"].strip() == theirs["content"].strip()
+        and ours.get("tool_calls", []) == theirs.get("tool_calls", [])
+        and thought in ("", ours.get("reasoning_content", ""))
+    )
+
+
+def sent_back(history: Sequence[Message], how: int) -> list[Message]:
+    """A history as some clients have it when they send it back."""
+    found = []
+    for message in history:
+        changed = dict(message)
+        if message["role"] == "assistant" and how & 1:
+            changed["content"] = f" {message['content']}\n"
+        if how & 2:
+            changed.pop("reasoning_content", None)
+        if calls := message.get("tool_calls"):  # written anew, in another order
+            function = calls[0]["function"]
+            arguments = dict(reversed(function["arguments"].items()))
+            changed["tool_calls"] = [{**calls[0], "function": {**function, "arguments": arguments}}]
+        found.append(changed)
+    return found
 
 
 steps = st.lists(
@@ -82,16 +125,22 @@ steps = st.lists(
         st.sampled_from(["begin", "begin", "begin", "answer", "answer", "give up"]),
         st.integers(0, 30),
         st.integers(0, 4),
-        st.booleans(),
-        st.integers(0, 2),
+        st.sampled_from([None, None, "content", "reasoning_content"]),
+        st.integers(0, 3),
     ),
     max_size=25,
 )
+SAID: list[dict[str, Any]] = [
+    {},
+    {"reasoning_content": "hm"},
+    {"reasoning_content": "so"},
+    {"tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": {"a": 1, "b": [2]}}}]},
+]
 
 
 @given(steps, st.data())
-@settings(max_examples=200)
-def test_any_calls_are_exact(steps: list[tuple[str, int, int, bool, int]], data: st.DataObject) -> None:
+@settings(max_examples=300)
+def test_any_calls_are_exact(steps: list[tuple[str, int, int, str | None, int]], data: st.DataObject) -> None:
     """A call takes an earlier conversation, cuts it off or edits it, and adds something; many are open at once."""
     client = Client()
     histories: list[list[Message]] = [[]]
@@ -101,20 +150,39 @@ def test_any_calls_are_exact(steps: list[tuple[str, int, int, bool, int]], data:
             history = histories[which % len(histories)]
             history = history[: max(0, len(history) - cut)]
             if edited and history:
-                history = [*history[:-1], {**history[-1], "content": "edited"}]
-            messages = [*history, user(f"words {word}")]
-            calls.append((messages, client.begin(messages, *([{"name": "tool"}] if word == 2 else []))))
+                history = [*history[:-1], {**history[-1], edited: "edited"}]
+            messages = [*sent_back(history, word), user(f"words {word}")]
+            tools = [{"name": "tool"}] if word == 2 else []
+            parent = client.parent_of(messages, tools)
+            ask = client.begin(messages, *tools)
+            assert ask.parent is parent
+            calls.append(([*history, messages[-1]], ask))
             ids = [ask.request_id for _, ask in calls]
             assert len(set(ids)) == len(ids)  # an engine knows open calls by their ids
         elif calls:
             messages, ask = calls.pop(which % len(calls))
             if verb == "answer":
-                histories.append([*messages, client.answer(ask, 1 + word)])
+                histories.append([*messages, client.answer(ask, 1 + word, **SAID[cut % 4])])
             else:
                 client.session.give_up(ask)
+    assert client.session.open_calls == len(calls)
     client.check()
+    client.check(discard="abandoned")
     if client.sampled:
         client.check(data.draw(st.sets(st.sampled_from(sorted(client.sampled)))))
+
+
+@given(st.permutations(range(4)), st.permutations(range(4)))
+def test_of_calls_at_once_it_makes_no_difference_which_is_faster(begun: list[int], ended: list[int]) -> None:
+    found = []
+    for first, last in ((range(4), range(4)), (begun, ended)):
+        session = Session(Plain(), name="s", logprobs=False)
+        asks = {at: session.begin([user(f"q {at // 2}")], []) for at in first}
+        for at in last:
+            message = {"role": "assistant", "content": str(at)}
+            session.answer(asks[at], str(at), message, Completion([10_000 + at], None, "stop"))
+        found.append([(one.prompt_ids, one.response_ids) for one in session.trajectories()])
+    assert found[0] == found[1]
 
 
 @given(st.integers(1, 6), st.integers(0, 5), st.sampled_from(["", "edited", "tools", "cut"]))
@@ -190,13 +258,92 @@ def test_policy_versions_and_finish_reasons() -> None:
     assert trajectory.finish_reason == "aborted"
 
 
-def test_thinking_that_a_client_leaves_out_is_no_other_message() -> None:
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1.0, "b": "x"}}}
+ANSWER: Message = {"role": "assistant", "content": "a\n", "reasoning_content": "hm", "tool_calls": [CALL]}
+
+
+def call_with(**function: Any) -> list[dict[str, Any]]:
+    return [{"id": function.pop("id", "c1"), "function": {**CALL["function"], **function}}]  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("repeated", "known"),
+    [
+        ([ANSWER], True),
+        ([{**ANSWER, "content": "a"}], True),
+        ([{**ANSWER, "reasoning_content": None}], True),
+        ([{**ANSWER, "reasoning_content": "hm\n"}], True),
+        ([{**ANSWER, "reasoning_content": "no"}], False),
+        ([{**ANSWER, "tool_calls": call_with(arguments={"b": "x", "a": 1})}], True),
+        ([{**ANSWER, "tool_calls": call_with(arguments={"b": "x", "a": 1.5})}], False),
+        ([{**ANSWER, "tool_calls": call_with(name="g")}], False),
+        ([{**ANSWER, "tool_calls": call_with(id="c2")}], False),
+        ([{**ANSWER, "tool_calls": []}], False),
+        ([{**ANSWER, "refusal": None, "annotations": []}], True),
+        # One answer, as messages of what was thought, said and called.
+        ([{**ANSWER, "tool_calls": []}, {**ANSWER, "content": None, "reasoning_content": ""}], True),
+        ([{**ANSWER, "tool_calls": []}, {**ANSWER, "content": "more"}], False),
+    ],
+)
+def test_an_answer_as_clients_send_it_back(repeated: list[Message], known: bool) -> None:
     client = Client()
-    ask = client.begin([user("q")])
-    said: Message = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
-    client.session.answer(ask, "0", said, Completion([7], [0.0], "stop", [(0, 0)]))
-    without = {key: value for key, value in said.items() if key != "reasoning_content"}
-    for repeated, parent in ((said, True), (without, True), ({**said, "reasoning_content": "no"}, False)):
-        asked = client.begin([user("q"), repeated, user("more")])
-        assert (asked.parent is not None) == parent
-        client.session.give_up(asked)
+    client.session.answer(client.begin([user("q")]), "0", ANSWER, Completion([7], [0.0], "stop"))
+    result = {"role": "tool", "tool_call_id": "c1", "content": "r"}
+    asked = client.begin([user("q"), *({**one, "content": one["content"] or ""} for one in repeated), result])
+    assert (asked.parent is not None) == known
+    assert [one["role"] for one in asked.given][-1:] == ["tool"]
+    assert not (known and asked.rendered_again)
+
+
+def test_a_history_that_was_rewritten_says_what_was_rendered_again() -> None:
+    client = Client()
+    messages = client.ask([user("q")])
+    ask = client.begin([user("the story so far"), messages[1], user("more")])
+    assert (ask.parent, ask.rendered_again) == (None, 2)
+
+
+def test_a_clients_own_retry_has_the_answer_that_it_missed() -> None:
+    client = Client()
+    session, first = client.session, [user("q")]
+    assert session.again(first, [], how=3) is None
+    session.give_up(session.begin(first, [], how=3))
+    # The first try was given up: this is the second one.
+    assert session.again(first, [], how=3) is None
+    said = client.answer(session.begin(first, [], how=3))
+    for _ in range(2):
+        turn = session.again(first, [], how=3)
+        assert turn is session.turns[0]
+    assert session.again(first, [], how=4) is None
+    assert session.again(first, [{"name": "tool"}], how=3) is None
+    # While one like it is open, that one may be the first try.
+    ask = session.begin(first, [], how=3)
+    assert session.again(first, [], how=3) is None
+    session.give_up(ask)
+    assert session.again(first, [], how=3) is None
+    assert session.again(first, [], how=3) is session.turns[0]
+    client.ask([*first, said, user("more")])
+    assert session.again(first, [], how=3) is None
+    assert len(client.check()) == 1
+
+
+def test_answers_that_nobody_used_can_be_left_out() -> None:
+    client = Client()
+    first = client.ask([user("q")])  # 0
+    client.answer(client.begin([*first, user("tried")]), content="x")  # 1: nobody goes on after it
+    helper = client.answer(client.begin([user("help")]), content="a long hint")  # 2, quoted by 4
+    client.answer(client.begin([user("help")]), content="another hint")  # 3, not quoted
+    again = client.ask([*first, user(f"It said: {helper['content']}!")])  # 4, in a rewritten history of 6
+    client.ask([*first, user("unused")])  # 5
+    client.ask([user("so far"), again[-1], user("what then?")])  # 6, the last one
+    found = client.check(discard="abandoned")
+    sampled = [token // 10 % 1000 for one in found for _, ids in one.generations() for token in ids[:1]]
+    assert sampled == [0, 2, 4, 6]
+    assert len(client.check()) == 6
+
+
+def test_of_answers_at_once_after_which_nothing_was_asked_all_count() -> None:
+    client = Client()
+    asks = [client.begin([user("vote")]) for _ in range(3)]
+    for ask in asks:
+        client.answer(ask)
+    assert len(client.check(discard="abandoned")) == 3
