@@ -44,7 +44,7 @@ def identified(calls: Sequence[ToolCall], template: TurnTemplate, *, turn: int) 
     given = [call.call_id for call in calls]
     if len(set(given)) == len(given) and all(one and template.takes_call_id(one) for one in given):
         return list(calls)
-    return [replace(call, call_id=f"c{turn:03d}{at:05d}") for at, call in enumerate(calls)]
+    return [replace(call, call_id=f"c{turn:04d}{at:04d}") for at, call in enumerate(calls)]
 
 
 def openai_call(call: ToolCall) -> dict[str, Any]:

@@ -332,7 +332,7 @@ class Recorder:
             if found := min((place for place in places if place[0] >= 0), default=None):
                 stop = found[1]
                 parsed = resources.parser.parse(text[: found[0]], in_thinking=in_thinking, tools=ask.tools)
-        calls = identified(parsed.calls, resources.template, turn=ask.number)
+        calls = identified(parsed.calls, resources.template, turn=ask.serial)
         special = sorted(tokenizer.special_ids.intersection(ids))
         message = assistant_message(
             replace(parsed, calls=tuple(calls)),

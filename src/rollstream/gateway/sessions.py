@@ -95,6 +95,8 @@ class Ask:
     """The same for calls that ask exactly the same."""
     number: int
     """Its answer is the first, second, ... one of its conversation."""
+    serial: int
+    """It is the first, second, ... call of the session."""
     rendered_again: int
     """Sampled tokens of answers that are in `given`: their text was rendered anew."""
 
@@ -146,6 +148,8 @@ class Turn:
     """As `Ask.begun`."""
     start: int
     """Where its answer begins in its segment's ids."""
+    place: int
+    """Where its conversation leads, see `Session`."""
     stop: str | None = None
     """The stop text that ended it; the message ends before it."""
     following: Ask | None = None
@@ -201,6 +205,8 @@ class Session:
         """Where a message leads to."""
         self._ends: dict[int, list[Turn]] = {}
         """The turns whose answers lead there, the newest one last: their texts are the same."""
+        self._unfollowed: dict[int, list[Turn]] = {}
+        """Those of them that nothing goes on after, and others."""
         self._said: dict[Hashable, Turn] = {}
         """The newest turn with this answer."""
         self._answered: dict[int, Turn] = {}
@@ -250,6 +256,7 @@ class Session:
             parent.is_used = True
             goes_on = parent.following is None
             segment = parent.ask.segment if goes_on else Segment(self._new_id(), parent)
+        self.begun += 1
         again = [self._said[key] for key in keys[known:] if key in self._said]
         for turn in again:
             turn.is_used = True
@@ -266,11 +273,11 @@ class Session:
             keys[known:],
             asked,
             number,
+            self.begun,
             rendered,
         )
         if parent is not None and goes_on:
             parent.following = ask
-        self.begun += 1
         self._open[asked] += 1
         return ask
 
@@ -295,14 +302,15 @@ class Session:
         """Records the answer of an open call. `message` is what the client is told."""
         segment = ask.segment
         segment.ids += ask.given_ids
-        turn = Turn(ask, name, message, completion, self._tick(), len(segment.ids), stop)
-        segment.ids += completion.token_ids
-        segment.turns.append(turn)
         place = ask.place
         key = _key(message)
         for one in (*ask.keys, key):
             place = self._next.setdefault((place, one), 2 * len(self._next) + 1)
-        self._ends.setdefault(place, []).append(turn)
+        turn = Turn(ask, name, message, completion, self._tick(), len(segment.ids), place, stop)
+        segment.ids += completion.token_ids
+        segment.turns.append(turn)
+        for turns in (self._ends, self._unfollowed):
+            turns.setdefault(place, []).append(turn)
         self._said[key] = self._answered[ask.asked] = turn
         self.turns.append(turn)
         tokens = len(ask.given_ids) + len(completion.token_ids)
@@ -316,6 +324,7 @@ class Session:
         """Ends an open call that gets no answer."""
         if ask.parent is not None and ask.parent.following is ask:
             ask.parent.following = None
+            self._unfollowed[ask.parent.place].append(ask.parent)
         self._lost[ask.asked] += 1
         self._close(ask)
 
@@ -388,7 +397,8 @@ class Session:
     ) -> tuple[Turn | None, int, int]:
         """The turn that a conversation goes on after, its place, and how many messages are known there.
 
-        The turn with the most messages; of several the newest one. Something has to be new after it.
+        The turn with the most messages; of several, whose answers are the same, the newest one that nothing
+        goes on after, or the newest one. Something has to be new after it.
         """
         place, at = root, 0
         found: list[tuple[int, int]] = []
@@ -411,21 +421,25 @@ class Session:
             if place in self._ends:
                 found.append((place, at))
         for place, at in reversed(found):
-            for turn in reversed(self._ends[place]):
-                if not thoughts or self._thought(turn, place, thoughts):
+            free = self._unfollowed[place]
+            while free and free[-1].following is not None:
+                free.pop()
+            unfollowed = (turn for turn in reversed(free) if turn.following is None)
+            for turn in chain(unfollowed, reversed(self._ends[place])):
+                if not thoughts or self._thought(turn, thoughts):
                     return turn, place, at
         return None, root, 0
 
-    def _thought(self, turn: Turn | None, place: int, thoughts: dict[int, str]) -> bool:
+    def _thought(self, turn: Turn | None, thoughts: dict[int, str]) -> bool:
         """Whether the thinking that a client has sent is that of a turn and of those before it.
 
         Thinking that is left out makes no other message: clients drop it, and the model has seen it.
         """
         while turn is not None:
-            said = thoughts.get(place)
+            said = thoughts.get(turn.place)
             if said is not None and said != (turn.message.get("reasoning_content") or "").strip():
                 return False
-            place, turn = turn.ask.place, turn.ask.parent
+            turn = turn.ask.parent
         return True
 
     def _used(self) -> list[Turn]:

@@ -84,13 +84,13 @@ class Client:
 
     def parent_of(self, messages: Sequence[Message], tools: Sequence[Any]) -> Turn | None:
         """What a call goes on after, by comparing it with every conversation there is."""
-        best, most = None, 0
-        for turn in self.session.turns:
+        found = []
+        for at, turn in enumerate(self.session.turns):
             known = turn.conversation
-            is_longer = turn.ask.tools == tools and most <= len(known) < len(messages)
-            if is_longer and all(map(same, known, messages)):
-                best, most = turn, len(known)
-        return best
+            is_known = turn.ask.tools == tools and len(known) < len(messages)
+            if is_known and all(map(same, known, messages)):
+                found.append((len(known), turn.following is None, at, turn))
+        return max(found)[-1] if found else None
 
 
 def same(ours: Message, theirs: Message) -> bool:
@@ -210,6 +210,14 @@ def test_what_a_later_call_does_to_segments(turns: int, at: int, change: str) ->
         known = 0 if change == "tools" else at // 2
         owed = [token for turn in range(known) for token in client.sampled[str(turn)]]
         assert [token for token in trajectories[1].prompt_ids if token >= 10_000] == owed
+
+
+def test_two_that_were_told_the_same_both_go_on() -> None:
+    client = Client()
+    told = [client.answer(ask, content="same") for ask in [client.begin([user("q")]) for _ in range(2)]]
+    for message in told:
+        client.ask([user("q"), message, user("more")])
+    assert [one.num_turns for one in client.check()] == [4, 4]
 
 
 def test_calls_open_at_once() -> None:
