@@ -427,7 +427,7 @@ class WebServer:
             answer = await route.handler(request)
             response = answer if isinstance(answer, web.StreamResponse) else json_response(answer)
         except Exception as error:
-            response = self._refuse(request, error)
+            response = self._refuse(request, route, error)
         finally:
             connection.cancels = None
             del self._handlers[task]
@@ -435,8 +435,9 @@ class WebServer:
         self._on_answer(route, response.status, time.perf_counter() - began)
         return response
 
-    def _refuse(self, request: Request, error: Exception) -> web.Response:
+    def _refuse(self, request: Request, route: Route | None, error: Exception) -> web.Response:
         raw = request.raw
+        path = request.path if route is None else route.path  # a path may hold a secret
         if isinstance(error, HTTPError):
             refusal: HTTPError | None = error
         elif isinstance(error, ConnectionError) and request.gone:
@@ -446,11 +447,11 @@ class WebServer:
         else:
             refusal = self._translate(error)
         if refusal is None:
-            _LOG.error("%s %s failed", request.method, request.path, exc_info=error)
+            _LOG.error("%s %s failed", request.method, path, exc_info=error)
             text = f"internal error ({type(error).__name__}), see the server's log"
             refusal = HTTPError(500, text, "internal")
         elif refusal.status == 500:
-            _LOG.warning("%s %s: %s", request.method, request.path, refusal, exc_info=refusal.__cause__)
+            _LOG.warning("%s %s: %s", request.method, path, refusal, exc_info=refusal.__cause__)
         if raw.writer.output_size:
             request.cut_off()  # its status has been sent: only a broken connection can tell now
         response = self._render_error(raw, refusal)

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -134,6 +134,10 @@ class AgentLoop(ABC):
         """Where the time goes; a loop that yields several trajectories starts a new one for each."""
         self.images: list[str] = []
         """Images that the context shows so far, as the engine takes them."""
+        self.answer: str | None = None
+        """What the reward scores; None: the text of the final trajectory's last answer."""
+        self.reward_info: dict[str, Any] = {}
+        """What the reward is told besides, in its `extra_info`."""
         self._engine_calls = 0
 
     @classmethod
@@ -153,6 +157,11 @@ class AgentLoop(ABC):
         """
         return None
 
+    @classmethod
+    def deciding_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What of the YAML's options decides the data, as JSON values: a part of the run's identity."""
+        return options
+
     @property
     def tokenizer(self) -> ChatTokenizer:
         """The model's tokenizer with its chat template."""
@@ -170,6 +179,10 @@ class AgentLoop(ABC):
         Returns:
             One trajectory, or several: snapshots first, the final one last.
         """
+
+    async def close(self) -> None:
+        """Gives back what the attempt holds. Called once: after the reward, or when the attempt has failed."""
+        return
 
     async def render(
         self,
@@ -214,6 +227,7 @@ class AgentLoop(ABC):
         *,
         messages: Sequence[Message] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        own_seed: bool = False,
     ) -> Completion:
         """Asks the engine for one continuation and counts it.
 
@@ -226,11 +240,12 @@ class AgentLoop(ABC):
             messages: the same prompt as messages. An engine that speaks messages needs them; its completion
                 has a `message`, and as ids what the chat template makes of it.
             tools: schemas that the prompt shows.
+            own_seed: the seed is this call's alone, and stays as it is.
 
         Raises:
             EngineError: the engine's, or it speaks messages and there are none.
         """
-        if sampling.seed is not None:
+        if sampling.seed is not None and not own_seed:
             sampling = replace(sampling, seed=turn_seed(sampling.seed, self._engine_calls))
         self._engine_calls += 1
         started = time.monotonic()

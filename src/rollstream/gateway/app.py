@@ -1,145 +1,438 @@
-"""The HTTP server that agent programs ask for answers, by OpenAI's chat API."""
+"""The HTTP server that agent programs ask for answers, by the chat API that each of them speaks.
+
+A session is a secret in the path, so that an unchanged client needs nothing but its base URL:
+
+    http://host:port/s/SECRET/v1/chat/completions     OpenAI's chat completions
+    http://host:port/s/SECRET/v1/responses            OpenAI's responses
+    http://host:port/s/SECRET/v1/messages             Anthropic's messages
+
+Whoever knows a session's secret may ask in it, and nobody else: that is its token. A client's own API key is
+not looked at.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import logging
+import math
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import orjson
 from aiohttp import web
 
-from rollstream.chat.wires.openai_chat import ChatAnswer, ChatRequest, Choice, event_stream, read_chat
-from rollstream.chat.wires.requests import RequestError, refusal_of, render_error, request_object
+from rollstream.chat.wires.anthropic_messages import MessagesWire
+from rollstream.chat.wires.exchange import SAMPLING, Answer, Asked, Wire
+from rollstream.chat.wires.openai_chat import ChatWire
+from rollstream.chat.wires.openai_responses import ResponsesWire
+from rollstream.chat.wires.requests import RequestError, error_headers, refusal_of, request_object
+from rollstream.errors import DataError
 from rollstream.gateway.recorder import Call, Recorder
+from rollstream.gateway.sessions import Turn
+from rollstream.sampling import SERVER_SAMPLING, sampling_of_row
 from rollstream.trajectory import SamplingParams
-from rollstream.web import Request, Route, WebServer, json_response
+from rollstream.web import (
+    Access,
+    HTTPError,
+    Limits,
+    Request,
+    Route,
+    WebServer,
+    json_response,
+    render_json_error,
+)
+
+logger = logging.getLogger(__name__)
 
 SESSION_HEADER = "X-Session-ID"
-"""Says whose request it is, by a name that only the rollout's own client knows."""
+"""Says whose request it is in place of a path, for clients that have one base URL for all rollouts."""
+
+OVERRIDDEN_HEADER = "x-rollstream-overridden"
+"""Names the parameters of a request that were answered in the run's own way."""
+
+_RETRY_HEADER = "x-stainless-retry-count"
+"""Of the official clients: how often they asked for the same answer before."""
 
 _LAST_ANSWERS_S = 1.0
 """For answers that are being sent, when the server ends."""
 
-_HARMLESS = (
-    "seed",  # a rollout's seeds are the run's
-    "return_tokens_as_token_ids",
-    "return_token_ids",
-    "reasoning_effort",
-)
-_NEUTRAL: dict[str, Any] = {
-    "n": 1,
-    "stop_token_ids": [],
-    "ignore_eos": False,
-    "add_generation_prompt": True,
-    "continue_final_message": False,
+_HEADERS_S = 1.0
+"""A stream's status is sent when the answer is there, or after this time: an error that comes sooner has its
+own status, which clients understand best."""
+
+_KEEP_ALIVE_S = 10.0
+"""Between signs of life in a stream whose answer is awaited: proxies and clients give up after about a minute."""
+
+_CALLS_AT_ONCE = 128
+"""Of one session; more are told to come again. Parallel agents of one rollout are a few dozen at most."""
+
+_LIMITS = Limits(max_connections=8192)
+"""One for each call that waits: a thousand sessions may have several each."""
+
+_DEPTH, _DEPTH_WRITTEN = 60, 254
+"""How deeply a request's JSON may be nested, and what the JSON writer takes: what is recorded is written, with
+something around it."""
+
+_MODELS_NOTED = 100
+"""Names of models that the log tells of."""
+
+_OFF: Mapping[str, Any] = {
+    "min_p": 0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
 }
+"""Values that ask for nothing."""
+
+_WIRES: Mapping[str, Wire] = {
+    "chat/completions": ChatWire(),
+    "responses": ResponsesWire(),
+    "messages": MessagesWire(),
+}
+_PREFIXES = ("/s/{secret}/v1", "/s/{secret}", "/v1")
+"""Anthropic's client adds `/v1` to its base URL by itself, OpenAI's does not; the last is for `SESSION_HEADER`."""
+
+
+@dataclass(eq=False)
+class _Open:
+    """A session that is open."""
+
+    recorder: Recorder
+    answering: set[asyncio.Task[Any]] = field(default_factory=set)
+    responses: dict[str, tuple[Turn, bool]] = field(default_factory=dict)
+    """Answers by their ids, and whether their conversation begins with instructions."""
 
 
 class Endpoint:
-    """OpenAI's chat route on a free port of 127.0.0.1; each request belongs to a recorder."""
+    """The routes of all sessions, and a server for them."""
 
-    def __init__(self, model: str, max_model_len: int | None) -> None:
+    def __init__(
+        self,
+        model: str,
+        max_model_len: int | None,
+        *,
+        client_sampling: bool = False,
+        max_sessions: int = 4096,
+        allowed_hosts: Collection[str] = (),
+    ) -> None:
         """Args:
         model: what the model is called.
         max_model_len: told to those who ask what the model can take.
+        client_sampling: whether clients choose how their calls are sampled; else the run's sampling wins.
+        max_sessions: that may be open at once.
+        allowed_hosts: further names of this server, as clients write them.
         """
         self._model = model
         self._max_model_len = max_model_len
-        self._sessions: dict[str, Recorder] = {}
-        self._answering: dict[asyncio.Task[Any], Recorder] = {}
+        self._client_sampling = client_sampling
+        self._max_sessions = max_sessions
+        self._access = Access(insecure=True, allowed_hosts=frozenset(allowed_hosts))
+        self._sessions: dict[str, _Open] = {}
+        self._models_noted: set[str] = set()
         self.url = ""
-        """Where it is, `/v1` included; known while it serves."""
+        """Where it is, as clients reach it, without a path; known while it serves."""
 
     @contextmanager
-    def session(self, name: str, recorder: Recorder) -> Iterator[None]:
-        """Requests with this name are the recorder's, for a while; who still waits at its end is cut off."""
-        self._sessions[name] = recorder
+    def open(self, recorder: Recorder, secret: str | None = None) -> Iterator[str]:
+        """Opens a session: its calls are the recorder's, for a while. Who still waits at its end is cut off.
+
+        Args:
+            recorder: answers the calls.
+            secret: of the session; a new one if not given. It must be one that only its own client knows.
+
+        Returns:
+            The session's URL: Anthropic's base URL. OpenAI's is the same with `/v1` behind it.
+
+        Raises:
+            HTTPError: too many sessions are open.
+        """
+        if len(self._sessions) >= self._max_sessions:
+            raise HTTPError(503, f"{self._max_sessions} sessions are open already: try again", "busy")
+        secret = secret or secrets.token_urlsafe(32)
+        session = self._sessions[secret] = _Open(recorder)
         try:
-            yield
+            yield f"{self.url}/s/{secret}"
         finally:
-            del self._sessions[name]
-            for task, one in self._answering.items():
-                if one is recorder:
-                    task.cancel()
+            del self._sessions[secret]
+            for task in session.answering:
+                task.cancel()
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
+    async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[None]:
         """Serves."""
         server = WebServer(
-            [
-                # A client that goes away ends its generation.
-                Route("POST", "/v1/chat/completions", self._chat, cancel_when_gone=True),
-                Route("GET", "/v1/models", self._models),
-                Route("POST", "/v1/{route...}", self._other),
-            ],
+            self.routes(),
+            access=self._access,  # the secrets of sessions are their tokens
+            limits=_LIMITS,
             translate=refusal_of,
-            render_error=render_error,
+            render_error=self.render_error,
         )
         try:
-            self.url = await server.start() + "/v1"
+            self.url = await server.start(host, port)
             yield
         finally:
             await server.stop(_LAST_ANSWERS_S)
 
-    def _recorder(self, request: Request) -> Recorder:
-        recorder = self._sessions.get(request.headers.get(SESSION_HEADER, ""))
-        if recorder is None:
-            raise RequestError(f"no rollout of this {SESSION_HEADER} is under way here", status=404)
-        return recorder
+    def routes(self) -> list[Route]:
+        """What is answered, for a server. A session's secret is the token of its routes."""
+        return [route for prefix in _PREFIXES for route in self._routes(prefix)]
 
-    async def _chat(self, request: Request) -> web.Response:
-        recorder = self._recorder(request)
-        body = await request_object(request)
-        task = asyncio.current_task()
-        assert task is not None
-        self._answering[task] = self._recorder(request)  # which may have ended while the body came
-        try:
+    def _routes(self, prefix: str) -> Iterator[Route]:
+        for name, wire in _WIRES.items():
+            # A client that goes away ends its generation.
+            yield Route("POST", f"{prefix}/{name}", self._answers(wire), open=True, cancel_when_gone=True)
+        yield Route("POST", f"{prefix}/messages/count_tokens", self._count_tokens, open=True)
+        yield Route("GET", f"{prefix}/models", self._models, open=True)
+        yield Route("GET", f"{prefix}/models/{{name...}}", self._one_model, open=True)
+        if prefix != "/s/{secret}/v1":  # which is below the next one
+            yield Route("POST", f"{prefix}/{{rest...}}", self._other, open=True)
+            yield Route("GET", f"{prefix}/{{rest...}}", self._other, open=True)
+
+    @staticmethod
+    def render_error(request: web.BaseRequest, error: HTTPError) -> web.Response:
+        """A refusal as the client of the API expects it that its path names."""
+        if not request.path.startswith(("/s/", "/v1/")):
+            return render_json_error(request, error)
+        parts = request.path.split("/")
+        speaks_anthropic = "messages" in parts or "anthropic-version" in request.headers
+        wire = _WIRES["messages" if speaks_anthropic else "responses"]
+        return json_response(wire.error(error), error.status, error_headers(error))
+
+    def _session(self, request: Request) -> _Open:
+        secret = request.params.get("secret") or request.headers.get(SESSION_HEADER)
+        session = self._sessions.get(secret or "")
+        if session is None:
+            raise RequestError(
+                "no session of this URL is open: it has ended, or it is another one's", status=404
+            )
+        return session
+
+    def _answers(self, wire: Wire) -> Any:
+        async def answer(request: Request) -> web.StreamResponse:
+            session = self._session(request)
+            if len(session.answering) >= _CALLS_AT_ONCE:
+                raise RequestError(
+                    f"{_CALLS_AT_ONCE} calls of this session are being answered already: try again",
+                    status=429,
+                    code="rate_limit_exceeded",
+                )
+            body = await request_object(request)
+            _check_depth(body)
+            session = self._session(request)  # it may have ended while the body came
+            task = asyncio.current_task()
+            assert task is not None
+            session.answering.add(task)
+            try:
+                return await self._answer(wire, session, body, request)
+            finally:
+                session.answering.discard(task)
+
+        return answer
+
+    async def _answer(
+        self, wire: Wire, session: _Open, body: dict[str, Any], request: Request
+    ) -> web.StreamResponse:
+        recorder = session.recorder
+        with recorder.noting():
+            asked = wire.read(body, images=recorder.takes_images)
+            if asked.previous is not None:
+                asked = _continued(asked, session.responses)
+            call = self._call(asked, recorder, f"{wire.prefix}{uuid.uuid4().hex}", request)
+
+        async def answered() -> Answer:
             with recorder.noting():
-                asked = read_chat(body, harmless=_HARMLESS, neutral=_NEUTRAL)
-                call = _call_of(asked, recorder.sampling)
                 turn, prompt_ids = await recorder.answer(call, gone=lambda: request.gone)
-        finally:
-            del self._answering[task]
-        completion = turn.completion
-        if completion.finish_reason == "abort":
-            # Cut off by an abort: for the client an answer that is not whole.
-            completion = replace(completion, finish_reason="length")
-        answer = ChatAnswer(turn.name, self._model, prompt_ids, [Choice(turn.message, completion)])
-        # With log-probs the client is told the token ids, too.
-        asked.return_token_ids = asked.logprobs
-        if asked.stream:
-            return web.Response(body=event_stream(answer.chunks(asked)), content_type="text/event-stream")
-        return json_response(answer.body(asked))
+            if isinstance(wire, ResponsesWire):
+                session.responses[turn.name] = turn, asked.has_instructions
+            completion = turn.completion
+            if completion.finish_reason == "abort":
+                # Cut off by an abort: for the client an answer that is not whole.
+                completion = replace(completion, finish_reason="length")
+            return Answer(turn.name, self._model, prompt_ids, turn.message, completion, turn.stop)
 
-    async def _models(self, request: Request) -> web.Response:
-        model = {"id": self._model, "object": "model", "owned_by": "rollstream"}
-        return json_response(
-            {"object": "list", "data": [{**model, "created": 0, "max_model_len": self._max_model_len}]}
+        headers = {OVERRIDDEN_HEADER: ", ".join(call.overridden)} if call.overridden else {}
+        if asked.stream:
+            headers["Cache-Control"] = "no-cache"
+            return await _stream(wire, asked, answered(), headers, request)
+        return json_response(wire.body(asked, await answered()), headers=headers)
+
+    def _call(self, asked: Asked, recorder: Recorder, name: str, request: Request) -> Call:
+        """What is asked for, as the run allows it.
+
+        Raises:
+            RequestError: what cannot be had.
+        """
+        if asked.max_tokens is not None and asked.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, not {asked.max_tokens}", param="max_tokens")
+        if asked.logprobs and not recorder.sampling.logprobs:
+            raise RequestError(
+                "the run keeps no log-probs: set actor_rollout_ref.rollout.calculate_log_probs",
+                param="logprobs",
+            )
+        client_model = asked.model if asked.model not in (None, self._model) else None
+        new = client_model is not None and client_model not in self._models_noted
+        if new and len(self._models_noted) < _MODELS_NOTED:
+            self._models_noted.add(str(client_model))
+            logger.info("agents ask for the model %.100r: %r answers", client_model, self._model)
+        wishes = {
+            name: value for name, value in asked.wishes.items() if not _is_met(name, value, recorder.sampling)
+        }
+        sampling = None
+        if self._client_sampling and (
+            chosen := {name: wishes.pop(name) for name in SAMPLING if name in wishes}
+        ):
+            sampling = _sampling(chosen, recorder)
+        return Call(
+            asked.messages,
+            asked.tools,
+            asked.max_tokens,
+            tuple(text for text in asked.stops if text),
+            sampling=sampling,
+            own_seed="seed" in asked.wishes and sampling is not None,
+            overridden={name: _short(value) for name, value in wishes.items()},
+            client_model=client_model,
+            name=name,
+            retry=_number(request.headers.get(_RETRY_HEADER, "")),
         )
 
+    async def _count_tokens(self, request: Request) -> web.Response:
+        recorder = self._session(request).recorder
+        body = {"max_tokens": 1, **await request_object(request)}
+        _check_depth(body)
+        asked = _WIRES["messages"].read(body, images=recorder.takes_images)
+        return json_response({"input_tokens": recorder.count_tokens(asked.messages, asked.tools)})
+
+    async def _models(self, request: Request) -> web.Response:
+        # Of OpenAI's and of Anthropic's list.
+        model = self._describe()
+        page = {"has_more": False, "first_id": self._model, "last_id": self._model}
+        return json_response({"object": "list", "data": [model], **page})
+
+    async def _one_model(self, request: Request) -> web.Response:
+        """Whatever name is asked for, this one answers."""
+        return json_response(self._describe())
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "rollstream",
+            "type": "model",
+            "display_name": self._model,
+            "created_at": "1970-01-01T00:00:00Z",
+            "max_model_len": self._max_model_len,
+            "max_input_tokens": self._max_model_len,
+        }
+
     async def _other(self, request: Request) -> web.Response:
-        with self._recorder(request).noting():
+        recorder = self._session(request).recorder
+        with recorder.noting():
             raise RequestError(
-                f"there is no {request.path} here: only chat completions are recorded with exact tokens; use "
-                "a client or harness that speaks OpenAI's chat API",
+                f"there is no {request.method} {request.params['rest']} here: chat/completions, responses and "
+                "messages are recorded with exact tokens; use a client or harness that speaks one of them",
                 status=404,
             )
 
 
-def _call_of(asked: ChatRequest, run: SamplingParams) -> Call:
-    """What is asked for. How to sample is the run's affair: its log-probs and seeds are of its distribution.
+def _check_depth(body: Any) -> None:
+    """Raises `RequestError` for a body that is nested too deeply. The JSON writer counts, which is quick."""
+    for _ in range(_DEPTH_WRITTEN - _DEPTH):
+        body = [body]
+    try:
+        orjson.dumps(body)
+    except orjson.JSONEncodeError as error:
+        raise RequestError(f"the body is nested more than {_DEPTH} deep") from error
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 9 else 0
+
+
+def _continued(asked: Asked, responses: Mapping[str, tuple[Turn, bool]]) -> Asked:
+    """The request with the conversation that it goes on with, without that one's instructions."""
+    before = responses.get(asked.previous or "")
+    if before is None:
+        raise RequestError(
+            f"this session has no response {asked.previous!r}",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    turn, had_instructions = before
+    own = asked.messages[:1] if asked.has_instructions else []
+    messages = [*own, *turn.conversation[had_instructions:], *asked.messages[len(own) :]]
+    return replace(asked, messages=messages)
+
+
+def _is_met(name: str, value: Any, run: SamplingParams) -> bool:
+    """Whether the run does already what is wished for."""
+    if name == "top_k":
+        return bool(value == run.top_k or (value <= 0 and run.top_k <= 0))
+    if name in ("temperature", "top_p"):
+        return bool(value == getattr(run, name))
+    return name in _OFF and bool(value == run.extra.get(name, _OFF[name]))
+
+
+def _sampling(chosen: dict[str, Any], recorder: Recorder) -> SamplingParams:
+    """How the client wants its call to be sampled.
 
     Raises:
-        RequestError: another distribution, or a limit below 1.
+        RequestError: a value that cannot be, or that the engine cannot follow.
     """
-    for name in ("temperature", "top_p", "top_k"):
-        value, ours = getattr(asked, name), getattr(run, name)
-        if value is not None and value != ours and not (name == "top_k" and value <= 0 and ours <= 0):
-            raise RequestError(
-                f"{name} is {value} and the run's is {ours}: leave it out, or set "
-                f"actor_rollout_ref.rollout.{name}",
-                param=name,
-            )
-    if asked.max_tokens is not None and asked.max_tokens < 1:
-        raise RequestError(f"max_tokens must be at least 1, not {asked.max_tokens}", param="max_tokens")
-    return Call(asked.messages, asked.tools, asked.max_tokens, tuple(text for text in asked.stops if text))
+    for name in chosen:
+        if name in SERVER_SAMPLING and name not in recorder.capabilities.extra_sampling:
+            raise RequestError(f"the run's engine knows no {name}", param=name)
+    seed = chosen.pop("seed", None)
+    try:
+        sampling = sampling_of_row(recorder.sampling, chosen)
+    except DataError as error:
+        raise RequestError(str(error).removeprefix("the row's ")) from error
+    if seed is None:
+        return sampling
+    if not isinstance(seed, int) or not recorder.capabilities.seeds:
+        raise RequestError("seed must be a whole number, and the run's engine must know seeds", param="seed")
+    return replace(sampling, seed=seed % 2**31)
+
+
+def _short(value: Any) -> Any:
+    """A wish as trajectories tell of it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int | float | bool):
+        return value
+    text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    return text if len(text) <= 100 else text[:99] + "…"
+
+
+async def _stream(
+    wire: Wire, asked: Asked, answered: Coroutine[Any, Any, Answer], headers: dict[str, str], request: Request
+) -> web.StreamResponse:
+    """Sends an answer as a stream. Until it is there, the stream is kept alive."""
+    work = asyncio.create_task(answered)
+    try:
+        await asyncio.wait((work,), timeout=_HEADERS_S)
+        if work.done():
+            events = wire.stream(asked, work.result())
+            return web.Response(body=events, headers=headers, content_type="text/event-stream")
+        response = web.StreamResponse(headers=headers)
+        response.content_type = "text/event-stream"
+        await response.prepare(request.raw)
+        while not work.done():
+            await response.write(wire.keep_alive)
+            await asyncio.wait((work,), timeout=_KEEP_ALIVE_S)
+        try:
+            events = wire.stream(asked, work.result())
+        except Exception as error:
+            if (refusal := refusal_of(error)) is None:
+                logger.error("a streamed answer failed", exc_info=error)
+                refusal = HTTPError(500, f"internal error ({type(error).__name__}), see the server's log")
+            events = wire.error_event(refusal)
+        await response.write(events)
+        await response.write_eof()
+        return response
+    finally:
+        if not work.done():
+            work.cancel()
+            await asyncio.wait((work,))

@@ -1,6 +1,7 @@
-"""The server that agents ask: whose request it is, garbage, streams, and what is not there."""
+"""The server that agents ask: whose request it is, the run's sampling, streams, errors, and what is not there."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,85 +11,180 @@ import orjson
 import pytest
 
 from rollstream.errors import EngineError
-from rollstream.gateway.app import SESSION_HEADER, Endpoint
+from rollstream.gateway import app
+from rollstream.gateway.app import OVERRIDDEN_HEADER, SESSION_HEADER, Endpoint
 from rollstream.gateway.recorder import Recorder
-from rollstream.testing.scripted import ScriptedEngine
-from rollstream.web import Request
+from rollstream.testing.scripted import AnswerRule, ScriptedEngine, ScriptedRequest
+from rollstream.web import HTTPError, Request
 from tests.support.until import until
 from tests.unit.agent.rollouts import END, call_text, demo_tokenizer, started
 from tests.unit.gateway.test_recorder import TOOL, check_exact, recorder_of, user
 
-ASK = {"model": "m", "messages": [user("q")]}
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+ASK: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "m", "messages": [user("q")]},
+    RESPONSES: {"model": "m", "input": "q"},
+    MESSAGES: {"model": "m", "messages": [user("q")], "max_tokens": 64},
+}
+TOOLS = {
+    CHAT: [TOOL],
+    RESPONSES: [{"type": "function", **TOOL["function"]}],
+    MESSAGES: [{"name": "add", "description": "Adds.", "input_schema": TOOL["function"]["parameters"]}],
+}
+"""The same to the model."""
+
+
+class Client:
+    """Posts to a session."""
+
+    def __init__(self, recorder: Recorder, http: aiohttp.ClientSession, url: str) -> None:
+        self.recorder, self.http, self.url = recorder, http, url
+        self.headers: Any = {}
+
+    async def post(
+        self, body: Any, route: str = CHAT, begun: asyncio.Event | None = None, **headers: str
+    ) -> tuple[int, Any]:
+        """`begun` is set when the answer begins."""
+        data = body if isinstance(body, bytes) else orjson.dumps(body)
+        async with self.http.post(self.url + route, data=data, headers=headers) as response:
+            self.headers = response.headers
+            read = await response.content.readany()
+            if begun is not None:
+                begun.set()
+            read += await response.content.read()
+            return response.status, read if response.content_type != "application/json" else orjson.loads(
+                read
+            )
 
 
 @asynccontextmanager
-async def served(engine: ScriptedEngine, **given: Any) -> AsyncIterator[tuple[Recorder, Any]]:
-    """A recorder under the name `mine`, and what posts to the endpoint."""
+async def served(engine: ScriptedEngine, **given: Any) -> AsyncIterator[Client]:
+    endpoint = Endpoint("m", 4096, client_sampling=given.pop("client_sampling", False))
     recorder, _ = recorder_of(engine, **given)
-    endpoint = Endpoint("m", 4096)
-    async with endpoint.serving(), aiohttp.ClientSession() as client:
-
-        async def post(
-            body: Any, session: str | None = "mine", route: str = "/chat/completions"
-        ) -> tuple[int, bytes]:
-            data = body if isinstance(body, bytes) else orjson.dumps(body)
-            headers = {} if session is None else {SESSION_HEADER: session}
-            async with client.post(endpoint.url + route, data=data, headers=headers) as response:
-                return response.status, await response.read()
-
-        post.client, post.url = client, endpoint.url  # type: ignore[attr-defined]
-        with endpoint.session("mine", recorder):
-            yield recorder, post
+    async with endpoint.serving(), aiohttp.ClientSession() as http:
+        with endpoint.open(recorder) as url:
+            yield Client(recorder, http, url)
 
 
-async def test_an_answer() -> None:
-    engine = await started(lambda request: demo_tokenizer().encode("78" + END))
-    async with served(engine) as (recorder, post):
-        status, body = await post(ASK)
-        answer = orjson.loads(body)
-        async with post.client.get(post.url + "/models") as response:
-            assert (await response.json())["data"][0]["max_model_len"] == 4096
-    assert status == 200
-    choice = answer["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": "78"}
-    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
-    assert answer["usage"]["completion_tokens"] == 3
-    assert "prompt_token_ids" not in answer
-    check_exact(engine, recorder.session.trajectories())
+def says(what: str | Exception, released: asyncio.Event | None = None) -> AnswerRule:
+    """Always the same, as soon as it is released."""
+
+    async def rule(request: ScriptedRequest) -> list[int]:
+        if released is not None:
+            await released.wait()
+        if isinstance(what, Exception):
+            raise what
+        return demo_tokenizer().encode(what)
+
+    return rule
 
 
-async def test_a_stream_says_the_same() -> None:
-    texts = iter([call_text("add", a=1) + END, "78" + END])
+def events_of(stream: bytes) -> list[Any]:
+    """The data of each event, without the signs of life."""
+    lines = [line for line in stream.split(b"\n") if line.startswith(b"data: ") and b"[DONE]" not in line]
+    return [event for line in lines if (event := orjson.loads(line[6:])).get("type") != "ping"]
+
+
+@pytest.mark.parametrize("route", ASK)
+async def test_all_apis_show_the_model_the_same_and_are_recorded_exactly(route: str) -> None:
+    texts = iter([call_text("add", a=1) + END, "78" + END] * 2)
     engine = await started(lambda request: demo_tokenizer().encode(next(texts)))
-    async with served(engine) as (_, post):
-        more = {"stream": True, "stream_options": {"include_usage": True}}
-        status, body = await post({**ASK, "tools": [TOOL], **more})
-        _, second = await post({**ASK, "stream": True})
+    async with served(engine) as client:
+        status, _ = await client.post({**ASK[route], "tools": TOOLS[route]}, route)
+        assert (status, client.recorder.session.turns[0].message["tool_calls"][0]["function"]) == (
+            200,
+            {"name": "add", "arguments": {"a": 1}},
+        )
+        assert (await client.post(ASK[route], route.removeprefix("/v1")))[0] == 200
+        status, chat = await client.post({**ASK[CHAT], "tools": TOOLS[CHAT]})
+        assert status == 200 and chat["usage"]["completion_tokens"] > 3
+        check_exact(engine, client.recorder.trajectories())
+    assert engine.requests[0].prompt_ids == engine.requests[2].prompt_ids
+
+
+@pytest.mark.parametrize("route", ASK)
+@pytest.mark.parametrize("slow", [False, True])
+async def test_a_stream_says_the_same(route: str, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that takes long is announced by its headers and signs of life."""
+    monkeypatch.setattr(app, "_HEADERS_S", 0.0 if slow else 60.0)
+    monkeypatch.setattr(app, "_KEEP_ALIVE_S", 0.001)
+    released = asyncio.Event()
+    engine = await started(says(call_text("add", a=1) + END, released if slow else None))
+    async with served(engine) as client:
+        asked = {**ASK[route], "tools": TOOLS[route]}
+        status, stream = await client.post({**asked, "stream": True}, route, released)
+        _, whole = await client.post(asked, route)
     assert status == 200
-    events = [line.removeprefix(b"data: ") for line in body.split(b"\n\n") if line]
-    assert events[-1] == b"[DONE]"
-    chunks = [orjson.loads(event) for event in events[:-1]]
-    assert chunks[-1]["usage"]["completion_tokens"] > 3
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
-    assert deltas[0] == {"role": "assistant", "content": None}
-    assert deltas[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a":1}'}
-    assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
-    assert b'"content":"78"' in second
-    assert b"usage" not in second
+    assert slow == (b"keep-alive" in stream or b"ping" in stream)
+    events = events_of(stream)
+    if route == CHAT:
+        deltas = [event["choices"][0]["delta"] for event in events]
+        assert deltas[0] == {"role": "assistant", "content": None}
+        assert deltas[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a":1}'}
+        assert events[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+        assert stream.endswith(b"data: [DONE]\n\n")
+    elif route == RESPONSES:
+        assert [event["sequence_number"] for event in events] == [*range(len(events))]
+        assert events[-1]["type"] == "response.completed"
+        (given,), (streamed,) = whole["output"], events[-1]["response"]["output"]
+        assert given["arguments"] == streamed["arguments"] == events[3]["delta"]
+    else:
+        assert [event["type"] for event in events] == [
+            "message_start",
+            *(f"content_block_{part}" for part in ("start", "delta", "stop")),
+            "message_delta",
+            "message_stop",
+        ]
+        assert orjson.loads(events[2]["delta"]["partial_json"]) == whole["content"][0]["input"]
+        assert events[4]["delta"]["stop_reason"] == whole["stop_reason"] == "tool_use"
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": 3}', b'{"messages": []}', b"\xff", b"{}"])
-async def test_garbage_is_a_400(body: bytes) -> None:
+@pytest.mark.parametrize("route", ASK)
+@pytest.mark.parametrize("slow", [False, True])
+async def test_errors_of_the_engine_in_a_stream(
+    route: str, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes soon has its status; a later one ends the stream as its client expects it."""
+    monkeypatch.setattr(app, "_HEADERS_S", 0.0 if slow else 60.0)
+    released = asyncio.Event()
+    engine = await started(says(EngineError("no such ids"), released if slow else None))
+    async with served(engine) as client:
+        status, body = await client.post({**ASK[route], "stream": True}, route, released)
+    if not slow:
+        assert status == 400 and body["error"]["message"] == "no such ids"
+        return
+    assert status == 200
+    (event,) = events_of(body)
+    assert event["error"]["message"] == "no such ids"
+    assert event.get("type") == (None if route == CHAT else "error")
+
+
+@pytest.mark.parametrize("route", ASK)
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": 3, "input": 3}', b"\xff", b"{}"])
+async def test_garbage_is_a_400(route: str, body: bytes) -> None:
     engine = await started()
-    async with served(engine) as (_, post):
-        assert (await post(body))[0] == 400
-        assert (await post(ASK))[0] == 200
+    async with served(engine) as client:
+        assert (await client.post(body, route))[0] == 400
+        assert (await client.post(ASK[route], route))[0] == 200
+
+
+DEEP = [b"[" * depth + b"1" + b"]" * depth for depth in (200, 900, 100_000)]
+
+
+@pytest.mark.parametrize("deep", DEEP, ids=len)
+async def test_what_is_nested_deeply_ends_no_rollout(deep: bytes) -> None:
+    engine = await started()
+    call = b'{"type": "tool_use", "id": "c1", "name": "add", "input": {"a": %b}}' % deep
+    body = b'{"max_tokens": 9, "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": [%b]}, '
+    body = body % call + b'{"role": "user", "content": "r"}]}'
+    async with served(engine) as client:
+        assert (await client.post(body, MESSAGES))[0] in (200, 400)
+        assert (await client.post(ASK[MESSAGES], MESSAGES))[0] == 200
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"temperature": 0.3}, "actor_rollout_ref.rollout.temperature"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"n": 2}, "'n'"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -97,25 +193,162 @@ async def test_garbage_is_a_400(body: bytes) -> None:
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "image",
         ),
+        (
+            {"messages": [user("q"), {"role": "tool", "tool_call_id": ["x"], "content": "7"}]},
+            "must be a text",
+        ),
+        ({"messages": [user("q"), {"role": "user", "name": {"a": 1}, "content": "7"}]}, "must be a text"),
     ],
 )
-async def test_what_cannot_be_meant_is_refused(given: dict[str, Any], words: str) -> None:
+async def test_what_cannot_be_meant_is_refused_and_ends_no_rollout(given: dict[str, Any], words: str) -> None:
     engine = await started()
-    async with served(engine) as (recorder, post):
-        status, body = await post({**ASK, **given})
-    assert status == 400
-    assert words in orjson.loads(body)["error"]["message"]
-    assert words in str(recorder.refusal)
-    assert not engine.requests
+    async with served(engine) as client:
+        status, body = await client.post({**ASK[CHAT], **given})
+        assert status == 400 and words in body["error"]["message"]
+        assert words in str(client.recorder.refusal)
+        assert not engine.requests
+        assert (await client.post(ASK[CHAT]))[0] == 200
 
 
-async def test_a_call_ends_with_its_rollout() -> None:
+@pytest.mark.parametrize(
+    ("given", "overridden"),
+    [
+        ({"temperature": 0.0, "top_p": 0.5}, {"temperature": [0.0], "top_p": [0.5]}),
+        ({"temperature": 1, "top_p": 1.0, "top_k": 0, "presence_penalty": 0, "min_p": 0}, {}),
+        ({"frequency_penalty": 0.5, "seed": 5}, {"frequency_penalty": [0.5], "seed": [5]}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": ["low"]}),
+    ],
+)
+async def test_the_runs_sampling_wins_and_it_is_said(given: dict[str, Any], overridden: Any) -> None:
+    engine = await started()
+    async with served(engine) as client:
+        assert (await client.post({**ASK[CHAT], **given, "model": "theirs"}))[0] == 200
+        named = client.headers.get(OVERRIDDEN_HEADER, "")
+        (trajectory,) = client.recorder.trajectories()
+    assert set(filter(None, named.split(", "))) == overridden.keys()
+    about = trajectory.extra["gateway"]
+    assert about.get("overridden", {}) == overridden
+    assert about["client_models"] == ["theirs"]
+    (request,) = engine.requests
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.seed) == (1.0, 1.0, 7)
+
+
+async def test_clients_choose_the_sampling_where_the_run_lets_them() -> None:
+    engine = await started()
+    async with served(engine, client_sampling=True) as client:
+        asked = {"temperature": 0.5, "top_k": 9, "seed": 2**31 + 5}
+        for _ in range(2):
+            assert (await client.post({**ASK[CHAT], **asked, "reasoning_effort": "low"}))[0] == 200
+            assert client.headers[OVERRIDDEN_HEADER] == "reasoning_effort"
+        trajectory = client.recorder.trajectories()[-1]
+        for wrong in ({"temperature": -1}, {"top_p": 2}, {"seed": 0.5}, {"min_p": 0.1}):
+            status, body = await client.post({**ASK[CHAT], **wrong})
+            assert status == 400 and next(iter(wrong)) in body["error"]["message"]
+        assert (await client.post(ASK[CHAT]))[0] == 200
+    sampled = [(one.sampling.temperature, one.sampling.top_k, one.sampling.seed) for one in engine.requests]
+    assert sampled[:2] == [(0.5, 9, 5)] * 2
+    assert sampled[2][:2] == (1.0, -1)
+    chosen = {"temperature": [0.5], "top_k": [9], "seed": [5]}
+    assert trajectory.extra["gateway"]["client_sampling"] == chosen
+
+
+async def test_log_probs_and_ids_of_a_cut_answer() -> None:
+    engine = await started(response_tokens=50)
+    async with served(engine) as client:
+        _, body = await client.post({**ASK[CHAT], "max_completion_tokens": 3, "logprobs": True})
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["token_ids"] == engine.completions[0][1].token_ids
+    assert len(choice["logprobs"]["content"]) == 3
+    async with served(engine, logprobs=False) as client:
+        status, body = await client.post({**ASK[CHAT], "logprobs": True})
+        assert status == 400 and "calculate_log_probs" in body["error"]["message"]
+
+
+async def test_a_response_goes_on_after_another_one() -> None:
+    engine = await started(lambda request: demo_tokenizer().encode("78" + END))
+    async with served(engine) as client:
+        _, first = await client.post({"input": "q", "instructions": "be brief"}, RESPONSES)
+        again = {"input": "more", "previous_response_id": first["id"]}
+        await client.post({**again, "instructions": "be brief"}, RESPONSES)
+        assert len(client.recorder.trajectories()) == 1
+        # Instructions belong to one request: without them, or with others, it is another conversation.
+        await client.post(again, RESPONSES)
+        trajectories = client.recorder.trajectories()
+        check_exact(engine, trajectories)
+        assert [message["role"] for message in trajectories[1].messages] == ["user", "assistant"] * 2
+        status, body = await client.post({**again, "previous_response_id": "resp_x"}, RESPONSES)
+        assert (status, body["error"]["code"]) == (400, "previous_response_not_found")
+
+
+async def test_tokens_are_counted_and_models_are_told() -> None:
+    engine = await started()
+    async with served(engine) as client:
+        _, counted = await client.post({"messages": [user("q")], "model": "m"}, MESSAGES + "/count_tokens")
+        assert not client.recorder.session.has_begun
+        await client.post(ASK[MESSAGES], MESSAGES)
+        assert counted == {"input_tokens": len(engine.requests[0].prompt_ids)}
+        for path in ("/v1/models", "/models"):
+            async with client.http.get(client.url + path) as response:
+                (model,) = (await response.json())["data"]
+            assert (model["id"], model["max_model_len"]) == ("m", 4096)
+            async with client.http.get(f"{client.url}{path}/org/any") as response:
+                assert await response.json() == model
+
+
+async def test_requests_of_nobody_and_routes_that_are_not_there(caplog: pytest.LogCaptureFixture) -> None:
+    """An error has the form of the API that the path names; a session's secret is told to nobody."""
+    engine = await started()
+    async with served(engine) as client:
+        own, base = client.url, client.url.partition("/s/")[0]
+        for client.url in (f"{base}/s/other", f"{base}/s/", base):
+            assert (await client.post(ASK[CHAT]))[0] == 404
+            status, body = await client.post(ASK[MESSAGES], MESSAGES)
+            assert (status, body["error"]["type"]) == (404, "not_found_error")
+        client.url = own
+        status, body = await client.post(ASK[CHAT], "/v1/embeddings")
+        assert status == 404 and "embeddings" in str(client.recorder.refusal)
+        assert not engine.requests
+        engine.fail(lambda request: True, ValueError("a mistake"))
+        with caplog.at_level(logging.DEBUG):
+            assert (await client.post(ASK[CHAT]))[0] == 500
+        secret = own.rpartition("/")[2]
+        assert len(secret) > 40 and secret not in caplog.text + str(client.recorder.refusal)
+        client.url = base
+        assert (await client.post(ASK[CHAT], **{SESSION_HEADER: secret}))[0] == 200
+
+
+async def test_a_session_has_its_share_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_CALLS_AT_ONCE", 2)
+    engine = await started(latency=60.0)
+    endpoint = Endpoint("m", None, max_sessions=2)
+    recorders = [recorder_of(engine, name=str(at))[0] for at in range(3)]
+    async with endpoint.serving(), aiohttp.ClientSession() as http:
+        with endpoint.open(recorders[0]) as url, endpoint.open(recorders[1]) as other:
+            with pytest.raises(HTTPError, match="2 sessions are open"), endpoint.open(recorders[2]):
+                pass
+            first, second = Client(recorders[0], http, url), Client(recorders[1], http, other)
+            calls = [asyncio.create_task(first.post(ASK[CHAT])) for _ in range(2)]
+            await until(lambda: engine.in_flight == 2)
+            status, body = await first.post(ASK[MESSAGES], MESSAGES)
+            assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+            assert first.headers["Retry-After"] == "1"
+            calls.append(asyncio.create_task(second.post(ASK[CHAT])))
+            await until(lambda: engine.in_flight == 3)
+        for call in calls:
+            with pytest.raises(aiohttp.ClientError):
+                await call
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_ends_with_its_rollout(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_HEADERS_S", 0.0)
     engine = await started(latency=60.0)
     recorder, broken = recorder_of(engine)
     endpoint = Endpoint("m", 4096)
-    async with endpoint.serving(), aiohttp.ClientSession(headers={SESSION_HEADER: "mine"}) as client:
-        with endpoint.session("mine", recorder):
-            call = asyncio.create_task(client.post(endpoint.url + "/chat/completions", json=ASK))
+    async with endpoint.serving(), aiohttp.ClientSession() as http:
+        with endpoint.open(recorder) as url:
+            call = asyncio.create_task(Client(recorder, http, url).post({**ASK[CHAT], "stream": stream}))
             await until(lambda: engine.in_flight)
         await until(lambda: not engine.in_flight)
         with pytest.raises(aiohttp.ClientError):
@@ -123,62 +356,18 @@ async def test_a_call_ends_with_its_rollout() -> None:
     assert not recorder.session.turns and not broken.done()
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "tool", "tool_call_id": ["x"], "content": "7"},
-        {"role": "user", "name": {"a": 1}, "content": "7"},
-        {"role": "assistant", "tool_calls": [{"id": [1], "function": {"name": "f", "arguments": "{}"}}]},
-    ],
-)
-async def test_a_message_that_is_garbage_ends_no_rollout(message: dict[str, Any]) -> None:
-    engine = await started(response_tokens=4)
-    async with served(engine) as (recorder, post):
-        _, body = await post(ASK)
-        said = orjson.loads(body)["choices"][0]["message"]
-        status, body = await post({"messages": [*ASK["messages"], said, message, user("?")]})
-        assert status == 400 and "must be a text" in orjson.loads(body)["error"]["message"]
-        assert "must be a text" in str(recorder.refusal)
-
-
-async def test_log_probs_and_ids_of_a_cut_answer() -> None:
-    engine = await started(response_tokens=50)
-    async with served(engine) as (_, post):
-        _, body = await post({**ASK, "max_completion_tokens": 3, "logprobs": True})
-    (choice,) = orjson.loads(body)["choices"]
-    assert choice["finish_reason"] == "length"
-    assert choice["token_ids"] == engine.completions[0][1].token_ids
-    assert len(choice["logprobs"]["content"]) == 3
-
-
-async def test_requests_of_nobody_and_routes_that_are_not_there() -> None:
-    engine = await started()
-    async with served(engine) as (recorder, post):
-        for session in (None, "", "other"):
-            assert (await post(ASK, session))[0] == 404
-        status, body = await post(ASK, route="/responses")
-        assert status == 404
-        assert b"chat API" in body
-    assert "/v1/responses" in str(recorder.refusal)
-    assert not engine.requests
-
-
-async def test_errors_of_the_engine() -> None:
-    engine = await started()
-    engine.fail(lambda request: True, EngineError("no such ids"))
-    engine.fail(lambda request: True, ValueError("a mistake"))
-    async with served(engine) as (_, post):
-        assert sorted([(await post(ASK))[0], (await post(ASK))[0]]) == [400, 500]
-
-
-async def test_a_client_that_hangs_up_ends_its_generation() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_hangs_up_ends_its_generation(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_HEADERS_S", 0.0)
     engine = await started(latency=60.0)
-    async with served(engine) as (recorder, post):
-        task = asyncio.create_task(post(ASK))
+    async with served(engine) as client:
+        task = asyncio.create_task(client.post({**ASK[CHAT], "stream": stream}))
         await until(lambda: engine.in_flight)
         task.cancel()
         await until(lambda: not engine.in_flight)
-    assert recorder.session.turns == []
+        assert client.recorder.session.turns == []
 
 
 async def test_an_answer_whose_client_went_away_meanwhile_is_not_kept(
@@ -186,37 +375,32 @@ async def test_an_answer_whose_client_went_away_meanwhile_is_not_kept(
 ) -> None:
     """It ended when the answer was there already, and nothing was cancelled yet."""
     engine = await started(response_tokens=4)
-    async with served(engine) as (recorder, post):
+    async with served(engine) as client:
         with monkeypatch.context() as patched:
             patched.setattr(Request, "gone", property(lambda self: bool(engine.completions)))
             with pytest.raises(aiohttp.ClientError):
-                await post(ASK)
-        assert engine.completions and not recorder.session.turns
-        assert (await post(ASK))[0] == 200
-    assert len(recorder.session.trajectories()) == 1
+                await client.post(ASK[CHAT])
+        assert engine.completions and not client.recorder.session.turns
+        assert (await client.post(ASK[CHAT]))[0] == 200
+        assert len(client.recorder.trajectories()) == 1
 
 
 async def test_rollouts_at_once_do_not_mix() -> None:
     engine = await started(response_tokens=3, latency=0.005)
     endpoint = Endpoint("m", None)
-    async with endpoint.serving(), aiohttp.ClientSession() as client:
+    async with endpoint.serving(), aiohttp.ClientSession() as http:
 
         async def play(number: int) -> Recorder:
             recorder, _ = recorder_of(engine, name=str(number))
-            headers = {SESSION_HEADER: str(number)}
             messages = [user(f"question {number}")]
-            with endpoint.session(str(number), recorder):
+            with endpoint.open(recorder) as url:
                 for _ in range(3):
-                    body = {"messages": messages}
-                    async with client.post(
-                        endpoint.url + "/chat/completions", json=body, headers=headers
-                    ) as reply:
-                        answer = await reply.json()
+                    _, answer = await Client(recorder, http, url).post({"messages": messages})
                     messages = [*messages, answer["choices"][0]["message"], user("more")]
             return recorder
 
         recorders = await asyncio.gather(*(play(number) for number in range(40)))
     for number, recorder in enumerate(recorders):
-        (trajectory,) = recorder.session.trajectories()
+        (trajectory,) = recorder.trajectories()
         assert trajectory.messages[0]["content"] == f"question {number}"
         assert sum(trajectory.response_mask) == 9

@@ -17,8 +17,10 @@ import orjson
 
 from rollstream.chat.parsers.base import ParsedOutput
 from rollstream.chat.tool_schema import check_names_differ, check_tool_schema
-from rollstream.chat.wires.requests import RequestError, Sampling, read_parameters
+from rollstream.chat.wires.exchange import Answer, Asked, image, joined, take_wishes
+from rollstream.chat.wires.requests import RequestError, Sampling, error_body, read_parameters
 from rollstream.trajectory import Completion, Message
+from rollstream.web import HTTPError
 
 HARMLESS = frozenset(
     (
@@ -64,6 +66,15 @@ _NEUTRAL_CHAT = {
     "include_reasoning": True,
     "separate_reasoning": True,
 }
+
+_NEUTRAL_AGENT: dict[str, Any] = {
+    "n": 1,
+    "stop_token_ids": [],
+    "ignore_eos": False,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+}
+"""In addition, where an agent's calls are recorded."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """OpenAI renamed the system role; templates know the old name, and many drop a role that they don't know."""
@@ -115,21 +126,21 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 
 
 def read_chat(
-    given: Mapping[str, Any], *, harmless: Iterable[str] = (), neutral: Mapping[str, Any] | None = None
+    given: Mapping[str, Any], *, neutral: Mapping[str, Any] | None = None, images: bool = False
 ) -> ChatRequest:
     """Reads the body of a request.
 
     Args:
         given: the body.
-        harmless: further names that mean nothing to who asks.
         neutral: further names that are accepted with this value only.
+        images: whether messages may show some.
 
     Raises:
         RequestError: it cannot be answered as it is.
         ConfigError: a tool's schema is not whole.
     """
     asked = read_parameters(
-        given, ChatRequest, harmless=HARMLESS.union(harmless), neutral={**_NEUTRAL_CHAT, **(neutral or {})}
+        given, ChatRequest, harmless=HARMLESS, neutral={**_NEUTRAL_CHAT, **(neutral or {})}
     )
     asked.check_stream_options()
     if asked.max_completion_tokens is not None:
@@ -140,7 +151,7 @@ def read_chat(
             "tool; use 'auto' or 'none'",
             param="tool_choice",
         )
-    asked.messages = read_messages(asked.messages)
+    asked.messages = read_messages(asked.messages, images=images)
     asked.tools = read_tools(asked.tools) if asked.tool_choice == "auto" else []
     if asked.add_generation_prompt is asked.continue_final_message:
         raise RequestError(
@@ -156,15 +167,15 @@ def read_chat(
     return asked
 
 
-def read_messages(messages: Sequence[Any]) -> list[Message]:
-    """Messages with text as content and with arguments of calls as mappings.
+def read_messages(messages: Sequence[Any], *, images: bool = False) -> list[Message]:
+    """Messages with text as content, or parts where they show images, and with arguments of calls as mappings.
 
     Raises:
         RequestError: naming the message that cannot be shown to the model as it is meant.
     """
     if not messages:
         raise RequestError("'messages' is empty", param="messages")
-    return [_read_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    return [_read_message(message, f"messages[{at}]", images) for at, message in enumerate(messages)]
 
 
 def read_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
@@ -175,11 +186,11 @@ def read_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return list(tools)
 
 
-def _read_message(message: Any, where: str) -> Message:
+def _read_message(message: Any, where: str, images: bool) -> Message:
     if not isinstance(message, dict):
         raise RequestError(f"{where} must be an object", param=where)
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(
             f"{where}.role is {role!r}, want one of {', '.join(_ROLES)}", param=f"{where}.role"
         )
@@ -190,7 +201,7 @@ def _read_message(message: Any, where: str) -> Message:
         raise RequestError(f"{where}.function_call is not supported: use tool_calls", param=where)
     read: Message = {key: value for key, value in message.items() if value is not None}
     read["role"] = _ROLES[role]
-    read["content"] = _read_content(message.get("content"), f"{where}.content")
+    read["content"] = _read_content(message.get("content"), f"{where}.content", images)
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise RequestError(f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")
@@ -198,20 +209,26 @@ def _read_message(message: Any, where: str) -> Message:
     return read
 
 
-def _read_content(content: Any, where: str) -> str:
+def _read_content(content: Any, where: str, images: bool) -> str | list[dict[str, Any]]:
     if content is None:
         return ""  # of a message that only calls tools; templates join it with text
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RequestError(f"{where} must be a text or a list of parts", param=where)
-    texts = []
+    parts: list[str | dict[str, Any]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(f"{where} has a part of type {kind!r}; only text is supported", param=where)
-        texts.append(part["text"])
-    return "\n".join(texts)
+        if kind == "image_url":
+            shown = part["image_url"] if isinstance(part.get("image_url"), dict) else {}
+            parts.append(image(shown.get("url"), where, allowed=images))
+        elif kind == "text" and isinstance(part.get("text"), str):
+            parts.append(part["text"])
+        else:
+            raise RequestError(
+                f"{where} has a part of type {kind!r}; only text and images are supported", param=where
+            )
+    return joined(parts)
 
 
 def _read_call(call: Any, where: str) -> dict[str, Any]:
@@ -220,15 +237,19 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where} needs a function with a name", param=where)
     if not isinstance(call.get("id"), str | None):
         raise RequestError(f"{where}.id must be a text", param=f"{where}.id")
-    arguments = function.get("arguments")
+    return {**call, "function": {**function, "arguments": read_arguments(function.get("arguments"))}}
+
+
+def read_arguments(arguments: Any) -> Any:
+    """Arguments of a call as a mapping; what a model wrote that is no JSON object stays as it is."""
     if isinstance(arguments, str):
         try:
             value = orjson.loads(arguments or "{}")
         except orjson.JSONDecodeError:
-            value = None  # what a model wrote that is no JSON stays as it is
+            return arguments
         if isinstance(value, dict):
-            arguments = value
-    return {**call, "function": {**function, "arguments": arguments}}
+            return value
+    return arguments
 
 
 # Answers
@@ -421,3 +442,48 @@ def event_stream(chunks: Iterable[Any]) -> bytes:
     """Server-sent events, with the end that OpenAI and SGLang both have."""
     events = [b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks]
     return b"".join([*events, b"data: [DONE]\n\n"])
+
+
+class ChatWire:
+    """The API for agents whose calls are recorded."""
+
+    prefix = "chatcmpl-"
+    keep_alive = b": keep-alive\n\n"
+
+    def read(self, body: Mapping[str, Any], *, images: bool) -> Asked:
+        """Reads a request; with log-probs the client is told the token ids, too."""
+        given = dict(body)
+        wishes = take_wishes(given, ("reasoning_effort", "verbosity"))
+        asked = read_chat(given, neutral=_NEUTRAL_AGENT, images=images)
+        asked.return_token_ids |= asked.logprobs
+        return Asked(
+            asked.messages,
+            asked.tools,
+            asked.model,
+            asked.max_tokens,
+            asked.stops,
+            asked.stream,
+            asked.logprobs,
+            wishes,
+            raw=asked,
+        )
+
+    def body(self, asked: Asked, answer: Answer) -> dict[str, Any]:
+        """The answer as one object."""
+        return self._whole(answer).body(asked.raw)
+
+    def stream(self, asked: Asked, answer: Answer) -> bytes:
+        """The answer as events without names."""
+        return event_stream(self._whole(answer).chunks(asked.raw))
+
+    def error(self, error: HTTPError) -> dict[str, Any]:
+        """OpenAI's shape."""
+        return error_body(error)
+
+    def error_event(self, error: HTTPError) -> bytes:
+        """The official client raises what stands under `error`."""
+        return event_stream([error_body(error)])
+
+    def _whole(self, answer: Answer) -> ChatAnswer:
+        choice = Choice(answer.message, answer.completion, stop_reason=answer.stop)
+        return ChatAnswer(answer.name, answer.model, list(answer.prompt_ids), [choice])

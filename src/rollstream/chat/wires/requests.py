@@ -31,7 +31,7 @@ _PLACE = re.compile(r" - at `\$\.(\w+)")
 _RETRY_AFTER_S = 1
 """What a client is told to wait when it is turned away: a worker that died is back after about a second."""
 
-_KINDS = {401: "authentication_error", 503: "overloaded_error"}
+_KINDS = {401: "authentication_error", 429: "rate_limit_error", 503: "overloaded_error"}
 
 _CODES = {"unauthorized": "invalid_api_key", "bad_request": None, "": None}
 """OpenAI's words for those of `web`."""
@@ -155,10 +155,10 @@ def refusal_of(error: Exception) -> HTTPError | None:
     return None
 
 
-def render_error(request: web.BaseRequest, error: HTTPError) -> web.Response:
+def error_body(error: HTTPError) -> dict[str, Any]:
     """An error in OpenAI's shape, which SGLang's clients read as well."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    body = {
+    return {
         "error": {
             "message": str(error),
             "type": _KINDS.get(error.status, kind),
@@ -166,5 +166,14 @@ def render_error(request: web.BaseRequest, error: HTTPError) -> web.Response:
             "code": _CODES.get(error.code, error.code),
         }
     }
-    headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 503 else {}
-    return json_response(body, error.status, {**error.headers, **headers})
+
+
+def error_headers(error: HTTPError) -> dict[str, str]:
+    """The headers of a refusal: who is turned away for a moment is told when to come again."""
+    again = {"Retry-After": str(_RETRY_AFTER_S)} if error.status in (429, 503) else {}
+    return {**again, **error.headers}
+
+
+def render_error(request: web.BaseRequest, error: HTTPError) -> web.Response:
+    """A refusal in OpenAI's shape."""
+    return json_response(error_body(error), error.status, error_headers(error))

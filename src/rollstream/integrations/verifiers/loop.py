@@ -61,7 +61,7 @@ class Opened:
     async def _hold(self, opening: "asyncio.Future[Endpoint]") -> None:
         endpoint = Endpoint(self._model, self._max_model_len)
         try:
-            async with endpoint.serving(), self.environment.serving(endpoint.url, self._model):
+            async with endpoint.serving(), self.environment.serving(endpoint.url + "/v1", self._model):
                 opening.set_result(endpoint)
                 await asyncio.Event().wait()  # until it is cancelled with its loop
         except Exception as error:
@@ -135,7 +135,7 @@ class VerifiersLoop(AgentLoop):
             def open_session(session: str) -> Recorder:
                 own = f"{name}-{len(recorders)}" if recorders else name
                 recorder = Recorder(self, sampling, name=own, broken=broken)
-                sessions.enter_context(endpoint.session(session, recorder))
+                sessions.enter_context(endpoint.open(recorder, session))
                 recorders.append(recorder)
                 return recorder
 

@@ -1,0 +1,278 @@
+"""Anthropic's messages API: requests read, answers written, whole or as a stream.
+
+Source: https://platform.claude.com/docs/en/api/messages.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import orjson
+
+from rollstream.chat.wires.exchange import (
+    Answer,
+    Asked,
+    image,
+    joined,
+    listed,
+    named_events,
+    take_wishes,
+    text_of,
+    tool_schema,
+)
+from rollstream.chat.wires.openai_chat import read_tools
+from rollstream.chat.wires.requests import RequestError, read_parameters
+from rollstream.trajectory import Message
+from rollstream.web import HTTPError
+
+_HARMLESS = frozenset(
+    (
+        "cache_control",
+        "diagnostics",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
+    )
+)
+_NEUTRAL: dict[str, Any] = {"mcp_servers": []}
+_TOOL_NEUTRAL: dict[str, Any] = {"type": "custom", "defer_loading": False}
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class MessagesRequest(msgspec.Struct, kw_only=True):
+    """Body of `/v1/messages`."""
+
+    messages: list[Any]
+    max_tokens: int
+    model: str | None = None
+    output_config: dict[str, Any] = {}
+    stop_sequences: list[str] = []
+    stream: bool = False
+    system: Any = ""
+    tool_choice: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "auto"})
+    tools: list[Any] = []
+
+
+class MessagesWire:
+    """The API for agents whose calls are recorded."""
+
+    prefix = "msg_"
+    keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def read(self, body: Mapping[str, Any], *, images: bool) -> Asked:
+        """Reads a request."""
+        given = dict(body)
+        wishes = take_wishes(given, ("thinking", "context_management"))
+        asked = read_parameters(given, MessagesRequest, harmless=_HARMLESS, neutral=_NEUTRAL)
+        if asked.output_config.get("format") is not None:
+            raise RequestError(
+                "output_config.format is not supported: nothing here makes an answer follow a schema",
+                param="output_config.format",
+            )
+        if effort := asked.output_config.get("effort"):
+            wishes["effort"] = effort
+        tools = read_tools([_tool(one, where) for where, one in listed(asked.tools, "tools")])
+        choice = asked.tool_choice
+        if choice.get("type") not in ("auto", "none") or choice.get("disable_parallel_tool_use"):
+            raise RequestError(
+                f"tool_choice {choice!r} is not supported: nothing here makes a model call a tool, or only "
+                "one; use {'type': 'auto'} or {'type': 'none'}",
+                param="tool_choice",
+            )
+        system = _read_text(asked.system, "system")
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        for where, message in listed(asked.messages, "messages"):
+            messages += _read_message(message, where, images)
+        if not messages or messages[-1]["role"] not in ("user", "tool"):
+            raise RequestError(
+                "the conversation must end with a user message: an answer that is begun already (prefill) is "
+                "not supported",
+                param="messages",
+            )
+        return Asked(
+            messages,
+            tools if choice["type"] == "auto" else [],
+            asked.model,
+            asked.max_tokens,
+            tuple(asked.stop_sequences),
+            asked.stream,
+            wishes=wishes,
+            raw=asked,
+        )
+
+    def body(self, asked: Asked, answer: Answer) -> dict[str, Any]:
+        """The answer as one object."""
+        cached = answer.completion.cached_prompt_tokens
+        reason = "end_turn"
+        if answer.calls:
+            reason = "tool_use"
+        elif answer.stop is not None:
+            reason = "stop_sequence"
+        return {
+            "id": answer.name,
+            "type": "message",
+            "role": "assistant",
+            "model": answer.model,
+            "content": _blocks(answer),
+            "stop_reason": "max_tokens" if answer.cut else reason,
+            "stop_sequence": answer.stop,
+            "usage": {
+                "input_tokens": len(answer.prompt_ids) - cached,
+                "cache_read_input_tokens": cached,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": len(answer.completion.token_ids),
+            },
+        }
+
+    def stream(self, asked: Asked, answer: Answer) -> bytes:
+        """The answer as events."""
+        return named_events(_events(self.body(asked, answer)))
+
+    def error(self, error: HTTPError) -> dict[str, Any]:
+        """Anthropic's shape and types."""
+        kind = "api_error" if error.status >= 500 else "invalid_request_error"
+        text = str(error)
+        if error.code == "context_length_exceeded":
+            text = f"prompt is too long: {text}"  # the words that clients look for
+        return {"type": "error", "error": {"type": _KINDS.get(error.status, kind), "message": text}}
+
+    def error_event(self, error: HTTPError) -> bytes:
+        """The official client raises it."""
+        return named_events([self.error(error)])
+
+
+def _tool(one: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for name, value in _TOOL_NEUTRAL.items():
+        if one.get(name) not in (None, value):
+            raise RequestError(
+                f"{where}.{name} is {one[name]!r}: only tools of the client's, shown as they are, are supported",
+                param=where,
+            )
+    return tool_schema(one, "input_schema")
+
+
+def _read_text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for place, block in listed(content, where):
+        if block.get("type") != "text":
+            raise RequestError(
+                f"{place} is of type {block.get('type')!r}; only text is supported", param=place
+            )
+        texts.append(text_of(block, "text", place))
+    return "\n".join(texts)
+
+
+def _read_message(message: Mapping[str, Any], where: str, images: bool) -> list[Message]:
+    role, content = message.get("role"), message.get("content")
+    if role == "system":
+        return [{"role": "system", "content": _read_text(content, f"{where}.content")}]
+    if role not in ("user", "assistant"):
+        raise RequestError(f"{where}.role is {role!r}, want user or assistant", param=f"{where}.role")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    blocks = listed(content, f"{where}.content")
+    return [_read_answer(blocks)] if role == "assistant" else list(_read_user(blocks, images))
+
+
+def _read_answer(blocks: Iterator[tuple[str, dict[str, Any]]]) -> Message:
+    texts, thoughts, calls = [], [], []
+    for where, block in blocks:
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(text_of(block, "text", where))
+        elif kind == "thinking":
+            thoughts.append(text_of(block, "thinking", where))
+        elif kind == "tool_use" and isinstance(block.get("input"), dict):
+            function = {"name": text_of(block, "name", where), "arguments": block["input"]}
+            calls.append({"id": text_of(block, "id", where), "type": "function", "function": function})
+        else:
+            raise RequestError(f"{where} is of type {kind!r}, which an answer of here has not", param=where)
+    message: Message = {"role": "assistant", "content": "\n".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _read_user(blocks: Iterator[tuple[str, dict[str, Any]]], images: bool) -> Iterator[Message]:
+    """A user's message; results of tools in it are messages of their own."""
+    parts: list[str | dict[str, Any]] = []
+    some = False
+    for where, block in blocks:
+        some = True
+        if block.get("type") != "tool_result":
+            parts.append(_read_part(block, where, images))
+            continue
+        if parts:
+            yield {"role": "user", "content": joined(parts)}
+            parts = []
+        content = block.get("content")
+        if not isinstance(content, str):
+            inner = listed(content or [], f"{where}.content")
+            content = joined([_read_part(part, place, images) for place, part in inner])
+        yield {"role": "tool", "tool_call_id": text_of(block, "tool_use_id", where), "content": content}
+    if parts or not some:
+        yield {"role": "user", "content": joined(parts)}
+
+
+def _read_part(block: Mapping[str, Any], where: str, images: bool) -> str | dict[str, Any]:
+    kind, source = block.get("type"), block.get("source")
+    if kind == "text":
+        return text_of(block, "text", where)
+    if kind != "image" or not isinstance(source, dict):
+        raise RequestError(f"{where} is of type {kind!r}; only text and images are supported", param=where)
+    url = source.get("url")
+    if source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return image(url, where, allowed=images)
+
+
+# Answers
+
+
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if thought := answer.message.get("reasoning_content"):
+        blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
+    if answer.message["content"]:
+        blocks.append({"type": "text", "text": answer.message["content"]})
+    return blocks + [
+        {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+        for call_id, name, arguments in answer.calls
+    ]
+
+
+def _events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    begun = {**body, "content": [], "stop_reason": None, "stop_sequence": None}
+    begun["usage"] = {**body["usage"], "output_tokens": 0}
+    yield {"type": "message_start", "message": begun}
+    for at, block in enumerate(body["content"]):
+        kind = block["type"]
+        empty: dict[str, Any]
+        if kind == "text":
+            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        elif kind == "thinking":
+            empty, delta = {"thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+        else:
+            partial = orjson.dumps(block["input"]).decode()
+            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": partial}
+        yield {"type": "content_block_start", "index": at, "content_block": {**block, **empty}}
+        yield {"type": "content_block_delta", "index": at, "delta": delta}
+        yield {"type": "content_block_stop", "index": at}
+    end = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
+    yield {"type": "message_delta", "delta": end, "usage": body["usage"]}
+    yield {"type": "message_stop"}

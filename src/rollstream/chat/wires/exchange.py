@@ -1,0 +1,179 @@
+"""What the wires of chat APIs have in common: a request as our nouns, an answer to be written, what a wire does.
+
+Whatever API a request came by, its conversation has one form, that of chat templates: content is text (or a
+list of parts, where it shows an image), the arguments of calls are mappings, thinking is `reasoning_content`,
+and results of tools are messages of the role `tool`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import orjson
+
+from rollstream.chat.wires.requests import RequestError
+from rollstream.trajectory import Completion, Message
+from rollstream.web import HTTPError
+
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+)
+"""Parameters that choose the distribution. Who answers decides whether a client may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    """OpenAI's schemas, to show the model; none where it may not call any."""
+    model: str | None = None
+    max_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    stream: bool = False
+    logprobs: bool = False
+    wishes: Mapping[str, Any] = field(default_factory=dict)
+    """Of `SAMPLING`, and how much to think: what a run may answer in its own way, if it says so."""
+    previous: str | None = None
+    """The answer that the messages go on after; its conversation is not among them."""
+    has_instructions: bool = False
+    """Whether the first message is the request's own, which the next request does not go on with."""
+    raw: Any = None
+    """The request in the wire's own form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model said."""
+
+    name: str
+    model: str
+    prompt_ids: Sequence[int]
+    message: Message
+    """Arguments of calls are mappings."""
+    completion: Completion
+    stop: str | None = None
+    """The stop text that ended it; the message does not show it."""
+
+    @property
+    def calls(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """Id, name and arguments of each tool call."""
+        return [
+            (call["id"], call["function"]["name"], call["function"]["arguments"])
+            for call in self.message.get("tool_calls") or ()
+        ]
+
+    @property
+    def cut(self) -> bool:
+        """Whether it was cut off by a limit of tokens."""
+        return self.completion.finish_reason == "length"
+
+
+class Wire(Protocol):
+    """A chat API. Nothing that a client sends raises anything but `HTTPError` and `ConfigError`."""
+
+    prefix: str
+    """Names of answers begin with it."""
+    keep_alive: bytes
+    """What a stream says while the answer is awaited."""
+
+    def read(self, body: Mapping[str, Any], *, images: bool) -> Asked:
+        """Reads a request. `images`: whether the model can be shown some."""
+        ...
+
+    def body(self, asked: Asked, answer: Answer) -> dict[str, Any]:
+        """An answer as one object."""
+        ...
+
+    def stream(self, asked: Asked, answer: Answer) -> bytes:
+        """An answer as all events of a stream."""
+        ...
+
+    def error(self, error: HTTPError) -> dict[str, Any]:
+        """The body of a refusal."""
+        ...
+
+    def error_event(self, error: HTTPError) -> bytes:
+        """What ends a stream whose answer cannot come."""
+        ...
+
+
+def named_events(events: Iterable[Mapping[str, Any]]) -> bytes:
+    """Server-sent events that are called by their type."""
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events
+    )
+
+
+def take_wishes(body: dict[str, Any], more: Iterable[str] = ()) -> dict[str, Any]:
+    """Takes the parameters of `SAMPLING`, and more, out of a body. Raises `RequestError`: one is no number."""
+    wishes = {name: body.pop(name) for name in (*SAMPLING, *more) if name in body}
+    for name in SAMPLING:
+        value = wishes.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise RequestError(f"{name} must be a number", param=name)
+    return {name: value for name, value in wishes.items() if value is not None}
+
+
+def joined(parts: Iterable[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A message's content: its texts as one text, or a list of parts where it shows images."""
+    parts = list(parts)
+    if any(isinstance(part, dict) for part in parts):
+        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def image(url: Any, where: str, *, allowed: bool) -> dict[str, Any]:
+    """The part of a message that shows an image; an address is fetched only if the run allows it.
+
+    Raises:
+        RequestError: images cannot be shown, or it is named by something else, such as a path.
+    """
+    if not allowed:
+        raise RequestError(
+            f"{where}: images are not supported: the model or its engine sees none", param=where
+        )
+    if not isinstance(url, str) or not url.startswith(("data:", "http://", "https://")):
+        raise RequestError(f"{where}: an image must be a data: URL, or an http(s): address", param=where)
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def listed(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a list, each with its place. Raises `RequestError`: it is none, or has something else."""
+    if not isinstance(value, list):
+        raise RequestError(f"{where} must be a list", param=where)
+    for at, one in enumerate(value):
+        if not isinstance(one, dict):
+            raise RequestError(f"{where}[{at}] must be an object", param=f"{where}[{at}]")
+        yield f"{where}[{at}]", one
+
+
+def text_of(one: Mapping[str, Any], key: str, where: str, *, missing: str | None = None) -> str:
+    """A text of an object. Raises `RequestError`: it is none; or it is not there and `missing` is None."""
+    value = one.get(key)
+    if value is None and missing is not None:
+        return missing
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{key} must be a text", param=f"{where}.{key}")
+    return value
+
+
+def tool_schema(one: Mapping[str, Any], parameters: str) -> dict[str, Any]:
+    """A tool as OpenAI's chat API has it, from one whose name stands beside its parameters."""
+    function = {
+        "name": one.get("name"),
+        "description": one.get("description"),
+        "parameters": one.get(parameters),
+    }
+    return {
+        "type": "function",
+        "function": {name: value for name, value in function.items() if value is not None},
+    }
