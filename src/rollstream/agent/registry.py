@@ -45,7 +45,7 @@ class LoopEntry:
         module = self.loop.__module__
         own = module.startswith("rollstream.agent.")
         form = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
-        options = orjson.dumps(self.options, option=form, default=repr).decode()
+        options = orjson.dumps(self.loop.deciding_options(self.options), option=form, default=repr).decode()
         return " ".join([module if own else source_digest(self.loop), self.loop.__qualname__, options])
 
 

@@ -81,7 +81,7 @@ class GeneratorProcess:
                 env |= {"ROLLSTREAM_BUFFER_TOKEN": token, "NETRC": str(netrc.absolute())}
             report = tempfile.TemporaryFile()  # noqa: SIM115 - read when the generator has ended
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", reaper.__file__),
+                *reaper.reaped(()),
                 *(sys.executable, "-m", __name__),
                 *(str(file.absolute()), str(payload.fileno()), str(report.fileno())),
                 stdin=asyncio.subprocess.PIPE,  # held open as long as the generator is wanted

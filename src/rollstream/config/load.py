@@ -47,6 +47,7 @@ _FREE_FORM = frozenset(
         f"{_ROLLOUT}.launch.env",
         "data.apply_chat_template_kwargs",
         "custom_reward_function.reward_kwargs",
+        "gateway.env",
         "ray_kwargs.ray_init",
         "ray_kwargs.replica",
         "ray_kwargs.worker",
@@ -55,7 +56,7 @@ _FREE_FORM = frozenset(
 )
 """Keys whose content `generation.yaml` does not list."""
 
-_MAY_HOLD_SECRETS = ("ray_kwargs.ray_init", "ray_kwargs.worker", "ray_kwargs.replica")
+_MAY_HOLD_SECRETS = ("gateway.env", "ray_kwargs.ray_init", "ray_kwargs.worker", "ray_kwargs.replica")
 
 _OF_EVERY_RENDERING = frozenset(
     {"conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}

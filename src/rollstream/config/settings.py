@@ -229,6 +229,42 @@ class GenerationSettings:
         return int(number), int(count)
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramLimits:
+    """`gateway.limits`: of one program with all that it starts. None is no limit."""
+
+    memory: Count | None
+    """MiB."""
+    processes: Count | None
+    disk: Count | None
+    """MiB, in its folders."""
+    cpu: Count | None
+    """Seconds of one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """`gateway`: agent programs and functions as agent loops, and what their calls may ask for."""
+
+    command: list[LocalPath]
+    function: Text | None
+    outcome: Literal["auto", "result", "exit_code"]
+    timeout: Limit | None
+    """Seconds; None: nearly `generation.attempt_timeout`."""
+    keep_workdir: Literal["never", "failed", "always"]
+    env: dict[str, Any]
+    pass_env: list[Text]
+    client_sampling: bool
+    discard: Literal["abandoned"] | None
+    max_calls: Count
+    max_bytes: Count
+    sandbox: Literal["none", "bubblewrap", "docker", "podman", "apptainer"]
+    image: Text | None
+    mounts: list[Text]
+    network: Literal["auto", "gateway", "host"]
+    limits: ProgramLimits
+
+
 class WorkerOptions(TypedDict, total=False):
     """`ray_kwargs.worker`: what may be said of a worker's actor. Its life and name are rollstream's."""
 
@@ -262,4 +298,5 @@ class Settings:
     custom_reward_function: RewardSettings
     trainer: TrainerSettings
     generation: GenerationSettings
+    gateway: GatewaySettings
     ray_kwargs: RaySettings

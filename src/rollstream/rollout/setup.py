@@ -16,7 +16,7 @@ from rollstream.agent.base import AgentResources, TurnLimits
 from rollstream.agent.images import ImageReader
 from rollstream.agent.interactions import Interactions, load_interactions
 from rollstream.agent.prompt import PromptRenderer
-from rollstream.agent.registry import AgentLoops, load_agent_loops
+from rollstream.agent.registry import AgentLoops, LoopEntry, load_agent_loops
 from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.agent.tools.result import ToolLimits
 from rollstream.agent.tools.toolbox import ToolBox, load_toolbox
@@ -37,6 +37,9 @@ from rollstream.engine.registry import (
     is_launched,
 )
 from rollstream.errors import ConfigError
+from rollstream.gateway.agents import RecordedAgent, gateway_options, merged_options
+from rollstream.gateway.command_agent import CommandAgent
+from rollstream.gateway.function_agent import FunctionAgent
 from rollstream.reward.base import FunctionReward
 from rollstream.reward.custom import load_reward
 from rollstream.reward.rules import RuleReward
@@ -150,7 +153,7 @@ def load_agents(
     )
     multi_turn = rollout.multi_turn
     if loops is None:
-        loops = AgentLoops(load_agent_loops(rollout.agent.agent_loop_config_path))
+        loops = AgentLoops(_loop_entries(settings))
     loops.entry(rollout.agent.default_agent_loop)
     get_parser(multi_turn.format)
     return Agents(
@@ -168,6 +171,22 @@ def load_agents(
         ),
         load_interactions(multi_turn.interaction_config_path, timeout=multi_turn.interaction_timeout),
     )
+
+
+def _loop_entries(settings: Settings) -> dict[str, LoopEntry]:
+    """The loops of `agent_loop_config_path` and the gateway's; the latter with the options of `gateway`."""
+    entries = {
+        "command_agent": LoopEntry(CommandAgent),
+        "function_agent": LoopEntry(FunctionAgent),
+        **load_agent_loops(settings.actor_rollout_ref.rollout.agent.agent_loop_config_path),
+    }
+    given = gateway_options(settings)
+    return {
+        name: LoopEntry(entry.loop, merged_options(given, entry.options))
+        if issubclass(entry.loop, RecordedAgent)
+        else entry
+        for name, entry in entries.items()
+    }
 
 
 @dataclass(slots=True)

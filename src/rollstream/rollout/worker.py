@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rollstream.agent.base import AgentLoop, AgentResources, SnapshotScoring
+from rollstream.agent.base import AgentLoop, AgentResources
 from rollstream.agent.registry import AgentLoops
 from rollstream.errors import (
     AttemptTimeoutError,
@@ -135,7 +135,7 @@ class RolloutWorker:
                 try:
                     if not self._availability.is_available:
                         continue  # it closed while this one waited
-                    trajectories, scoring = await self._attempt(row, repeat, attempt, f"{name}-{attempt}")
+                    loop, trajectories = await self._attempt(row, repeat, attempt, f"{name}-{attempt}")
                 except Exception as error:
                     unavailable = find_unavailable(error)
                     failure = error
@@ -182,9 +182,11 @@ class RolloutWorker:
                 trajectory.metrics.queue_s = started - dispatched
                 trajectory.extra = {**row_extra, **trajectory.extra, **self._resources.marks}
             on_scoring()
-            await self._score_all(row, repeat, trajectories, scoring)
+            await self._score_all(row, repeat, loop, trajectories)
         except Exception as error:  # a loop's own odd trajectory: its fault, not the run's
             return make_failure(row.index, repeat, row.prompt_key, attempt, "agent", error)
+        finally:
+            await loop.close()
         finished = time.monotonic()
         for trajectory in trajectories:
             trajectory.metrics.total_s = finished - dispatched
@@ -200,12 +202,22 @@ class RolloutWorker:
 
     async def _attempt(
         self, row: PromptRow, repeat: int, attempt: int, request_id: str
-    ) -> tuple[Sequence[Trajectory], SnapshotScoring]:
+    ) -> tuple[AgentLoop, Sequence[Trajectory]]:
+        """The loop, which the caller closes, and what it gave."""
         name = row.agent_name or self._default_loop
+        loop = self._loops.create(name, self._resources, request_id=request_id)
+        try:
+            return loop, await self._run(loop, name, row, repeat, attempt)
+        except BaseException:
+            await loop.close()
+            raise
+
+    async def _run(
+        self, loop: AgentLoop, name: str, row: PromptRow, repeat: int, attempt: int
+    ) -> Sequence[Trajectory]:
         sampling = self._sampling
         if (given := row.columns.get("sampling_params")) is not None:
             sampling = sampling_of_row(sampling, given)
-        loop = self._loops.create(name, self._resources, request_id=request_id)
         if self._seed is not None:
             sampling = replace(sampling, seed=rollout_seed(self._seed, row.index, repeat))
         try:
@@ -252,14 +264,15 @@ class RolloutWorker:
             ids=self._resources.tokenizer.makes_ids,
             vocab_size=self._resources.vocab_size,
         )
-        return trajectories, loop.snapshot_scoring
+        return trajectories
 
     async def _score_all(
-        self, row: PromptRow, repeat: int, trajectories: Sequence[Trajectory], scoring: SnapshotScoring
+        self, row: PromptRow, repeat: int, loop: AgentLoop, trajectories: Sequence[Trajectory]
     ) -> None:
         """Gives every trajectory that has no reward yet the one it is due."""
-        final = trajectories[-1]
-        await self._score(row, repeat, final)
+        final, scoring = trajectories[-1], loop.snapshot_scoring
+        row = replace(row, extra_info={**row.extra_info, **loop.reward_info})
+        await self._score(row, repeat, final, loop.answer)
         for snapshot in trajectories[:-1]:
             if snapshot.reward is not None:
                 continue
@@ -270,12 +283,13 @@ class RolloutWorker:
                 if final.reward is None and "error" in final.reward_extra:
                     snapshot.reward_extra = {**snapshot.reward_extra, "error": final.reward_extra["error"]}
 
-    async def _score(self, row: PromptRow, repeat: int, final: Trajectory) -> None:
+    async def _score(self, row: PromptRow, repeat: int, final: Trajectory, answer: str | None = None) -> None:
         if self._reward is None or final.reward is not None:
             return
         started = time.monotonic()
         try:
-            final.reward, extra = await self._reward.score(_scored_row(row, final), self._answer(final))
+            answer = self._answer(final) if answer is None else answer
+            final.reward, extra = await self._reward.score(_scored_row(row, final), answer)
             final.reward_extra = {**final.reward_extra, **extra}
         except RewardError as error:
             self.counters.reward_errors += 1

@@ -1,0 +1,290 @@
+"""What the agent loops have in common whose calls come over the gateway: a session, and what became of it."""
+
+import asyncio
+import logging
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+import orjson
+
+from rollstream.agent.base import AgentLoop, AgentResources
+from rollstream.config.load import compose, read_value, to_settings
+from rollstream.config.settings import GatewaySettings, Settings
+from rollstream.errors import ConfigError, RollstreamError, unknown_name
+from rollstream.gateway.app import Endpoint
+from rollstream.gateway.recorder import Limits, Recorder
+from rollstream.trajectory import SamplingParams, Trajectory
+
+logger = logging.getLogger(__name__)
+
+MODEL = "rollstream"
+"""What the model is called."""
+
+_CLEAN_UP_S = 30.0
+"""How long a rollout that was cut off waits for its agent to clean up. One that takes longer goes on by itself."""
+
+_ENGINE_WAIT_S = 30.0
+"""How long a call waits for an engine that went away. After that the whole attempt is given up and made anew, at
+no charge, when the engine is back: else an agent's own time limit would run meanwhile."""
+
+_HIDDEN = ("ground_truth", "reward_model", "answer", "solution")
+"""Parts of a prompt row that an agent is not shown: it could read there what it is to find."""
+
+_AGENTS_OWN = ("client_sampling", "discard", "max_calls", "max_bytes")
+"""Options of every such loop that decide its data."""
+
+T = TypeVar("T")
+
+
+class AgentFailedError(RollstreamError):
+    """An agent gave no result that can be used: says why, and the end of what it wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an agent says of its rollout. Nothing said: the run's reward function scores it."""
+
+    answer: str | None = None
+    reward: float | None = None
+    reward_extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class SharedEndpoint:
+    """An endpoint that the rollouts of one worker share.
+
+    It is opened for the first rollout and closed when the event loop ends, which cancels the task that holds it
+    open: what a task enters, it has to leave itself.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Endpoint],
+        beside: Callable[[Endpoint], AbstractAsyncContextManager[Any]] = lambda _: nullcontext(),
+    ) -> None:
+        """Args:
+        make: the endpoint, not serving yet.
+        beside: what else is open as long as it serves.
+        """
+        self._make, self._beside = make, beside
+        self._endpoint: asyncio.Future[Endpoint] | None = None
+
+    async def get(self) -> Endpoint:
+        """The endpoint, serving. What opening raises is raised to all who wait, and is tried again by the next."""
+        opening, loop = self._endpoint, asyncio.get_running_loop()
+        failed = opening is not None and opening.done() and (opening.cancelled() or opening.exception())
+        if opening is None or opening.get_loop() is not loop or failed:
+            opening = self._endpoint = loop.create_future()
+            self._holding = loop.create_task(self._hold(opening))
+        return await asyncio.shield(opening)
+
+    async def _hold(self, opening: "asyncio.Future[Endpoint]") -> None:
+        try:
+            endpoint = self._make()
+            async with endpoint.serving(), self._beside(endpoint):
+                opening.set_result(endpoint)
+                await asyncio.Event().wait()  # until it is cancelled with its loop
+        except Exception as error:
+            if opening.done():
+                logger.warning("what agents share did not close well", exc_info=error)
+            else:
+                opening.set_exception(error)
+
+
+async def unless_broken(acting: Coroutine[Any, Any, T], broken: "asyncio.Future[Exception]") -> T:
+    """Awaits an agent, but ends it when the engine fails, whatever it would make of that.
+
+    Raises:
+        Exception: what `broken` gives, or what the agent raises.
+    """
+    task = asyncio.create_task(acting)
+    try:
+        await asyncio.wait((task, broken), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
+            _, late = await asyncio.wait((task,), timeout=_CLEAN_UP_S)
+            if late:
+                logger.warning("an agent still cleans up %g s after its rollout ended", _CLEAN_UP_S)
+    if not broken.done():
+        return task.result()
+    if task.done() and not task.cancelled():
+        task.exception()  # what it made of the engine's error is not told
+    raise broken.result()
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the agents of one worker share."""
+
+    settings: GatewaySettings
+    endpoint: SharedEndpoint
+
+
+class RecordedAgent(AgentLoop):
+    """Runs an agent that speaks a chat API, and records what the model says to it.
+
+    Options are the keys of `gateway`, by default those of the run's settings.
+    """
+
+    sees_images = False
+
+    def __init__(self, *args: Any, request_id: str, shared: Any = None, **options: Any) -> None:
+        super().__init__(*args, request_id=request_id, shared=shared)
+        self.settings: GatewaySettings = read_options(options) if shared is None else shared.settings
+
+    @classmethod
+    def build_shared(cls, resources: AgentResources, **options: Any) -> Shared:
+        settings = read_options(options)
+        return Shared(settings, shared_endpoint(resources, settings))
+
+    @abstractmethod
+    async def act(self, url: str, row: dict[str, Any]) -> Outcome:
+        """Lets the agent work.
+
+        Args:
+            url: of its session; OpenAI's clients take it with `/v1`.
+            row: the prompt row, as the agent may see it.
+
+        Raises:
+            AgentFailedError: it gave no result.
+        """
+
+    async def run(self, sampling: SamplingParams, **row: Any) -> list[Trajectory]:
+        endpoint: Endpoint = await self.shared.endpoint.get()
+        broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        recorder = Recorder(
+            self,
+            sampling,
+            name=self.request_id,
+            broken=broken,
+            limits=Limits(calls=self.settings.max_calls, bytes=self.settings.max_bytes),
+            engine_wait=_ENGINE_WAIT_S,
+        )
+        started = time.monotonic()
+        try:
+            with endpoint.open(recorder) as url:
+                outcome = await unless_broken(self.act(url, shown_row(row)), broken)
+            # What is neither waiting for answers nor the rollout's own is the agent's.
+            self.metrics.tool_s += max(0.0, time.monotonic() - started - self.metrics.generate_s)
+            found = recorder.trajectories(discard=self.settings.discard)
+            if not found:
+                raise AgentFailedError("the agent ended without an answer of the model")
+        except AgentFailedError as error:
+            if recorder.refusal is None:
+                raise
+            raise AgentFailedError(
+                f"{error}\nits last refused call: {recorder.refusal}"
+            ) from recorder.refusal
+        return self._finished(found, outcome, ran_out_of_room=recorder.ran_out_of_room)
+
+    def _finished(
+        self, found: list[Trajectory], outcome: Outcome, *, ran_out_of_room: bool
+    ) -> list[Trajectory]:
+        final = found[-1]
+        final.metrics = self.metrics
+        final.reward, final.reward_extra = outcome.reward, outcome.reward_extra
+        final.extra = {**outcome.extra, **final.extra}
+        if outcome.answer is not None:
+            final.extra["gateway"] = {**final.extra.get("gateway", {}), "answer": outcome.answer}
+        if ran_out_of_room and final.finish_reason == "stop":
+            final.finish_reason = "length"
+        self.answer = outcome.answer
+        self.reward_info["messages"] = final.messages
+        return found
+
+
+def shared_endpoint(
+    resources: AgentResources,
+    settings: GatewaySettings,
+    beside: Callable[[Endpoint], AbstractAsyncContextManager[Any]] = lambda _: nullcontext(),
+) -> SharedEndpoint:
+    """The endpoint of a worker's agents."""
+    limit = resources.max_model_len or resources.engine.capabilities.max_model_len
+    return SharedEndpoint(lambda: Endpoint(MODEL, limit, client_sampling=settings.client_sampling), beside)
+
+
+def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A prompt row as an agent sees it: without what it is to find."""
+    about = {key: value for key, value in (row.get("extra_info") or {}).items() if key not in _HIDDEN}
+    left_out = {*_HIDDEN, "raw_prompt", "prompt_key", "extra_info", "images", "tools_kwargs"}
+    columns = {key: value for key, value in row.items() if key not in left_out}
+    return {"prompt": row["raw_prompt"], **columns, "extra_info": about}
+
+
+def read_outcome(given: Any, what: str) -> Outcome:
+    """What an agent says: `{"answer", "reward", "reward_extra", "extra"}`, all of them optional.
+
+    Raises:
+        AgentFailedError: it is not that; begins with `what`.
+    """
+    if not isinstance(given, dict):
+        raise AgentFailedError(f"{what} is not an object, but {type(given).__name__}")
+    if unknown := sorted(given.keys() - {"answer", "reward", "reward_extra", "extra"}, key=str):
+        raise AgentFailedError(
+            f"{what}: {unknown_name('field', unknown[0], [f.name for f in fields(Outcome)])}"
+        )
+    answer, reward = given.get("answer"), given.get("reward")
+    if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
+        raise AgentFailedError(f"{what}: the reward is no finite number: {reward!r:.100}")
+    further = {name: given.get(name) or {} for name in ("reward_extra", "extra")}
+    for name, value in further.items():
+        if not isinstance(value, dict):
+            raise AgentFailedError(f"{what}: {name} is not an object, but {type(value).__name__}")
+    try:
+        if answer is not None and not isinstance(answer, str):
+            answer = orjson.dumps(answer).decode()
+        further = orjson.loads(orjson.dumps(further, option=orjson.OPT_SERIALIZE_NUMPY))
+    except orjson.JSONEncodeError as error:
+        raise AgentFailedError(f"{what} cannot be kept as JSON: {error}") from error
+    return Outcome(answer, None if reward is None else float(reward), **further)
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return asdict(to_settings(compose()).gateway)
+
+
+def gateway_options(settings: Settings) -> dict[str, Any]:
+    """The options that a run's settings give its recorded agents."""
+    options = asdict(settings.gateway)
+    if options["timeout"] is None:  # before the attempt ends, so that what the program wrote can be told
+        options["timeout"] = 0.95 * settings.generation.attempt_timeout
+    return {**options, "workdirs": f"{settings.trainer.default_local_dir}/workdirs"}
+
+
+def merged_options(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """An agent's own options laid over those of the settings."""
+    limits = given.get("limits")
+    if isinstance(limits, Mapping):
+        given = {**given, "limits": {**settings["limits"], **limits}}
+    return {**settings, **given}
+
+
+def read_options(options: Mapping[str, Any]) -> GatewaySettings:
+    """Raises `ConfigError` for options that there are not, or of the wrong type."""
+    known = {one.name for one in fields(GatewaySettings)}
+    given = {name: value for name, value in options.items() if name != "workdirs"}
+    for name in given:
+        if name not in known:
+            raise unknown_name("option", name, known)
+    problems: list[str] = []
+    tree = merged_options(_defaults(), given)
+    settings = read_value(GatewaySettings, msgspec.to_builtins(tree), "gateway", problems)
+    if problems:
+        raise ConfigError("; ".join(problems))
+    assert isinstance(settings, GatewaySettings)
+    return settings
+
+
+def deciding(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The options of these names and those of every recorded agent, with their defaults."""
+    settings = asdict(read_options(options))
+    return {name: settings[name] for name in (*names, *_AGENTS_OWN)}

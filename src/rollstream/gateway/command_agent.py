@@ -1,0 +1,219 @@
+"""`command_agent`: a program as an agent loop, started once for each rollout, its calls recorded.
+
+gateway.command=[python,my_agent.py]
+
+OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY     where its model is
+ROLLSTREAM_ROW, ROLLSTREAM_RESULT, ROLLSTREAM_MODEL                        its task, and where its result goes
+"""
+
+import asyncio
+import hashlib
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import orjson
+
+from rollstream.agent.base import AgentResources
+from rollstream.aio import finish_despite_cancellation
+from rollstream.config.settings import GatewaySettings
+from rollstream.errors import AttemptTimeoutError, ConfigError
+from rollstream.gateway.agents import (
+    MODEL,
+    AgentFailedError,
+    Outcome,
+    RecordedAgent,
+    Shared,
+    deciding,
+    read_options,
+    read_outcome,
+    shared_endpoint,
+)
+from rollstream.gateway.sandbox import (
+    Ended,
+    LocalSandbox,
+    Sandbox,
+    SandboxOptions,
+    check_sandbox,
+    program_environment,
+    remove_folder,
+)
+from rollstream.scratch import ScratchFolder
+
+logger = logging.getLogger(__name__)
+
+_RESULT_BYTES = 1 << 20
+"""Of a result: its answer and what else it says are kept with the rollout."""
+
+_SHOWN_CHARS = 1_200
+"""Of its output in a failure, whose text has 2,000."""
+
+_NOT_IN_NAMES = re.compile(r"[^\w.-]")
+
+
+@dataclass(slots=True)
+class _Programs(Shared):
+    """What the rollouts of one worker share."""
+
+    sandbox: SandboxOptions
+    command: list[str]
+    scratch: ScratchFolder
+    workdirs: Path
+
+
+class CommandAgent(RecordedAgent):
+    """Runs `gateway.command` once for each rollout, in a folder of its own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._check(self.settings)
+        self._folder: Path | None = None
+        self._output = ""
+        self._done = False
+
+    @staticmethod
+    def _check(settings: GatewaySettings) -> SandboxOptions:
+        if not settings.command:
+            raise ConfigError(
+                "agent loop command_agent needs gateway.command: a list of words, [python,my_agent.py]"
+            )
+        return SandboxOptions.of(settings)
+
+    @classmethod
+    def deciding_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        names = ("outcome", "env", "sandbox", "image", "mounts", "network", "limits")
+        return {"command": list(map(_named, read_options(options).command)), **deciding(options, *names)}
+
+    @classmethod
+    def build_shared(cls, resources: AgentResources, **options: Any) -> _Programs:
+        settings = read_options(options)
+        sandbox = cls._check(settings)
+        check_sandbox(sandbox)
+        command = [_absolute(word) for word in settings.command]
+        path = program_environment(settings.pass_env)["PATH"]
+        if sandbox.image is None and shutil.which(command[0], path=path) is None:
+            raise ConfigError(f"gateway.command: there is no program {command[0]!r} on the PATH {path}")
+        return _Programs(
+            settings,
+            shared_endpoint(resources, settings),
+            sandbox,
+            command,
+            ScratchFolder("agents"),
+            Path(options.get("workdirs", "workdirs")).expanduser().absolute(),
+        )
+
+    async def act(self, url: str, row: dict[str, Any]) -> Outcome:
+        shared: _Programs = self.shared
+        settings = shared.settings
+        secret = url.rpartition("/")[2]
+        self._folder = Path(tempfile.mkdtemp(dir=shared.scratch.path, prefix=""))
+        self.reward_info |= {
+            "workdir": str(self._folder / "work"),
+            "sandbox": msgspec.to_builtins(shared.sandbox),
+        }
+        sandbox = LocalSandbox(shared.sandbox, self._folder, secrets=[secret])
+        try:
+            return await self._run(sandbox, settings, url, secret, row)
+        finally:
+            await finish_despite_cancellation(sandbox.stop())
+
+    async def _run(
+        self, sandbox: Sandbox, settings: GatewaySettings, url: str, secret: str, row: dict[str, Any]
+    ) -> Outcome:
+        where = urlsplit(url)
+        inner = await sandbox.start(f"http://{where.netloc}") + where.path
+        form = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+        await sandbox.put("io/row.json", orjson.dumps(row, default=str, option=form))
+        env = {
+            **program_environment(settings.pass_env),
+            **{name: "" if value is None else str(value) for name, value in settings.env.items()},
+            "OPENAI_BASE_URL": f"{inner}/v1",
+            "OPENAI_API_KEY": secret,
+            "ANTHROPIC_BASE_URL": inner,
+            "ANTHROPIC_API_KEY": secret,
+            "ROLLSTREAM_MODEL": MODEL,
+            "ROLLSTREAM_ROW": f"{sandbox.root}/io/row.json",
+            "ROLLSTREAM_RESULT": f"{sandbox.root}/io/result.json",
+        }
+        ended = await sandbox.run(self.shared.command, env, settings.timeout)
+        self._output = ended.output
+        if ended.timed_out:
+            raise AttemptTimeoutError(
+                f"the program took longer than {settings.timeout:g} s (gateway.timeout)" + _words(ended)
+            )
+        outcome = await self._outcome(sandbox, settings, ended)
+        self._done = True
+        return outcome
+
+    async def _outcome(self, sandbox: Sandbox, settings: GatewaySettings, ended: Ended) -> Outcome:
+        by_code = settings.outcome == "exit_code" and ended.code in (0, 1)
+        if ended.code != 0 and not by_code:
+            how = (
+                f"ended with exit code {ended.code}"
+                if ended.code > 0
+                else f"was killed by signal {-ended.code}"
+            )
+            raise AgentFailedError(f"the program {how}{_words(ended)}")
+        data = await sandbox.get("io/result.json", _RESULT_BYTES)
+        if data is None:
+            if settings.outcome == "result":
+                raise AgentFailedError(
+                    f"the program wrote no file ROLLSTREAM_RESULT of at most {_RESULT_BYTES} bytes{_words(ended)}"
+                )
+            outcome = Outcome()
+        else:
+            try:
+                outcome = read_outcome(orjson.loads(data), "its result")
+            except (orjson.JSONDecodeError, AgentFailedError) as error:
+                raise AgentFailedError(
+                    f"the program's result cannot be used: {error}{_words(ended)}"
+                ) from error
+        if by_code:
+            outcome = Outcome(outcome.answer, float(ended.code == 0), outcome.reward_extra, outcome.extra)
+        return outcome
+
+    async def close(self) -> None:
+        if self._folder is not None:
+            await finish_despite_cancellation(asyncio.to_thread(self._put_away, self._folder))
+
+    def _put_away(self, folder: Path) -> None:
+        """Keeps the folder, or removes it. What goes wrong there is no fault of the rollout."""
+        keep = self.settings.keep_workdir
+        try:
+            if keep == "always" or (keep == "failed" and not self._done):
+                (folder / "output.txt").write_text(self._output)
+                workdirs: Path = self.shared.workdirs
+                workdirs.mkdir(parents=True, exist_ok=True)
+                target = workdirs / _NOT_IN_NAMES.sub("_", self.request_id)
+                shutil.rmtree(target, ignore_errors=True)  # of the same attempt, before a resume
+                shutil.move(folder, target)
+        except (OSError, shutil.Error) as error:
+            logger.warning("the folder of rollout %s could not be kept: %s", self.request_id, error)
+        remove_folder(folder)
+
+
+def _words(ended: Ended) -> str:
+    if not ended.output:
+        return "; it wrote nothing"
+    return f"; the end of its output:\n{ended.output[-_SHOWN_CHARS:]}"
+
+
+def _absolute(word: str) -> str:
+    """A word that names a file or folder where the run is started, by its whole path."""
+    path = Path(word).expanduser()
+    return str(path.absolute()) if path.exists() else word
+
+
+def _named(word: str) -> str:
+    """A word as a run's identity has it: files by content, wherever they are."""
+    path = Path(word).expanduser()
+    if path.is_file():
+        return f"{path.name} {hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()}"
+    return path.name if path.exists() else word

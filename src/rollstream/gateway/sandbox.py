@@ -1,0 +1,632 @@
+"""Where an agent's program runs: a process of this machine, bubblewrap, a container.
+
+    start --> put* --> run --> get* --> stop        one sandbox a rollout
+
+    <root>/work    where the program starts        <root>/home   its HOME, empty
+    <root>/io      its row and its result          <root>/tmp    its temporary folder
+
+Each kind is a command line around the program's; all of them run below a reaper (`engine.reaper`), which holds
+the limits and ends everything with its rollout. Another kind (a hosted sandbox) is a class with the methods of
+`Sandbox` and a line in `_KINDS`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from uuid import uuid4
+
+import msgspec
+
+from rollstream.aio import finish_despite_cancellation
+from rollstream.config.settings import GatewaySettings
+from rollstream.engine import reaper
+from rollstream.errors import ConfigError, TransientError
+from rollstream.gateway import inside
+from rollstream.redaction import redact
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 2.0
+"""For a program that is ended early, to tidy up."""
+
+_END_S = _GRACE_S + 8.0
+"""For the reaper to have ended everything; then its process group is killed."""
+
+_OUTPUT_BYTES = 8_192
+"""Of a program's output, its end: what says why it failed."""
+
+_CONNECTIONS = 100
+"""Of one program to the gateway at once; others wait. An agent of a thousand parallel calls is served by these."""
+
+_PORT = 8_383
+"""Of the gateway inside a sandbox with a network of its own."""
+
+_OPEN_FILES = 4_096
+
+_COMMAND_S = 60.0
+"""For one command of a container engine."""
+
+_SEEN = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_SEEN_OF_ETC = (
+    *("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d"),
+    *("localtime", "nsswitch.conf", "passwd", "pki", "resolv.conf", "ssl", "terminfo"),
+)
+"""What bubblewrap shows of the system. The rest of /etc may hold secrets."""
+
+_PASSED = re.compile(r"PATH|LANG|LANGUAGE|LC_\w+|TZ|TERM")
+"""What a program gets of rollstream's own environment."""
+
+
+class SandboxError(TransientError):
+    """A sandbox could not be started, for want of processes, memory or disk; it may be possible later."""
+
+
+class SandboxOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which sandbox. Sizes in bytes, None is no limit."""
+
+    kind: Literal["none", "bubblewrap", "docker", "podman", "apptainer"] = "none"
+    image: str | None = None
+    mounts: tuple[str, ...] = ()
+    network: Literal["gateway", "host"] = "host"
+    memory: int | None = None
+    processes: int | None = None
+    disk: int | None = None
+    cpu: int | None = None
+
+    @classmethod
+    def of(cls, settings: GatewaySettings) -> "SandboxOptions":
+        """Raises `ConfigError` for what cannot go together."""
+        kind, network, limits = settings.sandbox, settings.network, settings.limits
+        if kind == "none" and network == "gateway":
+            raise ConfigError(
+                "gateway.network=gateway: a program without a sandbox reaches whatever this machine does; set "
+                "gateway.sandbox=bubblewrap, or one of containers"
+            )
+        if (kind in ("docker", "podman", "apptainer")) != (settings.image is not None):
+            needed = f"gateway.sandbox={kind} needs gateway.image"
+            raise ConfigError(needed if settings.image is None else f"gateway.image: {kind} takes none")
+        if kind == "none" and settings.mounts:
+            raise ConfigError("gateway.mounts: a program without a sandbox sees everything")
+        return cls(
+            kind=kind,
+            image=settings.image,
+            mounts=tuple(settings.mounts),
+            network="host" if kind == "none" or network == "host" else "gateway",
+            memory=limits.memory and limits.memory << 20,
+            processes=limits.processes,
+            disk=limits.disk and limits.disk << 20,
+            cpu=limits.cpu,
+        )
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a command ended."""
+
+    code: int
+    """Its exit code; below 0 the signal that killed it."""
+    output: str
+    """The end of what it wrote to stdout and stderr; no secrets that are known as such."""
+    timed_out: bool = False
+
+
+class Sandbox(Protocol):
+    """Where the programs of one rollout run. Paths are relative to `root`."""
+
+    root: str
+    """Its folder, as a program sees it; `work`, `io`, `home` and `tmp` are in it."""
+
+    async def start(self, gateway: str | None) -> str:
+        """Makes it ready.
+
+        Args:
+            gateway: `http://host:port` of the gateway; None: nothing is to be reached.
+
+        Returns:
+            The gateway's `http://host:port` as a program inside reaches it.
+        """
+        ...
+
+    async def run(self, command: Sequence[str], env: Mapping[str, str], seconds: float | None) -> Ended:
+        """Runs a command in `work` to its end or for some seconds; nothing that it started is left then."""
+        ...
+
+    async def put(self, path: str, data: bytes) -> None:
+        """Writes a file, in place of what was there."""
+        ...
+
+    async def get(self, path: str, most: int) -> bytes | None:
+        """A file's content; None where there is no regular file of this size, whatever else is there."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends it. Its folder stays where it is on this machine."""
+        ...
+
+
+class LocalSandbox:
+    """A sandbox of this machine: what a kind adds is the words around a command.
+
+    Args:
+        options: which.
+        root: its folder; what is missing in it is made.
+        work: another folder than `work` in it to start in.
+        secrets: what no output shows.
+    """
+
+    def __init__(
+        self, options: SandboxOptions, root: Path, *, work: Path | None = None, secrets: Sequence[str] = ()
+    ) -> None:
+        self.root = str(root)
+        self._options = options
+        self._root = root
+        self._work = work or root / "work"
+        self._secrets = secrets
+        self._gate: Gate | None = None
+        self._name = f"rollstream-{uuid4().hex[:16]}"
+        self._words = _KINDS[options.kind]
+
+    @property
+    def _own_network(self) -> bool:
+        return self._options.network == "gateway"
+
+    async def start(self, gateway: str | None) -> str:
+        for name in ("work", "io", "home", "tmp"):
+            (self._root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+        if gateway is None:
+            return ""
+        path = self._root / "io" / "gateway" if self._own_network or self._in_container else None
+        self._gate = await Gate.open(gateway, path)
+        return self._gate.url
+
+    @property
+    def _in_container(self) -> bool:
+        return self._options.kind in ("docker", "podman")
+
+    async def run(self, command: Sequence[str], env: Mapping[str, str], seconds: float | None) -> Ended:
+        mark = uuid4().hex
+        own = {**env, "HOME": f"{self.root}/home", "TMPDIR": f"{self.root}/tmp", "PYTHONUNBUFFERED": "1"}
+        if self._gate is not None and self._gate.path is not None:
+            port = str(_PORT if self._own_network else 0)
+            python = "python3" if self._options.image is not None else sys.executable
+            command = [python, "-I", "-S", inside.__file__, str(self._gate.path), port, *command]
+        words, outer = self._words(self, command, own)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *reaper.reaped(words, self._bounds()),
+                stdin=asyncio.subprocess.PIPE,  # held open as long as the program is wanted
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                cwd=self._work,
+                env={**outer, reaper.MARK: mark},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SandboxError(f"the program could not be started: {error}") from error
+        assert process.stdout is not None
+        tail = bytearray()
+        reading = asyncio.create_task(_read_end(process.stdout, tail))
+        timed_out = False
+        try:
+            async with asyncio.timeout(seconds):
+                await process.wait()
+        except TimeoutError:
+            timed_out = True
+        finally:
+            await finish_despite_cancellation(self._end(process, mark, reading))
+        assert process.returncode is not None
+        return Ended(process.returncode, self._shown(tail), timed_out)
+
+    def _bounds(self) -> reaper.Bounds:
+        options = self._options
+        if self._in_container:  # what it starts is not below the reaper, but its folders are here
+            return reaper.Bounds(grace=_GRACE_S, disk=options.disk, folder=self.root)
+        return reaper.Bounds(
+            grace=_GRACE_S,
+            memory=options.memory,
+            processes=None if options.processes is None else options.processes + _OWN_PROCESSES,
+            disk=options.disk,
+            folder=self.root,
+            cpu=options.cpu,
+            files=_OPEN_FILES,
+        )
+
+    async def _end(
+        self, process: asyncio.subprocess.Process, mark: str, reading: "asyncio.Task[None]"
+    ) -> None:
+        assert process.stdin is not None
+        process.stdin.close()  # the reaper's sign to end
+        try:
+            async with asyncio.timeout(_END_S):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode is None or process.returncode < 0:  # perhaps nobody looked after the others
+            await asyncio.to_thread(reaper.kill_left, mark)
+            await process.wait()
+        if self._in_container:
+            await _quietly(self._options.kind, "rm", "-f", self._name)
+        await asyncio.wait([reading], timeout=_GRACE_S)
+        reading.cancel()
+
+    def _shown(self, tail: bytearray) -> str:
+        text = bytes(tail).decode(errors="replace").strip()
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return str(redact(text))
+
+    async def put(self, path: str, data: bytes) -> None:
+        await asyncio.to_thread(self._put, path, data)
+
+    def _put(self, path: str, data: bytes) -> None:
+        with self._folder_of(path) as (folder, name):
+            # Never through a link that a program has left there.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+            with os.fdopen(file, "wb") as stream:
+                stream.write(data)
+
+    async def get(self, path: str, most: int) -> bytes | None:
+        return await asyncio.to_thread(self._get, path, most)
+
+    def _get(self, path: str, most: int) -> bytes | None:
+        try:
+            with self._folder_of(path) as (folder, name):
+                file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+                with os.fdopen(file, "rb") as stream:
+                    about = os.fstat(stream.fileno())
+                    if not stat.S_ISREG(about.st_mode):
+                        return None
+                    data = stream.read(most + 1)
+        except OSError:
+            return None
+        return data if len(data) <= most else None
+
+    @contextlib.contextmanager
+    def _folder_of(self, path: str) -> Iterator[tuple[int, str]]:
+        """The open folder of a path, reached over no link, and the last part."""
+        *folders, name = Path(path).parts
+        top = self._root
+        if folders[:1] == ["work"]:
+            top, folders = self._work, folders[1:]
+        here = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            for one in folders:
+                below = os.open(one, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
+                os.close(here)
+                here = below
+            yield here, name
+        finally:
+            os.close(here)
+
+    async def stop(self) -> None:
+        if self._gate is not None:
+            await self._gate.close()
+
+    # What the kinds add. Each gives the words, and the environment of the outermost one.
+
+    def _plain(self, command: Sequence[str], env: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
+        return list(command), env
+
+    def _bubblewrap(
+        self, command: Sequence[str], env: Mapping[str, str]
+    ) -> tuple[list[str], Mapping[str, str]]:
+        words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        words += ["--share-net"] if not self._own_network else []
+        words += ["--proc", "/proc", "--dev", "/dev", "--size", str(64 << 20), "--tmpfs", "/dev/shm"]
+        words += ["--bind", f"{self.root}/tmp", "/tmp"]
+        for path in _SEEN:
+            if Path(path).is_symlink():
+                words += ["--symlink", str(Path(path).readlink()), path]
+            else:
+                words += ["--ro-bind-try", path, path]
+        for path in (*(f"/etc/{name}" for name in _SEEN_OF_ETC), sys.base_prefix, sys.prefix):
+            words += ["--ro-bind-try", path, path]
+        for source, target, writable in self._mounts(command):
+            words += ["--bind" if writable else "--ro-bind", source, target]
+        words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(self._work), "--"]
+        return [*words, *command], env
+
+    def _docker(self, command: Sequence[str], env: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
+        options = self._options
+        assert options.image is not None
+        words = [options.kind, "run", "--rm", "--name", self._name, "--entrypoint", command[0]]
+        words += ["--network", "none" if self._own_network else "host", "--workdir", str(self._work)]
+        words += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        words += ["--tmpfs", "/tmp:size=64m"]
+        if options.kind == "podman":
+            words += ["--userns", "keep-id"]
+        words += ["--user", f"{os.getuid()}:{os.getgid()}", "--ulimit", "core=0"]
+        for limit, name in ((options.memory, "memory"), (options.processes, "pids-limit")):
+            words += [f"--{name}", str(limit)] if limit is not None else []
+        for limit, name in ((options.disk, "fsize"), (options.cpu, "cpu")):
+            words += ["--ulimit", f"{name}={limit}"] if limit is not None else []
+        for source, target, writable in self._mounts(command):
+            words += ["--mount", f"type=bind,src={source},dst={target}" + ("" if writable else ",readonly")]
+        # By name alone, so that no argument list shows a value.
+        inner = {name: value for name, value in env.items() if name != "PATH"}
+        for name in inner:
+            words += ["--env", f"{name}={env[name]}" if name == "HOME" else name]
+        outer = {**os.environ, **inner, "HOME": os.environ.get("HOME", "/")}
+        return [*words, options.image, *command[1:]], outer
+
+    def _apptainer(
+        self, command: Sequence[str], env: Mapping[str, str]
+    ) -> tuple[list[str], Mapping[str, str]]:
+        options = self._options
+        assert options.image is not None
+        words = ["apptainer", "exec", "--containall", "--cleanenv", "--no-home", "--no-privs"]
+        words += ["--net", "--network", "none"] if self._own_network else []
+        words += ["--pwd", str(self._work)]
+        for limit, name in ((options.memory, "memory"), (options.processes, "pids-limit")):
+            words += [f"--{name}", str(limit)] if limit is not None else []
+        for source, target, writable in self._mounts(command):
+            words += ["--bind", f"{source}:{target}:{'rw' if writable else 'ro'}"]
+        outer = {f"APPTAINERENV_{name}": value for name, value in env.items() if name != "PATH"}
+        return [*words, options.image, *command], {**os.environ, **outer}
+
+    def _mounts(self, command: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
+        """What a command sees besides the system: from, to, writable."""
+        for word in dict.fromkeys(command[1:]):
+            if word.startswith("/") and not word.startswith(self.root) and Path(word).exists():
+                yield word, word, False
+        for mount in self._options.mounts:
+            yield read_mount(mount)
+        for folder in (f"{self.root}/io", f"{self.root}/home", f"{self.root}/tmp", str(self._work)):
+            yield folder, folder, True
+
+
+_KINDS = {
+    "none": LocalSandbox._plain,
+    "bubblewrap": LocalSandbox._bubblewrap,
+    "docker": LocalSandbox._docker,
+    "podman": LocalSandbox._docker,
+    "apptainer": LocalSandbox._apptainer,
+}
+_OWN_PROCESSES = 4
+"""Of a sandbox itself."""
+
+
+class Gate:
+    """One program's way to the gateway: a port, or a socket that is bound into its sandbox.
+
+    It takes so many connections at once, so that a program that opens a thousand of them takes no other's.
+    """
+
+    def __init__(
+        self, url: str, listener: socket.socket, upstream: tuple[str, int], path: Path | None
+    ) -> None:
+        self.url, self.path = url, path
+        self._listener, self._upstream = listener, upstream
+        self._slots = asyncio.Semaphore(_CONNECTIONS)
+        self._forwarding: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.create_task(self._accept())
+
+    @classmethod
+    async def open(cls, gateway: str, path: Path | None) -> "Gate":
+        """Listens; `gateway` is `http://host:port`.
+
+        Raises:
+            SandboxError: it cannot.
+        """
+        host, _, port = gateway.removeprefix("http://").partition(":")
+        listener = socket.socket(socket.AF_INET if path is None else socket.AF_UNIX)
+        try:
+            listener.setblocking(False)
+            if path is None:
+                listener.bind(("127.0.0.1", 0))
+            else:
+                path.unlink(missing_ok=True)
+                listener.bind(str(path))
+            listener.listen(_CONNECTIONS)
+        except OSError as error:
+            listener.close()
+            raise SandboxError(f"no way to the gateway can be opened: {error}") from error
+        inner = _PORT if path is not None else listener.getsockname()[1]
+        return cls(f"http://127.0.0.1:{inner}", listener, (host, int(port)), path)
+
+    async def close(self) -> None:
+        """Cuts off whoever is connected."""
+        tasks = [self._accepting, *self._forwarding]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        self._listener.close()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    async def _accept(self) -> None:
+        while True:
+            await self._slots.acquire()
+            try:
+                client, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError:  # no descriptor is left for the moment
+                self._slots.release()
+                await asyncio.sleep(0.1)
+                continue
+            client.setblocking(False)
+            task = asyncio.create_task(self._forward(client))
+            self._forwarding.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._forwarding.discard(task)
+        self._slots.release()
+
+    async def _forward(self, client: socket.socket) -> None:
+        writers: list[asyncio.StreamWriter] = []
+        try:
+            reader, writer = await asyncio.open_connection(sock=client)
+            writers.append(writer)
+            first = await reader.read(1 << 16)  # whoever only connects costs the gateway nothing
+            if not first:
+                return
+            upstream, to_gateway = await asyncio.open_connection(*self._upstream)
+            writers.append(to_gateway)
+            to_gateway.write(first)
+            asking = asyncio.create_task(_pipe(reader, to_gateway))
+            answering = asyncio.create_task(_pipe(upstream, writer))
+            try:
+                # A client that has closed may still read; when the gateway has closed, nothing more comes.
+                await answering
+            finally:
+                asking.cancel()
+                answering.cancel()
+                await asyncio.wait((asking, answering))
+        except OSError:
+            return
+        finally:
+            client.close() if not writers else None
+            for one in writers:
+                one.close()
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.write_eof()
+
+
+async def _read_end(stream: asyncio.StreamReader, tail: bytearray) -> None:
+    """Reads all there is, and keeps the end."""
+    while data := await stream.read(1 << 16):
+        tail += data
+        del tail[:-_OUTPUT_BYTES]
+
+
+async def _quietly(*words: str) -> None:
+    """Runs a command of a container engine; what it says does not matter."""
+    with contextlib.suppress(OSError, TimeoutError):
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        async with asyncio.timeout(_COMMAND_S):
+            await process.wait()
+
+
+def read_mount(mount: str) -> tuple[str, str, bool]:
+    """`PATH`, `FROM:TO` or `FROM:TO:rw` as from, to, writable. Raises `ConfigError`."""
+    source, _, rest = mount.partition(":")
+    target, _, mode = rest.partition(":")
+    path = Path(source).expanduser().absolute()
+    if not path.exists():
+        raise ConfigError(f"gateway.mounts: {mount}: there is no {path}")
+    if mode not in ("", "ro", "rw") or not (target or "/").startswith("/"):
+        raise ConfigError(f"gateway.mounts: {mount}: want PATH, FROM:/TO or FROM:/TO:rw")
+    return str(path), target or str(path), mode == "rw"
+
+
+def program_environment(names: Sequence[str] = ()) -> dict[str, str]:
+    """What a program gets of rollstream's own environment: no secrets but those that are named.
+
+    Raises:
+        ConfigError: one that is named is not set.
+    """
+    if missing := [name for name in names if name not in os.environ]:
+        raise ConfigError(f"gateway.pass_env: {missing[0]} is not set in rollstream's environment")
+    env = {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name) or name in names}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
+    return env
+
+
+def check_sandbox(options: SandboxOptions) -> None:
+    """Tries whether there can be such sandboxes on this machine. Slow.
+
+    Raises:
+        ConfigError: says what is missing.
+    """
+    if sys.platform != "linux":
+        raise ConfigError("programs of command_agent need Linux, which tells what they start")
+    for mount in options.mounts:
+        read_mount(mount)
+    if options.kind == "none":
+        return
+    program = "bwrap" if options.kind == "bubblewrap" else options.kind
+    if shutil.which(program) is None:
+        raise ConfigError(
+            f"gateway.sandbox={options.kind}: there is no program {program!r} on this machine: install "
+            f"{options.kind}, or set gateway.sandbox to another one"
+        )
+    if options.kind in ("docker", "podman"):
+        said = _said([program, "image", "inspect", "--format", "ok", str(options.image)])
+        if said is not None:
+            raise ConfigError(f"gateway.image={options.image}: {program} has no such image ready: {said}")
+    elif options.kind == "bubblewrap":
+        with tempfile.TemporaryDirectory() as folder:
+            sandbox = LocalSandbox(options, Path(folder))
+            for name in ("work", "io", "home", "tmp"):
+                (Path(folder) / name).mkdir()
+            said = _said(sandbox._bubblewrap(["true"], {})[0])
+        if said is not None:
+            raise ConfigError(
+                f"gateway.sandbox=bubblewrap does not work on this machine (it says: {said}): it needs user "
+                "namespaces, which containers and some systems forbid"
+            )
+
+
+def _said(command: Sequence[str]) -> str | None:
+    """What a command says when it fails; None when it does not."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else done.stderr.strip()[-500:] or f"exit code {done.returncode}"
+
+
+async def run_in_sandbox(
+    options: Mapping[str, Any],
+    command: Sequence[str],
+    *,
+    folder: str | Path,
+    files: Mapping[str, str | bytes] | None = None,
+    env: Mapping[str, str] | None = None,
+    seconds: float = 60.0,
+) -> Ended:
+    """Runs a command as a reward does it: in the folder that a program has left, in such a sandbox as it had.
+
+    Args:
+        options: the reward's `extra_info["sandbox"]`.
+        command: starts in the folder.
+        folder: the reward's `extra_info["workdir"]`.
+        files: by name, written into the folder before, in place of what is there.
+        env: further environment variables.
+        seconds: at most.
+    """
+    given = msgspec.convert(dict(options), SandboxOptions)
+    with tempfile.TemporaryDirectory(prefix="rollstream-reward-") as root:
+        sandbox = LocalSandbox(given, Path(root), work=Path(folder))
+        await sandbox.start(None)
+        for name, content in (files or {}).items():
+            await sandbox.put(f"work/{name}", content.encode() if isinstance(content, str) else content)
+        return await sandbox.run(command, {**program_environment(), **(env or {})}, seconds)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes what a program may have made as deep and unreadable as it liked."""
+    if not folder.exists():
+        return
+    try:
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):
+        for words in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            subprocess.run([*words, "--", str(folder)], capture_output=True, check=False)

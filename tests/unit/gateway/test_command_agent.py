@@ -1,0 +1,165 @@
+"""A program as an agent loop: what it is given, what becomes of its result, what its reward sees."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.agent.registry import LoopEntry
+from rollstream.errors import ConfigError
+from rollstream.gateway.command_agent import CommandAgent
+from rollstream.reward.base import FunctionReward
+from tests.support.programs import command_worker, program
+from tests.unit.agent.rollouts import completed, failed, make_row, resources, says, started
+
+ANSWERS = "answer = ask(row['prompt'])\n"
+
+
+async def test_a_program_gets_its_row_and_gives_a_result(tmp_path: Path) -> None:
+    script = """
+first = ask(row["prompt"])
+second = ask([*row["prompt"], {"role": "assistant", "content": first}, {"role": "user", "content": "sure?"}])
+result(answer=second, reward=0.5, reward_extra={"calls": 2},
+       extra={"row": row, "cwd": os.listdir("."), "home": os.listdir(os.environ["HOME"]),
+              "secrets": [name for name in os.environ if "TOKEN" in name]})
+"""
+    worker = command_worker(await started(says("one", "two")), program(tmp_path, script))
+    row = make_row(5, ground_truth="12", extra_info={"level": 3, "answer": "12"}, columns={"solution": "12"})
+    (final,) = completed(await worker.run(row, 0)).trajectories
+    assert (final.reward, final.reward_extra, final.num_turns) == (0.5, {"calls": 2}, 4)
+    assert final.extra["gateway"]["answer"] == "two"
+    assert final.extra["row"] == {
+        "prompt": row.messages,
+        "index": 5,
+        "data_source": "test",
+        "extra_info": {"level": 3},
+    }
+    assert (final.extra["cwd"], final.extra["home"], final.extra["secrets"]) == ([], [], [])
+    assert [message["role"] for message in final.messages] == ["user", "assistant", "user", "assistant"]
+    assert final.metrics.engine_calls == 2
+
+
+async def test_conversations_are_trajectories_of_one_rollout(tmp_path: Path) -> None:
+    script = "ask([{'role': 'user', 'content': 'plan'}])\n" + ANSWERS + "result(reward=1)"
+    worker = command_worker(await started(says("so")), program(tmp_path, script))
+    plan, final = completed(await worker.run(make_row(), 0)).trajectories
+    assert (plan.is_snapshot, final.is_snapshot, plan.reward, final.reward) == (True, False, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "words"),
+    [
+        ("ask(row['prompt']); print('so it went'); sys.exit(3)", {}, ["exit code 3", "so it went"]),
+        ("os.kill(os.getpid(), 9)", {}, ["was killed by signal 9"]),
+        (ANSWERS, {"outcome": "result"}, ["wrote no file ROLLSTREAM_RESULT"]),
+        ("result(answer='guessed')", {}, ["without an answer of the model"]),
+        (ANSWERS + "open(os.environ['ROLLSTREAM_RESULT'], 'w').write('{')", {}, ["result cannot be used"]),
+        (ANSWERS + "result(reward='high')", {}, ["no finite number"]),
+        (ANSWERS + "result(rewards=1)", {}, ["did you mean 'reward'?"]),
+        (ANSWERS + "sys.exit(2)", {"outcome": "exit_code"}, ["exit code 2"]),
+        ("ask('nothing')", {}, ["last refused call"]),
+        ("print(os.environ['OPENAI_BASE_URL']); sys.exit(1)", {}, ["/s/***/v1"]),
+    ],
+    ids=[
+        "code",
+        "signal",
+        "demanded",
+        "no-call",
+        "no-json",
+        "reward",
+        "field",
+        "exit-code",
+        "refused",
+        "secret",
+    ],
+)
+async def test_a_program_that_fails_says_why(
+    tmp_path: Path, script: str, options: dict[str, Any], words: list[str]
+) -> None:
+    worker = command_worker(await started(says("so")), program(tmp_path, script), **options)
+    failure = failed(await worker.run(make_row(), 0))
+    assert (failure.stage, failure.attempts) == ("agent", 1)
+    for word in words:
+        assert word in failure.error
+
+
+async def test_a_program_that_hangs_is_ended_and_tried_again(tmp_path: Path) -> None:
+    script = ANSWERS + "time.sleep(600)"
+    worker = command_worker(await started(says("so")), program(tmp_path, script), timeout=0.5, max_attempts=2)
+    failure = failed(await worker.run(make_row(), 0))
+    assert (failure.attempts, failure.stage) == (2, "agent")
+    assert "took longer than 0.5 s (gateway.timeout)" in failure.error
+
+
+@pytest.mark.parametrize(("code", "reward"), [(0, 1.0), (1, 0.0)])
+async def test_an_exit_code_is_a_reward(tmp_path: Path, code: int, reward: float) -> None:
+    command = program(tmp_path, ANSWERS + f"sys.exit({code})")
+    worker = command_worker(await started(says("so")), command, outcome="exit_code")
+    (final,) = completed(await worker.run(make_row(), 0)).trajectories
+    assert final.reward == reward
+
+
+@pytest.mark.parametrize("keep", ["never", "failed", "always"])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_reward_sees_the_folder_which_then_goes(tmp_path: Path, keep: str, fails: bool) -> None:
+    seen: dict[str, Any] = {}
+
+    def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+        seen.update(extra_info, solution=solution_str)
+        seen["file"] = Path(extra_info["workdir"], "made.txt").read_text()
+        return 0.25
+
+    reward = FunctionReward(score, label="score", source_digest="")
+    script = ANSWERS + "open('made.txt', 'w').write('by hand'); result(answer='found')"
+    command = program(tmp_path, script + ("; sys.exit(1)" if fails else ""))
+    options = {"keep_workdir": keep, "workdirs": str(tmp_path / "kept")}
+    worker = command_worker(await started(says("so")), command, reward=reward, **options)
+    result = await worker.run(make_row(7), 1)
+    kept = list(tmp_path.glob("kept/*/work/made.txt"))
+    assert len(kept) == (keep == "always" or (keep == "failed" and fails))
+    if fails:
+        failed(result)
+        return
+    assert completed(result).trajectories[-1].reward == 0.25
+    assert (seen["solution"], seen["file"]) == ("found", "by hand")
+    assert [message["role"] for message in seen["messages"]] == ["user", "assistant"]
+    assert seen["sandbox"]["kind"] == "none"
+    assert not Path(seen["workdir"]).exists()
+
+
+def test_what_decides_the_data_is_in_the_identity(tmp_path: Path) -> None:
+    command = program(tmp_path, "first")
+
+    def digest(**options: Any) -> str:
+        return LoopEntry(CommandAgent, {"command": command, **options}).digest
+
+    before = digest()
+    assert digest(keep_workdir="always", timeout=3.0, workdirs="elsewhere") == before
+    assert digest(sandbox="bubblewrap") != before
+    assert digest(limits={"memory": 100}) != before
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    assert LoopEntry(CommandAgent, {"command": program(moved, "first")}).digest == before
+    program(tmp_path, "second")
+    assert digest() != before
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"command": []}, "gateway.command"),
+        ({"command": ["no-such-program"]}, "no program 'no-such-program'"),
+        ({"comand": ["true"]}, "did you mean 'command'"),
+        ({"command": ["true"], "sandbox": "docker"}, "needs gateway.image"),
+        ({"command": ["true"], "image": "x"}, "none takes none"),
+        ({"command": ["true"], "network": "gateway"}, "without a sandbox"),
+        ({"command": ["true"], "mounts": ["/usr"]}, "sees everything"),
+        ({"command": ["true"], "pass_env": ["NOT_SET_HERE"]}, "NOT_SET_HERE is not set"),
+        ({"command": ["true"], "sandbox": "bubblewrap", "mounts": ["/not/there"]}, "there is no /not/there"),
+        ({"command": "python agent.py"}, "gateway.command must be a list"),
+    ],
+)
+async def test_what_cannot_work_is_an_error_at_start(options: dict[str, Any], words: str) -> None:
+    given = resources(await started())
+    with pytest.raises(ConfigError, match=words):
+        CommandAgent.build_shared(given, **options)
