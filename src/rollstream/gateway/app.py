@@ -302,7 +302,7 @@ class Endpoint:
         body = {"max_tokens": 1, **await request_object(request)}
         _check_depth(body)
         asked = _WIRES["messages"].read(body, images=recorder.takes_images)
-        return json_response({"input_tokens": recorder.count_tokens(asked.messages, asked.tools)})
+        return json_response({"input_tokens": await recorder.count_tokens(asked.messages, asked.tools)})
 
     async def _models(self, request: Request) -> web.Response:
         # Of OpenAI's and of Anthropic's list.

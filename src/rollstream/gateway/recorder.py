@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -14,9 +15,10 @@ import orjson
 from rollstream.agent.base import AgentLoop
 from rollstream.agent.chat_answer import calls_of, identified
 from rollstream.agent.images import shows_images
+from rollstream.chat.images import image_part, load_image
 from rollstream.chat.wires.openai_chat import assistant_message
 from rollstream.engine.base import Capabilities
-from rollstream.errors import ConfigError, DataError, EngineUnavailableError
+from rollstream.errors import ConfigError, DataError, EngineUnavailableError, TransientError
 from rollstream.gateway.sessions import Ask, Discard, Session, Turn
 from rollstream.trajectory import Completion, Message, SamplingParams, Trajectory
 from rollstream.web import HTTPError
@@ -89,7 +91,8 @@ class Recorder:
         engine_wait: seconds that a call waits while no engine is there, before that is `broken`.
         """
         self.sampling = sampling
-        self.session = Session(_Templates(loop), name=name, logprobs=sampling.logprobs)
+        self._templates = _Templates(loop)
+        self.session = Session(self._templates, name=name, logprobs=sampling.logprobs)
         self.refusal: Exception | None = None
         """Why the last refused call was refused: a fault of the call itself."""
         self.ran_out_of_room = False
@@ -110,7 +113,7 @@ class Recorder:
     @property
     def takes_images(self) -> bool:
         """Whether messages may have images."""
-        return False
+        return self._loop.resources.images is not None
 
     @property
     def calls(self) -> int:
@@ -122,14 +125,16 @@ class Recorder:
         """Calls that wait for an answer."""
         return self.session.open_calls
 
-    def count_tokens(self, messages: list[Message], tools: list[dict[str, Any]]) -> int:
+    async def count_tokens(self, messages: list[Message], tools: list[dict[str, Any]]) -> int:
         """Tokens of a prompt with these messages; nothing is begun.
 
         Raises:
-            HTTPError: the chat template refuses them.
+            HTTPError: the chat template refuses them, or an image cannot be shown.
         """
+        if shows_images(messages):
+            messages = await self._with_images(messages)
         try:
-            return len(_Templates(self._loop).prompt(messages, tools, first=False)[1])
+            return len(self._templates.prompt(messages, tools, first=False)[1])
         except DataError as error:
             raise HTTPError(400, str(error), where="messages") from error
 
@@ -163,6 +168,8 @@ class Recorder:
             EngineError: the engine's.
             CancelledError: the client went away.
         """
+        if shows_images(call.messages):
+            call = replace(call, messages=await self._with_images(call.messages))
         how = (call.max_tokens, call.stop)
         if call.retry and (missed := self.session.again(call.messages, call.tools, how=how)):
             return missed, missed.prompt_ids
@@ -221,15 +228,43 @@ class Recorder:
 
     def _admit(self, call: Call) -> None:
         session, limits = self.session, self._limits
-        if session.begun >= limits.calls or session.size > limits.bytes:
+        size = session.size + sum(map(len, self._templates.images.values()))
+        if session.begun >= limits.calls or size > limits.bytes:
             raise HTTPError(
                 400,
-                f"the session has had {session.begun} calls and takes {session.size} bytes: at most "
+                f"the session has had {session.begun} calls and takes {size} bytes: at most "
                 f"{limits.calls} calls and {limits.bytes} bytes are allowed",
                 code="session_limit_exceeded",
             )
-        if shows_images(call.messages):
+
+    async def _with_images(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with small image parts, which say what image it is. New images are read and kept.
+
+        Raises:
+            HTTPError: the model sees none, or one cannot be read.
+        """
+        reader, kept = self._loop.resources.images, self._templates.images
+        if reader is None:
             raise HTTPError(400, "this model is shown no images here", where="messages")
+        read: list[Message] = []
+        try:
+            for message in messages:
+                if isinstance(message.get("content"), list):
+                    parts = []
+                    for part in message["content"]:
+                        if part["type"] == "image_url":
+                            source = part["image_url"]["url"]
+                            part = image_part(source)
+                            if (key := _image_key(part)) not in kept:
+                                kept[key] = (await reader.read([source]))[0].sent
+                        parts.append(part)
+                    message = {**message, "content": parts}
+                read.append(message)
+        except DataError as error:
+            raise HTTPError(400, str(error), where="messages") from error
+        except TransientError as error:
+            raise HTTPError(503, str(error), where="messages") from error
+        return read
 
     def _note(self, call: Call) -> None:
         noted: list[tuple[str, str, Any]] = [("overridden", *one) for one in call.overridden.items()]
@@ -258,8 +293,10 @@ class Recorder:
         more: dict[str, Any] = {"own_seed": True} if own_seed else {}
         while True:
             try:
-                # Calls that are open at once have ids of their own. `generate` reads the id before it waits.
+                # Calls that are open at once have ids and images of their own. `generate` reads them before it
+                # waits.
                 self._loop.request_id = ask.request_id
+                self._loop.images = self._templates.images_of(ask.messages) if self.takes_images else []
                 return await self._loop.generate(
                     context,
                     sampling,
@@ -390,11 +427,24 @@ class _Templates:
 
     def __init__(self, loop: AgentLoop) -> None:
         self._loop = loop
+        self.images: dict[str, str] = {}
+        """As the engine takes them, by what their parts of messages say."""
+
+    def images_of(self, messages: Sequence[Message]) -> list[str]:
+        """All images that messages show, in order."""
+        if not shows_images(messages):
+            return []
+        contents = (message["content"] for message in messages if isinstance(message["content"], list))
+        return [self.images[_image_key(part)] for part in chain(*contents) if part["type"] == "image"]
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, first: bool
     ) -> tuple[Sequence[Message], Sequence[int]]:
         schemas = list(tools)
+        if images := self._pixels(messages):
+            shown = [self._escaped(message) for message in messages]
+            processor = self._loop.resources.images.processor  # type: ignore[union-attr]
+            return shown, processor.render(shown, images, tools=schemas or None)
         if not first:  # a rewritten history, or a helper's prompt: as long as it may be
             shown = [self._escaped(message) for message in messages]
             return shown, self._loop.tokenizer.render(shown, tools=schemas or None)
@@ -420,11 +470,28 @@ class _Templates:
                 [call for call, _ in results], [content for _, content in results]
             )
         ids = template.ids_after(
-            turn.message, shown, sampled_ids=turn.completion.token_ids, tools=list(turn.ask.tools) or None
+            turn.message,
+            shown,
+            sampled_ids=turn.completion.token_ids,
+            tools=list(turn.ask.tools) or None,
+            images=self._pixels(shown),
         )
         return shown, ids
+
+    def _pixels(self, messages: Sequence[Message]) -> list[Any]:
+        """Of each image. What is new only is decoded here, without a thread: a session begins a call at once."""
+        return [load_image(image) for image in self.images_of(messages)]
 
     def _escaped(self, message: Message) -> Message:
         if message["role"] not in ("user", "tool"):
             return message
-        return {**message, "content": self._loop.tokenizer.escape_special_tokens(message["content"])}
+        content, escape = message["content"], self._loop.tokenizer.escape_special_tokens
+        if isinstance(content, str):
+            return {**message, "content": escape(content)}
+        parts = [{**part, "text": escape(part["text"])} if "text" in part else part for part in content]
+        return {**message, "content": parts}
+
+
+def _image_key(part: Mapping[str, Any]) -> str:
+    """By the image's content, or by its address."""
+    return str(part.get("sha256") or part["image"])

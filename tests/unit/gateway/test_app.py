@@ -1,15 +1,19 @@
 """The server that agents ask: whose request it is, the run's sampling, streams, errors, and what is not there."""
 
 import asyncio
+import base64
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 import pytest
 
+from rollstream.agent.images import ImageReader
 from rollstream.errors import EngineError
 from rollstream.gateway import app
 from rollstream.gateway.app import OVERRIDDEN_HEADER, SESSION_HEADER, Endpoint
@@ -18,6 +22,7 @@ from rollstream.testing.scripted import AnswerRule, ScriptedEngine, ScriptedRequ
 from rollstream.web import HTTPError, Request
 from tests.support.until import until
 from tests.unit.agent.rollouts import END, call_text, demo_tokenizer, started
+from tests.unit.chat.vision import IMAGE_PAD, load_model, png, write_model
 from tests.unit.gateway.test_recorder import TOOL, check_exact, recorder_of, user
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -383,6 +388,53 @@ async def test_an_answer_whose_client_went_away_meanwhile_is_not_kept(
         assert engine.completions and not client.recorder.session.turns
         assert (await client.post(ASK[CHAT]))[0] == 200
         assert len(client.recorder.trajectories()) == 1
+
+
+def showing(route: str, url: str) -> dict[str, Any]:
+    """A user's message with an image, as an API has it."""
+    if route == CHAT:
+        part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
+    elif route == RESPONSES:
+        part = {"type": "input_image", "image_url": url}
+    else:
+        part = {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": url.split(",")[1]},
+        }
+    return {
+        "role": "user",
+        "content": [{"type": "text" if route != RESPONSES else "input_text", "text": "look"}, part],
+    }
+
+
+@pytest.mark.parametrize("route", ASK)
+async def test_images_go_to_the_engine_and_are_not_stored(route: str, tmp_path: Path) -> None:
+    tokenizer, processor = load_model(write_model(tmp_path))
+    urls = ["data:image/png;base64," + base64.b64encode(png(56, height)).decode() for height in (56, 84)]
+    capabilities = replace(ScriptedEngine().capabilities, images=True, vocab_size=512)
+    engine = await started(lambda request: tokenizer.encode("this<|im_end|>"), capabilities=capabilities)
+    given = {"tokenizer": tokenizer, "images": ImageReader(processor)}
+    async with served(engine, **given) as client:
+        field = "input" if route == RESPONSES else "messages"
+        first = showing(route, urls[0])
+        answer = {"role": "assistant", "content": "this"}
+        asked = {**ASK[route], field: [first]}
+        assert (await client.post(asked, route))[0] == 200
+        asked[field] = [first, answer, showing(route, urls[1])]
+        if route == MESSAGES:
+            _, counted = await client.post(asked, MESSAGES + "/count_tokens")
+        assert (await client.post(asked, route))[0] == 200
+        for wrong in (urls[0][:60], "/etc/passwd", "file:///etc/passwd", "http://127.0.0.1:9/x.png"):
+            if route != MESSAGES:
+                asked[field] = [showing(route, wrong)]
+                assert (await client.post(asked, route))[0] == 400
+        (trajectory,) = client.recorder.trajectories()
+    check_exact(engine, [trajectory])
+    assert [len(request.images) for request in engine.requests] == [1, 2]
+    assert [request.prompt_ids.count(IMAGE_PAD) for request in engine.requests] == [4, 4 + 6]
+    assert "base64" not in repr(trajectory.messages) and "sha256" in repr(trajectory.messages)
+    if route == MESSAGES:
+        assert counted == {"input_tokens": len(engine.requests[1].prompt_ids)}
 
 
 async def test_rollouts_at_once_do_not_mix() -> None:
