@@ -14,6 +14,7 @@ from rollstream import simulate as simulation
 from rollstream.buffer import command as buffer
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.evaluate import command as evaluation
+from rollstream.gateway import command as gateway
 from rollstream.generation import main as generation  # light, as everything here must be
 from rollstream.generation.main import guarded, parse
 from rollstream.integrations.verifiers import command as verifiers
@@ -107,6 +108,12 @@ def build_parser() -> argparse.ArgumentParser:
         required=True, metavar="COMMAND"
     )
     buffer.add_commands(doors)
+
+    text = "the gateway: agent programs call the run's engine, and become exact-token trajectories"
+    doors = commands.add_parser("gateway", help=text, description=text).add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    gateway.add_commands(doors)
 
     simulate = add(
         "simulate",

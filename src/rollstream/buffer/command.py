@@ -184,7 +184,7 @@ def serve(options: argparse.Namespace) -> int:
         hook_seconds=options.hook_seconds,
     )
     access = Access(
-        token=_read_token(options.token_file),
+        token=read_token(options.token_file),
         allowed_hosts=frozenset(options.allow_host),
         insecure=options.insecure,
     )
@@ -253,7 +253,7 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _read_token(path: Path | None) -> str | None:
+def read_token(path: Path | None) -> str | None:
     if path is None:
         return None
     try:

@@ -400,40 +400,57 @@ class BufferSink:
 
 
 def make_item(plan: Plan, result: Rollout | Failure, row: PromptRow | None, task_type: str) -> dict[str, Any]:
-    """A result as an item: slime's fields, and the exact tokens. `row`: None if it cannot be read or stored.
+    """A result of a plan as an item. `row`: None if it cannot be read or stored."""
+    epoch, repeat = divmod(result.repeat, plan.repeats)
+    item = rollout_item(
+        result,
+        row,
+        uid=plan.uid(result.index, result.repeat),
+        instance_id=plan.instance_ids[result.index],
+        info={"epoch": epoch, "rollout_index": repeat},
+    )
+    return {**item, "task_type": task_type, "job": plan.job}
+
+
+def rollout_item(
+    result: Rollout | Failure,
+    row: PromptRow | None,
+    *,
+    uid: str,
+    instance_id: InstanceId,
+    info: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A result as an item: slime's fields, and the exact tokens. `info`: more for `extra_info`.
 
     A rollout that could not be scored is a failed one, with its messages and tokens.
     """
-    epoch, repeat = divmod(result.repeat, plan.repeats)
-    info: dict[str, Any] = {}
+    extra_info: dict[str, Any] = {}
     if row is not None:
-        info = {**row.columns, **row.extra_info, "label": row.ground_truth, "data_source": row.data_source}
-        info.pop("instance_id", None)
-    info |= {"epoch": epoch, "rollout_index": repeat, "timestamp": str(time.time())}
-    info["finish_reason"] = "failed"
+        extra_info = {**row.columns, **row.extra_info, "label": row.ground_truth}
+        extra_info |= {"data_source": row.data_source}
+        extra_info.pop("instance_id", None)
+    extra_info |= {**info, "timestamp": str(time.time()), "finish_reason": "failed"}
     item: dict[str, Any] = {
-        "uid": plan.uid(result.index, result.repeat),
-        "instance_id": plan.instance_ids[result.index],
+        "uid": uid,
+        "instance_id": instance_id,
         "messages": row.messages if row is not None else [{"role": "user", "content": ""}],
         "reward": None,
-        "extra_info": info,
-        "task_type": task_type,
-        "job": plan.job,
+        "extra_info": extra_info,
     }
     if isinstance(result, Rollout):
         *snapshots, final = result.trajectories
         item |= _trajectory(final)
-        info |= {"finish_reason": final.finish_reason, "num_turns": final.num_turns}
-        info["attempts"] = result.attempts
+        extra_info |= {"finish_reason": final.finish_reason, "num_turns": final.num_turns}
+        extra_info["attempts"] = result.attempts
         if final.reward_extra:
-            info["reward_extra"] = final.reward_extra
+            extra_info["reward_extra"] = final.reward_extra
         if not final.extra.get("token_exact", True):
-            info["token_exact"] = False
+            extra_info["token_exact"] = False
         if snapshots:
             item["snapshots"] = [_trajectory(one) for one in snapshots]
-    info["round_number"] = sum(message.get("role") == "assistant" for message in item["messages"])
+    extra_info["round_number"] = sum(message.get("role") == "assistant" for message in item["messages"])
     if (failure := failure_of(result)) is not None:
-        item["reward"], info["failure"] = _FAILED_REWARD, failure
+        item["reward"], extra_info["failure"] = _FAILED_REWARD, failure
     return item
 
 

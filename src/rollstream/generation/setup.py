@@ -253,7 +253,7 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
     prepared = Prepared(
         **{one.name: getattr(setup, one.name) for one in fields(setup)}, config=resolved, dataset=dataset
     )
-    loop_names, tokenizer, images = prepared.loop_names, setup.tokenizer, setup.images
+    loop_names, tokenizer = prepared.loop_names, setup.tokenizer
     for name in sorted(dataset.agent_names()):
         try:
             agents.loops.entry(name)
@@ -282,20 +282,29 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
         set(loop_names), tokenizer, show_tools=rollout.multi_turn.show_tools, images=dataset.has_images()
     )
     say("reading the model's files")
-    identity = build_identity(
+    identity = identity_of(setup, loop_names, fingerprint=dataset.fingerprint, rows=len(dataset))
+    prepared.manifest = manifest_for(resolved, dataset, identity, n=rollout.n)
+    return prepared
+
+
+def identity_of(
+    setup: RolloutSetup, loop_names: Sequence[str], *, fingerprint: str, rows: int
+) -> dict[str, Any]:
+    """What decides the data of a run: its setup, the agent loops that are used, and its prompt rows."""
+    settings, agents = setup.settings, setup.agents
+    rollout = settings.actor_rollout_ref.rollout
+    return build_identity(
         settings,
-        tokenizer_digest=tokenizer.digest() if has_ids else None,
+        tokenizer_digest=setup.tokenizer.digest() if has_tokenizer(settings) else None,
         agents=agents.identity(set(loop_names), rollout.multi_turn.format),
-        images_digest=images.processor.digest() if images and dataset.has_images() else None,
+        images_digest=setup.images.processor.digest() if setup.images and setup.shows_images else None,
         tools_digest=agents.tools.digest if agents.tools.schemas else None,
         shown_tools_digest=_digest(setup.shown_tools) if setup.shown_tools else None,
         reward_digest=setup.reward.source_digest,
-        dataset_fingerprint=dataset.fingerprint,
-        dataset_rows=len(dataset),
+        dataset_fingerprint=fingerprint,
+        dataset_rows=rows,
         engine_settings=data_deciding_kwargs(rollout.name, rollout.engine_kwargs),
     )
-    prepared.manifest = manifest_for(resolved, dataset, identity, n=rollout.n)
-    return prepared
 
 
 def manifest_for(

@@ -1,0 +1,264 @@
+"""What `rollstream gateway serve` does: an engine, a sink, and the sessions between them, over HTTP."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+from omegaconf import DictConfig, OmegaConf
+
+from rollstream.aio import finish_despite_cancellation
+from rollstream.buffer.client import AsyncBufferClient
+from rollstream.buffer.command import read_token
+from rollstream.config.load import compose, to_settings, to_stored_yaml
+from rollstream.daemon_threads import in_daemon_thread
+from rollstream.data.prompts import PromptDataset
+from rollstream.errors import ConfigError
+from rollstream.gateway.app import Endpoint
+from rollstream.gateway.recorder import Limits
+from rollstream.gateway.service import LOOP, SessionService, render_error, translate
+from rollstream.gateway.sinks import BufferSink, RunSink
+from rollstream.generation.logs import log_to_file
+from rollstream.generation.setup import Prepared, identity_of, peek_manifest, prepare
+from rollstream.integrations.configured_groups import refuse_keys
+from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
+from rollstream.scratch import ScratchFolder
+from rollstream.stderr_log import log_to_stderr
+from rollstream.stop_signals import StoppedEarly, StopSignals
+from rollstream.store.manifest import new_manifest
+from rollstream.store.run_dir import RunDirectory, lock_run, open_run
+from rollstream.store.writer import StoreWriter
+from rollstream.web import Access, WebServer
+from rollstream.web import Limits as ServerLimits
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 10.0
+"""Between two progress lines, and two writes of `checkpoint.json`."""
+
+_LAST_ANSWERS_S = 5.0
+"""For answers that are being sent, when the server ends."""
+
+_BUFFER_S = 20.0
+"""How long a request waits for a buffer that is away; its client may send it again."""
+
+_NO_LIMIT_S = 1e7
+"""Of a session: what is left alone expires."""
+
+_SPARE_CONNECTIONS = 256
+"""Beside two for each session."""
+
+_USED = (
+    *("seed", "engine_timeout", "save_batch_size", "pull_timeout", "retry_failed", "log_level"),
+    *("client_sampling", "discard", "max_calls", "max_bytes"),
+)
+"""Keys of `generation` and `gateway` that have an effect here."""
+
+_UNUSED = (
+    *("actor_rollout_ref.rollout.agent.default_agent_loop", "data.tool_config_path"),
+    *(
+        f"actor_rollout_ref.rollout.multi_turn.{name}"
+        for name in ("tool_config_path", "function_tool_path", "interaction_config_path")
+    ),
+)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serves until SIGINT or SIGTERM; returns the exit code. Raises `RollstreamError`."""
+    for name, least in (("expire_seconds", 0.1), ("grace_seconds", 0.0), ("max_sessions", 1)):
+        if not least <= getattr(options, name) <= _NO_LIMIT_S:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}, want {least} or more")
+    if options.public_url is not None and not options.public_url.startswith(("http://", "https://")):
+        raise ConfigError(f"--public-url {options.public_url}: want http://HOST:PORT")
+    log_to_stderr()
+    asyncio.run(_run(read_config(options), options))
+    return 0
+
+
+def read_config(options: argparse.Namespace) -> DictConfig:
+    """The configuration of a command line. Raises `ConfigError`, also for keys that have no effect here."""
+    defaults: Any = compose()
+    keys = [
+        *_UNUSED,
+        *(f"generation.{key}" for key in defaults.generation if key not in _USED),
+        *(f"gateway.{key}" for key in defaults.gateway if key not in _USED),
+    ]
+    why = "no effect on `rollstream gateway serve`: agent programs bring their loop and their tools"
+    refuse_keys(compose(options.overrides, layers=options.config), keys, why)
+    config = compose(options.overrides, layers=options.config)
+    own: Any = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+    own.actor_rollout_ref.rollout.agent.default_agent_loop = LOOP
+    own.generation.attempt_timeout, own.generation.max_attempts = _NO_LIMIT_S, 1
+    assert isinstance(own, DictConfig)
+    return own
+
+
+async def _run(config: DictConfig, options: argparse.Namespace) -> None:
+    signals = StopSignals(on_second=lambda number: os._exit(128 + number))
+    signals.install()
+    async with AsyncExitStack() as stack:
+        with contextlib.suppress(StoppedEarly):
+            await _serve(stack, config, options, signals)
+
+
+async def _serve(
+    stack: AsyncExitStack, config: DictConfig, options: argparse.Namespace, signals: StopSignals
+) -> None:
+    token = read_token(options.token_file)
+    setup, dataset = await signals.unless_stopped(_prepare(config))
+    stack.push_async_callback(setup.close)
+    settings = setup.settings
+    sink: RunSink | BufferSink
+    if options.buffer is None:
+        root = await _open_run(stack, config, setup)
+        sink = RunSink(
+            root,
+            StoreWriter(
+                root,
+                save_batch_size=settings.generation.save_batch_size,
+                pull_timeout=settings.generation.pull_timeout,
+            ),
+            dataset=dataset,
+            retry_failed=settings.generation.retry_failed,
+            prompt_column=settings.data.prompt_key,
+        )
+        stack.push_async_callback(sink.close)
+        await sink.start()
+        log_dir = root.paths.logs
+    else:
+        client = await stack.enter_async_context(_client(options.buffer))
+        column = settings.data.prompt_key
+        sink = BufferSink(client, task_type=options.task_type, dataset=dataset, prompt_column=column)
+        scratch = ScratchFolder("gateway")
+        stack.callback(scratch.cleanup)
+        log_dir = scratch.path
+    engine = setup.create_engine(log_dir)
+    stack.push_async_callback(engine.close)
+    await signals.unless_stopped(engine.start())
+    setup.check_engine(engine, longest=False)
+    resources = setup.agent_resources(engine)
+    endpoint = Endpoint(
+        "rollstream",
+        resources.max_model_len,
+        client_sampling=settings.gateway.client_sampling,
+        max_sessions=options.max_sessions,
+    )
+    service = SessionService(
+        setup.make_worker(engine, [LOOP]).worker,
+        sink,
+        endpoint,
+        discard=settings.gateway.discard,
+        limits=Limits(settings.gateway.max_calls, settings.gateway.max_bytes),
+        engine_wait=settings.generation.engine_timeout,
+        expire_s=options.expire_seconds,
+        max_sessions=options.max_sessions,
+        update_weights=engine.update_weights if engine.capabilities.update_weights else None,
+        weights=tuple(options.weights),
+    )
+    public = urlsplit(options.public_url or "")
+    server = WebServer(
+        service.routes(),
+        access=Access(
+            token,
+            allowed_hosts=frozenset({*options.allow_host, *filter(None, [public.hostname])}),
+            insecure=options.insecure,
+        ),
+        limits=ServerLimits(max_connections=2 * options.max_sessions + _SPARE_CONNECTIONS),
+        translate=translate,
+        render_error=render_error,
+        on_answer=service.count,
+    )
+    url = await server.start(options.host, options.port)
+    stack.push_async_callback(server.stop, _LAST_ANSWERS_S)
+    endpoint.url = (options.public_url or url).rstrip("/")
+    ready = orjson.dumps({"url": url, "pid": os.getpid()}).decode()
+    sys.stdout.write(f"{ready if options.json else f'gateway at {url}'}\n")
+    sys.stdout.flush()
+    await _until_told(service, sink, signals, options.grace_seconds)
+
+
+async def _until_told(
+    service: SessionService, sink: RunSink | BufferSink, signals: StopSignals, grace_s: float
+) -> None:
+    """Returns when the sessions are over. Raises what breaks the sink."""
+    asked = asyncio.create_task(signals.requested.wait())
+    tasks = [asyncio.create_task(service.watch()), asyncio.create_task(_report(service, sink))]
+    ends: set[asyncio.Future[Any]] = {asked, *tasks}
+    if isinstance(sink, RunSink):
+        ends.add(sink.writer.failed)
+    try:
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for one in done:
+            one.result()
+        logger.info("ending: %s; open ones get %g s to finish", service.progress(), grace_s)
+    finally:
+        if dropped := await service.drain(grace_s if signals.signal is not None else 0.0):
+            logger.warning("%d sessions did not finish: nothing of them is recorded", dropped)
+        for task in (asked, *tasks):
+            task.cancel()
+        await asyncio.gather(asked, *tasks, return_exceptions=True)
+        logger.info("%s", service.progress())
+
+
+async def _report(service: SessionService, sink: RunSink | BufferSink) -> None:
+    """Says now and then how it goes, where something has changed."""
+    said = ""
+    while True:
+        if (line := service.progress()) != said:
+            said = line
+            logger.info("%s", line)
+            if isinstance(sink, RunSink):
+                await finish_despite_cancellation(asyncio.to_thread(sink.write_checkpoint))
+        await asyncio.sleep(_EVERY_S)
+
+
+async def _prepare(config: DictConfig) -> tuple[RolloutSetup, PromptDataset | None]:
+    """What rollouts are executed with, and the prompt rows, where they are configured."""
+    if config.data.train_files or config.train_tasks:
+        prepared = await prepare(config, peek_manifest(config))
+        await prepared.prepare_reward()
+        return prepared, prepared.dataset
+    settings = to_settings(config)
+    agents = await in_daemon_thread(load_agents, settings)
+    setup = await in_daemon_thread(partial(build_setup, settings, agents, shows_images=False))
+    agents.check({LOOP}, setup.tokenizer, show_tools=False, images=False)
+    return setup, None
+
+
+async def _open_run(stack: AsyncExitStack, config: DictConfig, setup: RolloutSetup) -> RunDirectory:
+    """Opens the run directory. Raises `RunDirectoryError`."""
+    settings = setup.settings
+    if isinstance(setup, Prepared):
+        manifest = setup.manifest
+    else:
+        manifest = new_manifest(
+            n=settings.actor_rollout_ref.rollout.n,
+            identity=identity_of(setup, [LOOP], fingerprint="rows come with sessions", rows=0),
+            dataset={},
+            versions={},
+            config=OmegaConf.to_container(config),  # type: ignore[arg-type]
+        )
+    path = Path(settings.trainer.default_local_dir).expanduser()
+    opened: Callable[[], RunDirectory] = lambda: open_run(  # noqa: E731
+        lock_run(path), path, manifest, config_yaml=to_stored_yaml(config), fresh=False
+    )
+    run = await in_daemon_thread(opened)
+    stack.callback(run.close)
+    stack.enter_context(log_to_file(run.paths.logs, settings.generation.log_level))
+    return run
+
+
+def _client(url: str) -> AsyncBufferClient:
+    try:
+        return AsyncBufferClient(url, give_up_after=_BUFFER_S)
+    except ValueError as error:
+        raise ConfigError(f"--buffer: {error}") from error

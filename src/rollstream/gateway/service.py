@@ -1,0 +1,650 @@
+"""Sessions of agent programs that run elsewhere: opened, finished and abandoned over HTTP.
+
+    POST /v1/sessions --> open --- finish --> ending --- durable --> finished
+                            |                   |  ^ not written: finish again
+                            |                   +--+
+                            +--- DELETE, left alone --> ending --> failed
+                            +--- the server ends --> gone: owed again
+
+A session is a rollout: the worker of a run executes it by `SessionLoop`, which opens an address for the
+program's calls and waits until somebody says how it ended. So failures, rewards and checks are those of a run.
+
+What was answered is durable (R2). An id names a session for ever: a finish that is repeated, also after a
+restart, gets the same answer, and stores nothing twice (R3). What was not answered is begun again under the
+same id.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import math
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+import orjson
+from aiohttp import web
+
+import rollstream
+from rollstream.agent.base import AgentLoop
+from rollstream.agent.registry import register
+from rollstream.aio import finish_despite_cancellation
+from rollstream.chat.wires.requests import refusal_of
+from rollstream.errors import ConfigError, RollstreamError, TransientError
+from rollstream.gateway.app import Endpoint
+from rollstream.gateway.recorder import Limits, Recorder
+from rollstream.metrics_text import family, metrics_page
+from rollstream.store.records import EncodingError
+from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
+from rollstream.web import HTTPError, Request, Route, openapi, render_json_error
+
+logger = logging.getLogger(__name__)
+
+LOOP = "gateway_session"
+"""The agent loop's name, in a run's identity too."""
+
+_ENDED_KNOWN = 10_000
+"""Sessions that ended and can be told of without asking the sink."""
+
+_LONGEST_LOOK_S = 5.0
+"""Between two looks for sessions that were left alone."""
+
+_MAX_BODY = 16 * 2**20
+"""Bytes of a prompt row, or of a result."""
+
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._~:-]{1,200}$")]
+
+
+class CreateSession(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST /v1/sessions`."""
+
+    id: Id | None = None
+    """Chosen by the client, so that the request can be repeated; None makes one."""
+    row: dict[str, Any] | None = None
+    """The prompt row, as a line of a prompt file has it."""
+    instance_id: _Int64 | Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    """Which row of `data.train_files`; of a row that comes along, what the buffer groups it by."""
+    metadata: dict[str, Any] = {}
+    """Stored with the trajectories."""
+
+
+class FinishSession(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST /v1/sessions/ID/finish`."""
+
+    reward: float | None = None
+    """None: the run's reward function scores it, if there is one."""
+    answer: str | None = None
+    """What that function scores; None: the text of the last answer."""
+    reward_extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    finish_reason: Literal["stop", "length", "max_turns", "tool_overflow", "aborted"] | None = None
+    """None: why the last answer ended."""
+    discard: Literal["none", "abandoned"] | None = None
+    """Which branches are left out; None as `gateway.discard` says."""
+
+
+class SessionInfo(msgspec.Struct, omit_defaults=True):
+    """A session, as every route tells it."""
+
+    id: str
+    state: Literal["open", "ending", "finished", "failed"]
+    base_url: str | None = None
+    """For OpenAI's clients; Anthropic's take it without `/v1`."""
+    api_key: str | None = None
+    expires_in: float | None = None
+    """Seconds without a call after which it fails."""
+    messages: list[dict[str, Any]] | None = None
+    """Of the prompt row."""
+    calls: int | None = None
+    """Answered so far."""
+    open_calls: int | None = None
+    tokens: int | None = None
+    """Sampled so far."""
+    index: int | None = None
+    repeat: int | None = None
+    trajectories: int | None = None
+    reward: float | None = None
+    error: str | None = None
+    """Why it failed."""
+
+
+class UpdateWeights(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST /v1/weights`."""
+
+    model_path: str
+    version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    """None: one more than the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a session is a rollout of."""
+
+    row: PromptRow
+    repeat: int
+    instance_id: int | str | None = None
+    is_key: bool = False
+    """Whether `(row.index, repeat)` is its key in a run directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A session that ended."""
+
+    info: SessionInfo
+    digest: str | None
+    """Of what it was finished with; None: not known any more, or not finished."""
+
+
+class Sink(Protocol):
+    """Where sessions become durable."""
+
+    def place(self, id: str, asked: CreateSession) -> Place:
+        """Takes a place for a session. Raises `HTTPError` where there is none."""
+        ...
+
+    def free(self, place: Place) -> None:
+        """Gives back a place of a session of which nothing was recorded."""
+        ...
+
+    async def write(self, id: str, place: Place, result: Rollout | Failure) -> None:
+        """Returns when it is durable; once, however often it is called for a session that was finished.
+
+        Raises:
+            EncodingError: this result cannot be stored.
+            TransientError: not now.
+            StorageError: never again.
+        """
+        ...
+
+    async def find(self, id: str) -> Ended | None:
+        """A session that was finished, by whichever process."""
+        ...
+
+
+class Worker(Protocol):
+    """Runs rollouts, as a `RolloutWorker`."""
+
+    async def run(self, row: PromptRow, repeat: int, *, name: str = "") -> Rollout | Failure:
+        """Executes one rollout to its end."""
+        ...
+
+
+class SessionEndedError(RollstreamError):
+    """A session ended without a result."""
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    id: str
+    place: Place
+    created: str
+    """Digest of the request."""
+    service: "SessionService"
+    last_used: float
+    url: str = ""
+    recorder: Recorder | None = None
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    result: "asyncio.Future[FinishSession]" = field(default_factory=asyncio.Future)
+    """Resolved when it ends."""
+    digest: str | None = None
+    """Of what it is finished with."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    seen_calls: int = 0
+    playing: "asyncio.Task[Rollout | Failure] | None" = None
+    settling: "asyncio.Task[Ended] | None" = None
+
+    def counts(self) -> tuple[int, int, int]:
+        """Calls that were answered, calls that are open, sampled tokens."""
+        one = self.recorder
+        return (one.calls, one.open_calls, one.tokens) if one is not None else (0, 0, 0)
+
+
+_current: ContextVar[_Session] = ContextVar("session")
+
+
+@register(LOOP)
+class SessionLoop(AgentLoop):
+    """The agent loop whose program is elsewhere: opens an address for its calls, and waits for its end."""
+
+    sees_images = False
+
+    async def run(self, sampling: SamplingParams, **row: Any) -> list[Trajectory]:
+        """Executes the rollout. Raises `SessionEndedError`."""
+        session = _current.get()
+        service, started = session.service, time.monotonic()
+        recorder = session.recorder = Recorder(
+            self,
+            sampling,
+            name=self.request_id,
+            broken=asyncio.get_running_loop().create_future(),  # the program is told, and may try again
+            limits=service.limits,
+            engine_wait=service.engine_wait,
+        )
+        with service.endpoint.open(recorder) as session.url:
+            session.opened.set()
+            result = await session.result
+        self.final_answer = result.answer
+        discard = service.discard if result.discard is None else result.discard
+        found = recorder.trajectories(discard="abandoned" if discard == "abandoned" else None)
+        about = {"id": session.id, "finish": session.digest}
+        for trajectory in found:
+            trajectory.extra = {**result.extra, **trajectory.extra, "session": about}
+            if session.metadata:
+                trajectory.extra["session"] = {**about, "metadata": session.metadata}
+        final = found[-1]
+        final.reward, final.reward_extra = result.reward, {**final.reward_extra, **result.reward_extra}
+        final.finish_reason = result.finish_reason or final.finish_reason
+        # What is neither waiting for answers nor the gateway's own is the program's.
+        self.metrics.tool_s += max(0.0, time.monotonic() - started - self.metrics.generate_s)
+        final.metrics = self.metrics
+        return found
+
+
+class SessionService:
+    """The sessions, and the routes to them.
+
+    Example:
+        >>> service = SessionService(worker, sink, endpoint)
+        >>> server = WebServer(service.routes(), translate=translate, render_error=render_error)
+
+    Args:
+        worker: executes the rollouts, with `SessionLoop` known to it; one attempt each, without a time limit.
+        sink: makes them durable.
+        endpoint: answers the programs' calls.
+        discard: of sessions that do not say.
+        limits: of one session.
+        engine_wait: seconds that a call waits for an engine that is away.
+        expire_s: seconds without a call after which a session fails.
+        max_sessions: open at once, at most.
+        update_weights: gives the engine weights; None where it takes none.
+        weights: folders below which those may be.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        sink: Sink,
+        endpoint: Endpoint,
+        *,
+        discard: str | None = None,
+        limits: Limits = Limits(),  # noqa: B008 (frozen)
+        engine_wait: float = 0.0,
+        expire_s: float = 3600.0,
+        max_sessions: int = 1024,
+        update_weights: Callable[[str, int], Any] | None = None,
+        weights: tuple[Path, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.endpoint, self.discard, self.limits, self.engine_wait = endpoint, discard, limits, engine_wait
+        self._worker, self._sink = worker, sink
+        self._expire_s, self._max_sessions, self._clock = expire_s, max_sessions, clock
+        self._update, self._weights = update_weights, tuple(path.resolve() for path in weights)
+        self._updating = asyncio.Lock()
+        self.weight_version = 0
+        self._open: dict[str, _Session] = {}
+        self._ended: OrderedDict[str, Ended] = OrderedDict()
+        self._closing = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._counts: Counter[str] = Counter()
+        """Sessions that ended by state, and calls and tokens of those."""
+        self._answered: Counter[tuple[str, int]] = Counter()
+
+    # -- what becomes of a session
+
+    async def create(self, asked: CreateSession) -> SessionInfo:
+        """Opens a session, or tells of the one that has this id. Raises `HTTPError`."""
+        digest = _digest(asked)
+        known = None if asked.id is None else await self._find_ended(asked.id)
+        if known is not None and known.info.state == "finished":
+            return known.info
+        id = asked.id or secrets.token_hex(12)
+        session = self._open.get(id)
+        if session is None:
+            session = self._begin(id, asked, digest)
+        elif session.created != digest:
+            raise HTTPError(409, f"session {id} is open, with another row or metadata", "conflict", "id")
+        assert session.playing is not None
+        opened = asyncio.ensure_future(session.opened.wait())
+        await asyncio.wait({opened, session.playing}, return_when=asyncio.FIRST_COMPLETED)
+        opened.cancel()
+        if not session.opened.is_set():
+            ended = await asyncio.shield(self._end(session, "it could not be opened"))
+            raise HTTPError(503, f"session {id} cannot be opened: {ended.info.error}", "unavailable")
+        return self._tell(session, opening=True)
+
+    def _begin(self, id: str, asked: CreateSession, digest: str) -> _Session:
+        if self._closing:
+            raise HTTPError(503, "the gateway is ending", "closing", headers={"retry-after": "10"})
+        if len(self._open) >= self._max_sessions:
+            text = f"{self._max_sessions} sessions are open, which is --max-sessions: finish or delete some"
+            raise HTTPError(429, text, "too_many_sessions", headers={"retry-after": "5"})
+        place = self._sink.place(id, asked)
+        session = _Session(id, place, digest, self, self._clock(), metadata=asked.metadata)
+        session.result.add_done_callback(_seen)
+        self._open[id] = session
+        self._empty.clear()
+        token = _current.set(session)
+        try:
+            row = replace(place.row, agent_name=LOOP)
+            session.playing = asyncio.create_task(self._worker.run(row, place.repeat, name=id))
+        finally:
+            _current.reset(token)
+        return session
+
+    async def finish(self, id: str, given: FinishSession) -> SessionInfo:
+        """Ends a session with a result; returns when that is durable. Raises `HTTPError`."""
+        digest = _digest(given)
+        if given.reward is not None and not math.isfinite(given.reward):
+            raise HTTPError(400, "the reward is not finite", where="reward")
+        session = self._open.get(id)
+        if session is None:
+            ended = await self._find_ended(id)
+            if ended is None or self._open.get(id) is not None:
+                raise _unknown(id)
+        else:
+            if not session.result.done():
+                if not session.counts()[0]:
+                    text = "no call of it was answered yet, so there is nothing to store; DELETE abandons it"
+                    raise HTTPError(409, f"session {id}: {text}", "no_calls")
+                session.digest = digest
+                session.result.set_result(given)
+            ended = await asyncio.shield(self._end(session))
+        if ended.info.state == "failed":
+            raise HTTPError(409, f"session {id} failed: {ended.info.error}", "failed")
+        if ended.digest not in (digest, None):
+            raise HTTPError(409, f"session {id} was finished with another result", "conflict")
+        return ended.info
+
+    async def abandon(self, id: str, why: str = "it was abandoned by its client") -> SessionInfo:
+        """Ends a session as failed; returns when that is durable. Raises `HTTPError`."""
+        if (session := self._open.get(id)) is not None:
+            ended = await asyncio.shield(self._end(session, why))
+        elif (found := await self._find_ended(id)) is not None:
+            ended = found
+        else:
+            raise _unknown(id)
+        if ended.info.state == "finished":
+            raise HTTPError(409, f"session {id} is finished, and stays", "conflict")
+        return ended.info
+
+    def _end(self, session: _Session, why: str = "") -> "asyncio.Task[Ended]":
+        """Ends a session that has not ended, because of `why`; the task is done when that is durable.
+
+        There is one task for all who wait. What it raises is raised to them, and tried again by the next.
+        """
+        if not session.result.done():
+            session.result.set_exception(SessionEndedError(f"session {session.id}: {why}"))
+        before = session.settling
+        if before is None or (before.done() and (before.cancelled() or before.exception())):
+            before = session.settling = asyncio.create_task(self._settle(session))
+            before.add_done_callback(_seen)
+        return before
+
+    async def _settle(self, session: _Session) -> Ended:
+        assert session.playing is not None
+        place = session.place
+        await asyncio.wait({session.playing})
+        if session.playing.cancelled() or (lost := session.playing.exception()) is not None:
+            self._drop(session)
+            text = "the gateway ends" if session.playing.cancelled() else str(lost)
+            raise HTTPError(503, f"session {session.id} is gone: {text}", "unavailable")
+        result = session.playing.result()
+        try:
+            await self._sink.write(session.id, place, result)
+        except EncodingError as error:
+            key = (place.row.index, place.repeat, place.row.prompt_key)
+            result = Failure(*key, 1, "store", f"{type(error).__name__}: {error}"[:2000], "", time.time())
+            with contextlib.suppress(EncodingError):  # its row may be what is refused
+                await self._sink.write(session.id, place, result)
+        info = ended_info(session.id, place, result)
+        ended = Ended(info, session.digest if info.state == "finished" else None)
+        self._close(session)
+        self._remember(ended)
+        calls, _, tokens = session.counts()
+        self._counts.update({info.state: 1, "calls": calls, "tokens": tokens})
+        if info.state == "failed":
+            logger.warning("%s", info.error)
+        return ended
+
+    def _close(self, session: _Session) -> None:
+        del self._open[session.id]
+        if not self._open:
+            self._empty.set()
+
+    def _drop(self, session: _Session) -> None:
+        """Forgets a session of which nothing is recorded."""
+        if self._open.get(session.id) is session:
+            self._sink.free(session.place)
+            self._close(session)
+
+    def _remember(self, ended: Ended) -> None:
+        self._ended[ended.info.id] = ended
+        while len(self._ended) > _ENDED_KNOWN:
+            self._ended.popitem(last=False)
+
+    async def _find_ended(self, id: str) -> Ended | None:
+        if id in self._open:
+            return None
+        found = self._ended.get(id)
+        if found is None and (found := await self._sink.find(id)) is not None:
+            self._remember(found)
+        return found
+
+    def expire(self) -> None:
+        """Ends those that were left alone, and tries again what could not be written."""
+        now = self._clock()
+        for session in list(self._open.values()):
+            calls, open_calls, _ = session.counts()
+            if session.result.done():
+                self._end(session)
+            elif open_calls or calls != session.seen_calls:
+                session.seen_calls, session.last_used = calls, now
+            elif now - session.last_used >= self._expire_s:
+                self._end(session, f"it was left alone for {self._expire_s:g} s (--expire-seconds)")
+
+    async def watch(self) -> None:
+        """Ends those that are left alone, for as long as this runs."""
+        while True:
+            await asyncio.sleep(min(_LONGEST_LOOK_S, self._expire_s / 4))
+            self.expire()
+
+    async def drain(self, grace_s: float) -> int:
+        """Opens no more sessions, gives those that are open time to finish, and drops the others.
+
+        Returns how many were dropped: nothing of them is recorded.
+        """
+        self._closing = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._empty.wait()
+        except TimeoutError:
+            pass
+        dropped = [one for one in self._open.values() if not one.result.done()]
+        for session in dropped:
+            assert session.playing is not None
+            session.playing.cancel()
+            await asyncio.wait({session.playing})
+            self._drop(session)
+        ending = [self._end(one) for one in self._open.values()]
+        await finish_despite_cancellation(asyncio.gather(*ending, return_exceptions=True))
+        return len(dropped)
+
+    def progress(self) -> str:
+        """In a line, for people."""
+        ended, now = self._counts, [one.counts() for one in self._open.values()]
+        calls, tokens = (
+            ended[name] + sum(one[at] for one in now) for at, name in ((0, "calls"), (2, "tokens"))
+        )
+        return (
+            f"{len(now)} sessions open, {ended['finished']} finished, {ended['failed']} failed; "
+            f"{calls} calls, {tokens} tokens"
+        )
+
+    # -- routes
+
+    def routes(self) -> list[Route]:
+        """All, those of the programs' calls included. Load balancers and monitoring have no token."""
+        own = [
+            Route("POST", "/v1/sessions", self._create, CreateSession, answer=SessionInfo),
+            Route("GET", "/v1/sessions/{id}", self._get, answer=SessionInfo),
+            Route("POST", "/v1/sessions/{id}/finish", self._finish, FinishSession, answer=SessionInfo),
+            Route("DELETE", "/v1/sessions/{id}", self._delete, answer=SessionInfo),
+            Route("POST", "/v1/weights", self._update_weights, UpdateWeights),
+            Route("GET", "/v1/weights", self._weight_version),
+            Route("GET", "/healthz", self._health, open=True),
+            Route("GET", "/metrics", self._metrics, open=True),
+        ]
+        document = openapi(own, "rollstream gateway", rollstream.__version__)
+
+        async def tell(request: Request) -> Any:
+            return document
+
+        calls = [route for route in self.endpoint.routes() if route.path.startswith("/s/")]
+        return [*own, Route("GET", "/openapi.json", tell, open=True), *calls]
+
+    async def _create(self, request: Request) -> SessionInfo:
+        return await self.create(await request.json(CreateSession, _MAX_BODY))
+
+    async def _finish(self, request: Request) -> SessionInfo:
+        return await self.finish(request.params["id"], await request.json(FinishSession, _MAX_BODY))
+
+    async def _delete(self, request: Request) -> SessionInfo:
+        return await self.abandon(request.params["id"])
+
+    async def _get(self, request: Request) -> SessionInfo:
+        id = request.params["id"]
+        if (session := self._open.get(id)) is not None:
+            return self._tell(session)
+        if (ended := await self._find_ended(id)) is None:
+            raise _unknown(id)
+        return ended.info
+
+    def _tell(self, session: _Session, *, opening: bool = False) -> SessionInfo:
+        calls, open_calls, tokens = session.counts()
+        place = session.place
+        return SessionInfo(
+            session.id,
+            "ending" if session.result.done() else "open",
+            f"{session.url}/v1",
+            session.url.rpartition("/")[2],
+            self._expire_s,
+            place.row.messages if opening else None,
+            calls,
+            open_calls,
+            tokens,
+            *((place.row.index, place.repeat) if place.is_key else (None, None)),
+        )
+
+    async def _update_weights(self, request: Request) -> Any:
+        asked = await request.json(UpdateWeights)
+        if self._update is None:
+            raise HTTPError(400, "this engine cannot update its weights", "unsupported")
+        path = Path(asked.model_path).resolve()
+        if not any(path.is_relative_to(allowed) for allowed in self._weights):
+            text = "weights are taken from below the folders that the gateway was started with (--weights)"
+            raise HTTPError(403, f"{asked.model_path}: {text}", "forbidden", "model_path")
+        if not path.is_dir():
+            raise HTTPError(400, f"there is no folder {path} here", where="model_path")
+        async with self._updating:
+            version = self.weight_version + 1 if asked.version is None else asked.version
+            await finish_despite_cancellation(self._load_weights(str(path), version))
+        return {"version": version}
+
+    async def _load_weights(self, path: str, version: int) -> None:
+        assert self._update is not None
+        await self._update(path, version)
+        self.weight_version = version
+
+    async def _weight_version(self, request: Request) -> Any:
+        return {"version": self.weight_version}
+
+    async def _health(self, request: Request) -> Any:
+        if self._closing:
+            raise HTTPError(503, "the gateway is ending", "closing")
+        return {"status": "ok", "sessions": len(self._open)}
+
+    def count(self, route: Route | None, status: int, seconds: float) -> None:
+        """For `WebServer`: counts answers. Paths that nobody knows share a label."""
+        self._answered[route.path if route else "unknown", status] += 1
+
+    async def _metrics(self, request: Request) -> web.Response:
+        ended, now = self._counts, [one.counts() for one in self._open.values()]
+        states: dict[tuple[str, ...], float] = {(name,): ended[name] for name in ("finished", "failed")}
+        answered: dict[tuple[str, ...], float] = {
+            (route, str(status)): many for (route, status), many in self._answered.items()
+        }
+        calls, tokens = (
+            ended[name] + sum(one[at] for one in now) for at, name in ((0, "calls"), (2, "tokens"))
+        )
+        families = [
+            family("rollstream_gateway_sessions", "Sessions open", len(now)),
+            family("rollstream_gateway_sessions_total", "Sessions that ended", states, ["state"]),
+            family("rollstream_gateway_calls_total", "Calls answered", calls),
+            family("rollstream_gateway_open_calls", "Calls being answered", sum(one[1] for one in now)),
+            family("rollstream_gateway_tokens_total", "Tokens sampled", tokens),
+            family("rollstream_gateway_weight_version", "Version of the weights", self.weight_version),
+            family("rollstream_http_requests_total", "Requests answered", answered, ["route", "status"]),
+        ]
+        return web.Response(body=metrics_page(families), content_type="text/plain")
+
+
+def render_error(request: web.BaseRequest, error: HTTPError) -> web.Response:
+    """A refusal: of a program's call as its API has it, else as `web.ErrorBody`."""
+    render = Endpoint.render_error if request.path.startswith("/s/") else render_json_error
+    return render(request, error)
+
+
+def translate(error: Exception) -> HTTPError | None:
+    """Errors of handlers as refusals."""
+    if isinstance(error, TransientError):
+        return HTTPError(503, str(error), "unavailable", headers={"retry-after": "1"})
+    if isinstance(error, ConfigError):
+        return HTTPError(400, str(error))
+    return refusal_of(error)
+
+
+def ended_info(id: str, place: Place, result: Rollout | Failure) -> SessionInfo:
+    """What is told of a session that ended."""
+    info = SessionInfo(id, "failed" if isinstance(result, Failure) else "finished")
+    if place.is_key:
+        info.index, info.repeat = place.row.index, place.repeat
+    if isinstance(result, Failure):
+        info.error = result.error
+    else:
+        info.trajectories, info.reward = len(result.trajectories), result.final.reward
+    return info
+
+
+def session_of(extra: Mapping[str, Any]) -> tuple[str, str | None] | None:
+    """The id and digest that a stored trajectory's `extra` has; None: it is of no session."""
+    about = extra.get("session")
+    if not isinstance(about, Mapping) or not isinstance(about.get("id"), str):
+        return None
+    return about["id"], about.get("finish")
+
+
+def _digest(value: msgspec.Struct) -> str:
+    form = orjson.dumps(msgspec.to_builtins(value), option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(form, digest_size=16).hexdigest()
+
+
+def _seen(done: "asyncio.Future[Any]") -> None:
+    """An error is told to those who wait; if nobody does, it is told to the next who asks."""
+    if not done.cancelled():
+        done.exception()
+
+
+def _unknown(id: str) -> HTTPError:
+    text = "it is not open, and was never finished: create it again, with the same id if it should have that"
+    return HTTPError(404, f"session {id}: {text}", "not_found")

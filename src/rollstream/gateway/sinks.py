@@ -1,0 +1,270 @@
+"""Where the sessions of `rollstream gateway serve` become durable: a run directory, or a rollout buffer."""
+
+import asyncio
+import hashlib
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow.compute as pc
+
+from rollstream.buffer.client import AsyncBufferClient, BufferClientError
+from rollstream.buffer.generation import rollout_item
+from rollstream.buffer.items import ItemError
+from rollstream.data.prompts import PromptDataset
+from rollstream.data.row import parse_row
+from rollstream.data.values import BadRow
+from rollstream.errors import DataError, TransientError
+from rollstream.gateway.service import CreateSession, Ended, Place, SessionInfo, session_of
+from rollstream.store.batch import read_tables
+from rollstream.store.find import find_trajectory
+from rollstream.store.records import EncodingError
+from rollstream.store.run_dir import RunDirectory
+from rollstream.store.summary import read_failures, write_checkpoint
+from rollstream.store.writer import StoreWriter
+from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey
+from rollstream.web import HTTPError
+
+logger = logging.getLogger(__name__)
+
+_COLUMNS = ["index", "repeat", "prompt_key", "is_snapshot", "extra"]
+
+_PASSING = (401, 403, 404, 405, 409)
+"""A buffer's refusals that say nothing about the item."""
+
+
+def read_row(
+    asked: CreateSession, dataset: PromptDataset | None, prompt_column: str, index: int = 0
+) -> PromptRow:
+    """The prompt row of a session. Raises `HTTPError`."""
+    if dataset is not None:
+        if asked.row is not None:
+            raise HTTPError(400, "the rows are those of data.train_files: give instance_id", where="row")
+        number = asked.instance_id
+        if type(number) is not int or not 0 <= number < len(dataset):
+            text = (
+                f"instance_id is a row of data.train_files, from 0 to {len(dataset) - 1}, not {number!r:.50}"
+            )
+            raise HTTPError(404, text, "not_found", "instance_id")
+        try:
+            return dataset.row(number)
+        except DataError as error:
+            raise HTTPError(400, str(error), where="instance_id") from error
+    if asked.row is None:
+        raise HTTPError(400, "the row is missing, as a line of a prompt file has it", where="row")
+    try:
+        row, _ = parse_row(orjson.loads(orjson.dumps(asked.row)), index, prompt_column)
+    except BadRow as error:
+        raise HTTPError(400, f"row: {error}", where="row") from error
+    if row.images:
+        raise HTTPError(400, "the row names images, which nobody reads: send them in calls", where="row")
+    return row
+
+
+class RunSink:
+    """A run directory. A session is one of the `n` rollouts of its row.
+
+    Without a dataset rows come along with sessions; the first session of a row gives it its index. The ids of
+    sessions are in the trajectories' `extra`; of each, eight bytes are held to find its rollout.
+
+    Args:
+        run: open.
+        writer: to it, not started; this starts and closes it.
+        dataset: its rows; None: they come along.
+        retry_failed: also sessions that name no row take rollouts that failed earlier.
+        prompt_column: of rows that come along.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        writer: StoreWriter,
+        *,
+        dataset: PromptDataset | None,
+        retry_failed: bool = False,
+        prompt_column: str = "prompt",
+    ) -> None:
+        self.writer = writer
+        self._run, self._dataset, self._column = run, dataset, prompt_column
+        self._n, self._keys = run.manifest.n, run.state.keys
+        self._taken: set[RolloutKey] = set()
+        self._ids: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        """Of finished sessions, as `_number` has them, by key."""
+        self._indices: dict[str, int] = {}
+        """Rows that came along, by prompt key."""
+        self._next = -1
+        """The next one's index; with a dataset there is none."""
+        order = np.zeros(0, np.int64) if dataset is None else dataset.order
+        self._visited = np.zeros(0 if dataset is None else len(dataset), bool)
+        self._visited[order] = True
+        self._rows = len(order)
+        self._owed = self._keys.owed(order, retry_failed=retry_failed)
+
+    async def start(self) -> None:
+        """Reads what is there. Raises `StorageError`, `DamageError`."""
+        self.writer.start()
+        await self.writer.seal()  # then all of it is in batches
+        await asyncio.to_thread(self._read)
+
+    def _read(self) -> None:
+        for number in list(self._run.state.batches):
+            for table in read_tables(self._run.paths.batch(number), _COLUMNS):
+                final = table.filter(pc.invert(table["is_snapshot"]))
+                for row in final.to_pylist():
+                    if (found := session_of(orjson.loads(row["extra"]))) is not None:
+                        self._note(row["index"], row["repeat"], found[0])
+                    if self._dataset is None:
+                        self._indices[row["prompt_key"]] = row["index"]
+        if self._dataset is None:
+            for failure in read_failures(self._run.paths.root):
+                self._indices.setdefault(failure.prompt_key, failure.index)
+            self._next = max(self._indices.values(), default=-1) + 1
+
+    def _note(self, index: int, repeat: int, id: str) -> None:
+        at = index * self._n + repeat
+        if at >= len(self._ids):
+            grown = np.zeros(max(at + 1, 1024, len(self._ids) * 3 // 2), np.uint64)
+            grown[: len(self._ids)] = self._ids
+            self._ids = grown
+        self._ids[at] = _number(id)
+
+    def place(self, id: str, asked: CreateSession) -> Place:
+        """See `Sink`. With a dataset, a session that names no row takes the next rollout that is owed."""
+        if self._dataset is not None and asked.row is None and asked.instance_id is None:
+            key = next((key for key in self._owed if key not in self._taken), None)
+            if key is None:
+                raise HTTPError(409, "every rollout of the run is done, failed or open", "all_done")
+            row = self._dataset.row(key.index)
+        else:
+            row = read_row(asked, self._dataset, self._column)
+            if self._dataset is None:
+                row.index = self._indices.get(row.prompt_key, self._next)
+            elif not self._visited[row.index]:
+                raise HTTPError(404, f"row {row.index} is not part of the run", "not_found", "instance_id")
+            key = self._free_key(row.index)
+            if row.index == self._next:
+                self._indices[row.prompt_key] = row.index
+                self._next += 1
+        self._taken.add(key)
+        return Place(row, key.repeat, asked.instance_id, is_key=True)
+
+    def _free_key(self, index: int) -> RolloutKey:
+        """A rollout of a row that is owed, else one that failed."""
+        for retry_failed in (False, True):
+            for key in self._keys.owed([index], retry_failed=retry_failed):
+                if key not in self._taken:
+                    return key
+        text = f"all {self._n} rollouts of row {index} (actor_rollout_ref.rollout.n) are done or open"
+        raise HTTPError(409, text, "all_done")
+
+    def free(self, place: Place) -> None:
+        """See `Sink`."""
+        self._taken.discard(RolloutKey(place.row.index, place.repeat))
+
+    async def write(self, id: str, place: Place, result: Rollout | Failure) -> None:
+        """See `Sink`."""
+        await self.writer.commit(result)
+        if isinstance(result, Rollout):
+            self._note(result.index, result.repeat, id)
+        self.free(place)
+
+    async def find(self, id: str) -> Ended | None:
+        """See `Sink`. The rollout itself says what the session was finished with."""
+        for at in np.flatnonzero(self._ids == _number(id)).tolist():
+            index, repeat = divmod(at, self._n)
+            one = await asyncio.to_thread(find_trajectory, self._run.paths.root, index, repeat)
+            found = session_of(one.row["extra"])
+            if found is not None and found[0] == id:
+                info = SessionInfo(id, "finished", index=index, repeat=repeat, trajectories=one.siblings)
+                info.reward = one.row["reward"]
+                return Ended(info, found[1])
+        return None
+
+    async def close(self) -> None:
+        """Makes batches of what is durable. Raises `StorageError`."""
+        try:
+            await self.writer.close()
+        finally:
+            await asyncio.to_thread(self.write_checkpoint)
+
+    def write_checkpoint(self) -> None:
+        """Writes `checkpoint.json`: it is for people and scripts that look on."""
+        rows = self._rows if self._dataset is not None else len(self._indices)
+        try:
+            write_checkpoint(self._run.paths, self._run.manifest, self._run.state, total=rows * self._n)
+        except OSError as error:
+            logger.warning("cannot write checkpoint.json: %s", error.strerror)
+
+
+class BufferSink:
+    """A rollout buffer. A session is an item, named by the session's id, so that it is stored once.
+
+    Args:
+        client: of the buffer; gives up soon.
+        task_type: of the items; None: of the job that was started last.
+        dataset: rows that sessions name; None: they come along.
+        prompt_column: of those.
+    """
+
+    def __init__(
+        self,
+        client: AsyncBufferClient,
+        *,
+        task_type: str | None = None,
+        dataset: PromptDataset | None = None,
+        prompt_column: str = "prompt",
+    ) -> None:
+        self._client, self._task_type = client, task_type
+        self._dataset, self._column = dataset, prompt_column
+
+    def place(self, id: str, asked: CreateSession) -> Place:
+        """See `Sink`. Seeds, where the run has one, are made of the session's id."""
+        row = read_row(asked, self._dataset, self._column)
+        names = [row.columns.get("instance_id"), asked.instance_id, row.prompt_key]
+        if self._dataset is None and asked.instance_id is not None:
+            names = [asked.instance_id]
+        instance_id = next(name for name in names if type(name) in (int, str) and name != "")
+        row.index, repeat = (row.index, _seed(id)) if self._dataset is not None else (_seed(id), 0)
+        return Place(row, repeat, instance_id)
+
+    def free(self, place: Place) -> None:
+        """See `Sink`."""
+
+    async def write(self, id: str, place: Place, result: Rollout | Failure) -> None:
+        """See `Sink`. One that failed leaves the id to the session that is begun again."""
+        uid, row = f"session:{id}", place.row
+        info: dict[str, Any] = {}
+        if isinstance(result, Rollout):
+            own = {"extra_info", *row.columns}
+            info = {key: value for key, value in result.final.extra.items() if key not in own}
+        else:
+            uid += f":failed:{result.failed_at}"
+        assert place.instance_id is not None
+        item = rollout_item(result, row, uid=uid, instance_id=place.instance_id, info=info)
+        if self._task_type is not None:
+            item["task_type"] = self._task_type
+        try:
+            await self._client.write(item)
+        except (BufferClientError, ItemError) as error:
+            if isinstance(error, BufferClientError) and error.status in _PASSING:
+                raise TransientError(f"the buffer: {error}") from error
+            raise EncodingError(f"the buffer does not take it: {error}") from error
+
+    async def find(self, id: str) -> Ended | None:
+        """See `Sink`. The buffer says that it has it, or had it, and no more."""
+        try:
+            (known,) = await self._client.known([f"session:{id}"])
+        except BufferClientError as error:
+            raise TransientError(f"the buffer: {error}") from error
+        return Ended(SessionInfo(id, "finished"), None) if known else None
+
+
+def _seed(id: str) -> int:
+    return _number(id) >> 33
+
+
+def _number(id: str) -> int:
+    """Eight bytes that stand for an id; never 0."""
+    return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "little") | 1
