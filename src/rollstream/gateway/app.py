@@ -13,6 +13,7 @@ not looked at.
 import asyncio
 import logging
 import math
+import resource
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping
@@ -68,8 +69,9 @@ _KEEP_ALIVE_S = 10.0
 _CALLS_AT_ONCE = 128
 """Of one session; more are told to come again. Parallel agents of one rollout are a few dozen at most."""
 
-_LIMITS = Limits(max_connections=8192)
-"""One for each call that waits: a thousand sessions may have several each."""
+_CONNECTIONS, _OTHER_FILES = 8192, 1024
+"""One for each call that waits: a thousand sessions may have several each, and a program gone wild a thousand.
+The process opens other files, too."""
 
 _DEPTH, _DEPTH_WRITTEN = 60, 254
 """How deeply a request's JSON may be nested, and what the JSON writer takes: what is recorded is written, with
@@ -165,7 +167,7 @@ class Endpoint:
         server = WebServer(
             self.routes(),
             access=self._access,  # the secrets of sessions are their tokens
-            limits=_LIMITS,
+            limits=Limits(max_connections=room_for_connections()),
             translate=refusal_of,
             render_error=self.render_error,
         )
@@ -335,6 +337,16 @@ class Endpoint:
                 "messages are recorded with exact tokens; use a client or harness that speaks one of them",
                 status=404,
             )
+
+
+def room_for_connections() -> int:
+    """How many may be open. The process may open as many files as it is let: many systems begin at 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _CONNECTIONS + _OTHER_FILES
+    if 0 <= soft < wanted:
+        soft = wanted if hard < 0 else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return _CONNECTIONS if soft < 0 else max(soft // 2, min(_CONNECTIONS, soft - _OTHER_FILES))
 
 
 def _check_depth(body: Any) -> None:

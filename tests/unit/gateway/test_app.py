@@ -12,6 +12,8 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollstream.agent.images import ImageReader
 from rollstream.errors import EngineError
@@ -23,6 +25,7 @@ from rollstream.web import HTTPError, Request
 from tests.support.until import until
 from tests.unit.agent.rollouts import END, call_text, demo_tokenizer, started
 from tests.unit.chat.vision import IMAGE_PAD, load_model, png, write_model
+from tests.unit.chat.wires.test_wires import BODIES, JSON, PLACES, ROUTES, changed
 from tests.unit.gateway.test_recorder import TOOL, check_exact, recorder_of, user
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -171,6 +174,21 @@ async def test_garbage_is_a_400(route: str, body: bytes) -> None:
     async with served(engine) as client:
         assert (await client.post(body, route))[0] == 400
         assert (await client.post(ASK[route], route))[0] == 200
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(BODIES)), PLACES, JSON), min_size=5, max_size=5))
+@settings(max_examples=40)
+def test_garbage_is_no_fault_of_the_server_and_ends_no_rollout(changes: list[Any]) -> None:
+    async def play() -> None:
+        engine = await started(response_tokens=4)
+        async with served(engine) as client:
+            assert (await client.post(ASK[CHAT]))[0] == 200
+            for wire, where, by in changes:
+                status, _ = await client.post(changed(BODIES[wire], where, by), ROUTES[wire])
+                assert status in (200, 400)
+            client.recorder.trajectories()
+
+    asyncio.run(play())
 
 
 DEEP = [b"[" * depth + b"1" + b"]" * depth for depth in (200, 900, 100_000)]

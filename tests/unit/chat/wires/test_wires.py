@@ -299,6 +299,8 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
+PLACES = st.lists(st.integers(0, 9), min_size=1, max_size=7)
+ROUTES = {CHAT: "/v1/chat/completions", RESPONSES: "/v1/responses", MESSAGES: "/v1/messages"}
 
 
 def changed(value: Any, where: list[int], by: Any) -> Any:
@@ -312,7 +314,7 @@ def changed(value: Any, where: list[int], by: Any) -> Any:
     return copy
 
 
-@given(st.sampled_from(list(BODIES)), st.lists(st.integers(0, 9), min_size=1, max_size=7), JSON)
+@given(st.sampled_from(list(BODIES)), PLACES, JSON)
 @settings(max_examples=300)
 def test_garbage_is_refused_or_read(wire: Wire, where: list[int], by: Any) -> None:
     body = changed(BODIES[wire], where, by)
