@@ -37,8 +37,9 @@ def recorder_of(engine: ScriptedEngine, **given: Any) -> tuple[Recorder, "asynci
     broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
     sampling = SamplingParams(given.pop("max_tokens", 64), seed=7, logprobs=given.pop("logprobs", True))
     name = given.pop("name", "0-0-1")
+    more = {key: given.pop(key) for key in ("limits", "engine_wait") if key in given}
     loop = Loop(resources(engine, **given), request_id=name)
-    return Recorder(loop, sampling, name=name, broken=broken), broken
+    return Recorder(loop, sampling, name=name, broken=broken, **more), broken
 
 
 def user(text: str) -> dict[str, Any]:

@@ -1,25 +1,20 @@
 """The agent loop that is an environment of verifiers."""
 
 import asyncio
-import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from rollstream.agent.base import AgentLoop, AgentResources
 from rollstream.errors import ConfigError, DataError
+from rollstream.gateway.agents import SharedEndpoint, unless_broken
 from rollstream.gateway.app import Endpoint
 from rollstream.gateway.recorder import Recorder
 from rollstream.integrations.verifiers.loading import Environment, digest, load
 from rollstream.integrations.verifiers.outcome import EnvironmentFailedError, Played
 from rollstream.trajectory import SamplingParams, Trajectory
-
-logger = logging.getLogger(__name__)
-
-_CLEAN_UP_S = 30.0
-"""How long a rollout that was cut off waits for its environment to clean up: sandboxes take seconds. One that
-takes longer goes on by itself."""
 
 _FINISH_REASONS = {
     "max_turns_reached": "max_turns",
@@ -36,39 +31,28 @@ _FINISH_REASONS = {
 """What verifiers calls the end of a rollout, and what the run directory does. Others are `stop`."""
 
 
-class Opened:
-    """An environment and its endpoint, as the rollouts of one worker share them.
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the rollouts of one worker share."""
 
-    Both are opened for the first rollout and closed when the event loop ends, which cancels the task that
-    holds them open: what a task enters, it has to leave itself.
-    """
+    environment: Environment
+    endpoint: SharedEndpoint
+    """As long as it serves, the environment does."""
 
-    def __init__(self, environment: Environment, model: str, max_model_len: int | None) -> None:
-        self.environment = environment
-        self._model = model
-        self._max_model_len = max_model_len
-        self._endpoint: asyncio.Future[Endpoint] | None = None
-
-    async def endpoint(self) -> Endpoint:
-        """The endpoint, serving. What opening raises is raised to all who wait, and is tried again by the next."""
-        opening, loop = self._endpoint, asyncio.get_running_loop()
-        failed = opening is not None and opening.done() and (opening.cancelled() or opening.exception())
-        if opening is None or opening.get_loop() is not loop or failed:
-            opening = self._endpoint = loop.create_future()
-            self._holding = loop.create_task(self._hold(opening))
-        return await asyncio.shield(opening)
-
-    async def _hold(self, opening: "asyncio.Future[Endpoint]") -> None:
-        endpoint = Endpoint(self._model, self._max_model_len)
-        try:
-            async with endpoint.serving(), self.environment.serving(endpoint.url + "/v1", self._model):
-                opening.set_result(endpoint)
-                await asyncio.Event().wait()  # until it is cancelled with its loop
-        except Exception as error:
-            if opening.done():
-                logger.warning("what environments share did not close well", exc_info=error)
-            else:
-                opening.set_exception(error)
+    @classmethod
+    def of(cls, environment: Environment, model: str, max_model_len: int | None) -> "Shared":
+        """Args:
+        environment: what plays.
+        model: what requests call the model.
+        max_model_len: what the model can take.
+        """
+        return cls(
+            environment,
+            SharedEndpoint(
+                lambda: Endpoint(model, max_model_len),
+                lambda endpoint: environment.serving(f"{endpoint.url}/v1", model),
+            ),
+        )
 
 
 class VerifiersLoop(AgentLoop):
@@ -102,7 +86,7 @@ class VerifiersLoop(AgentLoop):
         self.environment = environment
 
     @classmethod
-    def build_shared(cls, resources: AgentResources, **options: Any) -> Opened:
+    def build_shared(cls, resources: AgentResources, **options: Any) -> Shared:
         name, expected = options.get("environment", ""), options.get("digest")
         loaded = load(name, options.get("arguments") or {})
         if expected is not None and (now := digest(loaded)) != expected:
@@ -111,7 +95,7 @@ class VerifiersLoop(AgentLoop):
                 f"not {expected}): write them anew by `rollstream verifiers`, into another folder for another run"
             )
         limit = resources.max_model_len or resources.engine.capabilities.max_model_len
-        return Opened(loaded, options.get("model", "rollstream"), limit)
+        return Shared.of(loaded, options.get("model", "rollstream"), limit)
 
     async def run(self, sampling: SamplingParams, **row: Any) -> list[Trajectory]:
         """Executes the rollout.
@@ -126,7 +110,7 @@ class VerifiersLoop(AgentLoop):
             raise DataError(
                 "the row has no column `verifiers`: `rollstream verifiers ENVIRONMENT` writes prompt files"
             )
-        endpoint = await self.shared.endpoint()
+        endpoint = await self.shared.endpoint.get()
         environment: Environment = self.shared.environment
         name, broken = self.request_id, asyncio.get_running_loop().create_future()
         recorders: list[Recorder] = []
@@ -142,7 +126,7 @@ class VerifiersLoop(AgentLoop):
             started = time.monotonic()
             try:
                 playing = environment.run(given, row["raw_prompt"], open_session, sampling)
-                played = await _unless_broken(playing, broken)
+                played = await unless_broken(playing, broken)
             except EnvironmentFailedError as error:
                 refusal = next((one.refusal for one in recorders if one.refusal is not None), None)
                 if refusal is None:
@@ -162,37 +146,13 @@ class VerifiersLoop(AgentLoop):
 
     def _trajectories(self, part: Played) -> list[Trajectory]:
         """An agent's, with what the environment says of it."""
-        found = part.recorder.session.trajectories(part.kept)
+        found = part.recorder.trajectories(kept=part.kept)
         about = {"environment": self.environment, "stop_condition": part.stop_condition, **part.extra}
         for trajectory in found:
             trajectory.reward = part.reward
             trajectory.reward_extra = dict(part.metrics)
-            trajectory.extra = {"verifiers": about}
+            trajectory.extra["verifiers"] = about
         if found and found[-1].finish_reason == "stop":
             reason = _FINISH_REASONS.get(part.stop_condition or "", "stop")
             found[-1].finish_reason = "length" if part.recorder.ran_out_of_room else reason
         return found
-
-
-async def _unless_broken(
-    playing: Coroutine[Any, Any, list[Played]], broken: "asyncio.Future[Exception]"
-) -> list[Played]:
-    """Awaits an environment's rollout, but ends it when the engine fails, whatever it would make of that.
-
-    Raises:
-        Exception: what `broken` gives, or what the environment raises.
-    """
-    task = asyncio.create_task(playing)
-    try:
-        await asyncio.wait((task, broken), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not task.done():
-            task.cancel()
-            _, late = await asyncio.wait((task,), timeout=_CLEAN_UP_S)
-            if late:
-                logger.warning("an environment still cleans up %g s after its rollout ended", _CLEAN_UP_S)
-    if not broken.done():
-        return task.result()
-    if task.done() and not task.cancelled():
-        task.exception()  # what it made of the engine's error is not told
-    raise broken.result()

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from rollstream.errors import ConfigError, EngineError
-from rollstream.integrations.verifiers import VerifiersLoop, loop
-from rollstream.integrations.verifiers.loop import Opened
+from rollstream.gateway import agents
+from rollstream.integrations.verifiers import VerifiersLoop
+from rollstream.integrations.verifiers.loop import Shared
 from rollstream.integrations.verifiers.outcome import OpenSession, Played
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import SamplingParams
@@ -58,14 +59,14 @@ class Environment:
         return [Played(recorder, 1.0, "max_turns")]
 
 
-async def play(opened: Opened, engine: ScriptedEngine) -> Any:
+async def play(opened: Shared, engine: ScriptedEngine) -> Any:
     name = uuid.uuid4().hex
     one = VerifiersLoop(resources(engine), request_id=name, shared=opened, environment="e")
     return await one.run(SamplingParams(8), verifiers={}, raw_prompt=[user("q")])
 
 
-def opened_for(environment: Environment) -> Opened:
-    return Opened(environment, "m", None)  # type: ignore[arg-type]
+def opened_for(environment: Environment) -> Shared:
+    return Shared.of(environment, "m", None)  # type: ignore[arg-type]
 
 
 async def test_what_the_environment_makes_of_an_engines_error_is_not_told() -> None:
@@ -78,7 +79,7 @@ async def test_what_the_environment_makes_of_an_engines_error_is_not_told() -> N
 
 
 async def test_a_clean_up_without_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_CLEAN_UP_S", 0.01)
+    monkeypatch.setattr(agents, "_CLEAN_UP_S", 0.01)
     environment = Environment()
     environment.over.clear()
     engine = await started()

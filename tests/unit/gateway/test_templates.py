@@ -1,0 +1,160 @@
+"""R1 over every kind of template: random calls through a recorder, compared with the engine's own log."""
+
+import asyncio
+import random
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.errors import DataError
+from rollstream.gateway.recorder import Call, Limits, Recorder
+from rollstream.rollout.validate import check_trajectories
+from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
+from rollstream.trajectory import Message, Trajectory
+from rollstream.web import HTTPError
+from tests.support.until import until
+from tests.unit.agent.rollouts import started
+from tests.unit.chat.templates import NAMES, load
+from tests.unit.gateway.test_recorder import TOOL, recorder_of, user
+
+SAID = ("12", "I think so.\n", "<think>\nhm, 7 * 8\n</think>\n\n56", "line\n\nline ", "{}")
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["extend", "extend", "again", "cut", "rewrite", "at once", "retry", "tools", "gone"]),
+        st.integers(0, 20),
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+def log_of(engine: ScriptedEngine) -> list[Any]:
+    """What the engine says of itself: prompt, sampled ids, their log-probs and version, of each request."""
+    return [
+        (request.prompt_ids, done.token_ids, done.logprobs, done.policy_versions[-1][1])
+        for request, (_, done) in zip(engine.requests, engine.completions, strict=True)
+    ]
+
+
+def generations(trajectory: Trajectory) -> list[Any]:
+    """The same of what was recorded."""
+    logprobs = trajectory.response_logprobs
+    assert logprobs is not None
+    found = []
+    for seen, ids in trajectory.generations():
+        at = len(seen) - len(trajectory.prompt_ids)
+        version = [one for start, one in trajectory.policy_versions if start <= at][-1]
+        found.append((seen, ids, logprobs[at : at + len(ids)], version))
+    return found
+
+
+async def ask(recorder: Recorder, messages: list[Message], **more: Any) -> list[Message]:
+    turn, _ = await recorder.answer(Call(messages, more.pop("tools", []), **more))
+    return [*messages, turn.message]
+
+
+async def play(name: str, steps: list[tuple[str, int]]) -> None:
+    tokenizer = load(name)
+    rng = random.Random(len(steps))
+    end = sorted(tokenizer.end_ids)[0]
+
+    def rule(request: ScriptedRequest) -> list[int]:
+        return [*tokenizer.encode(rng.choice(SAID)), *([end] if rng.random() < 0.8 else [])]
+
+    engine = await started(rule, vocab_size=tokenizer.vocab_size)
+    recorder, _ = recorder_of(engine, tokenizer=tokenizer, response_length=100_000)
+    histories: list[list[Message]] = [[]]
+    missed = 0
+    for number, (what, which) in enumerate(steps):
+        history = histories[which % len(histories)]
+        asked = [*history, user(f"question {which}")]
+        if what == "cut" and history:
+            asked = [*history[:-2], user(f"other {which}")]
+        elif what == "rewrite":
+            asked = [user(f"so far {len(history)}"), *history[1:], *asked[-1:]] if history else asked
+        elif what in ("again", "retry"):
+            asked = history[:-1] or asked
+        calls = len(engine.requests)
+        with suppress(DataError):  # some templates take no two users in a row
+            if what == "gone":
+                with pytest.raises(asyncio.CancelledError):
+                    await recorder.answer(Call(asked, []), gone=lambda: True)
+                missed += 1
+            elif what == "at once":
+                histories += await asyncio.gather(*(ask(recorder, asked) for _ in range(3)))
+            else:
+                more = {"tools": [TOOL]} if what == "tools" else {"retry": int(what == "retry")}
+                histories.append(await ask(recorder, asked, **more))
+                assert len(engine.requests) > calls or (what == "retry" and histories[-1] in histories[:-1])
+        if number == 4:
+            await engine.update_weights("w", 9)
+    found = recorder.trajectories()
+    if found:
+        check_trajectories(found, logprobs=True)
+    log = log_of(engine)
+    for trajectory in found:
+        for one in generations(trajectory):
+            log.remove(one)
+    assert len(log) == missed
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(steps)
+@settings(max_examples=15)
+def test_any_calls_are_what_the_engine_says(name: str, steps: list[tuple[str, int]]) -> None:
+    asyncio.run(play(name, steps))
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_thinking_that_a_fresh_rendering_would_leave_out_is_counted(name: str) -> None:
+    tokenizer = load(name)
+    thought = tokenizer.encode("<think>\nhm, 7 * 8\n</think>")
+    ids = [*thought, *tokenizer.encode("\n\n56"), sorted(tokenizer.end_ids)[0]]
+    engine = await started(lambda request: ids, vocab_size=tokenizer.vocab_size)
+    recorder, _ = recorder_of(engine, tokenizer=tokenizer)
+    first = await ask(recorder, [user("q")])
+    (trajectory,) = recorder.trajectories()
+    assert "gateway" not in trajectory.extra
+    history = [{key: one[key] for key in ("role", "content")} for one in first]  # clients drop thinking
+    await ask(recorder, [*history, user("more")])
+    (trajectory,) = recorder.trajectories()
+    assert sum(trajectory.response_mask) == 2 * len(ids)
+    fresh = tokenizer.render_text(trajectory.messages[:3])
+    said = trajectory.extra.get("gateway", {}).get("old_thinking_tokens", 0)
+    assert said == (0 if "hm, 7 * 8" in fresh else len(thought))
+
+
+async def test_a_history_of_the_clients_making_is_counted() -> None:
+    engine = await started(response_tokens=6)
+    recorder, _ = recorder_of(engine)
+    messages = await ask(recorder, [user("q")], overridden={"temperature": 0.0}, client_model="gpt")
+    await ask(recorder, [user("so far"), messages[1], user("more")])
+    first, second = recorder.trajectories()
+    asked = {"overridden": {"temperature": [0.0]}, "client_models": ["gpt"]}
+    assert first.extra["gateway"] == asked
+    assert second.extra["gateway"] == {"rendered_again_tokens": 6, **asked}
+    assert (first.is_snapshot, second.is_snapshot) == (True, False)
+
+
+async def test_a_session_is_bounded() -> None:
+    engine = await started(response_tokens=6)
+    for limits in (Limits(calls=2), Limits(bytes=4500)):
+        recorder, _ = recorder_of(engine, limits=limits)
+        for _ in range(2):
+            await ask(recorder, [user("q")])
+        with pytest.raises(HTTPError, match="at most"):
+            await ask(recorder, [user("q")])
+
+
+async def test_calls_wait_for_an_engine_that_is_away() -> None:
+    engine = await started(response_tokens=6)
+    recorder, broken = recorder_of(engine, engine_wait=60.0)
+    engine.go_down()
+    waiting = asyncio.create_task(ask(recorder, [user("q")]))
+    await until(lambda: recorder.open_calls)
+    engine.come_back()
+    assert (await waiting)[-1]["role"] == "assistant"
+    assert len(recorder.trajectories()) == 1 and not broken.done()
