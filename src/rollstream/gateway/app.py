@@ -85,6 +85,7 @@ _OFF: Mapping[str, Any] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "repetition_penalty": 1,
+    "parallel_tool_calls": True,
 }
 """Values that ask for nothing."""
 

@@ -239,7 +239,11 @@ async def test_what_cannot_be_meant_is_refused_and_ends_no_rollout(given: dict[s
         ({"temperature": 0.0, "top_p": 0.5}, {"temperature": [0.0], "top_p": [0.5]}),
         ({"temperature": 1, "top_p": 1.0, "top_k": 0, "presence_penalty": 0, "min_p": 0}, {}),
         ({"frequency_penalty": 0.5, "seed": 5}, {"frequency_penalty": [0.5], "seed": [5]}),
-        ({"reasoning_effort": "low"}, {"reasoning_effort": ["low"]}),
+        (
+            {"reasoning_effort": "low", "parallel_tool_calls": False},
+            {"reasoning_effort": ["low"], "parallel_tool_calls": [False]},
+        ),
+        ({"parallel_tool_calls": True}, {}),
     ],
 )
 async def test_the_runs_sampling_wins_and_it_is_said(given: dict[str, Any], overridden: Any) -> None:

@@ -84,12 +84,14 @@ class MessagesWire:
             wishes["effort"] = effort
         tools = read_tools([_tool(one, where) for where, one in listed(asked.tools, "tools")])
         choice = asked.tool_choice
-        if choice.get("type") not in ("auto", "none") or choice.get("disable_parallel_tool_use"):
+        if choice.get("type") not in ("auto", "none"):
             raise RequestError(
-                f"tool_choice {choice!r} is not supported: nothing here makes a model call a tool, or only "
-                "one; use {'type': 'auto'} or {'type': 'none'}",
+                f"tool_choice {choice!r} is not supported: nothing here forces a model to call a tool; use "
+                "{'type': 'auto'} or {'type': 'none'}",
                 param="tool_choice",
             )
+        if choice.get("disable_parallel_tool_use"):
+            wishes["parallel_tool_calls"] = False
         system = _read_text(asked.system, "system")
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         for where, message in listed(asked.messages, "messages"):

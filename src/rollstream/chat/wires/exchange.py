@@ -41,7 +41,8 @@ class Asked:
     stream: bool = False
     logprobs: bool = False
     wishes: Mapping[str, Any] = field(default_factory=dict)
-    """Of `SAMPLING`, and how much to think: what a run may answer in its own way, if it says so."""
+    """Of `SAMPLING`, how much to think, one call at a time: what a run may answer in its own way, if it says
+    so."""
     previous: str | None = None
     """The answer that the messages go on after; its conversation is not among them."""
     has_instructions: bool = False

@@ -453,7 +453,7 @@ class ChatWire:
     def read(self, body: Mapping[str, Any], *, images: bool) -> Asked:
         """Reads a request; with log-probs the client is told the token ids, too."""
         given = dict(body)
-        wishes = take_wishes(given, ("reasoning_effort", "verbosity"))
+        wishes = take_wishes(given, ("reasoning_effort", "verbosity", "parallel_tool_calls"))
         asked = read_chat(given, neutral=_NEUTRAL_AGENT, images=images)
         asked.return_token_ids |= asked.logprobs
         return Asked(

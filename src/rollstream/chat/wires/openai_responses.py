@@ -46,7 +46,6 @@ _HARMLESS = frozenset(
 _NEUTRAL: dict[str, Any] = {
     "background": False,
     "context_management": [],
-    "parallel_tool_calls": True,
     "top_logprobs": 0,
 }
 _LOGPROBS = "message.output_text.logprobs"
@@ -76,7 +75,7 @@ class ResponsesWire:
     def read(self, body: Mapping[str, Any], *, images: bool) -> Asked:
         """Reads a request."""
         given = dict(body)
-        wishes = take_wishes(given, ("reasoning",))
+        wishes = take_wishes(given, ("reasoning", "parallel_tool_calls"))
         asked = read_parameters(given, ResponsesRequest, harmless=_HARMLESS, neutral=_NEUTRAL)
         if asked.text and (verbosity := asked.text.get("verbosity")):
             wishes["verbosity"] = verbosity

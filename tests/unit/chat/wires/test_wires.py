@@ -160,7 +160,6 @@ SHORT: dict[Wire, dict[str, Any]] = {
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"logit_bias": {"3": 1}}, "logit_bias"),
         (CHAT, {"temperature": "hot"}, "temperature must be a number"),
-        (CHAT, {"parallel_tool_calls": False}, "parallel_tool_calls"),
         (CHAT, {"messages": [{"role": ["user"], "content": "hi"}]}, "role is"),
         (CHAT, {"web_search_options": {}}, "'web_search_options' is not supported"),
         (RESPONSES, {"input": []}, "must end with something to answer"),
@@ -173,7 +172,6 @@ SHORT: dict[Wire, dict[str, Any]] = {
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input_file"),
         (MESSAGES, {"max_tokens": None}, "max_tokens"),
         (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
-        (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice"),
         (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only tools of the client's"),
         (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, "follow a schema"),
         (
