@@ -134,7 +134,7 @@ class AgentLoop(ABC):
         """Where the time goes; a loop that yields several trajectories starts a new one for each."""
         self.images: list[str] = []
         """Images that the context shows so far, as the engine takes them."""
-        self.answer: str | None = None
+        self.final_answer: str | None = None
         """What the reward scores; None: the text of the final trajectory's last answer."""
         self.reward_info: dict[str, Any] = {}
         """What the reward is told besides, in its `extra_info`."""

@@ -196,7 +196,7 @@ class RecordedAgent(AgentLoop):
             final.extra["gateway"] = {**final.extra.get("gateway", {}), "answer": outcome.answer}
         if ran_out_of_room and final.finish_reason == "stop":
             final.finish_reason = "length"
-        self.answer = outcome.answer
+        self.final_answer = outcome.answer
         self.reward_info["messages"] = final.messages
         return found
 
@@ -213,10 +213,22 @@ def shared_endpoint(
 
 def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A prompt row as an agent sees it: without what it is to find."""
-    about = {key: value for key, value in (row.get("extra_info") or {}).items() if key not in _HIDDEN}
-    left_out = {*_HIDDEN, "raw_prompt", "prompt_key", "extra_info", "images", "tools_kwargs"}
+    left_out = ("raw_prompt", "prompt_key", "extra_info", "images", "tools_kwargs")
     columns = {key: value for key, value in row.items() if key not in left_out}
-    return {"prompt": row["raw_prompt"], **columns, "extra_info": about}
+    shown = {"prompt": row["raw_prompt"], **_without_answers(columns)}
+    return {**shown, "extra_info": _without_answers(row.get("extra_info") or {})}
+
+
+def _without_answers(value: Any) -> Any:
+    """Without the hidden parts, also within mappings and texts that are JSON of such."""
+    if isinstance(value, Mapping):
+        return {key: _without_answers(inner) for key, inner in value.items() if key not in _HIDDEN}
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            return orjson.dumps(_without_answers(orjson.loads(value))).decode()
+        except orjson.JSONDecodeError:
+            return value
+    return value
 
 
 def read_outcome(given: Any, what: str) -> Outcome:

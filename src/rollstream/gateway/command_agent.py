@@ -24,7 +24,7 @@ import orjson
 from rollstream.agent.base import AgentResources
 from rollstream.aio import finish_despite_cancellation
 from rollstream.config.settings import GatewaySettings
-from rollstream.errors import AttemptTimeoutError, ConfigError
+from rollstream.errors import AttemptTimeoutError, ConfigError, DataError
 from rollstream.gateway.agents import (
     MODEL,
     AgentFailedError,
@@ -161,20 +161,13 @@ class CommandAgent(RecordedAgent):
                 else f"was killed by signal {-ended.code}"
             )
             raise AgentFailedError(f"the program {how}{_words(ended)}")
-        data = await sandbox.get("io/result.json", _RESULT_BYTES)
-        if data is None:
-            if settings.outcome == "result":
-                raise AgentFailedError(
-                    f"the program wrote no file ROLLSTREAM_RESULT of at most {_RESULT_BYTES} bytes{_words(ended)}"
-                )
-            outcome = Outcome()
-        else:
-            try:
-                outcome = read_outcome(orjson.loads(data), "its result")
-            except (orjson.JSONDecodeError, AgentFailedError) as error:
-                raise AgentFailedError(
-                    f"the program's result cannot be used: {error}{_words(ended)}"
-                ) from error
+        try:
+            data = await sandbox.get("io/result.json", _RESULT_BYTES)
+            outcome = Outcome() if data is None else read_outcome(orjson.loads(data), "its result")
+        except (DataError, orjson.JSONDecodeError, AgentFailedError) as error:
+            raise AgentFailedError(f"the program's result cannot be used: {error}{_words(ended)}") from error
+        if data is None and settings.outcome == "result":
+            raise AgentFailedError(f"the program wrote no file ROLLSTREAM_RESULT{_words(ended)}")
         if by_code:
             outcome = Outcome(outcome.answer, float(ended.code == 0), outcome.reward_extra, outcome.extra)
         return outcome

@@ -32,7 +32,7 @@ import msgspec
 from rollstream.aio import finish_despite_cancellation
 from rollstream.config.settings import GatewaySettings
 from rollstream.engine import reaper
-from rollstream.errors import ConfigError, TransientError
+from rollstream.errors import ConfigError, DataError, TransientError
 from rollstream.gateway import inside
 from rollstream.redaction import redact
 
@@ -147,7 +147,11 @@ class Sandbox(Protocol):
         ...
 
     async def get(self, path: str, most: int) -> bytes | None:
-        """A file's content; None where there is no regular file of this size, whatever else is there."""
+        """A file's content; None where there is none.
+
+        Raises:
+            DataError: what is there is no regular file of at most so many bytes, or behind a link.
+        """
         ...
 
     async def stop(self) -> None:
@@ -173,7 +177,8 @@ class LocalSandbox:
         self._root = root
         self._work = work or root / "work"
         self._secrets = secrets
-        self._gate: Gate | None = None
+        self._gates: list[Gate] = []
+        self._socket = root / "io" / "gateway"
         self._name = f"rollstream-{uuid4().hex[:16]}"
         self._words = _KINDS[options.kind]
 
@@ -186,9 +191,11 @@ class LocalSandbox:
             (self._root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         if gateway is None:
             return ""
-        path = self._root / "io" / "gateway" if self._own_network or self._in_container else None
-        self._gate = await Gate.open(gateway, path)
-        return self._gate.url
+        if self._own_network or self._in_container:
+            self._gates.append(await Gate.open(gateway, self._socket))
+        if not self._own_network:
+            self._gates.append(await Gate.open(gateway, None))
+        return self._gates[-1].url
 
     @property
     def _in_container(self) -> bool:
@@ -197,10 +204,10 @@ class LocalSandbox:
     async def run(self, command: Sequence[str], env: Mapping[str, str], seconds: float | None) -> Ended:
         mark = uuid4().hex
         own = {**env, "HOME": f"{self.root}/home", "TMPDIR": f"{self.root}/tmp", "PYTHONUNBUFFERED": "1"}
-        if self._gate is not None and self._gate.path is not None:
+        if self._gates and self._gates[0].path is not None:
             port = str(_PORT if self._own_network else 0)
             python = "python3" if self._options.image is not None else sys.executable
-            command = [python, "-I", "-S", inside.__file__, str(self._gate.path), port, *command]
+            command = [python, "-I", "-S", inside.__file__, str(self._socket), port, *command]
         words, outer = self._words(self, command, own)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -235,7 +242,7 @@ class LocalSandbox:
         return reaper.Bounds(
             grace=_GRACE_S,
             memory=options.memory,
-            processes=None if options.processes is None else options.processes + _OWN_PROCESSES,
+            processes=options.processes and options.processes + _OWN_PROCESSES[options.kind],
             disk=options.disk,
             folder=self.root,
             cpu=options.cpu,
@@ -287,13 +294,15 @@ class LocalSandbox:
             with self._folder_of(path) as (folder, name):
                 file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
                 with os.fdopen(file, "rb") as stream:
-                    about = os.fstat(stream.fileno())
-                    if not stat.S_ISREG(about.st_mode):
-                        return None
-                    data = stream.read(most + 1)
-        except OSError:
+                    is_file = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+                    data = stream.read(most + 1) if is_file else None
+        except FileNotFoundError:
             return None
-        return data if len(data) <= most else None
+        except OSError as error:
+            raise DataError(f"{path} is no file that is read: {error.strerror}") from error
+        if data is None or len(data) > most:
+            raise DataError(f"{path} is no regular file of at most {most} bytes")
+        return data
 
     @contextlib.contextmanager
     def _folder_of(self, path: str) -> Iterator[tuple[int, str]]:
@@ -313,8 +322,8 @@ class LocalSandbox:
             os.close(here)
 
     async def stop(self) -> None:
-        if self._gate is not None:
-            await self._gate.close()
+        for gate in self._gates:
+            await gate.close()
 
     # What the kinds add. Each gives the words, and the environment of the outermost one.
 
@@ -396,7 +405,7 @@ _KINDS = {
     "podman": LocalSandbox._docker,
     "apptainer": LocalSandbox._apptainer,
 }
-_OWN_PROCESSES = 4
+_OWN_PROCESSES = {"none": 0, "bubblewrap": 3, "apptainer": 4}
 """Of a sandbox itself."""
 
 
@@ -623,10 +632,6 @@ async def run_in_sandbox(
 
 def remove_folder(folder: Path) -> None:
     """Removes what a program may have made as deep and unreadable as it liked."""
-    if not folder.exists():
-        return
-    try:
-        shutil.rmtree(folder)
-    except (OSError, RecursionError):
-        for words in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+    for words in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        if folder.exists():
             subprocess.run([*words, "--", str(folder)], capture_output=True, check=False)

@@ -272,7 +272,7 @@ class RolloutWorker:
         """Gives every trajectory that has no reward yet the one it is due."""
         final, scoring = trajectories[-1], loop.snapshot_scoring
         row = replace(row, extra_info={**row.extra_info, **loop.reward_info})
-        await self._score(row, repeat, final, loop.answer)
+        await self._score(row, repeat, final, loop.final_answer)
         for snapshot in trajectories[:-1]:
             if snapshot.reward is not None:
                 continue

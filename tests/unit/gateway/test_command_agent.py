@@ -24,7 +24,12 @@ result(answer=second, reward=0.5, reward_extra={"calls": 2},
               "secrets": [name for name in os.environ if "TOKEN" in name]})
 """
     worker = command_worker(await started(says("one", "two")), program(tmp_path, script))
-    row = make_row(5, ground_truth="12", extra_info={"level": 3, "answer": "12"}, columns={"solution": "12"})
+    row = make_row(
+        5,
+        ground_truth="12",
+        extra_info={"level": 3, "answer": "12", "entry": '{"answer": "12"}'},
+        columns={"solution": "12"},
+    )
     (final,) = completed(await worker.run(row, 0)).trajectories
     assert (final.reward, final.reward_extra, final.num_turns) == (0.5, {"calls": 2}, 4)
     assert final.extra["gateway"]["answer"] == "two"
@@ -32,7 +37,7 @@ result(answer=second, reward=0.5, reward_extra={"calls": 2},
         "prompt": row.messages,
         "index": 5,
         "data_source": "test",
-        "extra_info": {"level": 3},
+        "extra_info": {"level": 3, "entry": "{}"},
     }
     assert (final.extra["cwd"], final.extra["home"], final.extra["secrets"]) == ([], [], [])
     assert [message["role"] for message in final.messages] == ["user", "assistant", "user", "assistant"]

@@ -1,0 +1,111 @@
+"""A Python function as an agent loop: its client's calls are recorded, what it returns is the outcome."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.agent.registry import AgentLoops, LoopEntry
+from rollstream.errors import ConfigError
+from rollstream.gateway.function_agent import FunctionAgent
+from rollstream.rollout.worker import RolloutWorker
+from rollstream.testing.scripted import ScriptedEngine
+from tests.unit.agent.rollouts import completed, failed, make_row, make_worker, resources, says, started
+
+pytest.importorskip("openai")
+
+ASK = """
+async def ask(client, row):
+    done = await client.chat.completions.create(model="rollstream", messages=row["prompt"])
+    return done.choices[0].message.content
+
+"""
+
+
+def function(folder: Path, source: str) -> str:
+    file = folder / "agent.py"
+    file.write_text(ASK + source)
+    return f"{file}:run"
+
+
+def function_worker(engine: ScriptedEngine, name: str) -> RolloutWorker:
+    loops = AgentLoops({"function_agent": LoopEntry(FunctionAgent, {"function": name})})
+    return make_worker(resources(engine), loop="function_agent", loops=loops, max_attempts=1)
+
+
+@pytest.mark.parametrize(
+    ("returns", "reward", "answer"),
+    [
+        ("found", None, "so"),
+        ("None", None, None),
+        ("0.5", 0.5, None),
+        ("True", 1.0, None),
+        ("{'answer': 7, 'reward': 1, 'extra': {'steps': 2}}", 1.0, "7"),
+    ],
+)
+async def test_what_a_function_returns_is_the_outcome(
+    tmp_path: Path, returns: str, reward: float | None, answer: str | None
+) -> None:
+    source = f"async def run(client, row):\n    found = await ask(client, row)\n    return {returns}\n"
+    worker = function_worker(await started(says("so")), function(tmp_path, source))
+    (final,) = completed(await worker.run(make_row(), 0)).trajectories
+    assert final.reward == reward
+    assert final.extra.get("gateway", {}).get("answer") == answer
+    assert final.extra.get("steps") == (2 if answer == "7" else None)
+
+
+async def test_functions_at_once_have_sessions_of_their_own(tmp_path: Path) -> None:
+    source = """
+import asyncio
+
+async def run(client, row, base_url, model):
+    one, two = await asyncio.gather(ask(client, row), ask(client, row))
+    return f"{one} {two} {model} {base_url}"
+"""
+    worker = function_worker(await started(says("so")), function(tmp_path, source))
+    rows = [make_row(index, text=f"{index} + 1 =") for index in range(4)]
+    answers = set()
+    for row in rows:
+        found = completed(await worker.run(row, 0)).trajectories
+        assert [one.is_snapshot for one in found] == [True, False]
+        answers.add(found[-1].extra["gateway"]["answer"])
+        assert found[-1].messages[0] == row.messages[0]
+    assert len(answers) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("    raise ValueError('no idea')", "no idea"),
+        ("    return 'guessed'", "without an answer of the model"),
+        ("    await ask(client, row)\n    return [1]", "want a text, a number, None, or a dict"),
+    ],
+)
+async def test_a_function_that_fails_says_why(tmp_path: Path, source: str, words: str) -> None:
+    name = function(tmp_path, f"async def run(client, row):\n{source}\n")
+    failure = failed(await function_worker(await started(says("so")), name).run(make_row(), 0))
+    assert words in failure.error and failure.stage == "agent"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def run(client, row): ...", "must be an async function"),
+        ("async def run(client): ...", r"cannot be called with \(client, row\)"),
+        ("async def run(client, row, bass_url): ...", "base_url"),
+        ("async def ran(client, row): ...", "did you mean ran"),
+    ],
+)
+async def test_what_is_no_such_function_is_an_error_at_start(tmp_path: Path, source: str, words: str) -> None:
+    given = resources(await started())
+    with pytest.raises(ConfigError, match=words):
+        FunctionAgent.build_shared(given, function=function(tmp_path, source))
+
+
+def test_the_source_is_in_the_identity(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"function": function(tmp_path, "async def run(client, row): ...")}
+    before = LoopEntry(FunctionAgent, options).digest
+    assert LoopEntry(FunctionAgent, {**options, "keep_workdir": "always"}).digest == before
+    assert LoopEntry(FunctionAgent, {**options, "client_sampling": True}).digest != before
+    function(tmp_path, "async def run(client, row): return 1")
+    assert LoopEntry(FunctionAgent, options).digest != before
