@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs" / "verifiers.md").read_text()
 @pytest.mark.skipif(not IS_V1, reason="the page's environment is of verifiers 0.3 and later")
 def test_the_example_runs(tmp_path: Path) -> None:
     (tmp_path / "src").symlink_to(ROOT / "src")
-    (program,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    program = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)[0]
     (tmp_path / "sums.py").write_text(program)
     commands = re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
