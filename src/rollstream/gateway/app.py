@@ -42,7 +42,6 @@ from rollstream.web import (
     Route,
     WebServer,
     json_response,
-    render_json_error,
 )
 
 logger = logging.getLogger(__name__)
@@ -94,8 +93,8 @@ _WIRES: Mapping[str, Wire] = {
     "responses": ResponsesWire(),
     "messages": MessagesWire(),
 }
-_PREFIXES = ("/s/{secret}/v1", "/s/{secret}", "/v1")
-"""Anthropic's client adds `/v1` to its base URL by itself, OpenAI's does not; the last is for `SESSION_HEADER`."""
+_PREFIXES = ("/s/{secret}/v1", "/s/{secret}")
+"""Anthropic's client adds `/v1` to its base URL by itself, OpenAI's does not."""
 
 
 @dataclass(eq=False)
@@ -166,7 +165,7 @@ class Endpoint:
     async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[None]:
         """Serves."""
         server = WebServer(
-            self.routes(),
+            [*self.routes(), *self._routes("/v1")],  # where `SESSION_HEADER` says whose a request is
             access=self._access,  # the secrets of sessions are their tokens
             limits=Limits(max_connections=room_for_connections()),
             translate=refusal_of,
@@ -196,8 +195,6 @@ class Endpoint:
     @staticmethod
     def render_error(request: web.BaseRequest, error: HTTPError) -> web.Response:
         """A refusal as the client of the API expects it that its path names."""
-        if not request.path.startswith(("/s/", "/v1/")):
-            return render_json_error(request, error)
         parts = request.path.split("/")
         speaks_anthropic = "messages" in parts or "anthropic-version" in request.headers
         wire = _WIRES["messages" if speaks_anthropic else "responses"]
@@ -308,6 +305,8 @@ class Endpoint:
         return json_response({"input_tokens": await recorder.count_tokens(asked.messages, asked.tools)})
 
     async def _models(self, request: Request) -> web.Response:
+        if "secret" in request.params:
+            self._session(request)
         # Of OpenAI's and of Anthropic's list.
         model = self._describe()
         page = {"has_more": False, "first_id": self._model, "last_id": self._model}
@@ -315,6 +314,8 @@ class Endpoint:
 
     async def _one_model(self, request: Request) -> web.Response:
         """Whatever name is asked for, this one answers."""
+        if "secret" in request.params:
+            self._session(request)
         return json_response(self._describe())
 
     def _describe(self) -> dict[str, Any]:

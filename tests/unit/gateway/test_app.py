@@ -332,6 +332,8 @@ async def test_requests_of_nobody_and_routes_that_are_not_there(caplog: pytest.L
             assert (await client.post(ASK[CHAT]))[0] == 404
             status, body = await client.post(ASK[MESSAGES], MESSAGES)
             assert (status, body["error"]["type"]) == (404, "not_found_error")
+        async with client.http.get(f"{base}/s/other/v1/models") as response:
+            assert response.status == 404
         client.url = own
         status, body = await client.post(ASK[CHAT], "/v1/embeddings")
         assert status == 404 and "embeddings" in str(client.recorder.refusal)
