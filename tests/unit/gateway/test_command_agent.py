@@ -1,15 +1,23 @@
 """A program as an agent loop: what it is given, what becomes of its result, what its reward sees."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollstream.agent.registry import LoopEntry
-from rollstream.errors import ConfigError
+from rollstream.config.load import compose, to_settings
+from rollstream.demo import MODEL_PATH
+from rollstream.errors import ConfigError, EngineError
+from rollstream.gateway.agents import read_options
 from rollstream.gateway.command_agent import CommandAgent
 from rollstream.reward.base import FunctionReward
+from rollstream.rollout.setup import load_agents
+from rollstream.testing.scripted import ScriptedRequest
+from tests.support.processes import running
 from tests.support.programs import command_worker, program
+from tests.support.until import until
 from tests.unit.agent.rollouts import completed, failed, make_row, resources, says, started
 
 ANSWERS = "answer = ask(row['prompt'])\n"
@@ -94,6 +102,52 @@ async def test_a_program_that_hangs_is_ended_and_tried_again(tmp_path: Path) -> 
     failure = failed(await worker.run(make_row(), 0))
     assert (failure.attempts, failure.stage) == (2, "agent")
     assert "took longer than 0.5 s (gateway.timeout)" in failure.error
+
+
+async def test_a_rollout_that_is_cancelled_ends_its_program(tmp_path: Path) -> None:
+    command = program(tmp_path, ANSWERS + "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
+    engine = await started(says("so"))
+    rollout = asyncio.create_task(command_worker(engine, command).run(make_row(), 0))
+    await until(lambda: engine.completions)
+    assert running(command[-1])
+    rollout.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rollout
+    assert running(command[-1]) == []
+
+
+async def test_an_engine_s_error_is_told_whatever_the_program_makes_of_it(tmp_path: Path) -> None:
+    def refuse(request: ScriptedRequest) -> list[int]:
+        raise EngineError("no such ids")
+
+    script = "try:\n    ask(row['prompt'])\nexcept Exception:\n    result(reward=1); time.sleep(600)"
+    worker = command_worker(await started(refuse), program(tmp_path, script))
+    failure = failed(await worker.run(make_row(), 0))
+    assert (failure.stage, failure.error) == ("engine", "EngineError: no such ids")
+
+
+def test_a_listed_loop_has_the_settings_of_the_run_under_its_own(tmp_path: Path) -> None:
+    listed = tmp_path / "agents.yaml"
+    listed.write_text(
+        "- {name: planner, _target_: rollstream.gateway.command_agent.CommandAgent, command: [plan],\n"
+        "   limits: {memory: 100}}\n"
+    )
+    settings = to_settings(
+        compose(
+            [
+                f"actor_rollout_ref.model.path={MODEL_PATH}",
+                f"actor_rollout_ref.rollout.agent.agent_loop_config_path={listed}",
+                "gateway.command=[act]",
+                "gateway.outcome=result",
+                "generation.attempt_timeout=100",
+            ]
+        )
+    )
+    loops = load_agents(settings).loops
+    planner, plain = (read_options(loops.entry(name).options) for name in ("planner", "command_agent"))
+    assert (planner.command, plain.command) == (["plan"], ["act"])
+    assert (planner.outcome, planner.timeout, planner.limits.memory) == ("result", 95.0, 100)
+    assert planner.limits.processes == plain.limits.processes == settings.gateway.limits.processes
 
 
 @pytest.mark.parametrize(("code", "reward"), [(0, 1.0), (1, 0.0)])
