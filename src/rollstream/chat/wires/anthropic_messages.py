@@ -39,6 +39,8 @@ _HARMLESS = frozenset(
 )
 _NEUTRAL: dict[str, Any] = {"mcp_servers": []}
 _TOOL_NEUTRAL: dict[str, Any] = {"type": "custom", "defer_loading": False}
+_NO_THREADS = "thread_unsupported_request"
+"""By this code, the tool runner of the official client goes on without one."""
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -73,6 +75,10 @@ class MessagesWire:
     def read(self, body: Mapping[str, Any], *, images: bool) -> Asked:
         """Reads a request."""
         given = dict(body)
+        if given.get("thread"):
+            raise RequestError(
+                "threads are not held here: send all messages", param="thread", code=_NO_THREADS
+            )
         wishes = take_wishes(given, ("thinking", "context_management"))
         asked = read_parameters(given, MessagesRequest, harmless=_HARMLESS, neutral=_NEUTRAL)
         if asked.output_config.get("format") is not None:
@@ -147,7 +153,10 @@ class MessagesWire:
         text = str(error)
         if error.code == "context_length_exceeded":
             text = f"prompt is too long: {text}"  # the words that clients look for
-        return {"type": "error", "error": {"type": _KINDS.get(error.status, kind), "message": text}}
+        body: dict[str, Any] = {"type": _KINDS.get(error.status, kind), "message": text}
+        if error.code == _NO_THREADS:
+            body["details"] = {"error_code": _NO_THREADS, "unsupported": ["thread"]}
+        return {"type": "error", "error": body}
 
     def error_event(self, error: HTTPError) -> bytes:
         """The official client raises it."""
