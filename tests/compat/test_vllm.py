@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pyarrow.parquet as pq
 import pytest
+from openai import AsyncOpenAI
 
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import ChatPrompt, Engine
@@ -22,10 +24,13 @@ from rollstream.engine.openai_wire import Turn
 from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.engine.vllm import VLLMEngine
 from rollstream.errors import EngineError, EngineUnavailableError
+from rollstream.gateway.app import Endpoint
+from rollstream.rollout.validate import check_trajectories
 from rollstream.trajectory import Completion, SamplingParams
 from tests.compat.vllm_server import OPTIONS, PYTHON, Server, vllm_server
 from tests.conformance.reference import Reference
 from tests.faults.runs import overrides, write_prompts
+from tests.unit.gateway.test_recorder import TOOL, recorder_of
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="needs vLLM: run `make test-vllm`"),
@@ -296,6 +301,74 @@ async def test_its_chat_route_with_the_openai_engine(
         assert turn.content == whole
     finally:
         await engine.close()
+
+
+class Logged:
+    """The engine, and a list of what it was asked and has answered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.log: list[tuple[list[int], SamplingParams, Completion]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, **more: Any) -> Completion:
+        done = await self._engine.generate(prompt_ids, sampling, **more)
+        self.log.append((list(prompt_ids), sampling, done))
+        return done
+
+
+async def test_the_gateway_records_what_the_server_says(
+    server: Server, engine: VLLMEngine, reference: Reference
+) -> None:
+    logged = Logged(engine)
+    recorder, _ = recorder_of(logged)  # type: ignore[arg-type]
+    endpoint = Endpoint("m", 4096)
+    async with endpoint.serving(), aiohttp.ClientSession() as direct:
+        with endpoint.open(recorder) as url:
+            async with AsyncOpenAI(base_url=url + "/v1", api_key="none") as client:
+                ask = client.chat.completions.create
+                messages: list[Any] = [{"role": "user", "content": QUESTIONS[0]}]
+                for turn, text in enumerate(QUESTIONS[1:4]):
+                    tools: Any = [TOOL]
+                    answer = await ask(model="m", messages=messages, tools=tools, logprobs=turn == 1)
+                    messages.append(answer.choices[0].message)
+                    calls = answer.choices[0].message.tool_calls or ()
+                    messages += [{"role": "tool", "tool_call_id": one.id, "content": "7"} for one in calls]
+                    messages.append({"role": "user", "content": text})
+                branches = [[*messages[:-1], {"role": "user", "content": text}] for text in QUESTIONS[4:6]]
+                await asyncio.gather(*(ask(model="m", messages=one, tools=tools) for one in branches))
+                async for _ in await ask(model="m", messages=messages[:1], stream=True):
+                    pass
+        found = recorder.trajectories()
+        owed = list(logged.log)
+        for prompt, sampling, done in owed:
+            body = {
+                "model": "other-name" if server.route == "completions" else str(MODEL_PATH),
+                "prompt": prompt,
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "seed": sampling.seed,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "logprobs": 1,
+                "return_token_ids": True,
+            }
+            async with direct.post(f"{server.url}/v1/completions", json=body) as response:
+                (choice,) = (await response.json())["choices"]
+            assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, done.token_ids)
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(done.logprobs, abs=1e-3)
+            assert done.logprobs == pytest.approx(reference.score(prompt, done.token_ids)[1], abs=1e-3)
+    check_trajectories(found, logprobs=True)
+    assert len(found) == 3 and len(owed) == 6
+    recorded = [
+        (prompt, ids, trajectory.response_logprobs[len(prompt) - len(trajectory.prompt_ids) :][: len(ids)])
+        for trajectory in found
+        if trajectory.response_logprobs is not None
+        for prompt, ids in trajectory.generations()
+    ]
+    said = [(prompt, done.token_ids, done.logprobs) for prompt, _, done in owed]
+    assert sorted(recorded) == sorted(said)
 
 
 def test_a_run_from_end_to_end(server: Server, reference: Reference, tmp_path: Path) -> None:
