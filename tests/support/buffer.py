@@ -184,14 +184,14 @@ class BufferProcess:
         self, folder: Path, *options: str, port: int = 0, below: Sequence[str] = (), **more: Any
     ) -> None:
         self.folder = folder
-        self.log = folder.with_name(folder.name + ".log")
-        with self.log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [*below, *COMMAND, "--dir", str(folder), "--port", str(port), *options],
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                **more,
-            )
+        command = [*below, *COMMAND, "--dir", str(folder), "--port", str(port), *options]
+        self.start(command, folder.with_name(folder.name + ".log"), **more)
+
+    def start(self, command: Sequence[str], log: Path, **more: Any) -> None:
+        """Starts it, and waits until it listens."""
+        self.log = log
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, **more)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.log.read_text()

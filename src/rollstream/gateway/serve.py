@@ -80,46 +80,56 @@ def run(options: argparse.Namespace) -> int:
     if options.public_url is not None and not options.public_url.startswith(("http://", "https://")):
         raise ConfigError(f"--public-url {options.public_url}: want http://HOST:PORT")
     log_to_stderr()
-    asyncio.run(_run(read_config(options), options))
+    given = read_config(options)
+    asyncio.run(_run(given, options))
     return 0
 
 
 def read_config(options: argparse.Namespace) -> DictConfig:
     """The configuration of a command line. Raises `ConfigError`, also for keys that have no effect here."""
-    defaults: Any = compose()
+    config = compose(options.overrides, layers=options.config)
     keys = [
         *_UNUSED,
-        *(f"generation.{key}" for key in defaults.generation if key not in _USED),
-        *(f"gateway.{key}" for key in defaults.gateway if key not in _USED),
+        *(f"generation.{key}" for key in config.generation if key not in _USED),
+        *(f"gateway.{key}" for key in config.gateway if key not in _USED),
     ]
-    why = "no effect on `rollstream gateway serve`: agent programs bring their loop and their tools"
-    refuse_keys(compose(options.overrides, layers=options.config), keys, why)
-    config = compose(options.overrides, layers=options.config)
-    own: Any = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-    own.actor_rollout_ref.rollout.agent.default_agent_loop = LOOP
-    own.generation.attempt_timeout, own.generation.max_attempts = _NO_LIMIT_S, 1
-    assert isinstance(own, DictConfig)
-    return own
+    refuse_keys(
+        config,
+        keys,
+        "no effect on `rollstream gateway serve`: agent programs bring their loop and their tools",
+    )
+    resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+    assert isinstance(resolved, DictConfig)
+    return resolved
 
 
-async def _run(config: DictConfig, options: argparse.Namespace) -> None:
+def _as_executed(given: DictConfig) -> DictConfig:
+    """The configuration with what makes a rollout of a session."""
+    config: Any = given.copy()
+    config.actor_rollout_ref.rollout.agent.default_agent_loop = LOOP
+    config.generation.attempt_timeout, config.generation.max_attempts = _NO_LIMIT_S, 1
+    assert isinstance(config, DictConfig)
+    return config
+
+
+async def _run(given: DictConfig, options: argparse.Namespace) -> None:
     signals = StopSignals(on_second=lambda number: os._exit(128 + number))
     signals.install()
     async with AsyncExitStack() as stack:
         with contextlib.suppress(StoppedEarly):
-            await _serve(stack, config, options, signals)
+            await _serve(stack, given, options, signals)
 
 
 async def _serve(
-    stack: AsyncExitStack, config: DictConfig, options: argparse.Namespace, signals: StopSignals
+    stack: AsyncExitStack, given: DictConfig, options: argparse.Namespace, signals: StopSignals
 ) -> None:
     token = read_token(options.token_file)
-    setup, dataset = await signals.unless_stopped(_prepare(config))
+    setup, dataset = await signals.unless_stopped(_prepare(_as_executed(given)))
     stack.push_async_callback(setup.close)
     settings = setup.settings
     sink: RunSink | BufferSink
     if options.buffer is None:
-        root = await _open_run(stack, config, setup)
+        root = await _open_run(stack, given, setup)
         sink = RunSink(
             root,
             StoreWriter(
@@ -234,7 +244,7 @@ async def _prepare(config: DictConfig) -> tuple[RolloutSetup, PromptDataset | No
     return setup, None
 
 
-async def _open_run(stack: AsyncExitStack, config: DictConfig, setup: RolloutSetup) -> RunDirectory:
+async def _open_run(stack: AsyncExitStack, given: DictConfig, setup: RolloutSetup) -> RunDirectory:
     """Opens the run directory. Raises `RunDirectoryError`."""
     settings = setup.settings
     if isinstance(setup, Prepared):
@@ -245,11 +255,11 @@ async def _open_run(stack: AsyncExitStack, config: DictConfig, setup: RolloutSet
             identity=identity_of(setup, [LOOP], fingerprint="rows come with sessions", rows=0),
             dataset={},
             versions={},
-            config=OmegaConf.to_container(config),  # type: ignore[arg-type]
+            config=OmegaConf.to_container(given),  # type: ignore[arg-type]
         )
     path = Path(settings.trainer.default_local_dir).expanduser()
     opened: Callable[[], RunDirectory] = lambda: open_run(  # noqa: E731
-        lock_run(path), path, manifest, config_yaml=to_stored_yaml(config), fresh=False
+        lock_run(path), path, manifest, config_yaml=to_stored_yaml(given), fresh=False
     )
     run = await in_daemon_thread(opened)
     stack.callback(run.close)
