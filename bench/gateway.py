@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,28 @@ async def measure_tool_agent(bench: Bench, rollouts: int) -> dict[str, float]:
     }
 
 
+async def measure_kinds(bench: Bench, rounds: int) -> list[dict[str, Any]]:
+    """All four, by turns: what else the machine does hits all alike. Medians over the rounds."""
+    await bench.stack.check()
+    kinds: dict[str, Callable[[], Awaitable[dict[str, float]]]] = {
+        "tool_agent": lambda: measure_tool_agent(bench, 20),
+        "recorder": lambda: measure_recorder(bench, 20),
+        "gateway": lambda: measure_served("gateway", bench, 20),
+        "bare proxy": lambda: measure_served("bare proxy", bench, 20),
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
+    for _ in range(rounds):
+        for name, measure in kinds.items():
+            found[name].append(await measure())
+            own = found["tool_agent"][-1]["later us"]
+            found[name][-1]["x tool_agent"] = found[name][-1]["later us"] / own
+    names = ("first us", "later us", "x tool_agent")
+    return [
+        {"what": kind, **{name: statistics.median(row.get(name, 0.0) for row in rows) for name in names}}
+        for kind, rows in found.items()
+    ]
+
+
 async def measure_earlier(bench: Bench, calls: int) -> list[dict[str, float]]:
     """CPU of the same call after others: calls of their own, and turns of its conversation."""
     rows = []
@@ -280,14 +302,7 @@ async def bench_all(options: argparse.Namespace) -> None:
     many, sessions = (20, 100) if options.quick else (200, 1_000)
     bench = Bench()
     gc.freeze()  # as the processes of a run do
-    rows: list[dict[str, Any]] = [
-        {"what": "tool_agent", "first us": None, **await measure_tool_agent(bench, many)},
-        {"what": "recorder", **await measure_recorder(bench, many)},
-        {"what": "gateway", **await measure_served("gateway", bench, many)},
-        {"what": "bare proxy", **await measure_served("bare proxy", bench, many)},
-    ]
-    for row in rows:
-        row["x tool_agent"] = row["later us"] / rows[0]["later us"]
+    rows = await measure_kinds(bench, many // 20)
     print_table(f"CPU of a call, {many} conversations of {TURNS + 1} calls, one at a time", rows)
     earlier = await measure_earlier(bench, 20)
     print_table("CPU of a call after earlier ones", earlier)
