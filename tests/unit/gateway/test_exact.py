@@ -1,15 +1,18 @@
-"""R1 over every kind of template: random calls through a recorder, compared with the engine's own log."""
+"""R1 over every kind of template: random calls are what the engine says; and what is said of the rest."""
 
 import asyncio
 import random
 from contextlib import suppress
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai import AsyncOpenAI
 
 from rollstream.errors import DataError
+from rollstream.gateway.app import Endpoint
 from rollstream.gateway.recorder import Call, Limits, Recorder
 from rollstream.rollout.validate import check_trajectories
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
@@ -158,3 +161,30 @@ async def test_calls_wait_for_an_engine_that_is_away() -> None:
     engine.come_back()
     assert (await waiting)[-1]["role"] == "assistant"
     assert len(recorder.trajectories()) == 1 and not broken.done()
+
+
+class LosesTheFirst(httpx.AsyncHTTPTransport):
+    """The first answer does not reach the client."""
+
+    lost = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await super().handle_async_request(request)
+        if not self.lost:
+            self.lost = len(await response.aread())
+            raise httpx.ReadError("lost")
+        return response
+
+
+async def test_the_official_client_asks_again_for_an_answer_that_was_lost() -> None:
+    engine = await started(response_tokens=6)
+    recorder, _ = recorder_of(engine)
+    endpoint = Endpoint("m", None)
+    async with endpoint.serving(), httpx.AsyncClient(transport=(lossy := LosesTheFirst())) as http:
+        with endpoint.open(recorder) as url:
+            client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", http_client=http)
+            answer = await client.chat.completions.create(model="m", messages=[user("q")])  # type: ignore[list-item]
+            assert lossy.lost and len(engine.requests) == 1
+            assert answer.id == recorder.session.turns[0].name
+            await client.chat.completions.create(model="m", messages=[user("q")])  # type: ignore[list-item]
+    assert len(engine.requests) == len(recorder.trajectories()) == 2
