@@ -117,6 +117,8 @@ class AgentLoop(ABC):
     """Whether a run without any tools and interactions makes no sense: an error at start, then."""
     sees_images: ClassVar[bool] = True
     """Whether this loop can show images; if not, rows with images are an error at start."""
+    brings_images: ClassVar[bool] = False
+    """Whether its conversations may have images that no row has: a program's own."""
     needs_tokenizer: ClassVar[bool] = True
     """Whether this loop needs ids. If not, it also runs where there is no tokenizer: prompts and answers have
     no ids then, only messages and `TokenTrack.usage`."""

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -134,7 +134,7 @@ class RecordedAgent(AgentLoop):
     Options are the keys of `gateway`, by default those of the run's settings.
     """
 
-    sees_images = False
+    brings_images = True
 
     def __init__(self, *args: Any, request_id: str, shared: Any = None, **options: Any) -> None:
         super().__init__(*args, request_id=request_id, shared=shared)
@@ -171,7 +171,8 @@ class RecordedAgent(AgentLoop):
         started = time.monotonic()
         try:
             with endpoint.open(recorder) as url:
-                outcome = await unless_broken(self.act(url, shown_row(row)), broken)
+                shown = shown_row(row, await self._image_urls(row))
+                outcome = await unless_broken(self.act(url, shown), broken)
             # What is neither waiting for answers nor the rollout's own is the agent's.
             self.metrics.tool_s += max(0.0, time.monotonic() - started - self.metrics.generate_s)
             found = recorder.trajectories(discard=self.settings.discard)
@@ -184,6 +185,12 @@ class RecordedAgent(AgentLoop):
                 f"{error}\nits last refused call: {recorder.refusal}"
             ) from recorder.refusal
         return self._finished(found, outcome, ran_out_of_room=recorder.ran_out_of_room)
+
+    async def _image_urls(self, row: Mapping[str, Any]) -> list[str]:
+        reader = self.resources.images
+        if reader is None or not row.get("images"):
+            return []
+        return [image.sent for image in await reader.read(row["images"])]
 
     def _finished(
         self, found: list[Trajectory], outcome: Outcome, *, ran_out_of_room: bool
@@ -211,12 +218,28 @@ def shared_endpoint(
     return SharedEndpoint(lambda: Endpoint(MODEL, limit, client_sampling=settings.client_sampling), beside)
 
 
-def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A prompt row as an agent sees it: without what it is to find."""
+def shown_row(row: Mapping[str, Any], image_urls: Sequence[str] = ()) -> dict[str, Any]:
+    """A prompt row as an agent sees it: without what it is to find.
+
+    `image_urls` stand in the messages in the place of its images, as an API takes them.
+    """
+    urls = iter(image_urls)
+    prompt = [
+        {**message, "content": [_shown_part(part, urls) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in row["raw_prompt"]
+    ]
     left_out = ("raw_prompt", "prompt_key", "extra_info", "images", "tools_kwargs")
     columns = {key: value for key, value in row.items() if key not in left_out}
-    shown = {"prompt": row["raw_prompt"], **_without_answers(columns)}
+    shown = {"prompt": prompt, **_without_answers(columns)}
     return {**shown, "extra_info": _without_answers(row.get("extra_info") or {})}
+
+
+def _shown_part(part: Any, urls: Iterator[str]) -> Any:
+    if isinstance(part, dict) and part.get("type") == "image":
+        return {"type": "image_url", "image_url": {"url": next(urls)}}
+    return part
 
 
 def _without_answers(value: Any) -> Any:

@@ -55,6 +55,9 @@ _RESULT_BYTES = 1 << 20
 _SHOWN_CHARS = 1_200
 """Of its output in a failure, whose text has 2,000."""
 
+_LAST_LINE_CHARS = 200
+"""Of that in the first line, which a run's summary shows."""
+
 _NOT_IN_NAMES = re.compile(r"[^\w.-]")
 
 
@@ -195,7 +198,8 @@ class CommandAgent(RecordedAgent):
 def _words(ended: Ended) -> str:
     if not ended.output:
         return "; it wrote nothing"
-    return f"; the end of its output:\n{ended.output[-_SHOWN_CHARS:]}"
+    last = ended.output.rpartition("\n")[2].strip()[:_LAST_LINE_CHARS]
+    return f": {last}; the end of its output:\n{ended.output[-_SHOWN_CHARS:]}"
 
 
 def _absolute(word: str) -> str:

@@ -433,8 +433,10 @@ def _load_tokenizer(settings: Settings, *, shows_images: bool) -> ChatTokenizer:
 def _load_images(
     settings: Settings, tokenizer: ChatTokenizer, agents: Agents, *, needed: bool
 ) -> ImageReader | None:
-    """What reads images, if rows have some or tools may return some."""
-    if not tokenizer.makes_ids or (not needed and not agents.tools.schemas):
+    """What reads images, if rows have some, or tools and agents may."""
+    default = settings.actor_rollout_ref.rollout.agent.default_agent_loop
+    may_come = bool(agents.tools.schemas) or agents.loops.entry(default).loop.brings_images
+    if not tokenizer.makes_ids or not (needed or may_come):
         return None
     model = settings.actor_rollout_ref.model
     path = model.tokenizer_path or model.path
@@ -444,7 +446,7 @@ def _load_images(
     except ConfigError as error:
         if needed:
             raise
-        logger.warning("images that tools return are not shown to the model: %s", error)
+        logger.warning("images of tools and agents are not shown to the model: %s", error)
         return None
     if processor is None:
         if needed:

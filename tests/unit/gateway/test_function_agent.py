@@ -1,16 +1,20 @@
 """A Python function as an agent loop: its client's calls are recorded, what it returns is the outcome."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollstream.agent.images import ImageReader
 from rollstream.agent.registry import AgentLoops, LoopEntry
+from rollstream.data.row_images import take_images
 from rollstream.errors import ConfigError
 from rollstream.gateway.function_agent import FunctionAgent
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.testing.scripted import ScriptedEngine
 from tests.unit.agent.rollouts import completed, failed, make_row, make_worker, resources, says, started
+from tests.unit.chat.vision import IMAGE_PAD, load_model, png, write_model
 
 pytest.importorskip("openai")
 
@@ -28,9 +32,9 @@ def function(folder: Path, source: str) -> str:
     return f"{file}:run"
 
 
-def function_worker(engine: ScriptedEngine, name: str) -> RolloutWorker:
+def function_worker(engine: ScriptedEngine, name: str, **given: Any) -> RolloutWorker:
     loops = AgentLoops({"function_agent": LoopEntry(FunctionAgent, {"function": name})})
-    return make_worker(resources(engine), loop="function_agent", loops=loops, max_attempts=1)
+    return make_worker(resources(engine, **given), loop="function_agent", loops=loops, max_attempts=1)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,19 @@ async def run(client, row, base_url, model):
         answers.add(found[-1].extra["gateway"]["answer"])
         assert found[-1].messages[0] == row.messages[0]
     assert len(answers) == len(rows)
+
+
+async def test_a_row_s_images_are_shown_as_an_api_takes_them(tmp_path: Path) -> None:
+    tokenizer, processor = load_model(write_model(tmp_path))
+    capabilities = replace(ScriptedEngine().capabilities, images=True, vocab_size=512)
+    engine = await started(lambda request: tokenizer.encode("this<|im_end|>"), capabilities=capabilities)
+    name = function(tmp_path, "async def run(client, row): return await ask(client, row)")
+    worker = function_worker(engine, name, tokenizer=tokenizer, images=ImageReader(processor))
+    messages, images = take_images([{"role": "user", "content": "look: <image>"}], [{"bytes": png(56, 84)}])
+    (final,) = completed(await worker.run(make_row(messages=messages, images=images), 0)).trajectories
+    assert [len(request.images) for request in engine.requests] == [1]
+    assert final.prompt_ids.count(IMAGE_PAD) == 6
+    assert "base64" not in repr(final.messages)
 
 
 @pytest.mark.parametrize(

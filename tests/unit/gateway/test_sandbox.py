@@ -82,7 +82,7 @@ async def test_a_program_has_an_empty_home_and_no_secrets(
     ids=["processes", "disk", "memory"],
 )
 async def test_a_program_beyond_its_limits_is_ended(
-    tmp_path: Path, kind: str, script: str, limit: dict[str, int], words: str
+    tmp_path: Path, kind: str, script: str, limit: dict[str, Any], words: str
 ) -> None:
     ended = await run(tmp_path, script, kind=kind, **limit)
     assert ended.code == 120 and words in ended.output and not ended.timed_out
@@ -90,7 +90,7 @@ async def test_a_program_beyond_its_limits_is_ended(
 
 @pytest.mark.parametrize("limit", [{"memory": 100 << 20}, {"disk": 1 << 20}], ids=["memory", "disk"])
 async def test_one_process_cannot_go_beyond_a_limit_at_once(
-    tmp_path: Path, kind: str, limit: dict[str, int]
+    tmp_path: Path, kind: str, limit: dict[str, Any]
 ) -> None:
     script = (
         "import sys; open('f', 'wb').write(bytes(50 << 20)) if sys.argv[1] == 'disk' else bytes(500 << 20)"
