@@ -76,8 +76,8 @@ _DEPTH, _DEPTH_WRITTEN = 60, 254
 """How deeply a request's JSON may be nested, and what the JSON writer takes: what is recorded is written, with
 something around it."""
 
-_MODELS_NOTED = 100
-"""Names of models that the log tells of."""
+_LOGGED = 100
+"""What the log tells of at most, once each: models and parameters that agents ask for and do not get."""
 
 _OFF: Mapping[str, Any] = {
     "min_p": 0,
@@ -132,7 +132,7 @@ class Endpoint:
         self._max_sessions = max_sessions
         self._access = Access(insecure=True, allowed_hosts=frozenset(allowed_hosts))
         self._sessions: dict[str, _Open] = {}
-        self._models_noted: set[str] = set()
+        self._logged: set[str] = set()
         self.url = ""
         """Where it is, as clients reach it, without a path; known while it serves."""
 
@@ -272,10 +272,8 @@ class Endpoint:
                 param="logprobs",
             )
         client_model = asked.model if asked.model not in (None, self._model) else None
-        new = client_model is not None and client_model not in self._models_noted
-        if new and len(self._models_noted) < _MODELS_NOTED:
-            self._models_noted.add(str(client_model))
-            logger.info("agents ask for the model %.100r: %r answers", client_model, self._model)
+        if client_model is not None:
+            self._log_once(f"model={client_model:.100}", f"{self._model} answers")
         wishes = {
             name: value for name, value in asked.wishes.items() if not _is_met(name, value, recorder.sampling)
         }
@@ -284,6 +282,8 @@ class Endpoint:
             chosen := {name: wishes.pop(name) for name in SAMPLING if name in wishes}
         ):
             sampling = _sampling(chosen, recorder)
+        for name in wishes:
+            self._log_once(name, "the run decides it, and each trajectory says so")
         return Call(
             asked.messages,
             asked.tools,
@@ -296,6 +296,11 @@ class Endpoint:
             name=name,
             retry=_number(request.headers.get(_RETRY_HEADER, "")),
         )
+
+    def _log_once(self, asked: str, answered: str) -> None:
+        if asked not in self._logged and len(self._logged) < _LOGGED:
+            self._logged.add(asked)
+            logger.info("agents ask for %s: %s", asked, answered)
 
     async def _count_tokens(self, request: Request) -> web.Response:
         recorder = self._session(request).recorder
