@@ -18,7 +18,9 @@ from rollstream.store.export.run import export_run
 from rollstream.store.validate import validate_run
 from tests.faults.runs import stub_server
 from tests.support.buffer import serve_buffer
-from tests.support.gateway import GatewayProcess
+from tests.support.gateway import GatewayProcess, serve_gateway
+from tests.support.processes import full_disk
+from tests.support.until import PATIENCE_S
 
 AGENTS = 8
 
@@ -117,6 +119,35 @@ async def test_every_finish_that_was_answered_is_in_the_run_directory_once(
     assert {row["extra"]["session"]["id"]: row["reward"] for row in rows} == promised
     indices = {row["messages"][0]["content"]: row["index"] for row in rows}
     assert len(set(indices.values())) == len(indices)
+
+
+def test_a_full_disk_ends_the_server_and_loses_nothing_that_was_answered(tmp_path: Path) -> None:
+    folder, promised = tmp_path / "run", []
+    with stub_server("--response-tokens", "64") as engine:
+        with full_disk(after=64_000):
+            server = GatewayProcess(folder, engine)
+        try:
+            for number in range(1000):
+                body = {"id": f"s{number}", "row": {"prompt": f"{number} ="}}
+                session = server.post("/v1/sessions", body)[1]
+                path = "/s/" + session["base_url"].partition("/s/")[2]
+                body = {"model": "m", "messages": session["messages"]}
+                assert server.post(f"{path}/chat/completions", body)[0] == 200
+                status, answer = server.post(f"/v1/sessions/s{number}/finish", {"reward": number})
+                if status != 200:
+                    break
+                promised.append(f"s{number}")
+            assert (status, answer["error"]["code"]) == (507, "storage")
+            assert server.process.wait(PATIENCE_S) == 1, server.log.read_text()
+        finally:
+            if server.process.poll() is None:
+                server.kill()
+            assert server.process.stdout is not None
+            server.process.stdout.close()
+        with serve_gateway(folder, engine) as server:
+            told = [server.get(f"/v1/sessions/{id}")["reward"] for id in promised]
+            assert server.post(f"/v1/sessions/s{len(promised)}/finish", {})[0] == 404
+    assert promised and told == list(range(len(promised)))
 
 
 @pytest.mark.timeout(600)

@@ -116,6 +116,8 @@ def test_tokens_and_what_other_machines_may_see(tmp_path: Path, engine: str) -> 
         (["--host", "0.0.0.0"], "set a token"),
         (["gateway.command=[python]"], "gateway.command: no effect"),
         (["generation.max_attempts=2"], "generation.max_attempts: no effect"),
+        (["trainer.logger=[console,wandb]"], "trainer.logger: no effect"),
+        ([f"actor_rollout_ref.rollout.{key}" for key in ("server_urls=[]", "launch.where=ray")], "on Ray"),
         (["--buffer", "ftp://x"], "--buffer"),
         (["--expire-seconds", "0"], "--expire-seconds"),
         (["actor_rollout_ref.rollout.nn=2"], "nn"),

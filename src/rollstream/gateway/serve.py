@@ -28,7 +28,7 @@ from rollstream.gateway.recorder import Limits
 from rollstream.gateway.service import LOOP, SessionService, render_error, translate
 from rollstream.gateway.sinks import BufferSink, RunSink
 from rollstream.generation.logs import log_to_file
-from rollstream.generation.setup import Prepared, identity_of, peek_manifest, prepare
+from rollstream.generation.setup import Prepared, identity_of, launches_on_ray, peek_manifest, prepare
 from rollstream.integrations.configured_groups import refuse_keys
 from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
 from rollstream.scratch import ScratchFolder
@@ -55,7 +55,7 @@ _NO_LIMIT_S = 1e7
 """Of a session: what is left alone expires."""
 
 _SPARE_CONNECTIONS = 256
-"""Beside two for each session."""
+"""Beside four for each session."""
 
 _USED = (
     *("seed", "engine_timeout", "save_batch_size", "pull_timeout", "retry_failed", "log_level"),
@@ -64,11 +64,16 @@ _USED = (
 """Keys of `generation` and `gateway` that have an effect here."""
 
 _UNUSED = (
-    *("actor_rollout_ref.rollout.agent.default_agent_loop", "data.tool_config_path"),
+    *("data.tool_config_path", "trainer.logger"),
+    *(
+        f"actor_rollout_ref.rollout.agent.{name}"
+        for name in ("default_agent_loop", "agent_loop_config_path", "num_workers")
+    ),
     *(
         f"actor_rollout_ref.rollout.multi_turn.{name}"
-        for name in ("tool_config_path", "function_tool_path", "interaction_config_path")
+        for name in ("tool_config_path", "function_tool_path", "interaction_config_path", "show_tools")
     ),
+    *(f"actor_rollout_ref.rollout.multi_turn.max_{who}_turns" for who in ("assistant", "user")),
 )
 
 
@@ -182,7 +187,7 @@ async def _serve(
             allowed_hosts=frozenset({*options.allow_host, *filter(None, [public.hostname])}),
             insecure=options.insecure,
         ),
-        limits=ServerLimits(max_connections=2 * options.max_sessions + _SPARE_CONNECTIONS),
+        limits=ServerLimits(max_connections=4 * options.max_sessions + _SPARE_CONNECTIONS),
         translate=translate,
         render_error=render_error,
         on_answer=service.count,
@@ -233,11 +238,13 @@ async def _report(service: SessionService, sink: RunSink | BufferSink) -> None:
 
 async def _prepare(config: DictConfig) -> tuple[RolloutSetup, PromptDataset | None]:
     """What rollouts are executed with, and the prompt rows, where they are configured."""
+    settings = to_settings(config)
+    if launches_on_ray(settings):
+        raise ConfigError("servers on Ray: launch them by themselves, and give their URLs (server_urls)")
     if config.data.train_files or config.train_tasks:
         prepared = await prepare(config, peek_manifest(config))
         await prepared.prepare_reward()
         return prepared, prepared.dataset
-    settings = to_settings(config)
     agents = await in_daemon_thread(load_agents, settings)
     setup = await in_daemon_thread(partial(build_setup, settings, agents, shows_images=False))
     agents.check({LOOP}, setup.tokenizer, show_tools=False, images=False)

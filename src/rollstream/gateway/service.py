@@ -37,7 +37,7 @@ from rollstream.agent.base import AgentLoop
 from rollstream.agent.registry import register
 from rollstream.aio import finish_despite_cancellation
 from rollstream.chat.wires.requests import refusal_of
-from rollstream.errors import ConfigError, RollstreamError, TransientError
+from rollstream.errors import ConfigError, EngineError, RollstreamError, StorageError, TransientError
 from rollstream.gateway.app import Endpoint
 from rollstream.gateway.recorder import Limits, Recorder
 from rollstream.metrics_text import family, metrics_page
@@ -480,16 +480,19 @@ class SessionService:
         await finish_despite_cancellation(asyncio.gather(*ending, return_exceptions=True))
         return len(dropped)
 
+    def _totals(self) -> Counter[str]:
+        """Sessions by state, calls and tokens, until now."""
+        totals = self._counts + Counter(open=len(self._open))
+        for session in self._open.values():
+            calls, open_calls, tokens = session.counts()
+            totals.update(calls=calls, open_calls=open_calls, tokens=tokens)
+        return totals
+
     def progress(self) -> str:
         """In a line, for people."""
-        ended, now = self._counts, [one.counts() for one in self._open.values()]
-        calls, tokens = (
-            ended[name] + sum(one[at] for one in now) for at, name in ((0, "calls"), (2, "tokens"))
-        )
         return (
-            f"{len(now)} sessions open, {ended['finished']} finished, {ended['failed']} failed; "
-            f"{calls} calls, {tokens} tokens"
-        )
+            "{0[open]} sessions open, {0[finished]} finished, {0[failed]} failed; {0[calls]} calls, {0[tokens]} tokens"
+        ).format(self._totals())
 
     # -- routes
 
@@ -579,20 +582,17 @@ class SessionService:
         self._answered[route.path if route else "unknown", status] += 1
 
     async def _metrics(self, request: Request) -> web.Response:
-        ended, now = self._counts, [one.counts() for one in self._open.values()]
-        states: dict[tuple[str, ...], float] = {(name,): ended[name] for name in ("finished", "failed")}
+        totals = self._totals()
+        states: dict[tuple[str, ...], float] = {(name,): totals[name] for name in ("finished", "failed")}
         answered: dict[tuple[str, ...], float] = {
             (route, str(status)): many for (route, status), many in self._answered.items()
         }
-        calls, tokens = (
-            ended[name] + sum(one[at] for one in now) for at, name in ((0, "calls"), (2, "tokens"))
-        )
         families = [
-            family("rollstream_gateway_sessions", "Sessions open", len(now)),
+            family("rollstream_gateway_sessions", "Sessions open", totals["open"]),
             family("rollstream_gateway_sessions_total", "Sessions that ended", states, ["state"]),
-            family("rollstream_gateway_calls_total", "Calls answered", calls),
-            family("rollstream_gateway_open_calls", "Calls being answered", sum(one[1] for one in now)),
-            family("rollstream_gateway_tokens_total", "Tokens sampled", tokens),
+            family("rollstream_gateway_calls_total", "Calls answered", totals["calls"]),
+            family("rollstream_gateway_open_calls", "Calls being answered", totals["open_calls"]),
+            family("rollstream_gateway_tokens_total", "Tokens sampled", totals["tokens"]),
             family("rollstream_gateway_weight_version", "Version of the weights", self.weight_version),
             family("rollstream_http_requests_total", "Requests answered", answered, ["route", "status"]),
         ]
@@ -607,7 +607,9 @@ def render_error(request: web.BaseRequest, error: HTTPError) -> web.Response:
 
 def translate(error: Exception) -> HTTPError | None:
     """Errors of handlers as refusals."""
-    if isinstance(error, TransientError):
+    if isinstance(error, StorageError):
+        return HTTPError(507, str(error), "storage")
+    if isinstance(error, TransientError) and not isinstance(error, EngineError):
         return HTTPError(503, str(error), "unavailable", headers={"retry-after": "1"})
     if isinstance(error, ConfigError):
         return HTTPError(400, str(error))

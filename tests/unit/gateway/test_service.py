@@ -9,7 +9,7 @@ import aiohttp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.errors import TransientError
+from rollstream.errors import StorageError, TransientError
 from rollstream.gateway.app import Endpoint
 from rollstream.gateway.service import (
     CreateSession,
@@ -148,8 +148,8 @@ async def test_a_write_that_fails_is_tried_again_by_the_same_finish() -> None:
     sink = MemorySink()
     async with serving(sink) as served:
         assert await served.call(await served.create(id="a")) == 200
-        sink.faults = [TransientError("away"), TransientError("still away")]
-        assert (await served.finish("a", reward=1.0))[0] == 503
+        sink.faults = [StorageError("full"), TransientError("away")]
+        assert (await served.finish("a", reward=1.0))[0] == 507
         assert (await served.ask("GET", "/v1/sessions/a"))[1]["state"] == "ending"
         assert (await served.finish("a", reward=2.0))[0] == 503
         assert (await served.finish("a", reward=2.0))[0] == 409
