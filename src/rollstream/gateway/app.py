@@ -273,7 +273,7 @@ class Endpoint:
             )
         client_model = asked.model if asked.model not in (None, self._model) else None
         if client_model is not None:
-            self._log_once(f"model={client_model:.100}", f"{self._model} answers")
+            self._log_once(f"model={client_model[:100]!r}", f"{self._model} answers")
         wishes = {
             name: value for name, value in asked.wishes.items() if not _is_met(name, value, recorder.sampling)
         }

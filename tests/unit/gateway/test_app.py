@@ -256,7 +256,7 @@ async def test_the_runs_sampling_wins_and_it_is_said(
         assert (await client.post({**ASK[CHAT], **given, "model": "theirs", "max_tokens": 9}))[0] == 200
         named = client.headers.get(OVERRIDDEN_HEADER, "")
         trajectory = client.recorder.trajectories()[-1]
-    for asked in ("model=theirs", *overridden):
+    for asked in ("model='theirs'", *overridden):
         assert caplog.text.count(f"agents ask for {asked}:") == 1
     assert set(filter(None, named.split(", "))) == overridden.keys()
     about = trajectory.extra["gateway"]
