@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from rollstream.agent.base import AgentLoop
+from rollstream.agent.base import AgentLoop, turn_seed
 from rollstream.agent.chat_answer import calls_of, identified
 from rollstream.agent.images import shows_images
 from rollstream.chat.images import image_part, load_image
@@ -178,8 +178,12 @@ class Recorder:
         try:
             context, prompt_length = ask.context, ask.prompt_length
             sampling = self._sampling_of(call, prompt_length, len(context) - prompt_length)
+            if sampling.seed is not None and not call.own_seed:
+                # By its place among the calls, not by when it came: calls at once come in any order.
+                place = int.from_bytes(ask.path[:6], "little")
+                sampling = replace(sampling, seed=turn_seed(sampling.seed, place))
             in_thinking = self._loop.resources.template.in_thinking(context)
-            completion = await self._generate(context, sampling, ask, own_seed=call.own_seed, gone=gone)
+            completion = await self._generate(context, sampling, ask, gone=gone)
             message, stop = self._read(completion, ask, call.stop, in_thinking=in_thinking)
             if gone():
                 raise asyncio.CancelledError  # as the server is about to cancel it
@@ -283,14 +287,12 @@ class Recorder:
         sampling: SamplingParams,
         ask: Ask,
         *,
-        own_seed: bool,
         gone: Callable[[], bool],
     ) -> Completion:
         """Asks the engine, and waits for it while it is away."""
         clock = asyncio.get_running_loop().time
         away_since, pause = None, _FIRST_PROBE_S
         exact = self._loop.resources.token_exact
-        more: dict[str, Any] = {"own_seed": True} if own_seed else {}
         while True:
             try:
                 # Calls that are open at once have ids and images of their own. `generate` reads them before it
@@ -302,7 +304,7 @@ class Recorder:
                     sampling,
                     messages=None if exact else ask.messages,
                     tools=list(ask.tools) or None,
-                    **more,
+                    own_seed=True,
                 )
             except EngineUnavailableError:
                 now = clock()

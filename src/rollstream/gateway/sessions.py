@@ -22,8 +22,8 @@ What holds, whatever is called in whatever order, with any number of calls open 
   answered. Every other one begins a segment.
 - A segment is one trajectory. Each turn that counts is sampled (mask 1) in exactly one trajectory, with its
   log-probs and policy versions; in segments that branch off behind it, it is prompt.
-- Trajectories are in the order of their last answers. Where these were being sampled at the same time, what
-  they say decides, so that it makes no difference which of them was faster.
+- The trajectory with the last answer is the last one. The others come in the order of their calls; where
+  these overlap, what they say decides, so that it makes no difference which of them was faster.
 
 A call costs what its own messages and tokens cost, whatever was called before: conversations are paths in one
 table of `(place, message) -> place`.
@@ -97,6 +97,9 @@ class Ask:
     """Its answer is the first, second, ... one of its conversation."""
     serial: int
     """It is the first, second, ... call of the session."""
+    path: bytes
+    """Of what the conversation has, and how often that was asked before: the same when calls come anew, in
+    whatever order. For its seed."""
     rendered_again: int
     """Sampled tokens of answers that are in `given`: their text was rendered anew."""
 
@@ -211,6 +214,8 @@ class Session:
         """The newest turn with this answer."""
         self._answered: dict[int, Turn] = {}
         """The newest turn that was asked exactly this."""
+        self._asked: Counter[bytes] = Counter()
+        """How often what a path has was asked."""
         self._open: Counter[int] = Counter()
         self._lost: Counter[int] = Counter()
         """What was asked and given up, and not asked again by a client's own retry."""
@@ -274,6 +279,7 @@ class Session:
             asked,
             number,
             self.begun,
+            self._path(b"" if parent is None else parent.ask.path, ids or given),
             rendered,
         )
         if parent is not None and goes_on:
@@ -377,6 +383,11 @@ class Session:
         self._clock += 1
         return self._clock
 
+    def _path(self, before: bytes, new: Sequence[Any]) -> bytes:
+        path = _digest([before.hex(), list(new)])
+        self._asked[path] += 1
+        return _digest([path.hex(), self._asked[path]])
+
     def _new_id(self) -> str:
         number, self._segments = self._segments, self._segments + 1
         return f"{self._name}.{number}" if number else self._name
@@ -475,25 +486,33 @@ def _context(turn: Turn | None) -> list[int]:
 
 
 def _in_order(turns: list[Turn]) -> list[Turn]:
-    """By when they were answered; those that were open at the same time by what they say, not by who was faster."""
-    by_answer = sorted(turns, key=lambda turn: turn.answered)
-    if all(later.ask.begun > before.answered for before, later in pairwise(by_answer)):
-        return by_answer
-    by_begin = sorted(turns, key=lambda turn: turn.ask.begun)
-    at_once: list[tuple[bytes, int, Turn]] = []
+    """The last one to be answered comes last; before it, lines of calls that did not overlap as they came.
+
+    Those that were under way at the same time are in the order of what they say, not of who was faster.
+    """
+    newest = max((turn.ask.begun for turn in turns), default=0)
+    at_end = [turn for turn in turns if turn.answered > newest]
+    final = max(at_end, key=_form) if len(at_end) > 1 else next(iter(at_end), None)
+    by_answer = sorted((turn for turn in turns if turn is not final), key=lambda turn: turn.answered)
+    by_begin = sorted(by_answer, key=lambda turn: turn.ask.segment.turns[0].ask.begun)
+    under_way: list[tuple[bytes, int, Turn]] = []
     found: list[Turn] = []
     done: set[Turn] = set()
     at = 0
     for first in by_answer:
         while first not in done:
-            # Nothing that is left was answered before these were begun.
-            while at < len(turns) and by_begin[at].ask.begun < first.answered:
-                heappush(at_once, (_digest([_context(by_begin[at]), by_begin[at].message]), at, by_begin[at]))
+            # Nothing that is left was over before these began.
+            while at < len(by_begin) and by_begin[at].ask.segment.turns[0].ask.begun < first.answered:
+                heappush(under_way, (_form(by_begin[at]), at, by_begin[at]))
                 at += 1
-            turn = heappop(at_once)[2]
+            turn = heappop(under_way)[2]
             done.add(turn)
             found.append(turn)
-    return found
+    return found if final is None else [*found, final]
+
+
+def _form(turn: Turn) -> bytes:
+    return _digest([_context(turn), turn.message])
 
 
 def _key(message: Message) -> Hashable:

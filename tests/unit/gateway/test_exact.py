@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -109,6 +110,29 @@ async def play(name: str, steps: list[tuple[str, int]]) -> None:
 @settings(max_examples=15)
 def test_any_calls_are_what_the_engine_says(name: str, steps: list[tuple[str, int]]) -> None:
     asyncio.run(play(name, steps))
+
+
+@given(st.permutations(range(5)), st.permutations(range(5)))
+@settings(max_examples=10)
+def test_a_replay_gives_the_same_whichever_call_is_faster(begun: list[int], slow: list[int]) -> None:
+    """Five helpers at once, of which two are asked the same, each with a second turn; then the agent itself."""
+
+    async def play(order: Sequence[int], latency: Sequence[int]) -> list[Any]:
+        waits = iter([*latency] * 4)
+        engine = await started(response_tokens=5, latency=lambda request: (1 + next(waits)) / 1000)
+        recorder, _ = recorder_of(engine)
+
+        async def helper(number: int) -> Message:
+            first = await ask(recorder, [user(f"help {number // 2}")])
+            return (await ask(recorder, [*first, user("more")]))[-1]
+
+        said = await asyncio.gather(*map(helper, order))
+        await ask(recorder, [user(" ".join(sorted(one["content"] for one in said)))])
+        return [(one.prompt_ids, one.response_ids) for one in recorder.trajectories()]
+
+    first = asyncio.run(play(range(5), range(5)))
+    assert len(first) == 6
+    assert asyncio.run(play(begun, slow)) == first
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -77,7 +77,8 @@ class Client:
             assert trajectory.response_mask[-1] == 1
             last.append(self.session.turns[int(name)])
         for earlier, later in combinations(last, 2):
-            assert later.answered > earlier.ask.begun
+            assert later.answered > earlier.ask.segment.turns[0].ask.begun
+            assert last[-1].answered > earlier.ask.begun
         if discard is None:
             assert not (owed if kept is None else kept & owed.keys())
         return found
