@@ -23,6 +23,7 @@ from rollstream.gateway.recorder import Recorder
 from rollstream.testing.scripted import AnswerRule, ScriptedEngine, ScriptedRequest
 from rollstream.trajectory import Completion, Trajectory
 from tests.support.engines import started
+from tests.support.until import PATIENCE_S, until
 from tests.unit.agent.rollouts import END, call_text, demo_tokenizer
 from tests.unit.gateway.test_recorder import check_exact, recorder_of, user
 
@@ -267,3 +268,19 @@ async def test_what_is_refused_is_an_error_of_the_clients(
         engine.fail(lambda request: True, EngineError("no such ids"))
         with pytest.raises(library.APIError, match="no such ids"):
             await ask(agent, url, stream=True)
+
+
+async def test_clients_wait_for_an_engine_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_HEADERS_S", 0.0)
+    async with (
+        started(ScriptedEngine(response_tokens=4)) as engine,
+        session(engine, engine_wait=PATIENCE_S) as (recorder, url),
+    ):
+        engine.go_down()
+        calls = [asyncio.create_task(ask(agent, url, stream=True)) for agent in ASK]
+        await until(lambda: recorder.open_calls == len(calls))
+        engine.come_back()
+        ends = [(await call)[-1] for call in calls]
+        assert ends[0].choices[0].finish_reason and ends[1].type == "response.completed"
+        assert ends[2].type == "message_stop"
+        check_exact(engine, recorder.trajectories())
