@@ -164,6 +164,7 @@ def test_a_killed_run_leaves_no_program_and_is_resumed(tmp_path: Path, kills: in
             generation__max_in_flight=4,
             generation__show_progress="false",
         )
+        killed = 0
         for number in range(kills):
             runner = Runner(settings, log=tmp_path / f"kill-{number}.log")
             target = server.stats.answered + 6
@@ -173,9 +174,11 @@ def test_a_killed_run_leaves_no_program_and_is_resumed(tmp_path: Path, kills: in
             programs = running(command[-1])
             runner.kill()
             assert programs and are_gone(programs)
+            killed += 1
             assert holds_within(PATIENCE_S, lambda: not running(command[-1]))
         last = Runner(settings, log=tmp_path / "last.log")
         assert last.wait() == 0, last.output()[-3000:]
+    assert killed >= 2
     # Two conversations a rollout: two trajectories.
     table = check_pairs(run_dir)
     assert table == [(index, repeat) for index in range(rows) for repeat in range(repeats)]

@@ -76,7 +76,8 @@ class CommandAgent(RecordedAgent):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._check(self.settings)
+        if self.shared is None:
+            self._check(self.settings)
         self._folder: Path | None = None
         self._output = ""
         self._done = False

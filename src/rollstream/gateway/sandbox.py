@@ -356,7 +356,7 @@ class LocalSandbox:
         words += ["--network", "none" if self._own_network else "host", "--workdir", str(self._work)]
         words += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
         words += ["--tmpfs", "/tmp:size=64m"]
-        if options.kind == "podman":
+        if options.kind == "podman" and os.getuid() != 0:
             words += ["--userns", "keep-id"]
         words += ["--user", f"{os.getuid()}:{os.getgid()}", "--ulimit", "core=0"]
         for limit, name in ((options.memory, "memory"), (options.processes, "pids-limit")):
@@ -476,38 +476,30 @@ class Gate:
         self._slots.release()
 
     async def _forward(self, client: socket.socket) -> None:
-        writers: list[asyncio.StreamWriter] = []
-        try:
+        with client, contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection(sock=client)
-            writers.append(writer)
-            first = await reader.read(1 << 16)  # whoever only connects costs the gateway nothing
-            if not first:
-                return
-            upstream, to_gateway = await asyncio.open_connection(*self._upstream)
-            writers.append(to_gateway)
-            to_gateway.write(first)
-            asking = asyncio.create_task(_pipe(reader, to_gateway))
-            answering = asyncio.create_task(_pipe(upstream, writer))
-            try:
-                # A client that has closed may still read; when the gateway has closed, nothing more comes.
-                await answering
-            finally:
-                asking.cancel()
-                answering.cancel()
-                await asyncio.wait((asking, answering))
-        except OSError:
-            return
-        finally:
-            client.close() if not writers else None
-            for one in writers:
-                one.close()
+            with contextlib.closing(writer):
+                first = await reader.read(1 << 16)  # whoever only connects costs the gateway nothing
+                if not first:
+                    return
+                upstream, to_gateway = await asyncio.open_connection(*self._upstream)
+                with contextlib.closing(to_gateway):
+                    to_gateway.write(first)
+                    asking = asyncio.create_task(_pipe(reader, to_gateway))
+                    try:  # when the gateway has closed, nothing more comes
+                        await _pipe(upstream, writer)
+                    finally:
+                        asking.cancel()
+                        await asyncio.wait((asking,))
 
 
 async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copies to the end, which a reader that is cut off has, too."""
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)
             await writer.drain()
+    with contextlib.suppress(OSError):
         writer.write_eof()
 
 

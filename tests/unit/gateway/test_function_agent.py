@@ -1,5 +1,6 @@
 """A Python function as an agent loop: its client's calls are recorded, what it returns is the outcome."""
 
+import base64
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ async def test_a_row_s_images_are_shown_as_an_api_takes_them(tmp_path: Path) -> 
     engine = await started(lambda request: tokenizer.encode("this<|im_end|>"), capabilities=capabilities)
     name = function(tmp_path, "async def run(client, row): return await ask(client, row)")
     worker = function_worker(engine, name, tokenizer=tokenizer, images=ImageReader(processor))
-    messages, images = take_images([{"role": "user", "content": "look: <image>"}], [{"bytes": png(56, 84)}])
+    image = {"bytes": base64.b64encode(png(56, 84)).decode()}
+    messages, images = take_images([{"role": "user", "content": "look: <image>"}], [image])
     (final,) = completed(await worker.run(make_row(messages=messages, images=images), 0)).trajectories
     assert [len(request.images) for request in engine.requests] == [1]
     assert final.prompt_ids.count(IMAGE_PAD) == 6

@@ -3,7 +3,10 @@
 bubblewrap is run; docker, podman and apptainer are a program that writes down how it was called.
 """
 
+import asyncio
 import os
+import socket
+import struct
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 from rollstream.errors import ConfigError, DataError
 from rollstream.gateway.sandbox import (
     Ended,
+    Gate,
     LocalSandbox,
     SandboxOptions,
     check_sandbox,
@@ -163,6 +167,27 @@ async def test_a_reward_runs_its_test_on_what_a_program_left(tmp_path: Path, kin
     )
     assert (ended.code, ended.output) == (0, "solved\nhard")
     assert elsewhere.read_text() == "mine"
+
+
+async def test_a_client_that_resets_its_connection_is_gone_for_the_gateway() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(100):
+            began.set()
+        ended.set()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        gate = await Gate.open(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None)
+        client = socket.create_connection(("127.0.0.1", int(gate.url.rpartition(":")[2])))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.sendall(b"asked")
+        async with asyncio.timeout(PATIENCE_S):
+            await began.wait()
+            client.close()  # resets
+            await ended.wait()
+        await gate.close()
 
 
 async def test_results_are_read_over_no_link(tmp_path: Path) -> None:
