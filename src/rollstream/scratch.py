@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import shutil
+import subprocess
 import tempfile
 import weakref
 from pathlib import Path
@@ -62,8 +63,17 @@ class ScratchFolder:
         self.cleanup()
 
 
+def remove_folder(folder: Path) -> None:
+    """Removes a folder, as deep and as unreadable as a program may have made it. Raises nothing."""
+    with contextlib.suppress(OSError, RecursionError):
+        shutil.rmtree(folder)
+    for words in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        if folder.exists():
+            subprocess.run([*words, "--", str(folder)], capture_output=True, check=False)
+
+
 def _remove(folder: Path, lock: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_folder(folder)
     os.close(lock)
 
 
@@ -76,7 +86,7 @@ def _sweep(where: Path, prefix: str) -> None:
             lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its process lives
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_folder(folder)
                 logger.info("removed %s, of a process that has died", folder)
             finally:
                 os.close(lock)

@@ -161,6 +161,8 @@ class _Watch:
 
 def _descendants(root: int) -> list[int]:
     """As `below`, at a cost that does not grow with other processes, and nearly right: for looking often."""
+    if not Path(f"/proc/{root}/task/{root}/children").exists():  # a kernel without CONFIG_PROC_CHILDREN
+        return below(root)
     found: list[int] = []
     waiting = [root]
     while waiting:

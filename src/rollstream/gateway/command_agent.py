@@ -43,9 +43,8 @@ from rollstream.gateway.sandbox import (
     SandboxOptions,
     check_sandbox,
     program_environment,
-    remove_folder,
 )
-from rollstream.scratch import ScratchFolder
+from rollstream.scratch import ScratchFolder, remove_folder
 
 logger = logging.getLogger(__name__)
 

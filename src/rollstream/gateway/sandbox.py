@@ -35,6 +35,7 @@ from rollstream.engine import reaper
 from rollstream.errors import ConfigError, DataError, TransientError
 from rollstream.gateway import inside
 from rollstream.redaction import redact
+from rollstream.scratch import ScratchFolder
 
 logger = logging.getLogger(__name__)
 
@@ -614,16 +615,9 @@ async def run_in_sandbox(
         seconds: at most.
     """
     given = msgspec.convert(dict(options), SandboxOptions)
-    with tempfile.TemporaryDirectory(prefix="rollstream-reward-") as root:
-        sandbox = LocalSandbox(given, Path(root), work=Path(folder))
+    with ScratchFolder("reward") as root:
+        sandbox = LocalSandbox(given, root.path, work=Path(folder))
         await sandbox.start(None)
         for name, content in (files or {}).items():
             await sandbox.put(f"work/{name}", content.encode() if isinstance(content, str) else content)
         return await sandbox.run(command, {**program_environment(), **(env or {})}, seconds)
-
-
-def remove_folder(folder: Path) -> None:
-    """Removes what a program may have made as deep and unreadable as it liked."""
-    for words in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        if folder.exists():
-            subprocess.run([*words, "--", str(folder)], capture_output=True, check=False)

@@ -23,9 +23,9 @@ from rollstream.gateway.sandbox import (
     SandboxOptions,
     check_sandbox,
     program_environment,
-    remove_folder,
     run_in_sandbox,
 )
+from rollstream.scratch import remove_folder
 from tests.support.programs import command_worker, program
 from tests.unit.agent.rollouts import completed, make_row, says, started
 
