@@ -41,6 +41,7 @@ ABUSES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"timeout": 5.0},
         "took longer than 5 s",
     ),
+    "its reaper": (DAEMONS + "spawn(); os.kill(os.getppid(), 9); time.sleep(600)", {}, "the program "),
     "connections": (
         """
 import socket

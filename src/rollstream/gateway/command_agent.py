@@ -51,6 +51,9 @@ logger = logging.getLogger(__name__)
 _RESULT_BYTES = 1 << 20
 """Of a result: its answer and what else it says are kept with the rollout."""
 
+_LONGEST_SCRATCH = 80
+"""Bytes; a socket's path has 107, and a rollout's own folder takes some."""
+
 _SHOWN_CHARS = 1_200
 """Of its output in a failure, whose text has 2,000."""
 
@@ -103,12 +106,18 @@ class CommandAgent(RecordedAgent):
         path = program_environment(settings.pass_env)["PATH"]
         if sandbox.image is None and shutil.which(command[0], path=path) is None:
             raise ConfigError(f"gateway.command: there is no program {command[0]!r} on the PATH {path}")
+        scratch = ScratchFolder("agents")
+        if sandbox.kind != "none" and len(bytes(scratch.path)) > _LONGEST_SCRATCH:
+            raise ConfigError(
+                f"{scratch.path} is too long a path for the sockets of gateway.sandbox={sandbox.kind}: set TMPDIR to "
+                "a shorter one"
+            )
         return _Programs(
             settings,
             shared_endpoint(resources, settings),
             sandbox,
             command,
-            ScratchFolder("agents"),
+            scratch,
             Path(options.get("workdirs", "workdirs")).expanduser().absolute(),
         )
 

@@ -1,6 +1,7 @@
 """A program as an agent loop: what it is given, what becomes of its result, what its reward sees."""
 
 import asyncio
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -221,4 +222,20 @@ def test_what_decides_the_data_is_in_the_identity(tmp_path: Path) -> None:
 async def test_what_cannot_work_is_an_error_at_start(options: dict[str, Any], words: str) -> None:
     given = resources(await started())
     with pytest.raises(ConfigError, match=words):
+        CommandAgent.build_shared(given, **options)
+
+
+async def test_a_temporary_folder_too_deep_for_sockets_is_an_error_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"command": ["true"], "sandbox": "bubblewrap"}
+    given = resources(await started())
+    try:
+        CommandAgent.build_shared(given, **options)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(ConfigError, match="set TMPDIR"):
         CommandAgent.build_shared(given, **options)
