@@ -179,8 +179,10 @@ class Recorder:
             context, prompt_length = ask.context, ask.prompt_length
             sampling = self._sampling_of(call, prompt_length, len(context) - prompt_length)
             if sampling.seed is not None and not call.own_seed:
-                # By its place among the calls, not by when it came: calls at once come in any order.
-                place = int.from_bytes(ask.path[:6], "little")
+                # The conversation that the session began with has the seeds that `tool_agent` has. Others go by
+                # their places among the calls, not by when they came: calls at once come in any order.
+                is_first = ask.segment.is_first
+                place = ask.number - 1 if is_first else int.from_bytes(ask.path[:6], "little")
                 sampling = replace(sampling, seed=turn_seed(sampling.seed, place))
             in_thinking = self._loop.resources.template.in_thinking(context)
             completion = await self._generate(context, sampling, ask, gone=gone)

@@ -64,6 +64,8 @@ class Segment:
 
     request_id: str
     """The engine's, the same for all its calls; no two open calls have the same."""
+    is_first: bool
+    """Whether the session began with it."""
     base: "Turn | None"
     """Its prompt begins with the context of this turn, the answer included."""
     ids: list[int] = field(default_factory=list)
@@ -254,13 +256,13 @@ class Session:
             first = hash((root, *keys))
             shown, ids = self._renderer.prompt(given, tools, first=self._first in (None, first))
             self._first = first if self._first is None else self._first
-            segment, number = Segment(self._new_id(), None), 1
+            segment, number = self._new_segment(None), 1
         else:
             tools, number = parent.ask.tools, parent.ask.number + 1
             shown, ids = self._renderer.after(parent, given)
             parent.is_used = True
             goes_on = parent.following is None
-            segment = parent.ask.segment if goes_on else Segment(self._new_id(), parent)
+            segment = parent.ask.segment if goes_on else self._new_segment(parent)
         self.begun += 1
         again = [self._said[key] for key in keys[known:] if key in self._said]
         for turn in again:
@@ -388,9 +390,9 @@ class Session:
         self._asked[path] += 1
         return _digest([path.hex(), self._asked[path]])
 
-    def _new_id(self) -> str:
+    def _new_segment(self, base: Turn | None) -> Segment:
         number, self._segments = self._segments, self._segments + 1
-        return f"{self._name}.{number}" if number else self._name
+        return Segment(f"{self._name}.{number}" if number else self._name, not number, base)
 
     def _close(self, ask: Ask) -> None:
         self._open[ask.asked] -= 1

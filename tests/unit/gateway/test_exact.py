@@ -115,7 +115,7 @@ def test_any_calls_are_what_the_engine_says(name: str, steps: list[tuple[str, in
 @given(st.permutations(range(5)), st.permutations(range(5)))
 @settings(max_examples=10)
 def test_a_replay_gives_the_same_whichever_call_is_faster(begun: list[int], slow: list[int]) -> None:
-    """Five helpers at once, of which two are asked the same, each with a second turn; then the agent itself."""
+    """Five helpers at once, of which two are asked the same, each with a second turn; the agent before and after."""
 
     async def play(order: Sequence[int], latency: Sequence[int]) -> list[Any]:
         waits = iter([*latency] * 4)
@@ -126,12 +126,13 @@ def test_a_replay_gives_the_same_whichever_call_is_faster(begun: list[int], slow
             first = await ask(recorder, [user(f"help {number // 2}")])
             return (await ask(recorder, [*first, user("more")]))[-1]
 
+        await ask(recorder, [user("a plan")])
         said = await asyncio.gather(*map(helper, order))
         await ask(recorder, [user(" ".join(sorted(one["content"] for one in said)))])
         return [(one.prompt_ids, one.response_ids) for one in recorder.trajectories()]
 
     first = asyncio.run(play(range(5), range(5)))
-    assert len(first) == 6
+    assert len(first) == 7
     assert asyncio.run(play(begun, slow)) == first
 
 
