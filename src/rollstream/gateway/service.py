@@ -216,6 +216,7 @@ class SessionLoop(AgentLoop):
     """The agent loop whose program is elsewhere: opens an address for its calls, and waits for its end."""
 
     sees_images = False
+    brings_images = True
 
     async def run(self, sampling: SamplingParams, **row: Any) -> list[Trajectory]:
         """Executes the rollout. Raises `SessionEndedError`."""
