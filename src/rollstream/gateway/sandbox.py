@@ -211,20 +211,27 @@ class LocalSandbox:
             command = [python, "-I", "-S", inside.__file__, str(self._socket), port, *command]
         words, outer = self._words(self, command, own)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *reaper.reaped(words, self._bounds()),
-                stdin=asyncio.subprocess.PIPE,  # held open as long as the program is wanted
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                cwd=self._work,
-                env={**outer, reaper.MARK: mark},
-                start_new_session=True,
-            )
+            # A pipe of our own: for asyncio's a process has not ended while daemons of it have the other end.
+            output, inner_output = os.pipe()
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *reaper.reaped(words, self._bounds()),
+                    stdin=asyncio.subprocess.PIPE,  # held open as long as the program is wanted
+                    stdout=inner_output,
+                    stderr=inner_output,
+                    cwd=self._work,
+                    env={**outer, reaper.MARK: mark},
+                    start_new_session=True,
+                )
+            except BaseException:
+                os.close(output)
+                raise
+            finally:
+                os.close(inner_output)
         except OSError as error:
             raise SandboxError(f"the program could not be started: {error}") from error
-        assert process.stdout is not None
         tail = bytearray()
-        reading = asyncio.create_task(_read_end(process.stdout, tail))
+        reading = asyncio.create_task(_read_end(output, tail))
         timed_out = False
         try:
             async with asyncio.timeout(seconds):
@@ -504,11 +511,16 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.write_eof()
 
 
-async def _read_end(stream: asyncio.StreamReader, tail: bytearray) -> None:
-    """Reads all there is, and keeps the end."""
-    while data := await stream.read(1 << 16):
-        tail += data
-        del tail[:-_OUTPUT_BYTES]
+async def _read_end(descriptor: int, tail: bytearray) -> None:
+    """Reads all that a pipe gives, and keeps the end."""
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb", buffering=0)
+    )
+    with contextlib.closing(transport):
+        while data := await stream.read(1 << 16):
+            tail += data
+            del tail[:-_OUTPUT_BYTES]
 
 
 async def _quietly(*words: str) -> None:
