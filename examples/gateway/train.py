@@ -1,7 +1,7 @@
 """GRPO on rollouts of an agent that knows nothing of training: the Agents SDK's, in agents_sdk.py.
 
     pip install '.[openvino,trl,tasks]' openai-agents
-    python -m examples.gateway.train        about five minutes
+    python -m examples.gateway.train        five to ten minutes
 
 Sums of numbers of two and three digits; the model was made for two. Each rollout has two or three trajectories,
 one for each time that the agent was asked. All are trained, with the advantage of their rollout: what is rewarded
