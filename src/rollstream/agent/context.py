@@ -146,7 +146,7 @@ class ContextAgent(ToolAgent):
         conversation, turn = self.conversation, self.turn
         at = len(conversation.messages) - 1
         results, asked = await self._execute(turn.calls)
-        self.count(results)
+        self.count(turn.calls, results)
         contents, _ = await self.show(results)
         added = self.resources.template.tool_messages(turn.message["tool_calls"], contents)
         added = [self._with_id(message, at + 1 + i) for i, message in enumerate(added)]
@@ -214,12 +214,13 @@ class ContextAgent(ToolAgent):
         return truncate_text(text, limits.max_response_length, limits.truncate_side)
 
     def _take_snapshot(self, asked: list[int]) -> None:
-        snapshot = self.conversation.trajectory("stop", extra={"deleted_msg_ids": asked})
+        extra = {"deleted_msg_ids": asked, "tool_counts": self.tool_counts}
+        snapshot = self.conversation.trajectory("stop", extra=extra)
         snapshot.is_snapshot = True
         snapshot.reward = self.snapshot_reward(snapshot)
         self.snapshots.append(snapshot)
         self.deleted.update(asked)
-        self.metrics = Metrics()
+        self.metrics, self.tool_counts = Metrics(), {}
 
     def _compose(self, messages: list[Message], deleted: set[int]) -> list[int]:
         """Ids of the edited history: kept answers as sampled, everything else rendered."""

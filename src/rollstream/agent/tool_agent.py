@@ -11,7 +11,7 @@ PENDING --> GENERATING --> PROCESSING_TOOLS --+
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from enum import Enum
 from typing import Any
@@ -22,6 +22,7 @@ from rollstream.agent.images import SeenImage
 from rollstream.agent.interactions import InteractionSession
 from rollstream.agent.tools.result import ToolResult
 from rollstream.agent.tools.session import ToolSession
+from rollstream.chat.parsers.base import ToolCall
 from rollstream.errors import DataError, TransientError
 from rollstream.trajectory import Message, SamplingParams, Trajectory
 
@@ -47,8 +48,9 @@ class ToolAgent(AgentLoop):
 
     Ends when an answer has no calls and nobody answers it (`stop`), the response is full (`length`), a turn
     limit is reached (`max_turns`), results do not fit (`tool_overflow`; they are left out), or the engine
-    aborted (`aborted`). The trajectory's `extra` has `tool_rewards` and `tool_metrics` (of calls that gave
-    some, in order), `tool_scores` (each tool's reward for the rollout) and `turn_scores` of an interaction.
+    aborted (`aborted`). The trajectory's `extra` has `tool_counts` (`{name: [calls, errors]}`), `tool_rewards` and
+    `tool_metrics` (of calls that gave some, in order), `tool_scores` (each tool's reward for the rollout) and
+    `turn_scores` of an interaction.
     """
 
     needs_tools = True
@@ -68,6 +70,8 @@ class ToolAgent(AgentLoop):
         """Schemas that the prompt shows."""
         self.interaction: InteractionSession | None = None
         self.turn: Turn
+        self.tool_counts: dict[str, list[int]] = {}
+        """Calls and errors by tool; under "" those of names that are no tool's."""
         self.tool_rewards: list[float] = []
         self.tool_metrics: list[dict[str, Any]] = []
         self.finish_reason = "stop"
@@ -130,7 +134,7 @@ class ToolAgent(AgentLoop):
     async def process_tools(self) -> State:
         """PROCESSING_TOOLS: executes the calls of the last answer; the results go to the model, in order."""
         results = await self.timed(self.session.run(self.turn.calls, messages=self.conversation.messages))
-        self.count(results)
+        self.count(self.turn.calls, results)
         contents, images = await self.show(results)
         added = self.resources.template.tool_messages(self.turn.message["tool_calls"], contents)
         if not await self.conversation.add_with_images(added, images):
@@ -160,10 +164,15 @@ class ToolAgent(AgentLoop):
         """What an interaction said, as a message."""
         return {"role": "user", "content": self.tokenizer.escape_special_tokens(text)}
 
-    def count(self, results: list[ToolResult]) -> None:
+    def count(self, calls: Sequence[ToolCall], results: list[ToolResult]) -> None:
         """Counts results and keeps their rewards."""
         self.metrics.tool_calls += len(results)
         self.metrics.tool_errors += sum(result.error is not None for result in results)
+        known = {tool["function"]["name"] for tool in (*self.session.schemas, *self.tools)}
+        for call, result in zip(calls, results, strict=True):
+            counts = self.tool_counts.setdefault(call.name if call.name in known else "", [0, 0])
+            counts[0] += 1
+            counts[1] += result.error is not None
         self.tool_rewards += [result.reward for result in results if result.reward is not None]
         self.tool_metrics += [result.metrics for result in results if result.metrics]
 
@@ -203,6 +212,8 @@ class ToolAgent(AgentLoop):
     def finish(self, tool_scores: dict[str, float]) -> Trajectory | list[Trajectory]:
         """The result, once everything has ended. `tool_scores`: each used tool's reward for the rollout."""
         extra: dict[str, Any] = {}
+        if self.tool_counts:
+            extra["tool_counts"] = self.tool_counts
         if self.tool_rewards:
             extra["tool_rewards"] = self.tool_rewards
         if self.tool_metrics:

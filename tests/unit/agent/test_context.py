@@ -125,6 +125,10 @@ async def test_a_deletion_ends_a_trajectory_and_the_next_one_begins_with_a_stub(
     assert final.response_ids == demo_tokenizer().encode("12" + END)
     assert final.extra["tool_scores"] == {"it": 1.0}
     assert [snapshot.metrics.tool_calls, final.metrics.tool_calls] == [2, 0]
+    assert (
+        snapshot.extra["tool_counts"] == {"it": [1, 0], "deleteContext": [1, 0]}
+        and "tool_counts" not in final.extra
+    )
 
 
 async def test_a_row_that_was_rendered_as_it_is_before_is_rendered_anew_with_its_ids() -> None:

@@ -141,7 +141,7 @@ async def test_results_that_do_not_fit_are_left_out() -> None:
     assert made.finish_reason == "tool_overflow"
     assert [message["role"] for message in made.messages] == ["user", "assistant"]
     assert made.response_ids == engine.completions[0][1].token_ids
-    assert made.extra == {"tool_rewards": [0.5], "tool_scores": {"it": 1.0}}
+    assert made.extra == {"tool_counts": {"it": [1, 0]}, "tool_rewards": [0.5], "tool_scores": {"it": 1.0}}
 
 
 async def test_a_full_response_ends_it_and_its_calls_do_not_run() -> None:
