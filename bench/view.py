@@ -4,7 +4,8 @@
 
 Requests are those of the page, one at a time, over HTTP, each three times: the median. First paint is from the start of
 `rollstream view` until the answers for the list of runs and for the run at a glance are there. The writer commits
-rollouts at a fixed pace; while a page follows the run, and while none does, in turns of some seconds.
+rollouts at a fixed pace, and as quickly as it can; while a page follows the run, and while none does, in turns of
+some seconds.
 """
 
 import asyncio
@@ -103,8 +104,8 @@ def measure_large(root: Path) -> list[dict[str, Any]]:
     return rows
 
 
-async def measure_live(root: Path, rate: int, turns: int, seconds: float) -> list[dict[str, Any]]:
-    """What a run finishes in a second, with a page that follows it and without."""
+async def measure_live(root: Path, rate: int | None, turns: int, seconds: float) -> list[dict[str, Any]]:
+    """What a run finishes in a second, with a page that follows it and without. `rate`: None is as quick as it goes."""
     from tests.support.view_runs import rollout, writing
 
     finished: dict[bool, list[float]] = {False: [], True: []}
@@ -122,7 +123,7 @@ async def measure_live(root: Path, rate: int, turns: int, seconds: float) -> lis
                     page.start()
                 began, before, first = time.perf_counter(), time.process_time(), number
                 while (passed := time.perf_counter() - began) < seconds:
-                    due = min(int(passed * rate), number - first + 64) - (number - first)
+                    due = 64 if rate is None else min(int(passed * rate) - (number - first), 64)
                     asked = time.perf_counter()
                     await asyncio.gather(
                         *(writer.commit(rollout(one // 4, one % 4)) for one in range(number, number + due))
@@ -130,7 +131,7 @@ async def measure_live(root: Path, rate: int, turns: int, seconds: float) -> lis
                     if due:
                         latency[followed].append(time.perf_counter() - asked)
                     number += due
-                    await asyncio.sleep(0.005)
+                    await asyncio.sleep(0 if rate is None else 0.005)
                 finished[followed].append((number - first) / (time.perf_counter() - began))
                 cpu[followed].append(1e6 * (time.process_time() - before) / max(1, number - first))
                 stop.set()
@@ -138,6 +139,7 @@ async def measure_live(root: Path, rate: int, turns: int, seconds: float) -> lis
                     page.join()
     rows = [
         {
+            "writer": "unpaced" if rate is None else f"{rate}/s",
             "page": "follows" if followed else "none",
             "rollouts/s": statistics.median(finished[followed]),
             "CPU us/rollout": statistics.median(cpu[followed]),
@@ -157,8 +159,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         large = measure_large(large_run(Path(folder) / "large", count))
         print_table(f"{count:,} trajectories", large)
-        live = asyncio.run(measure_live(Path(folder) / "live", 1000, 1 if options.quick else 4, 4.0))
-        print_table("beside a run of 1,000 rollouts/s", live)
+        turns = 1 if options.quick else 4
+        live = asyncio.run(measure_live(Path(folder) / "live", 1000, turns, 4.0))
+        live += asyncio.run(measure_live(Path(folder) / "unpaced", None, turns, 4.0))
+        print_table("beside a run that is written", live)
     write_json(options.json, "view", [*large, *live])
 
 

@@ -47,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for step in range(1, 41)
     ]
     (root / "training" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    record = {"index": 7, "n": 2, "mean": 0.5, "versions": [1, 2], "prompt": "<b>2 + 2</b>"}
+    record = {"index": 7, "n": 2, "mean": 0.5, "prompt_key": f"{7:032x}", "prompt": "<b>2 + 2</b>"}
     batches = [{"first": step - 1, "step": step, "groups": [record] * step} for step in (2, 4)]
     (root / "training" / "rollstream_groups.jsonl").write_text("\n".join(map(json.dumps, batches)))
     return root

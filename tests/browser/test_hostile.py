@@ -61,6 +61,6 @@ def test_policy_refuses_scripts_and_styles_in_the_page(visit: Visit, ids: dict[s
             document.body.append(script);
         }"""
     )
-    page.wait_for_load_state("networkidle")
+    page.wait_for_function("() => document.querySelector('img').complete")
     assert page.evaluate("getComputedStyle(document.getElementById('b')).color") != "rgb(255, 0, 0)"
     assert page.evaluate("window.hacked") is None

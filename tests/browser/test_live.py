@@ -14,7 +14,7 @@ from rollstream.engine.launch_process import reserve_port
 from tests.browser.conftest import serving
 from tests.support.buffer import group, served
 from tests.support.until import PATIENCE_S
-from tests.support.view_runs import live_run
+from tests.support.view_runs import live_run, rollout, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `dev`)")
 expect = playwright.expect
@@ -92,6 +92,24 @@ def test_counts_and_rows_follow_a_run_that_is_written(live: Path, visit: Visit) 
         shown = rows.text_content()
         expect(rows).not_to_have_text(shown)
         page.close()  # before its server goes
+
+
+def test_run_that_is_resumed_is_followed(tmp_path: Path, visit: Visit) -> None:
+    def write(first: int) -> None:  # in a thread: the browser has an event loop in this one
+        made = [rollout(first, repeat) for repeat in range(4)]
+        writer = threading.Thread(target=write_run, args=(tmp_path / "run", made), kwargs={"prompts": 4})
+        writer.start()
+        writer.join()
+
+    write(0)
+    with serving(tmp_path) as ready:
+        page = visit(at=ready["url"].rstrip("/"))
+        first_run(page)
+        expect(page.locator(".facts")).to_contain_text("done4 of 16")
+        write(1)
+        expect(page.locator(".facts")).to_contain_text("done8 of 16")
+        expect(page.locator(".solve a")).to_have_count(2)
+        page.close()
 
 
 def test_lost_connection_is_said_and_goes_on(live: Path, visit: Visit) -> None:

@@ -62,7 +62,7 @@ QUESTIONS = {
     ),
     "Which tool calls went wrong?": (
         "",
-        [RUN, "td a >> nth=1", ".shown .row a"],
+        [RUN, "td a >> nth=1", ".hits a"],
         (".figures", re.compile(r"tool_errors1")),
     ),
     "What was deleted from the context?": (

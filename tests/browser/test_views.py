@@ -248,6 +248,8 @@ def test_training_shows_a_step_and_finds_a_curve(visit: Visit, ids: dict[str, st
     expect(page.locator("h2").first).to_have_text("Step 3")
     expect(page.locator(".panel .panel tbody tr")).to_have_count(4)
     expect(page.locator(".panel .panel tr:last-child td").last).to_have_text("<b>2 + 2</b>")
+    page.get_by_role("link", name="in agent").first.click()
+    expect(page.locator("h1")).to_have_text("Prompt 7")
     page = visit(f"training/{ids['training']}?step=5")
     expect(page.locator(".panel.wide")).to_contain_text("does not say which groups")
     page.get_by_label("Curves").fill("stale")

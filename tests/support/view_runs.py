@@ -183,8 +183,12 @@ def agent_rollout(index: int, repeat: int, *, snapshots: int = 0) -> Rollout:
             num_turns=4,
             reward=float(good) if last else None,
             reward_extra=parts if last else {},
-            metrics=Metrics(0.1, 1.5 * rng.random(), 0.4, 0.05, 2.1, 2, 30, 1, float(rng.random() < 0.2)),
-            extra={"trainer_logprobs": trainer, "entropy": [-4 * one for one in trainer]},
+            metrics=Metrics(0.1, 1.5 * rng.random(), 0.4, 0.05, 2.1, 2, 30, 1, wrong := rng.random() < 0.2),
+            extra={
+                "trainer_logprobs": trainer,
+                "entropy": [-4 * one for one in trainer],
+                "tool_counts": {"weather": [1, int(wrong)]},
+            },
         )
 
     numbers = [trajectory(number) for number in range(snapshots + 1)]

@@ -102,7 +102,7 @@ def samples_of_run(rows: RunColumns) -> Samples:
     failed_keys = np.array([one.prompt_key.encode() for one in failures], "S32")
     # A key for each prompt row, not for each rollout: they are compared byte by byte.
     keys, prompt = np.unique(
-        np.concatenate([rows["prompt_key"][order[starts]], failed_keys]), return_inverse=True
+        np.concatenate([rows.prompt_keys(order[starts]), failed_keys]), return_inverse=True
     )
     each = np.repeat(prompt[: len(starts)], np.diff(np.append(starts, len(order))))
     final = ~rows["is_snapshot"][order]

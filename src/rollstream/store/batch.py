@@ -141,23 +141,23 @@ def build_table(records: Sequence[RolloutRecord]) -> pa.Table:
         to_arrow(np.array([record.index for record in records], np.int64)),
         to_arrow(np.array([record.repeat for record in records], np.int32)),
         to_arrow(np.array([number for _, number, _ in rows], np.int32)),
-        _texts([record.prompt_key for record in records]),
+        to_arrow_texts([record.prompt_key for record in records]),
         _list_array([one.prompt_ids for one in trajectories], np.dtype("<i4")),
         _list_array([one.response_ids for one in trajectories], np.dtype("<i4")),
         _list_array([one.response_mask for one in trajectories], np.dtype("i1")),
         _list_array([one.response_logprobs for one in trajectories], np.dtype("<f4")),
         _versions_array([one.policy_versions for one in trajectories]),
-        _texts([one.messages for one in trajectories]),
+        to_arrow_texts([one.messages for one in trajectories]),
         to_arrow(np.array([one.is_snapshot for one in trajectories], np.bool_)),
         to_arrow(np.array([one.num_turns for one in trajectories], np.int32)),
-        _texts([one.finish_reason for one in trajectories]),
+        to_arrow_texts([one.finish_reason for one in trajectories]),
         _floats([one.reward for one in trajectories]),
-        _texts([one.reward_extra for one in trajectories]),
+        to_arrow_texts([one.reward_extra for one in trajectories]),
         pa.StructArray.from_arrays([to_arrow(column) for column in metrics.T], list(METRIC_NAMES)),
         to_arrow(np.array([record.attempts for record in records], np.int32)),
-        _texts([record.data_source for record in records]),
-        _texts([record.ground_truth for record in records]),
-        _texts([one.extra for one in trajectories]),
+        to_arrow_texts([record.data_source for record in records]),
+        to_arrow_texts([record.ground_truth for record in records]),
+        to_arrow_texts([one.extra for one in trajectories]),
     ]
     recorded = pa.Table.from_arrays(columns, schema=RECORDED)
     return with_counts(recorded, _floats([record.finished_at for record in records]))
@@ -220,7 +220,8 @@ def _floats(values: Sequence[float | None]) -> pa.Array:
     return to_arrow(found, None if valid.all() else valid)
 
 
-def _texts(texts: Sequence[str]) -> pa.Array:
+def to_arrow_texts(texts: Sequence[str]) -> pa.Array:
+    """An array of texts."""
     parts = list(map(str.encode, texts))
     buffers = [None, pa.py_buffer(_offsets(parts)), pa.py_buffer(b"".join(parts))]
     return pa.Array.from_buffers(pa.string(), len(parts), buffers)

@@ -1,16 +1,16 @@
 """The scalars of all trajectories of a run, as arrays: what is filtered, sorted and counted.
 
 A row is a number: rows are in the order in which they were read, and keep their numbers as long as the run is
-looked at. Sealed batches (or the artifact, where it holds them all) are read once; of a journal only what is new
-since the last look; when a journal becomes a batch, its rows are the same.
+looked at. A file that is new or was changed is read, of a journal only what is new; rollouts that are there already
+are left out: a journal becomes a batch, batches become the artifact, and are pruned.
 """
 
 import copy
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollstream.errors import DamageError, RollstreamError
@@ -32,84 +33,57 @@ from rollstream.store.batch import (
     open_parquet,
     read_group,
     reading,
+    to_arrow,
+    to_arrow_texts,
 )
 from rollstream.store.journal import FILE_HEADER_SIZE, ScanReport, scan
 from rollstream.store.manifest import Manifest
 from rollstream.store.merge import holds_other_batches, is_current
 from rollstream.store.paths import RunPaths
-from rollstream.store.records import FailureRecord, RecordCodec
+from rollstream.store.records import FailureRecord, RecordCodec, RolloutRecord
 from rollstream.trajectory import failure_cause
 
 Array = npt.NDArray[Any]
 
 _ARTIFACT: Final = -1
 """Number of a part's file that is no batch: its artifact, or an exported file."""
-
 _REPEAT_BITS: Final = 31
-_SLAB: Final = 32
+_SLAB: Final = 128
 """Row groups that are read together: few calls, and little memory."""
 _MOST_PARTS: Final = 30
 """Parts of rewards that become columns."""
 _MOST_ERROR: Final = 4096
 """Characters of a failure's error. Of its traceback nothing is kept but that of the first one of a cause."""
-
-_NULL: Final = -1
-"""Stands for null in a column of whole numbers that has such."""
-NULLABLE: Final = ("version",)
-_ALL: Final = slice(None)
+_FILE: Final = ""
+"""Name of the column that says in which file a row was."""
 
 _COLUMNS: Final[dict[str, tuple[Any, str, str]]] = {
     "index": (np.int64, "index", "prompt row"),
     "repeat": (np.int32, "repeat", "which of the rollouts of its prompt"),
     "trajectory": (np.int16, "trajectory", "which of the trajectories of its rollout"),
     "reward": (np.float64, "reward", "reward"),
-    "finish_reason": (np.int32, "finish_reason", "why it ended"),
-    "data_source": (np.int32, "data_source", "data source"),
+    "finish_reason": (str, "finish_reason", "why it ended"),
+    "data_source": (str, "data_source", "data source"),
     "num_turns": (np.int32, "num_turns", "turns"),
     "tokens": (np.int32, "response_tokens", "tokens of the response"),
     "sampled": (np.int32, "sampled_tokens", "tokens that the model sampled"),
     "prompt_tokens": (np.int32, "prompt_tokens", "tokens of the prompt"),
     "logprob": (np.float32, "mean_logprob", "mean log-prob of sampled tokens"),
-    "version": (np.int32, "policy_versions", "oldest policy version"),
+    "version": (np.float64, "policy_versions", "oldest policy version"),
     "is_snapshot": (np.bool_, "is_snapshot", "snapshot: cut off by a context edit"),
     "attempts": (np.int32, "attempts", "attempts"),
     "finished_at": (np.float64, "finished_at", "when it was finished, Unix time"),
     **{name: (np.float32, "metrics", name.replace("_", " ")) for name in METRIC_NAMES},
-    "prompt_key": ("S32", "prompt_key", "hash of the prompt row"),
+    "prompt_key": (str, "prompt_key", "hash of the prompt row"),
 }
-"""By name: the array's type, the stored column, and the title. Texts are codes but for prompt keys, too many."""
+"""By name: the type, the stored column, and the title. What may be null is a float, or NaN."""
 
-_CODED: Final = ("finish_reason", "data_source")
 _READ: Final = [*dict.fromkeys(stored for _, stored, _ in _COLUMNS.values()), "reward_extra"]
+_CODED: Final = [*(stored for kind, stored, _ in _COLUMNS.values() if kind is str), "reward_extra"]
+_TYPES: Final = {name: kind for name, (kind, _, _) in _COLUMNS.items()} | {_FILE: np.int32}
 
-
-class _Growing:
-    """An array that rows are appended to. An array that was handed out stays as it is."""
-
-    def __init__(self, dtype: Any, fill: float = 0) -> None:
-        self._values, self._fill = np.zeros(0, dtype), fill
-
-    def view(self, rows: int, more: int = 0) -> Array:
-        """The first rows; `more` are about to come."""
-        if rows > len(self._values):
-            grown = np.full(rows + max(more, rows // 8), self._fill, self._values.dtype)
-            grown[: len(self._values)] = self._values
-            self._values = grown
-        return self._values[:rows]
-
-
-class Texts:
-    """Texts by number."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self._codes: dict[str, int] = {}
-
-    def codes(self, texts: Iterable[str]) -> Array:
-        """The numbers of texts; new ones get one."""
-        found = [self._codes.setdefault(text, len(self._codes)) for text in texts]
-        self.texts += list(self._codes)[len(self.texts) :]
-        return np.array(found, np.int32)
+Piece = dict[str, Any]
+"""Columns of some rows: numbers as arrays, texts as Arrow's dictionary arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +103,20 @@ class Part:
 
 
 @dataclass(slots=True)
-class _Journal:
-    """What has been read of a journal file."""
+class _File:
+    """What has been read of a batch (or artifact), and of the journal that it was.
 
+    After a pruning, numbers are given again: another file may come in its place.
+    """
+
+    part: int
+    number: int
+    version: tuple[int, ...] = ()
+    """As the batch was; empty before it is read."""
+    journal: int = 0
+    """Inode of the journal."""
     end: int = FILE_HEADER_SIZE
-    keys: set[tuple[int, int]] = field(default_factory=set)
+    """Of what has been read of it."""
 
 
 class RunColumns:
@@ -143,21 +126,16 @@ class RunColumns:
         self.parts = list(parts)
         self.rows = 0
         self.damage: list[str] = []
-        self.texts = {name: Texts() for name in _CODED}
-        self._columns = {name: _Growing(dtype) for name, (dtype, _, _) in _COLUMNS.items()}
-        self._file = _Growing(np.int32)
-        self._places: list[tuple[int, int]] = []
-        """By file: the part, and the number of the batch or journal."""
-        self._reward_parts: dict[str, _Growing] = {}
-        self._read: dict[tuple[int, int], tuple[int, ...]] = {}
-        """Files that were read, as they were: after a pruning, numbers of batches are given again."""
-        self._journals: dict[tuple[int, int], _Journal] = {}
+        self.selections: OrderedDict[tuple[str, str], Array] = OrderedDict()
+        """Rows by filter and sort, for who asks again."""
+        self._columns: Piece = {name: _filled(kind, 0) for name, kind in _TYPES.items()}
+        self._files: dict[tuple[int, int], _File] = {}
+        self._batches: dict[int, list[int]] = {}
+        """Numbers of a part's batches at the last look."""
         self._failures: dict[tuple[int, int], FailureRecord] = {}
         self._failed_ends: dict[Path, int] = {}
         self._causes: set[str] = set()
         self._codec = RecordCodec()
-        self.selections: OrderedDict[tuple[str, str], Array] = OrderedDict()
-        """Rows by filter and sort, for who asks again."""
         self._sorted: tuple[int, Array, Array] = (0, np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     # -- what there is
@@ -165,56 +143,61 @@ class RunColumns:
     def snapshot(self) -> "RunColumns":
         """The rows that there are now: those that come later are in another one. Arrays are shared."""
         found = copy.copy(self)
-        found.selections = OrderedDict()
+        found.selections, found.damage = OrderedDict(), list(self.damage)
         return found
 
     def columns(self) -> list[dict[str, str]]:
         """`name`, `type` (number, text, bool) and `title` of all that rows can be filtered and sorted by."""
-        found = []
-        for name, (dtype, _, title) in _COLUMNS.items():
-            text = name in _CODED or dtype == "S32"
-            kind = "text" if text else "bool" if dtype is np.bool_ else "number"
-            found.append({"name": name, "type": kind, "title": title})
-        parts = sorted(self._reward_parts)
+        kinds: dict[Any, str] = {str: "text", np.bool_: "bool"}
+        found = [
+            {"name": name, "type": kinds.get(kind, "number"), "title": title}
+            for name, (kind, _, title) in _COLUMNS.items()
+        ]
+        parts = sorted(name for name in self._columns if name.startswith("reward."))
         return found + [
-            {"name": f"reward.{one}", "type": "number", "title": f"{one} of the reward"} for one in parts
+            {"name": name, "type": "number", "title": f"{name.removeprefix('reward.')} of the reward"}
+            for name in parts
         ]
 
     def __getitem__(self, name: str) -> Array:
         """A column's values, of a text their codes. Shape (rows,). `KeyError` where there is none."""
-        if name.startswith("reward."):
-            return self._reward_parts[name.removeprefix("reward.")].view(self.rows)
-        return self._columns[name].view(self.rows)
+        column = self._columns[name]
+        return _array(column.indices) if isinstance(column, pa.DictionaryArray) else column
+
+    def texts(self, name: str) -> pa.StringArray:
+        """The texts of a column, by code."""
+        return self._columns[name].dictionary
 
     def values(self, name: str, rows: Array) -> list[Any]:
         """Cells for people; None where there are none."""
-        cells = self[name][rows]
-        if name in self.texts:
-            texts = self.texts[name].texts
-            return [texts[code] for code in cells.tolist()]
-        if cells.dtype.kind == "S":
-            return [cell.decode("utf-8", "replace") for cell in cells.tolist()]
-        if cells.dtype == np.float32:  # shown with the digits that it has
-            return [float(f"{cell:.7g}") if math.isfinite(cell) else None for cell in cells.tolist()]
-        null = self.is_null(name, rows).tolist()
-        return [None if missing else cell for cell, missing in zip(cells.tolist(), null, strict=True)]
-
-    def is_null(self, name: str, rows: Array | slice = _ALL) -> Array:
-        """Which cells of a column are null."""
-        values = self[name][rows]
-        if values.dtype.kind == "f":
-            return ~np.isfinite(values)
-        return values == _NULL if name in NULLABLE else np.zeros(len(values), bool)
+        column = self._columns[name]
+        if isinstance(column, pa.DictionaryArray):
+            return column.take(to_arrow(rows)).to_pylist()  # type: ignore[no-any-return]
+        cells = column[rows]
+        if cells.dtype.kind != "f":
+            return cells.tolist()  # type: ignore[no-any-return]
+        finite = [cell if math.isfinite(cell) else None for cell in cells.tolist()]
+        if cells.dtype == np.float64:
+            return finite
+        return [None if cell is None else float(f"{cell:.7g}") for cell in finite]  # the digits that it has
 
     def equals(self, name: str, text: str) -> Array:
         """Which cells of a column of texts are this one."""
-        if name not in self.texts:
-            wanted: Any = np.bytes_(text.encode("utf-8", "surrogateescape"))
-        else:
-            texts = self.texts[name].texts
-            wanted = texts.index(text) if text in texts else -1
-        found: Array = np.equal(self[name], wanted)
+        code = self.texts(name).index(to_arrow_texts([text])[0]).as_py()
+        found: Array = self[name] == code
         return found
+
+    def prompt_keys(self, rows: Array) -> Array:
+        """The prompt keys of rows, to be compared with those of other runs."""
+        return np.array([key.encode() for key in self.values("prompt_key", rows)], "S32")
+
+    def prompts(self, keys: Sequence[str]) -> list[int | None]:
+        """A prompt row of each prompt key; None where there is none."""
+        codes = pc.index_in(to_arrow_texts(keys), value_set=self.texts("prompt_key")).to_pylist()
+        first = dict(
+            zip(*(one.tolist() for one in np.unique(self["prompt_key"], return_index=True)), strict=True)
+        )
+        return [None if code is None else int(self["index"][first[code]]) for code in codes]
 
     def groups(self) -> tuple[Array, Array]:
         """`(order, starts)`: rows by prompt row and repeat, and where in them each prompt row begins."""
@@ -234,7 +217,7 @@ class RunColumns:
         order, keys = self._by_key()
         if not len(order):
             return np.full(len(index), -1)
-        wanted = (index.astype(np.int64) << _REPEAT_BITS) + repeat
+        wanted = _keys(index, repeat)
         # The trajectories of a rollout are read together, and in order.
         at = np.minimum(np.searchsorted(keys, wanted) + trajectory, len(order) - 1)
         same = (keys[at] == wanted) & (self["trajectory"][order[at]] == trajectory)
@@ -244,7 +227,7 @@ class RunColumns:
         rows, order, keys = self._sorted
         if rows != self.rows:
             rows = self.rows
-            keys = (self._columns["index"].view(rows) << _REPEAT_BITS) + self._columns["repeat"].view(rows)
+            keys = _keys(self["index"], self["repeat"])
             order = np.arange(rows, dtype=np.int32)
             if np.any(np.diff(keys) < 0):
                 order = np.argsort(keys, kind="stable").astype(np.int32)
@@ -269,17 +252,16 @@ class RunColumns:
         """
         wanted = np.zeros(self.rows, bool)
         wanted[rows] = True
-        file = self._file.view(len(wanted))
-        for code in np.unique(file[rows]).tolist():
-            part, number = self._places[code]
-            chosen = np.flatnonzero(wanted & (file == code))
-            for path in self.parts[part].paths(number):
+        files = list(self._files.values())
+        for code in np.unique(self[_FILE][rows]).tolist():
+            part = self.parts[files[code].part]
+            for path in part.paths(files[code].number):  # where the number was given again, in the artifact
+                chosen = np.flatnonzero(wanted & (self[_FILE] == code))
                 if not len(chosen):
                     break
                 try:
-                    for table in self._tables(path, self.parts[part].manifest, chosen, names):
+                    for table in self._tables(path, part.manifest, chosen, names):
                         found = self.rows_at(*(column_values(table[name]) for name in KEY_COLUMNS))
-                        found = np.where((found >= 0) & (found < len(wanted)), found, -1)
                         found = np.where((found >= 0) & wanted[found], found, -1)
                         wanted[found[found >= 0]] = False
                         yield found, table
@@ -287,12 +269,10 @@ class RunColumns:
                     continue
                 except (RollstreamError, OSError) as error:
                     self._note(error)
-                chosen = chosen[wanted[chosen]]  # the others are in the artifact: the number was given again
 
     def _tables(
         self, path: Path, manifest: Manifest | None, rows: Array, names: Sequence[str] | None
     ) -> Iterator[pa.Table]:
-        indices = np.unique(self["index"][rows])
         names = None if names is None else [*KEY_COLUMNS, *names]
         if path.suffix == ".rsj":
             assert manifest is not None
@@ -302,6 +282,7 @@ class RunColumns:
                     table = build_table([RecordCodec().decode_rollout(frame.body)])
                     yield table if names is None else table.select(names)
             return
+        indices = np.unique(self["index"][rows])
         with _open(path) as file, reading(path):
             low, high = _footer(path, *_version(path))[1:]
             holds = np.searchsorted(indices, low) < np.searchsorted(indices, high, side="right")
@@ -312,56 +293,62 @@ class RunColumns:
 
     def refresh(self) -> bool:
         """Reads what is new; says whether there was anything."""
-        before = (self.rows, len(self._failures), len(self.damage))
+        before, pieces = (self.rows, len(self._failures), len(self.damage)), list[Piece]()
         for at, part in enumerate(self.parts):
             try:
-                self._refresh(at, part)
-            except FileNotFoundError:  # gone since it was listed: the next look finds what came of it
-                continue
+                for piece in self._read_new(at, part):
+                    pieces.append(piece)
             except (RollstreamError, OSError) as error:
                 self._note(error)
+        if pieces:
+            self._append(pieces)
         return before != (self.rows, len(self._failures), len(self.damage))
 
-    def _note(self, error: object) -> None:
-        if (text := str(error)) not in self.damage:
-            self.damage.append(text)
+    def _note(self, error: Exception | str) -> None:
+        gone = isinstance(error, Exception) and FileNotFoundError in map(type, (error, error.__cause__))
+        # What is gone since it was listed was sealed, merged or pruned: the next look finds what came of it.
+        if not gone and str(error) not in self.damage:
+            self.damage.append(str(error))
 
-    def _refresh(self, at: int, part: Part) -> None:
+    def _file(self, at: int, number: int) -> tuple[int, _File]:
+        """A file's code, and what is known of it."""
+        file = self._files.setdefault((at, number), _File(at, number))
+        return list(self._files).index((at, number)), file
+
+    def _read_new(self, at: int, part: Part) -> Iterator[Piece]:
         if part.manifest is None:
-            self._read_file(at, _ARTIFACT)
+            yield from self._read_parquet(at, _ARTIFACT)
             return
         paths, run_id = RunPaths(part.root), part.manifest.run_id
         journals = paths.journal_numbers()  # before the batches: one sealed meanwhile is then seen as batch
-        numbers = paths.batch_numbers()
-        known = any(part == at for part, _ in self._places)
-        if not known and is_current(paths, run_id):
-            self._read_file(at, _ARTIFACT)
-            if (at, _ARTIFACT) in self._read:
-                there = [number for number in numbers if paths.batch(number).exists()]
-                self._read |= {(at, number): _version(paths.batch(number)) for number in there}
+        numbers, before = paths.batch_numbers(), self._batches.get(at)
+        whole = (
+            before is None and is_current(paths, run_id) and (yield from self._read_parquet(at, _ARTIFACT))
+        )
+        for number in numbers if whole else ():  # their rows are the artifact's
+            self._file(at, number)[1].version = _version(paths.batch(number))
         for number in numbers:
-            self._read_file(at, number, known=known)
+            yield from self._read_parquet(at, number)
         for number in journals:
             if number not in numbers:
-                self._read_journal(at, number, paths.journal(number), part.manifest)
-        if (at, _ARTIFACT) not in self._read and holds_other_batches(paths, run_id, numbers):
-            self._read_file(at, _ARTIFACT, known=True)
+                yield from self._read_journal(at, number, paths.journal(number), part.manifest)
+        if before != numbers and not whole and holds_other_batches(paths, run_id, numbers):
+            yield from self._read_parquet(at, _ARTIFACT)
+        self._batches[at] = numbers
         for path in paths.failure_files():
             self._read_failures(path, part.manifest)
 
-    def _read_file(self, at: int, number: int, *, known: bool = False) -> None:
-        """Appends the rows of a batch, artifact or exported file; `known`: some of them may be there already."""
-        part = self.parts[at]
-        path, before = part.paths(number)[0], self._read.get((at, number))
+    def _read_parquet(self, at: int, number: int) -> Generator[Piece, None, bool]:
+        """The rows of a batch, artifact or exported file that was not read yet; says whether it was read whole."""
+        part, (code, known) = self.parts[at], self._file(at, number)
+        path = part.paths(number)[0]
+        if not path.exists() or known.version == _version(path):
+            return False
+        version, known.end = _version(path), FILE_HEADER_SIZE
         try:
-            if before is not None and (number == _ARTIFACT or before == _version(path)):
-                return
-            known, version = known or before is not None, _version(path)
-            self._journals.pop((at, number), None)
-            with _open(path) as file, reading(path):
+            with _open(path, _CODED) as file, reading(path):
                 if part.manifest is not None and not belongs_to(file, part.manifest.run_id):
                     raise DamagedFileError(path, f"{path.name} belongs to another run")
-                rows = file.metadata.num_rows
                 counted = set(_READ) <= set(file.schema_arrow.names)
                 for start in range(0, file.num_row_groups, _SLAB):
                     slab = range(start, min(start + _SLAB, file.num_row_groups))
@@ -369,84 +356,54 @@ class RunColumns:
                         table = file.read_row_groups(slab, columns=_READ)
                     else:
                         table = pa.concat_tables([read_group(file, group, _READ) for group in slab])
-                    rows -= self._append(at, number, table, known=known, more=rows)
-        except FileNotFoundError:
-            return
+                    yield _scalars(table, code)
         except DamageError as error:
             self._note(error)
-        self._read[at, number] = version
+        else:
+            known.version = version
+            return True
+        known.version = version  # it is not read again; after a passing failure it is
+        return False
 
-    def _read_journal(self, at: int, number: int, path: Path, manifest: Manifest) -> None:
-        journal = self._journals.setdefault((at, number), _Journal())
-        report, records = ScanReport(), []
+    def _read_journal(self, at: int, number: int, path: Path, manifest: Manifest) -> Iterator[Piece]:
+        (code, known), report, records = self._file(at, number), ScanReport(), dict[Any, RolloutRecord]()
         try:
-            for frame in scan(path, manifest.run_id_bytes, report, journal.end):
-                if (frame.index, frame.repeat) not in journal.keys:
-                    journal.keys.add((frame.index, frame.repeat))
-                    records.append(self._codec.decode_rollout(frame.body))
-        except FileNotFoundError:  # sealed since: the next look finds the batch
-            pass
+            inode, size, _ = _version(path)
+            if known.journal != inode or size < known.end:
+                known.journal, known.end = inode, FILE_HEADER_SIZE
+            for frame in scan(path, manifest.run_id_bytes, report, known.end):
+                records.setdefault((frame.index, frame.repeat), self._codec.decode_rollout(frame.body))
         except ValueError as error:
             self._note(f"{path.name} is damaged: {error}")
-        journal.end = max(journal.end, report.end)
+        known.end = max(known.end, report.end)
         for damage in report.damage:
-            self._note(damage)
+            self._note(str(damage))
         if records:
-            self._append(at, number, build_table(records))
+            yield _scalars(build_table(list(records.values())), code)
 
-    def _append(self, at: int, number: int, table: pa.Table, *, known: bool = False, more: int = 0) -> int:
-        """Adds the rows of a table; `known`: but for those that are there. Returns how many it has."""
-        read = {name: _chunk(table[name]) for name in table.column_names}
-        kept: Any = _ALL
-        if known and self.rows:
-            kept = np.flatnonzero(self.rows_at(*(_array(read[name]) for name in KEY_COLUMNS)) < 0)
-        first, code = self.rows, self._code(at, number)
-        end = first + (len(kept) if isinstance(kept, np.ndarray) else len(table))
-        for name, (_, stored, _) in _COLUMNS.items():
-            self._columns[name].view(end, more)[first:] = self._converted(name, read[stored])[kept]
-        self._file.view(end, more)[first:] = code
-        parts = _parts_of_rewards(read["reward_extra"])
-        for name in [*self._reward_parts, *(one for one in parts if one not in self._reward_parts)][
-            :_MOST_PARTS
-        ]:
-            column = self._reward_parts.get(name) or _Growing(np.float32, math.nan)
-            column.view(end, more)[first:] = parts[name][kept] if name in parts else math.nan
-            self._reward_parts[name] = column
-        self.rows = end  # last: who looks meanwhile sees whole rows
-        return len(table)
-
-    def _code(self, at: int, number: int) -> int:
-        if (at, number) not in self._places:
-            self._places.append((at, number))
-        return self._places.index((at, number))
-
-    def _converted(self, name: str, column: pa.Array) -> Array:
-        """A stored column as the array that is kept of it."""
-        if name in self.texts:
-            coded = column.dictionary_encode()
-            codes = self.texts[name].codes(coded.dictionary.to_pylist())
-            return codes[_array(coded.indices)]
-        if name in METRIC_NAMES:
-            column = column.field(METRIC_NAMES.index(name))
-        if name == "prompt_key":
-            coded = column.dictionary_encode()
-            keys = np.array([key.encode() for key in coded.dictionary.to_pylist()], "S32")
-            return keys[_array(coded.indices)]
-        if name == "version":
-            versions: Array = _array(column.values.field("version"))
-            offsets: Array = _array(column.offsets)
-            found = np.full(len(column), _NULL)
-            some = np.flatnonzero(np.diff(offsets))
-            if len(some):
-                found[some] = np.minimum.reduceat(versions[: offsets[-1]], offsets[some])
-            return found
-        if pa.types.is_boolean(column.type):
-            column = column.cast(pa.uint8())
-        if not column.null_count:
-            return _array(column)
-        values: Array = np.full(len(column), math.nan)
-        values[_array(column.is_valid().cast(pa.uint8())) == 1] = _array(column.drop_null())
-        return values
+    def _append(self, pieces: list[Piece]) -> None:
+        """Adds the rows of rollouts that are not there; of one that is in several files, the first file's."""
+        index, repeat, code = (
+            np.concatenate([one[name] for one in pieces]) for name in ("index", "repeat", _FILE)
+        )
+        keys = _keys(index, repeat)
+        new = self.rows_at(index, repeat, np.zeros_like(repeat)) < 0
+        if len(code) and code[0] != code[-1]:
+            _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+            new &= code == code[first][which]
+        kept = np.concatenate([np.ones(self.rows, bool), new])
+        pieces = [dict(self._columns), *pieces]
+        sizes = [len(one[_FILE]) for one in pieces]
+        parts = dict.fromkeys(name for one in pieces for name in one if name not in _TYPES)
+        columns: Piece = {}
+        for name in [*_TYPES, *[*parts][:_MOST_PARTS]]:
+            empty = _TYPES.get(name, np.float32)
+            some = [one.pop(name, None) for one in pieces]  # gone from there: half the memory
+            columns[name] = _joined(
+                [_filled(empty, size) if one is None else one for one, size in zip(some, sizes, strict=True)],
+                kept,
+            )
+        self._columns, self.rows = columns, int(kept.sum())
 
     def _read_failures(self, path: Path, manifest: Manifest) -> None:
         report, end = ScanReport(), self._failed_ends.get(path, FILE_HEADER_SIZE)
@@ -463,12 +420,20 @@ class RunColumns:
         self._failed_ends[path] = max(end, report.end)
 
 
-def _open(path: Path) -> pq.ParquetFile:
-    """A batch or artifact, its footer from memory: it is large where there are many rows."""
+def _open(path: Path, coded: Sequence[str] = ()) -> pq.ParquetFile:
+    """A batch or artifact, its footer from memory: it is large where there are many rows.
+
+    `coded`: columns of texts that are read as dictionary arrays.
+    """
     footer = _footer(path, *_version(path))[0]
-    source = pa.OSFile(str(path))
     with reading(path):
-        return pq.ParquetFile(source, metadata=footer, page_checksum_verification=True, pre_buffer=False)
+        return pq.ParquetFile(
+            pa.OSFile(str(path)),
+            metadata=footer,
+            read_dictionary=coded,
+            page_checksum_verification=True,
+            pre_buffer=False,
+        )
 
 
 def _version(path: Path) -> tuple[int, ...]:
@@ -499,7 +464,66 @@ def _chunk(column: pa.ChunkedArray) -> pa.Array:
     return pa.concat_arrays(found.chunks) if isinstance(found, pa.ChunkedArray) else found
 
 
-def _parts_of_rewards(column: pa.Array) -> dict[str, Array]:
+def _keys(index: Array, repeat: Array) -> Array:
+    """One number for each rollout, in the order of prompt rows and repeats."""
+    found: Array = (index.astype(np.int64) << _REPEAT_BITS) + repeat
+    return found
+
+
+def _filled(kind: Any, size: int) -> Any:
+    """A column of as many rows, of which nothing is known."""
+    if kind is str:
+        return to_arrow_texts([""] * size).dictionary_encode()
+    return np.full(size, math.nan if np.dtype(kind).kind == "f" else 0, kind)
+
+
+def _joined(parts: Sequence[Any], kept: Array) -> Any:
+    """Columns behind each other, and of them the rows that are kept."""
+    if isinstance(parts[0], pa.Array):
+        texts = _chunk(pa.chunked_array(parts).unify_dictionaries())
+        return texts if kept.all() else texts.filter(to_arrow(kept))
+    numbers = np.concatenate(parts)
+    return numbers if kept.all() else numbers[kept]
+
+
+def _scalars(table: pa.Table, code: int) -> Piece:
+    """The columns of rows as they are stored, as they are kept."""
+    read = {name: _chunk(table[name]) for name in table.column_names}
+    piece: Piece = {_FILE: np.full(len(table), code, np.int32)}
+    for name, (kind, stored, _) in _COLUMNS.items():
+        column = read[stored]
+        if name in METRIC_NAMES:
+            column = column.field(METRIC_NAMES.index(name))
+        if kind is str:
+            piece[name] = column.dictionary_encode()
+        else:
+            values = _oldest(column) if name == "version" else _numbers(column)
+            piece[name] = values.astype(kind, copy=False)
+    return piece | _parts_of_rewards(read["reward_extra"])
+
+
+def _numbers(column: pa.Array) -> Array:
+    """Numbers or truths; NaN where there is none."""
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.uint8())
+    if not column.null_count:
+        return _array(column)
+    values: Array = np.full(len(column), math.nan)
+    values[_array(column.is_valid().cast(pa.uint8())) == 1] = _array(column.drop_null())
+    return values
+
+
+def _oldest(column: pa.Array) -> Array:
+    """The lowest policy version of each row."""
+    versions, offsets = _array(column.values.field("version")), _array(column.offsets)
+    found: Array = np.full(len(column), math.nan)
+    some = np.flatnonzero(np.diff(offsets))
+    if len(some):
+        found[some] = np.minimum.reduceat(versions[: offsets[-1]], offsets[some])
+    return found
+
+
+def _parts_of_rewards(column: pa.Array) -> Piece:
     """The numbers in `reward_extra`, by name; NaN where there is none. Equal texts are read once."""
     coded = column.dictionary_encode()
     texts = coded.dictionary.to_pylist()
@@ -513,4 +537,4 @@ def _parts_of_rewards(column: pa.Array) -> dict[str, Array]:
             if isinstance(value, int | float) and (name in parts or len(parts) < _MOST_PARTS):
                 parts.setdefault(name, np.full(len(texts), math.nan, np.float32))[code] = value
     codes = _array(coded.indices)
-    return {name: values[codes] for name, values in parts.items()}
+    return {f"reward.{name}": values[codes] for name, values in parts.items()}

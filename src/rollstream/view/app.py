@@ -2,10 +2,12 @@
 
 import asyncio
 import importlib.resources
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
+from urllib.parse import unquote
 
 import msgspec
 import numpy as np
@@ -18,8 +20,8 @@ from rollstream.store.columns import Array, RunColumns
 from rollstream.trajectory import failure_cause
 from rollstream.view import reader
 from rollstream.view.compare import compare
-from rollstream.view.filter import FilterError, parse_filter, sort_rows
-from rollstream.view.overview import overview
+from rollstream.view.filter import Filter, FilterError, sort_rows
+from rollstream.view.overview import overview, tools
 from rollstream.view.search import search
 from rollstream.view.sources import BufferSource, RunSource, Source, Sources, TrainingSource
 from rollstream.view.tokens import encode_tokens
@@ -43,10 +45,14 @@ _EVERY_S: Final = 0.5
 """Between two looks at a run that is followed."""
 _REST: Final = 8
 """Times as long as a look took, until the next one: a large run that is written has the processor for itself."""
-_ALIVE: Final = 30
-"""Looks without a change after which a stream says something: proxies close what is silent for long."""
+_EVERY_OTHER_S: Final = 2.0
+"""... at one that nobody writes now: it may be resumed."""
+_ALIVE_S: Final = 15.0
+"""Without a change, after which a stream says something: proxies close what is silent for long."""
 _KEPT: Final = 4
 """Results of filters and sorts that are kept: paging through a list asks for the same again and again."""
+_PATIENCE_S: Final = 10.0
+"""A look at all rows that takes longer is given up; a comparison of a million cells takes some milliseconds."""
 _DROPPED: Final = 100
 _SIGNS: Final = {"won": 1, "tied": 0, "lost": -1}
 """Of b's mean reward less a's."""
@@ -72,6 +78,10 @@ class _Query(msgspec.Struct, kw_only=True):
     offset: _Count = 0
     limit: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 100
 
+    def names(self, value: str) -> list[str]:
+        """Names with commas between them; a comma in a name is written %2C."""
+        return [unquote(name.strip()) for name in value.split(",") if name.strip()]
+
     def page(self, values: Any) -> Any:
         return values[self.offset : self.offset + self.limit]
 
@@ -96,6 +106,7 @@ class ViewServer:
             run: self._overview,
             f"{run}/rows": self._rows,
             f"{run}/groups": self._groups,
+            f"{run}/tools": lambda one: {"tools": tools(self._run(one).columns(), _patience(one))},
             f"{run}/groups/{{index}}": lambda one: reader.group(
                 self._run(one).columns(), _whole(one, "index")
             ),
@@ -108,7 +119,10 @@ class ViewServer:
         }
         self._web = WebServer(
             [
-                *(Route("GET", path, self._in_thread(answer)) for path, answer in routes.items()),
+                *(
+                    Route("GET", path, self._in_thread(answer), cancel_when_gone=True)
+                    for path, answer in routes.items()
+                ),
                 Route("GET", f"{run}/search", self._search, cancel_when_gone=True),
                 Route("GET", f"{run}/follow", self._follow, cancel_when_gone=True),
                 Route("GET", "/api/buffers/{id}", self._buffer),
@@ -123,7 +137,9 @@ class ViewServer:
 
     async def start(self, host: str, port: int) -> str:
         """Listens; returns the URL. Raises `ConfigError`."""
-        return await self._web.start(host, port)
+        url = await self._web.start(host, port)
+        self._pool.submit(self._sources.read_ahead)
+        return url
 
     async def stop(self) -> None:
         """Ends all answers."""
@@ -158,13 +174,14 @@ class ViewServer:
         columns = run.columns()
         return {**run.describe(whole=True), **overview(columns, run.groups(columns), self._solved_at)}
 
-    def _select(self, columns: RunColumns, text: str, sort: str = "") -> Array:
+    def _select(self, request: Request, columns: RunColumns, query: _Query, sort: str = "") -> Array:
         """Rows that a filter lets through, in order. Raises `FilterError`."""
         kept = columns.selections
-        found = kept.get((text, sort))
+        found = kept.get((query.filter, sort))
         if found is None:
-            found = np.flatnonzero(parse_filter(text, columns)(columns))
-            kept[text, sort] = found = sort_rows(columns, found, sort).astype(np.int32)
+            passing = Filter(query.filter, columns).rows(columns, _patience(request))
+            numbers = np.flatnonzero(passing).astype(np.int32)
+            kept[query.filter, sort] = found = sort_rows(columns, numbers, query.names(sort))
             while len(kept) > _KEPT:
                 kept.popitem(last=False)
         return found
@@ -172,18 +189,14 @@ class ViewServer:
     def _rows(self, request: Request) -> dict[str, Any]:
         columns, query = self._run(request).columns(), request.arguments(_Query)
         known = [column["name"] for column in columns.columns()]
-        names = [name for name in query.columns.split(",") if name] or known
+        names = query.names(query.columns) or known
         if unknown := set(names).difference(known):
             raise HTTPError(400, f"there is no column {', '.join(sorted(unknown))}", where="columns")
-        selected = self._select(columns, query.filter, query.sort)
-        shown = query.page(selected).astype(np.int64)
+        selected = self._select(request, columns, query, query.sort)
+        shown = query.page(selected)
         cells = zip(shown.tolist(), *(columns.values(name, shown) for name in names), strict=True)
-        return {
-            "total": len(selected),
-            "all": columns.rows,
-            "columns": names,
-            "rows": [list(row) for row in cells],
-        }
+        rows = [list(row) for row in cells]
+        return {"total": len(selected), "all": columns.rows, "columns": names, "rows": rows}
 
     def _groups(self, request: Request) -> dict[str, Any]:
         run, query = self._run(request), request.arguments(_Query)
@@ -191,7 +204,7 @@ class ViewServer:
         groups = run.groups(columns)
         order = _sorted(groups, query.sort or "index")
         if query.filter.strip():
-            chosen = np.unique(columns["index"][self._select(columns, query.filter)])
+            chosen = np.unique(columns["index"][self._select(request, columns, query)])
             order = order[np.isin(groups["index"][order], chosen)]
         shown = query.page(order)
         first = groups["first"][shown]
@@ -234,7 +247,9 @@ class ViewServer:
     def _training_groups(self, request: Request) -> dict[str, Any]:
         query = request.arguments(_Query)
         found = self._training(request).groups(query.after, query.step)
-        return {"total": len(found), "groups": query.page(found)}
+        shown = query.page(found)
+        self._sources.link(shown)
+        return {"total": len(found), "groups": shown}
 
     # -- streams
 
@@ -243,7 +258,7 @@ class ViewServer:
         if not query.text:
             raise HTTPError(400, "text is empty: what is to be searched for?", where="text")
         columns = await loop.run_in_executor(self._pool, lambda: self._run(request).columns())
-        rows = await loop.run_in_executor(self._pool, self._select, columns, query.filter)
+        rows = await loop.run_in_executor(self._pool, self._select, request, columns, query)
         steps = search(columns, query.text, rows)
 
         async def events() -> AsyncIterator[bytes]:
@@ -256,24 +271,22 @@ class ViewServer:
         query, loop = request.arguments(_Query), asyncio.get_running_loop()
         await loop.run_in_executor(self._pool, self._run, request)  # 404 before the stream begins
 
-        def look() -> tuple[dict[str, Any], str]:
-            run = self._run(request)  # another one may have begun there
-            state = run.state()
-            parts = *(state[name] for name in ("rows", "failed", "total", "state")), run.content[:32]
-            return state, "-".join(map(str, parts))
+        def look() -> dict[str, Any]:
+            return self._run(request).state()  # another run may have begun there
 
         async def events() -> AsyncIterator[bytes]:
-            said, silent = query.cursor, 0
+            said, silent_since = query.cursor, loop.time()
             while True:
                 began = loop.time()
-                state, cursor = await loop.run_in_executor(self._pool, look)
-                silent = 0 if cursor != said else silent + 1
-                if cursor != said:
-                    said = cursor
-                    yield _event("change", state, cursor)
-                elif silent % _ALIVE == 0:
+                state = await loop.run_in_executor(self._pool, look)
+                if state["cursor"] != said:
+                    said, silent_since = state["cursor"], began
+                    yield _event("change", state, said)
+                elif began - silent_since > _ALIVE_S:
+                    silent_since = began
                     yield b": alive\n\n"
-                await asyncio.sleep(max(_EVERY_S, _REST * (loop.time() - began)))
+                rest = _EVERY_S if state["state"] == "running" else _EVERY_OTHER_S
+                await asyncio.sleep(max(rest, _REST * (loop.time() - began)))
 
         return await _stream(request, events())
 
@@ -313,6 +326,19 @@ class ViewServer:
         return _response(
             _json({"total": total, "items": items, "groups": groups, "next": after}), "application/json"
         )
+
+
+def _patience(request: Request) -> Callable[[], None]:
+    """What long work calls now and then: raises where nobody waits for it any more, or not that long."""
+    deadline = time.monotonic() + _PATIENCE_S
+
+    def check() -> None:
+        if request.gone:
+            raise ConnectionResetError
+        if time.monotonic() > deadline:
+            raise HTTPError(400, f"this takes longer than {_PATIENCE_S:g} s", "too_long")
+
+    return check
 
 
 def _static_files() -> dict[str, tuple[bytes, str]]:

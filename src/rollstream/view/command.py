@@ -82,7 +82,7 @@ async def _serve(options: argparse.Namespace) -> None:
     # What is freed goes back at once: arrays of a million rows would leave holes that nothing fills.
     pa.set_memory_pool(pa.system_memory_pool())
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 18)
     signals = StopSignals(on_second=lambda number: os._exit(128 + number))
     signals.install()
     # Whoever may reach this machine must not read what is on it.

@@ -38,7 +38,8 @@ def compare(a: RunColumns, b: RunColumns) -> tuple[dict[str, Any], dict[str, Arr
 def _by_prompt(run: RunColumns) -> tuple[Array, Array, Array]:
     """Prompt keys, the first index and the mean reward of each; a dataset may have a prompt several times."""
     groups = group_figures(run)
-    keys, first, which = np.unique(run["prompt_key"][groups["first"]], return_index=True, return_inverse=True)
+    of_groups = run.prompt_keys(groups["first"])
+    keys, first, which = np.unique(of_groups, return_index=True, return_inverse=True)
     sums, counts = (np.bincount(which, groups[name], len(keys)) for name in ("total", "scored"))
     means = np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)
     return keys, groups["index"][first], means

@@ -13,37 +13,40 @@
 
 import operator
 import re
-from collections.abc import Callable
-from functools import reduce
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from rollstream.errors import RollstreamError
-from rollstream.store.columns import NULLABLE, Array, RunColumns
+from rollstream.store.batch import to_arrow, to_arrow_texts
+from rollstream.store.columns import Array, RunColumns
 
 _TOKEN: Final = re.compile(
     r"""\s*(?:(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<sign><=|>=|!=|==|[=<>~(),])"""
     r"""|(?P<word>[^\s()=<>~,!"']+)|(?P<end>$))""",
     re.DOTALL,
 )
-_COMPARE: Final[dict[str, Callable[[Any, Any], Any]]] = {
-    "=": operator.eq,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
 _EQUALITY: Final = ("=", "==", "!=")
+_ORDER: Final[dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]] = {
+    "<": (operator.lt, pc.less),
+    "<=": (operator.le, pc.less_equal),
+    ">": (operator.gt, pc.greater),
+    ">=": (operator.ge, pc.greater_equal),
+}
+"""Of numbers, and of Arrow's texts."""
 _TRUTHS: Final = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _MOST_CHARACTERS: Final = 10_000
+_MOST_TESTS: Final = 100
+"""Comparisons of a filter: each is a look at a column. A list (`in`) is one."""
 _DEEPEST: Final = 50
 """Brackets and nots within each other."""
 
-Test = Callable[[RunColumns], Array]
-"""Which rows pass. Shape (rows,)."""
+_JOIN: Final[dict[str, Callable[[Any, Any], Any]]] = {"or": operator.or_, "and": operator.and_}
+_Step = str | Callable[[RunColumns], Array]
+"""A comparison, or `and`, `or`, `not` of what came before."""
 
 
 class FilterError(RollstreamError):
@@ -70,21 +73,16 @@ class _Token(NamedTuple):
         return self.kind == "word" and self.text.lower() == word
 
 
-def parse_filter(text: str, columns: RunColumns) -> Test:
-    """What a filter tests; of an empty one all rows pass. Raises `FilterError`."""
-    if len(text) > _MOST_CHARACTERS:
-        raise FilterError(f"a filter has {_MOST_CHARACTERS} characters at most", _MOST_CHARACTERS)
-    if not text.strip():
-        return lambda rows: np.ones(rows.rows, bool)
-    parser = _Parser(text, {column["name"]: column["type"] for column in columns.columns()})
-    test = parser.either(0)
-    parser.take("end", "and, or, or the end")
-    return test
+class Filter:
+    """A filter of the rows of a run. Raises `FilterError`."""
 
-
-class _Parser:
-    def __init__(self, text: str, columns: dict[str, str]) -> None:
-        self._columns = columns
+    def __init__(self, text: str, columns: RunColumns) -> None:
+        if len(text) > _MOST_CHARACTERS:
+            raise FilterError(f"a filter has {_MOST_CHARACTERS} characters at most", _MOST_CHARACTERS)
+        self._columns = {column["name"]: column["type"] for column in columns.columns()}
+        self._steps: list[_Step] = []
+        """A comparison's rows go onto a stack; a word takes from there what it joins."""
+        self._tests = 0
         self._tokens: list[_Token] = []
         at = 0
         while not self._tokens or self._tokens[-1].kind != "end":
@@ -96,150 +94,162 @@ class _Parser:
             self._tokens.append(_Token(kind, match[kind], match.start(kind)))
             at = match.end()
         self._tokens.reverse()  # the next one is the last
+        if text.strip():
+            self._joined("or", 0)
+            self._take("end", "and, or, or the end")
 
-    def either(self, depth: int) -> Test:
-        tests = [self._all(depth)]
-        while self._skip("or"):
-            tests.append(self._all(depth))
-        return lambda rows: reduce(operator.or_, (test(rows) for test in tests))
+    def rows(self, columns: RunColumns, check: Callable[[], None] = lambda: None) -> Array:
+        """Which rows pass. Shape (rows,). `check` is called between comparisons, and may raise."""
+        stack: list[Array] = [np.ones(columns.rows, bool)]
+        for step in self._steps:
+            check()
+            if callable(step):
+                stack.append(step(columns))
+            elif step == "not":
+                stack.append(~stack.pop())
+            else:
+                stack.append(_JOIN[step](stack.pop(), stack.pop()))
+        return stack[-1]
 
-    def _all(self, depth: int) -> Test:
-        tests = [self._one(depth)]
-        while self._skip("and"):
-            tests.append(self._one(depth))
-        return lambda rows: reduce(operator.and_, (test(rows) for test in tests))
+    def _joined(self, word: str, depth: int) -> None:
+        self._joined("and", depth) if word == "or" else self._one(depth)
+        while self._skip(word):
+            self._joined("and", depth) if word == "or" else self._one(depth)
+            self._steps.append(word)
 
-    def _one(self, depth: int) -> Test:
+    def _one(self, depth: int) -> None:
         token = self._tokens.pop()
         if depth > _DEEPEST:
             raise FilterError("too many brackets within each other", token.at)
         if token.is_word("not"):
-            inner = self._one(depth + 1)
-            return lambda rows: ~inner(rows)
-        if token.text == "(":
-            test = self.either(depth + 1)
-            self.take(")", ")")
-            return test
-        if token.kind in ("sign", "end") or token.value not in self._columns:
+            self._one(depth + 1)
+            self._steps.append("not")
+        elif token.text == "(":
+            self._joined("or", depth + 1)
+            self._take(")", ")")
+        elif token.kind in ("sign", "end") or token.value not in self._columns:
             known = ", ".join(self._columns)
             raise FilterError(f"{token.text!r}: expected a column, not, or (; there are {known}", token.at)
-        negated = self._skip("not")
-        if negated or self._tokens[-1].is_word("in"):
-            self.take("in", "in")
-            self.take("(", "(")
-            equal = _Token("sign", "=", token.at)
-            tests = [self._comparison(token.value, equal)]
-            while self._tokens[-1].text == ",":
-                self._tokens.pop()
-                tests.append(self._comparison(token.value, equal))
-            self.take(")", ", or )")
-            return lambda rows: reduce(operator.or_, (test(rows) for test in tests)) != negated
-        sign = self._tokens.pop()
-        if sign.text not in _COMPARE and sign.text != "~":
-            raise FilterError(f"{sign.text!r}: expected one of = != < <= > >= ~ in", sign.at)
-        return self._comparison(token.value, sign)
+        else:
+            self._tests += 1
+            if self._tests > _MOST_TESTS:
+                text = (
+                    f"a filter has {_MOST_TESTS} comparisons at most; a list is one: {token.text} in (a, b)"
+                )
+                raise FilterError(text, token.at)
+            self._comparison(token.value)
 
-    def take(self, wanted: str, expected: str) -> None:
+    def _take(self, wanted: str, expected: str) -> None:
         token = self._tokens.pop()
         if wanted not in (token.kind, token.text.lower()):
             raise FilterError(f"{token.text!r}: expected {expected}", token.at)
 
     def _skip(self, word: str) -> bool:
-        found = self._tokens[-1].is_word(word)
+        found = self._tokens[-1].text.lower() == word and self._tokens[-1].kind != "text"
         if found:
             self._tokens.pop()
         return found
 
-    def _comparison(self, name: str, sign: _Token) -> Test:
-        """One column against the value that comes next."""
-        value, kind, compare = self._tokens.pop(), self._columns[name], _COMPARE.get(sign.text)
-        if value.kind in ("sign", "end"):
-            raise FilterError(f"{value.text!r}: expected a value", value.at)
-        word = value.value
-        wanted = sign.text != "!="
-        is_null = value.is_word("null")
-        if sign.text not in _EQUALITY and (
-            is_null or kind == "bool" or (kind == "number" and compare is None)
-        ):
-            raise FilterError(f"{sign.text} does not go with {'null' if is_null else f'a {kind}'}", sign.at)
-        if is_null:
-            return lambda rows: rows.is_null(name) == wanted
+    def _comparison(self, name: str) -> None:
+        """A column against the value, or the values, that come next."""
+        kind, negated = self._columns[name], self._skip("not")
+        if negated or self._tokens[-1].is_word("in"):
+            self._take("in", "in")
+            self._take("(", "(")
+            values = [self._value(name, kind, "=")]
+            while self._skip(","):
+                values.append(self._value(name, kind, "="))
+            self._take(")", ", or )")
+            self._steps.append(lambda rows: _within(rows, name, kind, values) != negated)
+            return
+        sign = self._tokens.pop()
+        if sign.text not in (*_EQUALITY, *_ORDER, "~"):
+            raise FilterError(f"{sign.text!r}: expected one of = != < <= > >= ~ in", sign.at)
+        ordered = sign.text not in _EQUALITY
+        null = self._tokens[-1].is_word("null")
+        if ordered and (null or kind == "bool" or (kind == "number" and sign.text == "~")):
+            raise FilterError(f"{sign.text} does not go with {'null' if null else f'a {kind}'}", sign.at)
+        value = self._value(name, kind, sign.text)
+        if not ordered:
+            self._steps.append(lambda rows: _within(rows, name, kind, [value]) != (sign.text == "!="))
+        elif kind == "text":
+            self._steps.append(lambda rows: _text_test(rows, name, sign.text, value))
+        else:
+            self._steps.append(lambda rows: _number_test(rows[name], sign.text, value))
+
+    def _value(self, name: str, kind: str, sign: str) -> Any:
+        """The value that comes next, of the column's type; None is null."""
+        token = self._tokens.pop()
+        word = token.value
+        if token.kind in ("sign", "end"):
+            raise FilterError(f"{token.text!r}: expected a value", token.at)
+        if token.is_word("null"):
+            return None
         if kind == "text":
-            if sign.text in _EQUALITY:
-                return lambda rows: rows.equals(name, word) == wanted
-            if compare is None:
-                return lambda rows: _texts(rows, name, lambda text: word.lower() in text.lower())
-            return lambda rows: _texts(rows, name, lambda text: bool(compare(text, word)))
+            return word
         if kind == "bool":
             if word.lower() not in _TRUTHS:
-                raise FilterError(f"{name} is true or false", value.at)
-            return lambda rows: (rows[name] == _TRUTHS[word.lower()]) == wanted
+                raise FilterError(f"{name} is true or false", token.at)
+            return _TRUTHS[word.lower()]
         try:
-            number = float(word)
+            return float(word)
         except ValueError:
-            raise FilterError(f"{value.text!r} is not a number, as {name} is", value.at) from None
-        assert compare is not None
-        numeric = compare
-
-        def test(rows: RunColumns) -> Array:
-            with np.errstate(over="ignore"):  # more than a column's type can hold is infinite
-                found: Array = numeric(rows[name], number)
-            return np.where(rows.is_null(name), not wanted, found) if name in NULLABLE else found
-
-        return test
+            raise FilterError(f"{token.text!r} is not a number, as {name} is", token.at) from None
 
 
-def _texts(rows: RunColumns, name: str, holds: Callable[[str], bool]) -> Array:
-    """Which cells of a column of texts pass a test, each text tried once."""
-    values = rows[name]
-    if name in rows.texts:
-        truths: Array = np.array([holds(text) for text in rows.texts[name].texts] or [False])
-        return truths[values]
-    begins = np.flatnonzero(np.append(True, values[1:] != values[:-1])) if len(values) else np.zeros(0, int)
-    found = np.array([holds(text.decode("utf-8", "replace")) for text in values[begins].tolist()], bool)
-    return np.repeat(found, np.diff(begins, append=len(values)))
+def _within(rows: RunColumns, name: str, kind: str, values: Sequence[Any]) -> Array:
+    """Which cells are one of some values."""
+    cells, known = rows[name], [value for value in values if value is not None]
+    if kind == "text":
+        return _truths(pc.is_in(rows.texts(name), value_set=to_arrow_texts(known)))[cells]
+    with np.errstate(over="ignore"):
+        wanted = np.array(known, cells.dtype if cells.dtype.kind == "f" else None)
+    found: Array = cells == wanted[0] if len(wanted) == 1 else np.isin(cells, wanted)
+    return found | ~np.isfinite(cells) if None in values and cells.dtype.kind == "f" else found
 
 
-_LAST: Final = 0xFFFFFFFF
+def _number_test(cells: Array, sign: str, value: float) -> Array:
+    with np.errstate(over="ignore"):  # more than a column's type can hold is infinite
+        found: Array = _ORDER[sign][0](cells, value)
+    return found
 
 
-def sort_rows(rows: RunColumns, selected: Array, sort: str) -> Array:
-    """Rows in the order of `-reward,index`: descending with a minus, nulls last, equal ones as they came.
+def _text_test(rows: RunColumns, name: str, sign: str, word: str) -> Array:
+    """Which texts pass a test, each tried once."""
+    texts = rows.texts(name)
+    if sign == "~":
+        return _truths(pc.match_substring(texts, word, ignore_case=True))[rows[name]]
+    return _truths(_ORDER[sign][1](texts, to_arrow_texts([word])[0]))[rows[name]]
+
+
+def _truths(found: pa.Array) -> Array:
+    truths: Array = np.from_dlpack(found.cast(pa.uint8())) == 1
+    return truths if len(truths) else np.zeros(1, bool)
+
+
+def sort_rows(rows: RunColumns, selected: Array, sort: Sequence[str]) -> Array:
+    """Rows in the order of `-reward`, `index`: descending with a minus, nulls last, equal ones as they came.
 
     Raises `FilterError` for a column that is not there.
     """
-    names = {column["name"] for column in rows.columns()}
-    for key in reversed([part.strip() for part in sort.split(",") if part.strip()]):
+    kinds = {column["name"]: column["type"] for column in rows.columns()}
+    columns, keys = dict[str, pa.Array](), list[tuple[str, str]]()
+    for key in sort:
         name = key.removeprefix("-")
-        if name not in names:
+        if name not in kinds:
             raise FilterError(f"there is no column {name!r} to sort by", 0)
-        keys = _sort_keys(rows, name)[selected]
-        keys = ~keys if key.startswith("-") else keys
-        keys[rows.is_null(name, selected)] = _LAST
-        # Unique numbers that sort as the keys do, equal ones by place: no order of arguments is as quick.
-        places = (keys.astype(np.uint64) << np.uint64(32)) | np.arange(len(keys), dtype=np.uint64)
-        places.sort()
-        selected = selected[(places & np.uint64(_LAST)).astype(np.int64)]
-    return selected
-
-
-def _sort_keys(rows: RunColumns, name: str) -> Array:
-    """A column as whole numbers of 32 bits in the same order, of floats by their first seven digits."""
-    values = rows[name]
-    if name in rows.texts:
-        texts = rows.texts[name].texts
-        ranks = np.zeros(max(1, len(texts)), np.uint32)
-        ranks[sorted(range(len(texts)), key=texts.__getitem__)] = np.arange(len(texts))
-        return ranks[values]
-    if values.dtype.kind == "S":  # hashes: their first bytes tell them apart
-        return values.view(">u4").reshape(-1, 8)[:, 0].astype(np.uint32)
-    if name == "finished_at" and len(values):  # of this century: seven digits would be minutes
-        values = values - (np.nanmin(values) if np.isfinite(values).any() else 0.0)
-    if values.dtype.kind == "f":
-        with np.errstate(over="ignore"):
-            bits = (values.astype(np.float32) + 0.0).view(np.uint32)  # -0.0 becomes 0.0
-        return np.where(bits >> 31, ~bits, bits | np.uint32(0x80000000))
-    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
-    if high - low >= _LAST:
-        return np.unique(values, return_inverse=True)[1].astype(np.uint32)
-    return (values.astype(np.int64) - low).astype(np.uint32)
+        if name in columns:
+            continue
+        cells = rows[name][selected]
+        if kinds[name] == "text":  # the place of each text among all
+            ranks = np.zeros(len(rows.texts(name)) + 1, np.int32)
+            ranks[np.from_dlpack(pc.sort_indices(rows.texts(name)))] = np.arange(len(ranks) - 1)
+            cells = ranks[cells]
+        elif cells.dtype.kind == "f":
+            cells = np.where(np.isfinite(cells), cells + 0.0, np.nan)  # -0.0 becomes 0.0
+        columns[name] = to_arrow(cells.astype(np.uint8) if cells.dtype == bool else cells)
+        keys.append((name, "descending" if key.startswith("-") else "ascending"))
+    if not keys:
+        return selected
+    found: Array = selected[np.from_dlpack(pc.sort_indices(pa.table(columns), sort_keys=keys))]
+    return found

@@ -1,13 +1,17 @@
 """A run at a glance: what is counted over all of its rows. Every figure has a filter that finds its rows."""
 
+import contextlib
 import math
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from rollstream.evaluate.metrics import FAR_APART, SOLVED_AT, mean_of_sums
+from rollstream.store.batch import to_arrow
 from rollstream.store.columns import Array, RunColumns
 from rollstream.store.records import FailureRecord
 from rollstream.trajectory import failure_cause
@@ -60,7 +64,7 @@ def group_figures(rows: RunColumns, solved_at: float = SOLVED_AT) -> Groups:
         "mean": np.where(count > 0, sums / np.maximum(count, 1), math.nan),
         "min": low,
         "max": high,
-        "spread": high - low,
+        "spread": np.where(count > 1, high - low, math.nan),
         "mean_tokens": total(np.where(final, rows["tokens"][order], 0)) / np.maximum(size, 1),
         "truncated": total(final & rows.equals("finish_reason", "length")[order]),
     }
@@ -79,9 +83,6 @@ def overview(rows: RunColumns, groups: Groups, solved_at: float) -> dict[str, An
     final, reward = ~rows["is_snapshot"], rows["reward"]
     index, scored, solved = (groups[name] for name in ("index", "scored", "solved"))
     whole = bool(final.all())
-    totals = {
-        name: float(np.nansum(rows[name][final], dtype=np.float64)) for name in ("tool_calls", "tool_errors")
-    }
     timeline, throughput = _timeline(rows, final)
     drawn = np.unique(np.linspace(0, len(index) - 1, _STRIP).astype(int)) if len(index) else np.zeros(0, int)
     return {
@@ -109,14 +110,40 @@ def overview(rows: RunColumns, groups: Groups, solved_at: float) -> dict[str, An
             for name, count, mean in _by_text(rows, "data_source", final)
         },
         "failures": _failures(rows),
-        "tools": [{"name": None, "calls": int(totals["tool_calls"]), "errors": int(totals["tool_errors"])}]
-        if totals["tool_calls"]
-        else [],
+        "tool_calls": int(np.nansum(rows["tool_calls"], dtype=np.float64)),
         "time": {name: _mean(rows[name][final]) for name in ("queue_s", "generate_s", "tool_s", "reward_s")},
         "timeline": timeline,
         "throughput": throughput,
         "damage": rows.damage[:100],
     }
+
+
+def tools(rows: RunColumns, check: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+    """Calls and errors by tool, the most called first; `name` None: of tools whose names were not noted.
+
+    `check` is called now and then, and may raise.
+    """
+    called = np.flatnonzero(rows["tool_calls"] > 0)
+    counts: dict[str | None, Array] = defaultdict(lambda: np.zeros(2, np.int64))
+    counts[None] += [int(rows[name][called].sum(dtype=np.float64)) for name in ("tool_calls", "tool_errors")]
+    for numbers, table in rows.read(called, ["extra"]):
+        check()
+        coded = table["extra"].combine_chunks().filter(to_arrow(numbers >= 0)).value_counts()
+        for text, times in zip(
+            coded.field("values").to_pylist(), coded.field("counts").to_pylist(), strict=True
+        ):
+            with contextlib.suppress(msgspec.MsgspecError):  # something else of this name
+                for name, both in msgspec.json.decode(text, type=_Noted).tool_counts.items():
+                    counts[name] += np.array(both) * times
+                    counts[None] -= np.array(both) * times
+    order = sorted(counts.items(), key=lambda one: -int(one[1][0]))
+    return [{"name": name, "calls": int(one[0]), "errors": int(one[1])} for name, one in order if one[0] > 0]
+
+
+class _Noted(msgspec.Struct):
+    """What is read of a trajectory's `extra`."""
+
+    tool_counts: dict[str, tuple[int, int]] = {}
 
 
 def _mean(values: Array) -> float | None:
@@ -150,7 +177,7 @@ def _histogram(rows: RunColumns, values: Array, which: Array) -> dict[str, Any] 
         return None
     bounds = edges(float(chosen.min()), float(chosen.max()), whole=values.dtype.kind == "i")
     bins = np.clip(np.searchsorted(bounds, chosen, side="right") - 1, 0, len(bounds) - 2)
-    width, texts, codes = len(bounds) - 1, rows.texts["data_source"].texts, rows["data_source"][which]
+    width, texts, codes = len(bounds) - 1, rows.texts("data_source").to_pylist(), rows["data_source"][which]
     totals = np.bincount(codes, minlength=len(texts))
     most = [code for code in np.argsort(-totals, kind="stable")[:_NAMED].tolist() if totals[code]]
     place = np.full(len(texts), len(most))  # all others together
@@ -169,7 +196,7 @@ def _histogram(rows: RunColumns, values: Array, which: Array) -> dict[str, Any] 
 
 def _by_text(rows: RunColumns, name: str, which: Array) -> list[tuple[str, int, float | None]]:
     """Each text with its number of rows and their mean reward, the most frequent first."""
-    texts, codes = rows.texts[name].texts, rows[name][which]
+    texts, codes = rows.texts(name).to_pylist(), rows[name][which]
     reward = rows["reward"][which]
     scored = np.isfinite(reward)
     counts, scores = (np.bincount(some, minlength=len(texts)) for some in (codes, codes[scored]))
@@ -219,14 +246,8 @@ def _timeline(rows: RunColumns, final: Array) -> tuple[dict[str, Any] | None, di
     finished, tokens = count(ends), count(ends, rows["sampled"][known])
     in_flight = np.cumsum(count(begins)) - np.cumsum(finished) + finished
     active = float((in_flight > 0).sum()) * step
-    timeline = {
-        "start": start,
-        "step_s": step,
-        "in_flight": in_flight,
-        "finished": finished,
-        "tokens": tokens,
-    }
+    curves = {"in_flight": in_flight, "finished": finished, "tokens": tokens}
     return (
-        {name: one.tolist() if isinstance(one, np.ndarray) else one for name, one in timeline.items()},
+        {"start": start, "step_s": step, **{name: values.tolist() for name, values in curves.items()}},
         {"rollouts_per_s": len(ends) / active, "tokens_per_s": float(tokens.sum()) / active},
     )

@@ -17,17 +17,8 @@ Messages = list[dict[str, Any]]
 
 _LISTS: Final = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "policy_versions")
 _SHOWN: Final = (
-    *(
-        "index",
-        "repeat",
-        "prompt_key",
-        "data_source",
-        "ground_truth",
-        "finish_reason",
-        "reward_extra",
-        "attempts",
-    ),
-    *("num_turns", "is_snapshot", "extra", "prompt_tokens", "response_tokens"),
+    *("index", "repeat", "prompt_key", "data_source", "ground_truth", "finish_reason", "reward_extra"),
+    *("attempts", "num_turns", "is_snapshot", "extra", "prompt_tokens", "response_tokens", "finished_at"),
 )
 _PROMPT: Final = 200
 """Characters of a prompt in a list."""
@@ -103,7 +94,6 @@ def trajectory(columns: RunColumns, row: int) -> Row:
         "reward": number(mine["reward"]),
         "metrics": {name: number(value) for name, value in mine["metrics"].items()},
         "policy_versions": mine["policy_versions"].as_py(),
-        "finished_at": mine["finished_at"],
         "previous_row": int(order[at - 1]) if at else None,
         "next_row": int(order[at + 1]) if at + 1 < len(order) else None,
         "removed": _removed(before[-1], messages) if before else [],
@@ -134,27 +124,20 @@ def group(columns: RunColumns, index: int) -> Row:
     finals = [[*found.values()][-1] for found in by_repeat.values()]
     any_one: Row = finals[0] if finals else {}
     shared = _prompt_length(as_messages(any_one["messages"])) if finals else 0
-    rollouts: list[Row] = []
-    for one, found in zip(finals, by_repeat.values(), strict=True):
-        rollouts.append(
-            {
-                "repeat": one["repeat"],
-                "row": [*found][-1],
-                "trajectories": [*found],
-                "reward": number(one["reward"]),
-                "reward_extra": one["reward_extra"],
-                "finish_reason": one["finish_reason"],
-                "tokens": one["response_tokens"],
-                "turns": one["num_turns"],
-                "messages": as_messages(one["messages"])[shared:],
-                "failed": None,
-            }
-        )
+    rollouts: list[Row] = [
+        {
+            **{name: one[name] for name in ("repeat", "reward_extra", "finish_reason")},
+            **{"row": [*found][-1], "trajectories": [*found], "reward": number(one["reward"])},
+            **{"tokens": one["response_tokens"], "turns": one["num_turns"], "failed": None},
+            "messages": as_messages(one["messages"])[shared:],
+        }
+        for one, found in zip(finals, by_repeat.values(), strict=True)
+    ]
     empty = dict.fromkeys(("row", "reward", "finish_reason", "tokens", "turns"))
     for record in failed:
         said = {name: getattr(record, name) for name in ("stage", "error", "traceback", "attempts")}
-        one = {"repeat": record.repeat, **empty, "trajectories": [], "reward_extra": {}, "messages": []}
-        rollouts.append({**one, "failed": said})
+        nothing: Row = {**empty, "trajectories": [], "reward_extra": {}, "messages": []}
+        rollouts.append({**nothing, "repeat": record.repeat, "failed": said})
     order, starts = columns.groups()
     indices = columns["index"][order[starts]]
     before, after = indices[indices < index], indices[indices > index]

@@ -8,9 +8,10 @@ import os
 import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -51,8 +52,6 @@ class Source:
     """One thing that can be opened; `id` is the same for the same path."""
 
     kind = "source"
-    content = ""
-    """Another one at the same path is another source."""
 
     def __init__(self, name: str, path: str) -> None:
         self.name, self.path = name, path
@@ -83,47 +82,13 @@ class DamagedSource(Source):
 
     def __init__(self, name: str, path: str, error: str) -> None:
         super().__init__(name, path)
-        self.content = self.error = error
+        self.error = error
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"state": "damaged", "error": self.error}
 
 
-class TrainingSource(Source):
-    """The folder of a trainer, whose newest `trainer_state.json` has the log."""
-
-    kind = "training"
-
-    def read(self) -> dict[str, Any]:
-        """The figures of all steps. Raises `NotFoundError`."""
-        path, steps = training_log(Path(self.path)), dict[int, dict[str, float]]()
-        try:
-            for line in (
-                json.loads(path.read_bytes())["log_history"] if path is not None else ()
-            ):  # may have NaN
-                numbers = {name: one for name, one in line.items() if isinstance(one, int | float)}
-                steps.setdefault(int(numbers.pop("step")), {}).update(numbers)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise NotFoundError(f"{path} cannot be read as a training's log: {error}") from error
-        names = dict.fromkeys(name for _, numbers in sorted(steps.items()) for name in numbers)
-        series = {name: [steps[step].get(name) for step in sorted(steps)] for name in names}
-        return {"steps": sorted(steps), "series": series}
-
-    def groups(self, after: int, step: int) -> list[dict[str, Any]]:
-        """The groups of the batches that were trained after a step, up to another; of one batch the last line."""
-        found: dict[int, _BatchLine] = {}
-        with contextlib.suppress(OSError), (Path(self.path) / GROUPS_FILE).open("rb") as lines:
-            for line in lines:
-                with contextlib.suppress(msgspec.MsgspecError, ValueError):  # a torn line
-                    batch = msgspec.json.decode(line, type=_BatchLine)
-                    if batch.first <= step and batch.step > after:
-                        found[batch.first] = batch
-        return [
-            {"step": found[first].step, **group} for first in sorted(found) for group in found[first].groups
-        ]
-
-
-class _BatchLine(msgspec.Struct):
+class _Batch(msgspec.Struct):
     """What a training notes of a batch."""
 
     first: int
@@ -131,14 +96,53 @@ class _BatchLine(msgspec.Struct):
     groups: list[dict[str, Any]]
 
 
+class TrainingSource(Source):
+    """The folder of a trainer: the log in its newest `trainer_state.json`, and the groups that it trained on."""
+
+    kind = "training"
+
+    def read(self) -> dict[str, Any]:
+        """The figures of all steps. Raises `NotFoundError`."""
+        path, steps = training_log(Path(self.path)), defaultdict[int, dict[str, float]](dict)
+        try:
+            log = [] if path is None else json.loads(path.read_bytes())["log_history"]  # may have NaN
+            for line in log:
+                numbers = {name: one for name, one in line.items() if isinstance(one, int | float)}
+                steps[int(numbers.pop("step"))] |= numbers
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise NotFoundError(f"{path} cannot be read as a training's log: {error}") from error
+        for batch in self._batches():  # also of steps after the last checkpoint
+            scored = [one for one in batch.groups if isinstance(one.get("mean"), int | float)]
+            if scored:
+                equal = sum(one.get("spread") == 0 and one.get("scored") != 1 for one in scored)
+                steps[batch.step]["groups/reward"] = fmean(one["mean"] for one in scored)
+                steps[batch.step]["groups/teach_nothing"] = equal / len(scored)
+        names = dict.fromkeys(name for _, numbers in sorted(steps.items()) for name in numbers)
+        series = {name: [steps[step].get(name) for step in sorted(steps)] for name in names}
+        return {"steps": sorted(steps), "series": series}
+
+    def groups(self, after: int, step: int) -> list[dict[str, Any]]:
+        """The groups of the batches that were trained after a step, up to another."""
+        batches = [one for one in self._batches() if one.first <= step and one.step > after]
+        return [{"step": batch.step, **group} for batch in batches for group in batch.groups]
+
+    def _batches(self) -> list[_Batch]:
+        """The batches by their first step; of one that was trained twice the last line."""
+        found: dict[int, _Batch] = {}
+        with contextlib.suppress(OSError), (Path(self.path) / GROUPS_FILE).open("rb") as lines:
+            for line in lines:
+                with contextlib.suppress(msgspec.MsgspecError, ValueError):  # a torn line
+                    batch = msgspec.json.decode(line, type=_Batch)
+                    found[batch.first] = batch
+        return [found[first] for first in sorted(found)]
+
+
 class RunSource(Source):
     """A run, in one directory or several shards, or an exported Parquet file. It is read when it is asked for."""
 
     def __init__(self, name: str, parts: Sequence[Part], solved_at: float) -> None:
         super().__init__(name, " ".join(str(part.root) for part in parts))
-        self.manifest: Manifest | None = parts[0].manifest
-        self.kind = "run" if self.manifest is not None else "parquet"
-        self.content = " ".join(part.manifest.run_id for part in parts if part.manifest is not None)
+        self.kind = "run" if parts[0].manifest is not None else "parquet"
         self.used = 0.0
         self._parts, self._solved_at = parts, solved_at
         self._columns: RunColumns | None = None
@@ -154,13 +158,10 @@ class RunSource(Source):
         """Rows in memory."""
         return 0 if self._columns is None else self._columns.rows
 
-    def is_another(self) -> bool:
-        """Whether another run was begun where this one was."""
-        try:
-            now = [read_manifest(part.root) for part in self._parts if part.manifest is not None]
-        except RunDirectoryError:
-            return False
-        return None not in now and self.content != " ".join(one.run_id for one in now if one is not None)
+    @property
+    def manifest(self) -> Manifest | None:
+        """Of its first part."""
+        return self._parts[0].manifest
 
     def close(self) -> None:
         """Forgets what was read; the next one who asks reads it anew."""
@@ -169,6 +170,9 @@ class RunSource(Source):
     def columns(self) -> RunColumns:
         """The run's scalars as they are now, half a second ago at most."""
         with self._lock:
+            parts = [Part(part.root, _manifest(part)) for part in self._parts]
+            if [_run_id(part) for part in parts] != [_run_id(part) for part in self._parts]:
+                self._parts, self._seen, self._columns = parts, None, None  # another run was begun there
             self.used = now = time.monotonic()
             if self._seen is None or now - self._looked > _FRESH_S:
                 # `close` may come meanwhile.
@@ -204,11 +208,8 @@ class RunSource(Source):
         """What changes while a run goes on."""
         columns = self.columns()
         groups = self.groups(columns)
-        failed, total, done = (
-            len(columns.failures()),
-            self._checkpoint().get("total"),
-            int(groups["size"].sum()),
-        )
+        failed, done = len(columns.failures()), int(groups["size"].sum())
+        total = self._checkpoint().get("total")
         mean, interval = mean_interval(groups)
         state = self._state(total, done + failed)
         return {
@@ -222,6 +223,7 @@ class RunSource(Source):
             "state": "damaged" if columns.damage and state != "running" else state,
             "rows": columns.rows,
             "error": "; ".join(columns.damage[:3]) or None,
+            "cursor": f"{columns.rows}-{failed}-{total}-{state}-{_run_id(self._parts[0])}",
         }
 
     def _state(self, total: int | None, settled: int) -> str:
@@ -237,18 +239,13 @@ class RunSource(Source):
         if self.manifest is not None:
             created = time.strptime(self.manifest.created, "%Y-%m-%dT%H:%M:%SZ")
             found |= {"model": self._model().get("path"), "n": self.manifest.n}
-            found |= {
-                "prompts": self.manifest.identity.get("data.rows.count"),
-                "started": calendar.timegm(created),
-            }
+            found["prompts"] = self.manifest.identity.get("data.rows.count")
+            found["started"] = calendar.timegm(created)
         if whole or self.rows or counts.get("rows", 0) <= _SMALL:
             return found | self.state()
         found |= {name: counts.get(name) for name in ("total", "failed", "unscored")}
-        done = counts.get("completed", 0)
-        return found | {
-            "done": done,
-            "state": self._state(counts.get("total"), done + counts.get("failed", 0)),
-        }
+        found["done"] = done = counts.get("completed", 0)
+        return found | {"state": self._state(counts.get("total"), done + counts.get("failed", 0))}
 
     def _checkpoint(self) -> dict[str, int]:
         """The counts of `checkpoint.json`, of all shards together; nothing where one has none."""
@@ -280,17 +277,17 @@ class Sources:
     def all(self) -> list[Source]:
         """Looks again; what is gone from the disk is not there any more."""
         with self._lock:
-            found = {source.id: source for source in self._find()}
-            kept = {
-                id: one for id, one in self._known.items() if id in found and one.content == found[id].content
-            }
-            self._known = found | kept
-            return list(self._known.values())
+            found, known = {source.id: source for source in self._find()}, self._known
+            for id, one in found.items():
+                if isinstance(one, RunSource) and isinstance(known.get(id), RunSource):
+                    found[id] = known[id]  # with what was read of it
+            self._known = found
+            return list(found.values())
 
     def get(self, id: str, kind: type[S]) -> S:
         """The one with this id. Raises `NotFoundError`."""
         found = self._known.get(id)
-        if found is None or (isinstance(found, RunSource) and (not found.rows or found.is_another())):
+        if not isinstance(found, RunSource) or not found.rows:
             found = next((one for one in self.all() if one.id == id), None)
         if isinstance(found, DamagedSource):
             raise RunDirectoryError(found.error)
@@ -305,6 +302,19 @@ class Sources:
                     held -= one.rows
                     one.close()
         return found
+
+    def read_ahead(self) -> None:
+        """Reads the run while the browser starts, where one alone was named."""
+        if len(found := self.all()) == 1 and isinstance(found[0], RunSource):
+            found[0].groups(found[0].columns())
+
+    def link(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Adds to groups of a training where a run that is open has rollouts of the same prompt: `runs`."""
+        for run in [one for one in self._known.values() if isinstance(one, RunSource) and one.rows]:
+            indices = run.columns().prompts([str(group.get("prompt_key")) for group in groups])
+            for group, index in zip(groups, indices, strict=True):
+                if index is not None:
+                    group.setdefault("runs", []).append({"id": run.id, "name": run.name, "index": index})
 
     def _find(self) -> Iterator[Source]:
         shards: dict[bytes, list[Part]] = {}
@@ -338,8 +348,20 @@ class Sources:
                 yield RunSource(name, [part], self._solved_at)
         if (path / BUFFER_FILE).is_file():
             yield BufferSource(name, str(path))
-        if training_log(path) is not None:
+        if training_log(path) is not None or (path / GROUPS_FILE).is_file():
             yield TrainingSource(name, str(path))
+
+
+def _run_id(part: Part) -> str:
+    return "" if part.manifest is None else part.manifest.run_id
+
+
+def _manifest(part: Part) -> Manifest | None:
+    """A part's manifest as it is now; the one before where it is gone or damaged: what was read is there."""
+    try:
+        return (part.manifest and read_manifest(part.root)) or part.manifest
+    except (RunDirectoryError, OSError):
+        return part.manifest
 
 
 def _is_url(place: str) -> bool:

@@ -48,6 +48,7 @@ def contents(root: Path) -> dict[str, bytes]:
     }
 
 
+@example([("write", 3), ("look", 0), ("seal", 0), ("prune", 0), ("write", 1), ("fail", 0), ("look", 0)])
 @example([("seal", 0), ("write", 1), ("seal", 0), ("prune", 0), ("write", 1), ("seal", 0)])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import numpy as np
 import pytest
 
 from rollstream.errors import ConfigError
+from rollstream.trajectory import Metrics
 from rollstream.view.app import ViewServer
 from rollstream.web import Access
 from tests.support.view_runs import (
@@ -131,6 +133,38 @@ async def test_rows_come_sorted_filtered_and_by_pages(folder: Path) -> None:
         assert (refused["error"]["code"], refused["error"]["where"]) == ("bad_filter", "9")
         for wrong in ({"sort": "nothing"}, {"columns": "nothing"}, {"limit": -1}, {"limit": 10**9}):
             await one.get(f"{run}/rows", status=400, **wrong)
+
+
+async def test_calls_and_errors_by_tool(tmp_path: Path) -> None:
+    made = [
+        rollout(
+            0,
+            0,
+            metrics=Metrics(tool_calls=3, tool_errors=1),
+            extra={"tool_counts": {"a": [2, 0], "b": [1, 1]}},
+        ),
+        rollout(0, 1, metrics=Metrics(tool_calls=1), extra={"tool_counts": {"a": [1, 0]}}),
+        rollout(0, 2, metrics=Metrics(tool_calls=2), extra={"tool_counts": "of another loop"}),
+        rollout(0, 3, extra={"tool_counts": {"never": [0, 0]}}),
+    ]
+    await asyncio.to_thread(write_run, tmp_path / "run", made, prompts=1)
+    async with page(tmp_path) as one:
+        run = await one.run("run")
+        assert (await one.get(run))["tool_calls"] == 6
+        found = {
+            tool["name"]: (tool["calls"], tool["errors"]) for tool in (await one.get(f"{run}/tools"))["tools"]
+        }
+    assert found == {"a": (3, 0), "b": (1, 1), None: (2, 0)}
+
+
+async def test_a_part_of_the_reward_may_have_any_name(tmp_path: Path) -> None:
+    made = [rollout(0, at, reward_extra={"a, 100%,b": at}) for at in range(3)]
+    await asyncio.to_thread(write_run, tmp_path / "run", made, prompts=1)
+    async with page(tmp_path) as one:
+        name = quote("reward.a, 100%,b", safe="")
+        rows = await one.get(f"{await one.run('run')}/rows", columns=f"repeat,{name}", sort=f"-{name}")
+    assert [row[1:] for row in rows["rows"]] == [[2, 2.0], [1, 1.0], [0, 0.0]]
+    assert rows["columns"] == ["repeat", "reward.a, 100%,b"]
 
 
 async def test_groups_and_a_group_side_by_side(folder: Path) -> None:
@@ -383,6 +417,29 @@ async def test_groups_behind_the_steps_of_a_training(tmp_path: Path) -> None:
         await one.get("/api/training/none-00000000/groups", status=404)
 
 
+async def test_a_training_without_a_checkpoint_and_where_its_prompts_are(
+    folder: Path, tmp_path: Path
+) -> None:
+    groups = [
+        {"index": 5, "mean": 0.5, "spread": 0.5, "scored": 2, "prompt_key": f"{3:032x}"},
+        {"index": 6, "mean": 1.0, "spread": 0.0, "scored": 2, "prompt_key": "of no run"},
+        {"index": 7, "mean": None, "spread": None, "scored": 0},
+    ]
+    (tmp_path / "rollstream_groups.jsonl").write_text(json.dumps({"first": 1, "step": 2, "groups": groups}))
+    async with page(folder / "plain", tmp_path) as one:
+        sources = (await one.get("/api/sources"))["sources"]
+        training = next(source for source in sources if source["kind"] == "training")
+        run = next(source for source in sources if source["kind"] == "run")
+        said = await one.get(f"/api/training/{training['id']}")
+        assert said == {"steps": [2], "series": {"groups/reward": [0.75], "groups/teach_nothing": [0.5]}}
+        shown = (await one.get(f"/api/training/{training['id']}/groups", step=2))["groups"]
+        assert [group.get("runs") for group in shown] == [
+            [{"id": run["id"], "name": "plain", "index": 3}],
+            None,
+            None,
+        ]
+
+
 async def test_a_buffer_by_its_folder_and_its_address(tmp_path: Path) -> None:
     pytest.importorskip("uvloop")
     from rollstream.buffer.app import BufferServer
@@ -414,16 +471,16 @@ async def test_a_buffer_by_its_folder_and_its_address(tmp_path: Path) -> None:
 def test_the_page_needs_none_of_the_heavy_packages(folder: Path) -> None:
     code = f"""
 import sys
-from rollstream.view import reader, tokens, overview, search
-from rollstream.view.app import ViewServer
-from rollstream.view.sources import RunSource
-from rollstream.web import Access
+from rollstream.view import app, reader, tokens, overview, search
+from rollstream.view.filter import Filter, sort_rows
+from rollstream.view.sources import Sources
 
-server = ViewServer([{str(folder)!r}], Access())
-for run in server._sources.all():
+for run in Sources([{str(folder)!r}]).all():
     columns = run.columns()
     overview.overview(columns, run.groups(columns), 0.5)
-    rows = server._select(columns, "reward >= 0", "-tokens")
+    overview.tools(columns)
+    rows = Filter("reward >= 0 and data_source ~ a and finish_reason < z", columns).rows(columns).nonzero()[0]
+    rows = sort_rows(columns, rows, ["-tokens", "data_source"])
     tokens.encode_tokens(reader.find_rollout(columns, 0)[0], *run.token_text())
     list(search.search(columns, "a", rows))
 print(sorted({{"torch", "transformers", "pandas", "tokenizers", "ray", "datasets"}} & set(sys.modules)))

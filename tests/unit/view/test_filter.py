@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollstream.store.columns import Part, RunColumns
 from rollstream.store.manifest import read_manifest
-from rollstream.view.filter import FilterError, parse_filter, sort_rows
+from rollstream.view.filter import Filter, FilterError, sort_rows
 from tests.support.view_runs import agent_run, rollout, write_run
 
 _COMPARE = {
@@ -40,7 +40,7 @@ def cells(columns: RunColumns, name: str) -> list[Any]:
 
 
 def passing(columns: RunColumns, text: str) -> list[int]:
-    found: list[int] = np.flatnonzero(parse_filter(text, columns)(columns)).tolist()
+    found: list[int] = np.flatnonzero(Filter(text, columns).rows(columns)).tolist()
     return found
 
 
@@ -131,11 +131,12 @@ def test_and_binds_closer_than_or(columns: RunColumns) -> None:
         ("reward < 1 and", 14),
         ("(" * 60 + "reward = 1" + ")" * 60, 51),
         ("not " * 10_000, 10_000),
+        (" or ".join(["reward = 1"] * 101), 1400),
     ],
 )
 def test_a_wrong_filter_says_where(columns: RunColumns, text: str, position: int) -> None:
     with pytest.raises(FilterError) as caught:
-        parse_filter(text, columns)
+        Filter(text, columns)
     assert caught.value.position == position
 
 
@@ -143,11 +144,11 @@ def test_a_wrong_filter_says_where(columns: RunColumns, text: str, position: int
 @given(st.text(max_size=60) | st.text("()=<>~,!\"' \\ainotr01.", max_size=60))
 def test_any_text_is_a_filter_or_refused(columns: RunColumns, text: str) -> None:
     try:
-        test = parse_filter(text, columns)
+        test = Filter(text, columns)
     except FilterError as error:
         assert 0 <= error.position <= len(text)
     else:
-        assert test(columns).shape == (columns.rows,)
+        assert test.rows(columns).shape == (columns.rows,)
 
 
 @settings(max_examples=100, deadline=None)
@@ -161,22 +162,15 @@ def test_rows_are_sorted_as_python_does(columns: RunColumns, keys: list[tuple[st
     for name, down in reversed(keys):
         values = cells(columns, name)
         known = [row for row in expected if values[row] is not None]
-        # Of hashes the first bytes decide.
-        known.sort(key=lambda row: values[row][:4] if name == "prompt_key" else values[row], reverse=down)
-        if down:  # Python keeps equal ones in order; so do we
-            known = sorted(known, key=lambda row: _rank(values, row, name), reverse=True)
+        known.sort(key=values.__getitem__, reverse=down)
         expected = known + [row for row in expected if values[row] is None]
-    sort = ",".join(f"{'-' if down else ''}{name}" for name, down in keys)
+    sort = [f"{'-' if down else ''}{name}" for name, down in keys]
     assert sort_rows(columns, np.arange(columns.rows), sort).tolist() == expected
-
-
-def _rank(values: list[Any], row: int, name: str) -> Any:
-    return values[row][:4] if name == "prompt_key" else values[row]
 
 
 def test_sorting_by_nothing_that_there_is(columns: RunColumns) -> None:
     with pytest.raises(FilterError, match="no column 'nothing'"):
-        sort_rows(columns, np.arange(3), "-nothing")
+        sort_rows(columns, np.arange(3), ["-nothing"])
 
 
 def test_null_is_shown_as_none(columns: RunColumns) -> None:
@@ -191,4 +185,17 @@ def test_names_may_stand_in_quotes(tmp_path: Path) -> None:
     root = write_run(tmp_path / "run", [one, rollout(0, 1)])
     found = RunColumns([Part(root, read_manifest(root))])
     found.refresh()
-    assert parse_filter(r'"reward.my \"score\"" < 0.5', found)(found).tolist() == [True, False]
+    assert Filter(r'"reward.my \"score\"" < 0.5', found).rows(found).tolist() == [True, False]
+
+
+def test_a_filter_is_given_up_between_two_comparisons(columns: RunColumns) -> None:
+    asked = []
+
+    def check() -> None:
+        asked.append(True)
+        if len(asked) == 3:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        Filter(" or ".join(["finish_reason ~ s"] * 50), columns).rows(columns, check)
+    assert len(asked) == 3

@@ -53,10 +53,13 @@ def test_groups_are_what_python_says(
         assert groups["solved"][at] == sum(one >= 0.5 for one in scored)
         if scored:
             assert groups["mean"][at] == pytest.approx(statistics.mean(scored))
+        if len(scored) > 1:
             assert groups["spread"][at] == max(scored) - min(scored)
-        else:
-            assert np.isnan([groups["mean"][at], groups["spread"][at]]).all()
+        assert np.isnan([groups["mean"][at], groups["spread"][at]]).tolist() == [not scored, len(scored) < 2]
     said: Any = overview(columns, groups, 0.5)
+    several = [some for some in expected.values() if len([one for one in some if one is not None]) > 1]
+    nothing = sum(len({one for one in some if one is not None}) == 1 for some in several)
+    assert said["groups"]["no_signal"] == nothing  # a group of one has nothing to differ from
     everything = [one for _, one in rewards if one is not None]
     mean, interval = mean_interval(groups)
     assert mean == (pytest.approx(statistics.mean(everything)) if everything else None)

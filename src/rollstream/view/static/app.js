@@ -12,6 +12,7 @@ import { Training, Buffer } from "./training.js";
 
 const THEMES = ["", "light", "dark"];
 const THEME = "rollstream.theme";
+const PARTS = new Map([[undefined, Run], ["failures", Failures], ["rows", Rows], ["groups", Groups]]);
 
 function useTheme() {
   const [theme, setTheme] = useState(localStorage.getItem(THEME) || "");
@@ -45,10 +46,8 @@ function View({ path, query, theme }) {
   const [kind, id, part, which] = path;
   if (kind === undefined) return html`<${Sources} />`;
   if (kind === "run" && id) {
-    if (part === undefined) return html`<${Run} id=${id} query=${query} theme=${theme} key=${id} />`;
-    if (part === "failures") return html`<${Failures} id=${id} query=${query} key=${id} />`;
-    if (part === "rows") return html`<${Rows} id=${id} query=${query} key=${id} />`;
-    if (part === "groups") return html`<${Groups} id=${id} query=${query} key=${id} />`;
+    const Part = PARTS.get(part);
+    if (Part) return html`<${Part} id=${id} query=${query} theme=${theme} key=${id} />`;
     if (part === "group" && which !== undefined) return html`<${Group} id=${id} index=${which} query=${query}
       key=${id} />`;
     if (part === "trajectory" && which !== undefined) return html`<${Trajectory} id=${id} row=${which}

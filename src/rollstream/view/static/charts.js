@@ -1,6 +1,6 @@
 // Bars that are links, shares in a line, and curves by uPlot.
 
-import { html, useEffect, useRef, count, percent } from "./core.js";
+import { html, useEffect, useRef, count, figure, percent } from "./core.js";
 import { visible } from "./text.js";
 
 /**
@@ -72,15 +72,13 @@ export function Curves({ x, series, title, time = false, height = 180, onPick, s
   const theme = document.documentElement.dataset.theme || "";
   useEffect(() => {
     let plot = null, gone = false;
-    const watch = new ResizeObserver(([entry]) => plot?.setSize({ width: Math.floor(entry.contentRect.width),
-      height }));
+    const watch = new ResizeObserver(([it]) => plot?.setSize({ width: Math.floor(it.contentRect.width), height }));
     uPlotClass().then((UPlot) => {
       if (gone) return;
       const style = getComputedStyle(document.documentElement);
       const colour = (name) => style.getPropertyValue(name).trim();
       const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 },
-        ticks: { stroke: colour("--line") },
-        font: "11px system-ui" };
+        ticks: { stroke: colour("--line") }, font: "11px system-ui" };
       plot = new UPlot({
         width: Math.max(200, Math.floor(box.current.clientWidth)), height, cursor: sync ? { sync: { key: sync } } : {},
         scales: { x: { time } },
@@ -90,8 +88,7 @@ export function Curves({ x, series, title, time = false, height = 180, onPick, s
           ...series.map((it, at) => ({
           label: it.label, stroke: colour(`--curve${at % 5}`), width: 1.5, dash: DASHES[at % 5], spanGaps: true,
           points: { show: x.length < 60, size: 4 },
-          value: (_, value) => (value === null || value === undefined ? "–"
-            : String(Number(value.toPrecision(4)))) }))],
+          value: (_, value) => figure(value) }))],
       }, [x, ...series.map((it) => it.values)], box.current);
       watch.observe(box.current);
       if (onPick) plot.over.addEventListener("click", () => { if (plot.cursor.idx !== null) onPick(plot.cursor.idx); });

@@ -74,24 +74,40 @@ export async function* events(path, params, signal) {
   }
 }
 
-/** Follows a stream for as long as the component lives; after a lost connection it goes on from the last cursor. */
-export function useStream(path, onEvent, enabled = true) {
+/** Whether the page is seen: a browser has few connections, and a page that nobody sees should hold none. */
+function useSeen() {
+  const [, changed] = useState(0);
+  useEffect(() => {
+    const stop = new AbortController();
+    document.addEventListener("visibilitychange", () => changed((n) => n + 1), { signal: stop.signal });
+    return () => stop.abort();
+  }, []);
+  return !document.hidden;
+}
+
+/**
+ * Follows a stream for as long as the component lives and is seen; after a lost connection it goes on from the last
+ * cursor. It begins when there is a first one: "" for all that there is.
+ */
+export function useStream(path, onEvent, first) {
   const [lost, setLost] = useState(false);
   const handler = useRef(onEvent);
+  const at = useRef(null);
   handler.current = onEvent;
+  const enabled = useSeen() && first !== undefined;
   useEffect(() => {
     if (!enabled) return undefined;
     const stop = new AbortController();
     (async () => {
-      let cursor = "";
+      let cursor = at.current ?? first;
       let wait = 500;
       while (!stop.signal.aborted) {
         try {
           for await (const event of events(path, { cursor }, stop.signal)) {
-            if (event.id) cursor = event.id;
+            if (event.id) at.current = cursor = event.id;
             wait = 500;
             setLost(false);
-            if (handler.current(event) === "end") return;
+            handler.current(event);
           }
         } catch (error) {
           if (stop.signal.aborted) return;
@@ -142,10 +158,11 @@ export function to(path, query = {}) {
   return `#/${path.map(encodeURIComponent).join("/")}${params.size ? `?${params}` : ""}`;
 }
 
+export const decoded = (text) => { try { return decodeURIComponent(text); } catch { return text; } };
+
 function readAddress() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split(/\?(.*)/s);
-  const decode = (text) => { try { return decodeURIComponent(text); } catch { return text; } };
-  return { path: path.split("/").filter(Boolean).map(decode), query: Object.fromEntries(new URLSearchParams(query)) };
+  return { path: path.split("/").filter(Boolean).map(decoded), query: Object.fromEntries(new URLSearchParams(query)) };
 }
 
 export function useAddress() {

@@ -14,8 +14,8 @@ const number = (name, title, text = (group) => figure(group[name])) => ({ name, 
 const COLUMNS = [
   { ...number("index", "prompt", (group) => String(group.index)), width: "96px" },
   number("solved", "solved", (group) => `${group.solved} / ${group.scored}`), number("mean", "mean"),
-    number("spread", "spread"),
-  number("min", "lowest"), number("max", "highest"), number("size", "rollouts"), number("mean_tokens", "tokens"),
+  number("spread", "spread"), number("min", "lowest"), number("max", "highest"), number("size", "rollouts"),
+  number("mean_tokens", "tokens"),
   number("truncated", "truncated", (group) => count(group.truncated)),
   { name: "data_source", title: "data source", width: "140px", sortable: false, show: (group) =>
     visible(group.data_source || "") },

@@ -2,7 +2,7 @@
 
 import {
   html, useEffect, useMemo, useRef, useState, useKeys, Pending, getJSON, events, to, go, withQuery, count, figure,
-  seconds, percent, segment,
+  seconds, percent, segment, decoded,
 } from "./core.js";
 import { visible } from "./text.js";
 import { Table, TotalLine } from "./table.js";
@@ -103,7 +103,7 @@ export function Rows({ id, query }) {
   const [error, setError] = useState(null);
   const [words, setWords] = useState(query.text || "");
   const [more, setMore] = useState(0);
-  const [live, lost] = useFollow(id, run.data?.state === "running", () => setMore((n) => n + 1));
+  const [live, lost] = useFollow(id, run.data, () => setMore((n) => n + 1));
   useEffect(() => setWords(query.text || ""), [query.text]);
   useKeys([
     ["/", "to the filter", () => document.getElementById("filter")?.focus()],
@@ -111,12 +111,12 @@ export function Rows({ id, query }) {
   ]);
   const known = run.data?.columns || [];
   const chosen = useMemo(() => {
-    const given = query.columns ? query.columns.split(",") : DEFAULT;
+    const given = query.columns ? query.columns.split(",").map(decoded) : DEFAULT;
     return given.filter((name) => known.some((column) => column.name === name));
   }, [query.columns, known]);
   const filter = query.filter || "", sort = query.sort || "";
   const load = (offset, limit, signal) => getJSON(`/api/runs/${segment(id)}/rows`,
-    { filter, sort, offset, limit, columns: chosen.join(",") }, { signal }).then(
+    { filter, sort, offset, limit, columns: chosen.map(segment).join(",") }, { signal }).then(
     (answer) => { setError(null); return answer; },
     (problem) => {
       if (problem.position === null) throw problem;
@@ -139,13 +139,15 @@ export function Rows({ id, query }) {
         onInput=${(event) => setWords(event.target.value)} /></label>
       <button type="submit">Search</button>${query.text
         && html`<button type="button" onClick=${() => set({ text: null })}>Back to the table</button>`}
-      <${Columns} known=${known} chosen=${chosen} onChoose=${(names) => set({ columns: names.join(",") })} />
+      <${Columns} known=${known} chosen=${chosen}
+        onChoose=${(names) => set({ columns: names.map(segment).join(",") })} />
       <${TotalLine} total=${totals.total} all=${totals.all} what="rows" />
       ${totals.all > 0 && totals.total !== totals.all && totals.total !== null
         && html`<span class="muted">${percent(totals.total, totals.all)}</span>`}
     </form>
     ${query.text ? html`<${Search} id=${id} text=${query.text} filter=${filter} />`
       : html`<${Table} label="rollouts" columns=${columns} load=${load} of=${`${id}|${filter}|${sort}|${chosen}`}
-        more=${more} sort=${sort} onSort=${(name) => set({ sort: name })} onTotal=${setTotals} address=${address} />`}
+        more=${more} sort=${decoded(sort)} onSort=${(name) => set({ sort: segment(name) })} onTotal=${setTotals}
+        address=${address} />`}
   </section>`;
 }

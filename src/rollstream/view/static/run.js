@@ -10,24 +10,19 @@ import { between, both, clause } from "./filter.js";
 import { State } from "./sources.js";
 import { Table } from "./table.js";
 
+const TABS = [["glance", [], "Overview"], ["rows", ["rows"], "Rollouts"], ["groups", ["groups"], "Groups"]];
+
 export function RunTabs({ id, at }) {
-  const tab = (name, path, title) => html`<a href=${to(["run", id, ...path])} aria-current=${at === name ? "page"
-    : undefined}>${title}</a>`;
-  useKeys([
-    ["1", "overview", () => go(to(["run", id]))],
-    ["2", "rollouts", () => go(to(["run", id, "rows"]))],
-    ["3", "groups", () => go(to(["run", id, "groups"]))],
-  ]);
-  return html`<nav class="tabs" aria-label="views of the run">
-    ${tab("glance", [], "Overview")}${tab("rows", ["rows"], "Rollouts")}${tab("groups", ["groups"], "Groups")}</nav>`;
+  useKeys(TABS.map(([, path, title], n) => [String(n + 1), title.toLowerCase(), () => go(to(["run", id, ...path]))]));
+  return html`<nav class="tabs" aria-label="views of the run">${TABS.map(([name, path, title]) => html`<a key=${name}
+    href=${to(["run", id, ...path])} aria-current=${at === name ? "page" : undefined}>${title}</a>`)}</nav>`;
 }
 
-const TITLES = { reward: "Reward", tokens: "Length of the response, tokens", turns: "Turns", num_turns: "Turns" };
-const COLUMN = { turns: "num_turns" };
+const TITLES = { reward: "Reward", tokens: "Length of the response, tokens", turns: "Turns" };
 
 function Histogram({ id, name, data, base }) {
   const [source, setSource] = useState("");
-  const column = COLUMN[name] || name;
+  const column = name === "turns" ? "num_turns" : name;
   const sources = Object.keys(data.by_source || {});
   const counts = (source && data.by_source[source]) || data.counts;
   const narrowed = source && clause("data_source", "=", source);
@@ -94,25 +89,39 @@ function Failure({ id, failure }) {
     ${example.traceback && html`<pre class="text code">${visible(example.traceback)}</pre>`}</details>`;
 }
 
+/** Calls and errors of each tool; a name leads to where it stands in messages. */
+function Tools({ id, calls }) {
+  const state = useApi(calls > 0 && `/api/runs/${segment(id)}/tools`, {}, calls);
+  const behind = (tool, n, column) => (n ? html`<a href=${to(["run", id, "rows"], {
+    filter: `${column} > 0`, sort: `-${column}`, text: tool.name })}>${count(n)}</a>` : count(n));
+  return html`<div class="panel"><h2>Tools</h2>${!calls ? html`<p class="muted">No calls.</p>`
+    : !state.data ? html`<${Pending} state=${state} />` : html`<table><thead><tr><th>tool</th>
+      <th class="number">calls</th><th class="number">errors</th></tr></thead>
+      <tbody>${state.data.tools.map((tool) => html`<tr key=${tool.name}>
+        <td>${tool.name === null ? "name not noted" : visible(tool.name) || "no such tool"}</td>
+        <td class="number">${behind(tool, tool.calls, "tool_calls")}</td>
+        <td class="number">${behind(tool, tool.errors, "tool_errors")} <span class="muted">${
+          percent(tool.errors, tool.calls)}</span></td></tr>`)}</tbody></table>`}</div>`;
+}
+
 const known = new Map();
 
-/** A run's overview; that of a run which has ended is asked for once, however many views need it. */
+/** A run's overview; that of a run which has ended is asked for when something is new, whichever views need it. */
 export function useRun(id, again = 0) {
   const held = known.get(id);
-  const state = useApi(held && held.state !== "running" ? null : `/api/runs/${segment(id)}`, {}, again);
+  const state = useApi(held && !again && held.state !== "running" ? null : `/api/runs/${segment(id)}`, {}, again);
   if (state.data?.id === id) known.set(id, state.data);
   return known.has(id) ? { ...state, data: known.get(id) } : state;
 }
 
-/** Counts of a run that is written, as they change. */
-export function useFollow(id, running, onChange) {
+/** Counts of a run as they change since its overview was made: one that has ended may be resumed. */
+export function useFollow(id, run, onChange) {
   const [live, setLive] = useState(null);
   const lost = useStream(`/api/runs/${segment(id)}/follow`, ({ event, data }) => {
-    if (event !== "change") return undefined;
+    if (event !== "change") return;
     setLive(data);
     onChange?.(data);
-    return data.state === "running" ? undefined : "end";
-  }, running);
+  }, run?.state === "running" ? "" : run?.cursor);
   return [live, lost];
 }
 
@@ -126,7 +135,7 @@ export function Run({ id, query }) {
   const [again, setAgain] = useState(0);
   const [due] = useState({ timer: 0 });
   const state = useRun(id, again);
-  const [live, lost] = useFollow(id, state.data?.state === "running", () => {
+  const [live, lost] = useFollow(id, state.data, () => {
     // At most a tenth of the server's time goes into figures that nobody may be looking at.
     due.timer ||= setTimeout(() => { due.timer = 0; setAgain((n) => n + 1); }, Math.max(3000, 10 * state.took));
   });
@@ -162,7 +171,8 @@ export function Run({ id, query }) {
       ${fact("unscored", count(run.unscored), rows({ filter: "reward = null" }))}
       ${fact("mean reward", html`<${Interval} value=${run.reward_mean} range=${run.reward_interval} />`,
         rows({ sort: "-reward" }))}
-      ${fact("tokens", short(run.tokens), sorted("tokens"))}
+      ${fact(run.base_filter ? "sampled tokens, snapshots' too" : "sampled tokens", short(run.tokens),
+        sorted("sampled"))}
       ${fact("rollouts/s", figure(run.throughput?.rollouts_per_s ?? null), withQuery({ at: "timeline" }))}
       ${fact("tokens/s", figure(run.throughput?.tokens_per_s ?? null), withQuery({ at: "timeline" }))}
       ${fact("started", moment(run.started))}
@@ -185,18 +195,7 @@ export function Run({ id, query }) {
         ? run.failures.map((failure) => html`<${Failure} key=${`${failure.cause} ${failure.stage}`} id=${id}
           failure=${failure} />`)
         : html`<p class="muted">None.</p>`}</div>
-      <div class="panel"><h2>Tools</h2>${(run.tools || []).length ? html`<table><thead><tr><th>tool</th>
-        <th class="number">calls</th>
-        <th class="number">errors</th></tr></thead>
-          <tbody>${run.tools.map((tool) => html`<tr key=${tool.name}>
-            <td>${tool.name === null ? "all" : visible(tool.name)}</td>
-        <td class="number"><a href=${rows({ filter: "tool_calls > 0",
-          sort: "-tool_calls" })}>${count(tool.calls)}</a></td>
-        <td class="number">${tool.errors
-          ? html`<a href=${rows({ filter: "tool_errors > 0", sort: "-tool_errors" })}>${count(tool.errors)}</a> ${
-          html`<span class="muted">${percent(tool.errors, tool.calls)}</span>`}` : count(tool.errors)}</td>
-            </tr>`)}</tbody></table>`
-        : html`<p class="muted">No calls.</p>`}</div>
+      <${Tools} id=${id} calls=${run.tool_calls} />
       <div class="panel"><h2>Where a rollout's time goes, mean</h2><${Shares} label="time" parts=${
         [["queue", "queue_s"], ["generate", "generate_s"], ["tools", "tool_s"],
           ["reward", "reward_s"]].map(([label, name]) => ({
@@ -223,8 +222,7 @@ const FAILED = [
 ].map((column) => ({ ...column, sortable: false }));
 
 /** The rollouts that failed, of one cause or of all. */
-export function Failures({ id, query }) {
-  const { cause } = query;
+export function Failures({ id, query: { cause } }) {
   const load = async (offset, limit, signal) => {
     const answer = await getJSON(`/api/runs/${segment(id)}/failures`, { cause, offset, limit }, { signal });
     return { total: answer.total, rows: answer.failures };

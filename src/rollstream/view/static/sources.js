@@ -50,7 +50,7 @@ export function Sources() {
             onChange=${() => choose(source.id)} aria-label=${`compare ${source.name}`} />`}</td>
           <td><a href=${home(source)} title=${source.path}>${visible(source.name)}</a>${
             source.error && html`<div class="problem">${visible(source.error)}</div>`}</td>
-          <td><${State} state=${source.state} /></td>
+          <td>${source.state && html`<${State} state=${source.state} />`}</td>
           <td class="number"><${Interval} value=${source.reward_mean} range=${source.reward_interval} /></td>
           ${number(source.done, ["rows"])}
           <td class="number muted">${percent(source.done, source.total)}</td>

@@ -1,6 +1,6 @@
 // A training over its steps, with the groups behind each, and a rollout buffer.
 
-import { html, useEffect, useMemo, useState, useApi, useKeys, Pending, getJSON, go, withQuery, count, figure,
+import { html, useEffect, useMemo, useState, useApi, useKeys, Pending, getJSON, to, go, withQuery, count, figure,
   segment } from "./core.js";
 import { visible, plain, Message, Text } from "./text.js";
 import { Curves, Lines } from "./charts.js";
@@ -62,12 +62,14 @@ const cell = (value) => (typeof value === "number" ? figure(value) : value === n
 
 function Records({ title, records, total = records?.length }) {
   if (!records?.length) return html`<div class="panel"><h2>${title}</h2><p class="muted">None.</p></div>`;
-  const names = [...new Set(records.flatMap((record) => Object.keys(record)))].slice(0, 8);
+  const names = [...new Set(records.flatMap((it) => Object.keys(it)))].filter((name) => name !== "runs").slice(0, 8);
+  const shown = (it, name) => [cell(it[name]), name === "index" && it.runs?.map((run) => html` <a key=${run.id}
+    href=${to(["run", run.id, "group", String(run.index)])}>in ${visible(run.name)}</a>`)];
   return html`<div class="panel"><h2>${title} <span class="muted">${count(total)}</span></h2>
     <div class="scroll"><table>
     <thead><tr>${names.map((name) => html`<th key=${name}>${visible(name)}</th>`)}</tr></thead>
     <tbody>${records.slice(0, SHOWN).map((record, n) =>
-      html`<tr key=${n}>${names.map((name) => html`<td key=${name}>${cell(record[name])}</td>`)}</tr>`)}</tbody>
+      html`<tr key=${n}>${names.map((name) => html`<td key=${name}>${shown(record, name)}</td>`)}</tr>`)}</tbody>
   </table></div></div>`;
 }
 

@@ -76,9 +76,7 @@ export function Trajectory({ id, row, query, theme }) {
   const sibling = (by) => it && open(it.siblings[it.siblings.indexOf(it.row) + by]);
   useKeys([
     ["j", "next trajectory of the list", () => open(after, 1)], ["k", "trajectory before", () => open(before, -1)],
-    ["1", "conversation", () => choose("conversation")],
-    ["2", "tokens", () => choose("tokens")],
-    ["3", "JSON", () => choose("json")],
+    ...TABS.map(([name, title], n) => [String(n + 1), title, () => choose(name)]),
     ["]", "next trajectory of the rollout", () => sibling(1)],
     ["[", "trajectory of the rollout before", () => sibling(-1)],
     ["g", "its group", () => it && go(to(["run", id, "group", String(it.index)]))],
