@@ -329,6 +329,7 @@ async def test_nobody_in_who_was_not_let_in(folder: Path) -> None:
 
 async def test_a_large_run_is_listed_unread_and_opened_when_asked(tmp_path: Path) -> None:
     large_run(tmp_path / "large", 60_000, tokens=4)
+    large_run(tmp_path / "other", 8, tokens=4)  # one that is alone is read at once
     async with page(tmp_path) as one:
         listed = (await one.get("/api/sources"))["sources"][0]
         assert (listed["done"], listed["tokens"], listed["state"]) == (60_000, None, "finished")
