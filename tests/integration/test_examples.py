@@ -125,7 +125,7 @@ async def test_the_options_of_the_context_agent_do_what_the_page_says(tmp_path: 
     result = await loop.run(SamplingParams(2048), raw_prompt=question, prompt_key="q")
     assert isinstance(result, list)
     snapshot, final = result
-    assert snapshot.extra == {"deleted_msg_ids": [0]}
+    assert snapshot.extra == {"deleted_msg_ids": [0], "tool_counts": {"deleteContext": [1, 0]}}
     tokens = len(snapshot.prompt_ids) + len(snapshot.response_ids)
     assert snapshot.reward == pytest.approx(-0.001 * max(0, tokens - 2048))
     assert tokens > 2048
