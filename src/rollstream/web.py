@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -330,7 +331,7 @@ class WebServer:
         self._translate = translate
         self._render_error = render_error
         self._on_answer = on_answer
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._connections: set[_Connection] = set()
         self._handlers: dict[asyncio.Task[Any], web.RequestHandler] = {}
         self._watch: asyncio.Task[None] | None = None
@@ -365,17 +366,24 @@ class WebServer:
                 "or let everybody in with --insecure"
             )
         self._gate = _Gate(self._access, host, beyond)
-        self._server = server
+        self._servers.append(server)
         self._watch = asyncio.create_task(self._cut_off_unread(), name="web-watch")
         await server.start_serving()
         shown = f"[{host}]" if ":" in host else host or "127.0.0.1"
         self.url = f"http://{shown}:{addresses[0][1]}"
         return self.url
 
+    async def listen_at(self, path: Path) -> None:
+        """Takes connections at a Unix socket, too, from whoever may open it. `start` comes first."""
+        loop = asyncio.get_running_loop()
+        connection = functools.partial(_Connection, self, self._manager, loop)
+        backlog = self.limits.backlog
+        self._servers.append(await loop.create_unix_server(connection, path, backlog=backlog))
+
     def stop_listening(self) -> None:
         """Takes no more connections; those that are open go on."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """Stops listening, lets requests in flight finish for `grace_s`, then cancels them and cuts them off.

@@ -16,9 +16,10 @@ import math
 import resource
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -35,7 +36,6 @@ from rollstream.gateway.sessions import Turn
 from rollstream.sampling import SERVER_SAMPLING, sampling_of_row
 from rollstream.trajectory import SamplingParams
 from rollstream.web import (
-    Access,
     HTTPError,
     Limits,
     Request,
@@ -117,20 +117,20 @@ class Endpoint:
         *,
         client_sampling: bool = False,
         max_sessions: int = 4096,
-        allowed_hosts: Collection[str] = (),
+        socket: Path | None = None,
     ) -> None:
         """Args:
         model: what the model is called.
         max_model_len: told to those who ask what the model can take.
         client_sampling: whether clients choose how their calls are sampled; else the run's sampling wins.
         max_sessions: that may be open at once.
-        allowed_hosts: further names of this server, as clients write them.
+        socket: a Unix socket where it serves, too: for programs without a network.
         """
         self._model = model
         self._max_model_len = max_model_len
         self._client_sampling = client_sampling
         self._max_sessions = max_sessions
-        self._access = Access(insecure=True, allowed_hosts=frozenset(allowed_hosts))
+        self._socket = socket
         self._sessions: dict[str, _Open] = {}
         self._logged: set[str] = set()
         self.url = ""
@@ -162,17 +162,18 @@ class Endpoint:
                 task.cancel()
 
     @asynccontextmanager
-    async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[None]:
-        """Serves."""
+    async def serving(self) -> AsyncIterator[None]:
+        """Serves this machine."""
         server = WebServer(
             [*self.routes(), *self._routes("/v1")],  # where `SESSION_HEADER` says whose a request is
-            access=self._access,  # the secrets of sessions are their tokens
             limits=Limits(max_connections=room_for_connections()),
             translate=refusal_of,
             render_error=self.render_error,
         )
         try:
-            self.url = await server.start(host, port)
+            self.url = await server.start()
+            if self._socket is not None:
+                await server.listen_at(self._socket)
             yield
         finally:
             await server.stop(_LAST_ANSWERS_S)

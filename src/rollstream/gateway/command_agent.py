@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 _RESULT_BYTES = 1 << 20
 """Of a result: its answer and what else it says are kept with the rollout."""
 
-_LONGEST_SCRATCH = 80
-"""Bytes; a socket's path has 107, and a rollout's own folder takes some."""
+_LONGEST_SOCKET = 107
+"""Bytes of a socket's path, see unix(7)."""
 
 _SHOWN_CHARS = 1_200
 """Of its output in a failure, whose text has 2,000."""
@@ -70,6 +70,7 @@ class _Programs(Shared):
     sandbox: SandboxOptions
     command: list[str]
     scratch: ScratchFolder
+    socket: Path | None
     workdirs: Path
 
 
@@ -107,17 +108,16 @@ class CommandAgent(RecordedAgent):
         if sandbox.image is None and shutil.which(command[0], path=path) is None:
             raise ConfigError(f"gateway.command: there is no program {command[0]!r} on the PATH {path}")
         scratch = ScratchFolder("agents")
-        if sandbox.kind != "none" and len(bytes(scratch.path)) > _LONGEST_SCRATCH:
-            raise ConfigError(
-                f"{scratch.path} is too long a path for the sockets of gateway.sandbox={sandbox.kind}: set TMPDIR to "
-                "a shorter one"
-            )
+        socket = None if sandbox.kind == "none" else scratch.path / "gateway"
+        if socket is not None and len(bytes(socket)) > _LONGEST_SOCKET:
+            raise ConfigError(f"{socket} is too long a path for a socket: set TMPDIR to a shorter one")
         return _Programs(
             settings,
-            shared_endpoint(resources, settings),
+            shared_endpoint(resources, settings, socket=socket),
             sandbox,
             command,
             scratch,
+            socket,
             Path(options.get("workdirs", "workdirs")).expanduser().absolute(),
         )
 
@@ -130,7 +130,7 @@ class CommandAgent(RecordedAgent):
             "workdir": str(self._folder / "work"),
             "sandbox": msgspec.to_builtins(shared.sandbox),
         }
-        sandbox = LocalSandbox(shared.sandbox, self._folder, secrets=[secret])
+        sandbox = LocalSandbox(shared.sandbox, self._folder, secrets=[secret], socket=shared.socket)
         try:
             return await self._run(sandbox, settings, url, secret, row)
         finally:

@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -47,9 +46,6 @@ _END_S = _GRACE_S + 8.0
 
 _OUTPUT_BYTES = 8_192
 """Of a program's output, its end: what says why it failed."""
-
-_CONNECTIONS = 100
-"""Of one program to the gateway at once; others wait. An agent of a thousand parallel calls is served by these."""
 
 _PORT = 8_383
 """Of the gateway inside a sandbox with a network of its own."""
@@ -168,18 +164,24 @@ class LocalSandbox:
         root: its folder; what is missing in it is made.
         work: another folder than `work` in it to start in.
         secrets: what no output shows.
+        socket: of the gateway; None: it is not to be reached.
     """
 
     def __init__(
-        self, options: SandboxOptions, root: Path, *, work: Path | None = None, secrets: Sequence[str] = ()
+        self,
+        options: SandboxOptions,
+        root: Path,
+        *,
+        work: Path | None = None,
+        secrets: Sequence[str] = (),
+        socket: Path | None = None,
     ) -> None:
         self.root = str(root)
         self._options = options
         self._root = root
         self._work = work or root / "work"
         self._secrets = secrets
-        self._gates: list[Gate] = []
-        self._socket = root / "io" / "gateway"
+        self._socket = socket
         self._name = f"rollstream-{uuid4().hex[:16]}"
         self._words = _KINDS[options.kind]
 
@@ -190,13 +192,7 @@ class LocalSandbox:
     async def start(self, gateway: str | None) -> str:
         for name in ("work", "io", "home", "tmp"):
             (self._root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
-        if gateway is None:
-            return ""
-        if self._own_network or self._in_container:
-            self._gates.append(await Gate.open(gateway, self._socket))
-        if not self._own_network:
-            self._gates.append(await Gate.open(gateway, None))
-        return self._gates[-1].url
+        return f"http://127.0.0.1:{_PORT}" if self._own_network else gateway or ""
 
     @property
     def _in_container(self) -> bool:
@@ -205,7 +201,7 @@ class LocalSandbox:
     async def run(self, command: Sequence[str], env: Mapping[str, str], seconds: float | None) -> Ended:
         mark = uuid4().hex
         own = {**env, "HOME": f"{self.root}/home", "TMPDIR": f"{self.root}/tmp", "PYTHONUNBUFFERED": "1"}
-        if self._gates and self._gates[0].path is not None:
+        if self._socket is not None and (self._own_network or self._in_container):
             port = str(_PORT if self._own_network else 0)
             python = "python3" if self._options.image is not None else sys.executable
             command = [python, "-I", "-S", inside.__file__, str(self._socket), port, *command]
@@ -330,8 +326,7 @@ class LocalSandbox:
             os.close(here)
 
     async def stop(self) -> None:
-        for gate in self._gates:
-            await gate.close()
+        """Nothing: each command has ended with all that it started."""
 
     # What the kinds add. Each gives the words, and the environment of the outermost one.
 
@@ -415,100 +410,6 @@ _KINDS = {
 }
 _OWN_PROCESSES = {"none": 0, "bubblewrap": 3, "apptainer": 4}
 """Of a sandbox itself."""
-
-
-class Gate:
-    """One program's way to the gateway: a port, or a socket that is bound into its sandbox.
-
-    It takes so many connections at once, so that a program that opens a thousand of them takes no other's.
-    """
-
-    def __init__(
-        self, url: str, listener: socket.socket, upstream: tuple[str, int], path: Path | None
-    ) -> None:
-        self.url, self.path = url, path
-        self._listener, self._upstream = listener, upstream
-        self._slots = asyncio.Semaphore(_CONNECTIONS)
-        self._forwarding: set[asyncio.Task[None]] = set()
-        self._accepting = asyncio.create_task(self._accept())
-
-    @classmethod
-    async def open(cls, gateway: str, path: Path | None) -> "Gate":
-        """Listens; `gateway` is `http://host:port`.
-
-        Raises:
-            SandboxError: it cannot.
-        """
-        host, _, port = gateway.removeprefix("http://").partition(":")
-        listener = socket.socket(socket.AF_INET if path is None else socket.AF_UNIX)
-        try:
-            listener.setblocking(False)
-            if path is None:
-                listener.bind(("127.0.0.1", 0))
-            else:
-                path.unlink(missing_ok=True)
-                listener.bind(str(path))
-            listener.listen(_CONNECTIONS)
-        except OSError as error:
-            listener.close()
-            raise SandboxError(f"no way to the gateway can be opened: {error}") from error
-        inner = _PORT if path is not None else listener.getsockname()[1]
-        return cls(f"http://127.0.0.1:{inner}", listener, (host, int(port)), path)
-
-    async def close(self) -> None:
-        """Cuts off whoever is connected."""
-        tasks = [self._accepting, *self._forwarding]
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        self._listener.close()
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-    async def _accept(self) -> None:
-        while True:
-            await self._slots.acquire()
-            try:
-                client, _ = await asyncio.get_running_loop().sock_accept(self._listener)
-            except OSError:  # no descriptor is left for the moment
-                self._slots.release()
-                await asyncio.sleep(0.1)
-                continue
-            client.setblocking(False)
-            task = asyncio.create_task(self._forward(client))
-            self._forwarding.add(task)
-            task.add_done_callback(self._ended)
-
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._forwarding.discard(task)
-        self._slots.release()
-
-    async def _forward(self, client: socket.socket) -> None:
-        with client, contextlib.suppress(OSError):
-            reader, writer = await asyncio.open_connection(sock=client)
-            with contextlib.closing(writer):
-                first = await reader.read(1 << 16)  # whoever only connects costs the gateway nothing
-                if not first:
-                    return
-                upstream, to_gateway = await asyncio.open_connection(*self._upstream)
-                with contextlib.closing(to_gateway):
-                    to_gateway.write(first)
-                    asking = asyncio.create_task(_pipe(reader, to_gateway))
-                    try:  # when the gateway has closed, nothing more comes
-                        await _pipe(upstream, writer)
-                    finally:
-                        asking.cancel()
-                        await asyncio.wait((asking,))
-
-
-async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copies to the end, which a reader that is cut off has, too."""
-    with contextlib.suppress(OSError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-    with contextlib.suppress(OSError):
-        writer.write_eof()
 
 
 async def _read_end(descriptor: int, tail: bytearray) -> None:

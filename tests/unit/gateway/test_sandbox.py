@@ -3,10 +3,7 @@
 bubblewrap is run; docker, podman and apptainer are a program that writes down how it was called.
 """
 
-import asyncio
 import os
-import socket
-import struct
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +15,6 @@ import pytest
 from rollstream.errors import ConfigError, DataError
 from rollstream.gateway.sandbox import (
     Ended,
-    Gate,
     LocalSandbox,
     SandboxOptions,
     check_sandbox,
@@ -169,27 +165,6 @@ async def test_a_reward_runs_its_test_on_what_a_program_left(tmp_path: Path, kin
     assert elsewhere.read_text() == "mine"
 
 
-async def test_a_client_that_resets_its_connection_is_gone_for_the_gateway() -> None:
-    began, ended = asyncio.Event(), asyncio.Event()
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while await reader.read(100):
-            began.set()
-        ended.set()
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        gate = await Gate.open(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None)
-        client = socket.create_connection(("127.0.0.1", int(gate.url.rpartition(":")[2])))
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        client.sendall(b"asked")
-        async with asyncio.timeout(PATIENCE_S):
-            await began.wait()
-            client.close()  # resets
-            await ended.wait()
-        await gate.close()
-
-
 async def test_results_are_read_over_no_link(tmp_path: Path) -> None:
     sandbox = LocalSandbox(SandboxOptions(), tmp_path)
     await sandbox.start(None)
@@ -250,7 +225,7 @@ async def test_container_engines_are_told_image_mounts_limits_and_network(
     )
     check_sandbox(options)
     root = tmp_path / "root"
-    sandbox = LocalSandbox(options, root, secrets=["sesame"])
+    sandbox = LocalSandbox(options, root, secrets=["sesame"], socket=tmp_path / "gateway")
     inner = await sandbox.start("http://127.0.0.1:1234")
     await sandbox.run(["my-agent", "--fast"], {"OPENAI_API_KEY": "sesame", "PATH": "/x"}, PATIENCE_S)
     await sandbox.stop()
