@@ -52,9 +52,6 @@ SESSION_HEADER = "X-Session-ID"
 OVERRIDDEN_HEADER = "x-rollstream-overridden"
 """Names the parameters of a request that were answered in the run's own way."""
 
-_RETRY_HEADER = "x-stainless-retry-count"
-"""Of the official clients: how often they asked for the same answer before."""
-
 _LAST_ANSWERS_S = 1.0
 """For answers that are being sent, when the server ends."""
 
@@ -295,7 +292,6 @@ class Endpoint:
             overridden={name: _short(value) for name, value in wishes.items()},
             client_model=client_model,
             name=name,
-            retry=_number(request.headers.get(_RETRY_HEADER, "")),
         )
 
     def _log_once(self, asked: str, answered: str) -> None:
@@ -365,10 +361,6 @@ def _check_depth(body: Any) -> None:
         orjson.dumps(body)
     except orjson.JSONEncodeError as error:
         raise RequestError(f"the body is nested more than {_DEPTH} deep") from error
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() and len(text) < 9 else 0
 
 
 def _continued(asked: Asked, responses: Mapping[str, tuple[Turn, bool]]) -> Asked:

@@ -65,8 +65,6 @@ class Call:
     """What the client calls the model, where that is another name than the run's."""
     name: str | None = None
     """Of the answer; None: one is made."""
-    retry: int = 0
-    """The how manieth time the client asks for the same answer, by its own words: official clients count."""
 
 
 class Recorder:
@@ -145,7 +143,7 @@ class Recorder:
             yield
         except Exception as error:
             # The rollout's own prompt, if it cannot be rendered, is an error as with every other loop.
-            own_prompt = isinstance(error, DataError) and not self.session.has_begun
+            own_prompt = isinstance(error, DataError) and not self.session.begun
             if isinstance(error, HTTPError | ConfigError | DataError) and not own_prompt:
                 self.refusal = error
             elif not self._broken.done():
@@ -170,11 +168,8 @@ class Recorder:
         """
         if shows_images(call.messages):
             call = replace(call, messages=await self._with_images(call.messages))
-        how = (call.max_tokens, call.stop)
-        if call.retry and (missed := self.session.again(call.messages, call.tools, how=how)):
-            return missed, missed.prompt_ids
         self._admit(call)
-        ask = self.session.begin(call.messages, call.tools, how=how)
+        ask = self.session.begin(call.messages, call.tools)
         try:
             context, prompt_length = ask.context, ask.prompt_length
             sampling = self._sampling_of(call, prompt_length, len(context) - prompt_length)

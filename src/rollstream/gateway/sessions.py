@@ -36,7 +36,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import chain, pairwise
 from typing import Any, Literal, Protocol
 
@@ -93,8 +92,6 @@ class Ask:
     """Of the parent's answer."""
     keys: Sequence[Hashable]
     """Of `given`."""
-    asked: int
-    """The same for calls that ask exactly the same."""
     number: int
     """Its answer is the first, second, ... one of its conversation."""
     serial: int
@@ -163,11 +160,6 @@ class Turn:
     """Whether a later call goes on after it, or has it in its messages."""
 
     @property
-    def prompt_ids(self) -> list[int]:
-        """What the engine got."""
-        return _context(self)[: -len(self.completion.token_ids) or None]
-
-    @property
     def conversation(self) -> list[Message]:
         """All messages as the client sent them, and the answers, this one included."""
         turns = [*self.ask.before, self]
@@ -210,17 +202,12 @@ class Session:
         """Where a message leads to."""
         self._ends: dict[int, list[Turn]] = {}
         """The turns whose answers lead there, the newest one last: their texts are the same."""
-        self._unfollowed: dict[int, list[Turn]] = {}
-        """Those of them that nothing goes on after, and others."""
         self._said: dict[Hashable, Turn] = {}
         """The newest turn with this answer."""
-        self._answered: dict[int, Turn] = {}
-        """The newest turn that was asked exactly this."""
         self._asked: Counter[bytes] = Counter()
         """How often what a path has was asked."""
-        self._open: Counter[int] = Counter()
-        self._lost: Counter[int] = Counter()
-        """What was asked and given up, and not asked again by a client's own retry."""
+        self.open_calls = 0
+        """Calls that wait for their answers."""
         self.size = 0
         """Bytes that it takes, about."""
         self.begun = 0
@@ -228,29 +215,16 @@ class Session:
         self.turns: list[Turn] = []
         """All that were answered, in this order."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a call has been opened."""
-        return self._first is not None
-
-    @property
-    def open_calls(self) -> int:
-        """Calls that wait for their answers."""
-        return sum(self._open.values())
-
-    def begin(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, how: Hashable = None
-    ) -> Ask:
+    def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Ask:
         """Opens a call with a conversation; `answer` or `give_up` ends it.
 
         Args:
             messages: all of it.
             tools: schemas that it shows.
-            how: what else decides the answer; for `again`.
         """
         root, keys = self._root(tools), [*map(_key, messages)]
         parent, place, known = self._find(root, messages, keys)
-        given, asked = messages[known:], hash((root, *keys, how))  # a copy: whoever has it may add to it
+        given = messages[known:]  # a copy: whoever has it may add to it
         if parent is None:
             given, tools = list(given), list(tools)
             first = hash((root, *keys))
@@ -278,7 +252,6 @@ class Session:
             self._tick(),
             place,
             keys[known:],
-            asked,
             number,
             self.begun,
             self._path(b"" if parent is None else parent.ask.path, ids or given),
@@ -286,23 +259,8 @@ class Session:
         )
         if parent is not None and goes_on:
             parent.following = ask
-        self._open[asked] += 1
+        self.open_calls += 1
         return ask
-
-    def again(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, how: Hashable = None
-    ) -> Turn | None:
-        """For a client that asks again because an answer did not reach it: the answer that it missed.
-
-        None where it has to be asked anew: nothing like it was answered, or a call like it is open or was given
-        up, which then was the first try; or a later call went on after the answer.
-        """
-        asked = hash((self._root(tools), *map(_key, messages), how))
-        turn = self._answered.get(asked)
-        if self._lost[asked]:
-            self._lost[asked] -= 1
-            return None
-        return None if self._open[asked] or turn is None or turn.is_used else turn
 
     def answer(
         self, ask: Ask, name: str, message: Message, completion: Completion, *, stop: str | None = None
@@ -317,24 +275,21 @@ class Session:
         turn = Turn(ask, name, message, completion, self._tick(), len(segment.ids), place, stop)
         segment.ids += completion.token_ids
         segment.turns.append(turn)
-        for turns in (self._ends, self._unfollowed):
-            turns.setdefault(place, []).append(turn)
-        self._said[key] = self._answered[ask.asked] = turn
+        self._ends.setdefault(place, []).append(turn)
+        self._said[key] = turn
         self.turns.append(turn)
         tokens = len(ask.given_ids) + len(completion.token_ids)
         texts = sum(len(one["content"]) for one in ask.given if isinstance(one.get("content"), str))
         self.size += _CALL_BYTES + _TOKEN_BYTES * tokens + texts
         ask.given_ids = ask.keys = ()  # the segment has them now
-        self._close(ask)
+        self.open_calls -= 1
         return turn
 
     def give_up(self, ask: Ask) -> None:
         """Ends an open call that gets no answer."""
         if ask.parent is not None and ask.parent.following is ask:
             ask.parent.following = None
-            self._unfollowed[ask.parent.place].append(ask.parent)
-        self._lost[ask.asked] += 1
-        self._close(ask)
+        self.open_calls -= 1
 
     def branches(self, kept: Collection[str] | None = None, discard: Discard | None = None) -> list[Turn]:
         """The last answers of the segments that count, in the order of their trajectories.
@@ -394,11 +349,6 @@ class Session:
         number, self._segments = self._segments, self._segments + 1
         return Segment(f"{self._name}.{number}" if number else self._name, not number, base)
 
-    def _close(self, ask: Ask) -> None:
-        self._open[ask.asked] -= 1
-        if not self._open[ask.asked]:
-            del self._open[ask.asked]
-
     def _root(self, tools: Sequence[dict[str, Any]]) -> int:
         if self._tools is None or self._tools[0] != tools:
             form = hashlib.blake2b(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS)).digest()
@@ -414,8 +364,8 @@ class Session:
         goes on after, or the newest one. Something has to be new after it.
         """
         place, at = root, 0
-        found: list[tuple[int, int]] = []
-        thoughts: dict[int, str] = {}
+        found: list[tuple[int, int, int]] = []
+        thoughts: list[str] = []
         while at < len(messages) - 1:
             message, end = messages[at], at + 1
             following = self._next.get((place, keys[at]))
@@ -429,31 +379,15 @@ class Session:
             if following is None or end == len(messages):
                 break
             place, at = following, end
-            if thought := message.get("reasoning_content"):
-                thoughts[place] = thought.strip()
+            if message["role"] == "assistant":
+                thoughts.append((message.get("reasoning_content") or "").strip())
             if place in self._ends:
-                found.append((place, at))
-        for place, at in reversed(found):
-            free = self._unfollowed[place]
-            while free and free[-1].following is not None:
-                free.pop()
-            unfollowed = (turn for turn in reversed(free) if turn.following is None)
-            for turn in chain(unfollowed, reversed(self._ends[place])):
-                if not thoughts or self._thought(turn, thoughts):
+                found.append((place, at, len(thoughts)))
+        for place, at, told in reversed(found):
+            for turn in sorted(self._ends[place], key=_free_and_new, reverse=True):
+                if not any(thoughts) or _thought(turn, thoughts[:told]):
                     return turn, place, at
         return None, root, 0
-
-    def _thought(self, turn: Turn | None, thoughts: dict[int, str]) -> bool:
-        """Whether the thinking that a client has sent is that of a turn and of those before it.
-
-        Thinking that is left out makes no other message: clients drop it, and the model has seen it.
-        """
-        while turn is not None:
-            said = thoughts.get(turn.place)
-            if said is not None and said != (turn.message.get("reasoning_content") or "").strip():
-                return False
-            turn = turn.ask.parent
-        return True
 
     def _used(self) -> list[Turn]:
         """Turns that a later call used, and those after which no call was begun."""
@@ -478,6 +412,16 @@ class Session:
         return used
 
 
+def _thought(turn: Turn, thoughts: Sequence[str]) -> bool:
+    """Whether the thinking that a client has sent is that of a conversation.
+
+    Thinking that is left out makes no other message: clients drop it, and the model has seen it.
+    """
+    answers = (one for one in turn.conversation if one["role"] == "assistant")
+    ours = ((one.get("reasoning_content") or "").strip() for one in answers)
+    return all(theirs in ("", own) for theirs, own in zip(thoughts, ours, strict=False))
+
+
 def _context(turn: Turn | None) -> list[int]:
     """Whatever the model has seen and said up to the end of a turn. A new list."""
     parts: list[list[int]] = []
@@ -492,25 +436,25 @@ def _in_order(turns: list[Turn]) -> list[Turn]:
 
     Those that were under way at the same time are in the order of what they say, not of who was faster.
     """
-    newest = max((turn.ask.begun for turn in turns), default=0)
-    at_end = [turn for turn in turns if turn.answered > newest]
-    final = max(at_end, key=_form) if len(at_end) > 1 else next(iter(at_end), None)
-    by_answer = sorted((turn for turn in turns if turn is not final), key=lambda turn: turn.answered)
-    by_begin = sorted(by_answer, key=lambda turn: turn.ask.segment.turns[0].ask.begun)
-    under_way: list[tuple[bytes, int, Turn]] = []
-    found: list[Turn] = []
-    done: set[Turn] = set()
-    at = 0
-    for first in by_answer:
-        while first not in done:
-            # Nothing that is left was over before these began.
-            while at < len(by_begin) and by_begin[at].ask.segment.turns[0].ask.begun < first.answered:
-                heappush(under_way, (_form(by_begin[at]), at, by_begin[at]))
-                at += 1
-            turn = heappop(under_way)[2]
-            done.add(turn)
-            found.append(turn)
-    return found if final is None else [*found, final]
+    if not turns:
+        return []
+    newest = max(turn.ask.begun for turn in turns)
+    final = max((turn for turn in turns if turn.answered > newest), key=_form)
+    places: dict[Turn, tuple[int, bytes]] = {}
+    wave = until = 0
+    for turn in sorted((turn for turn in turns if turn is not final), key=_begun):
+        wave += _begun(turn) > until  # whatever began before was over
+        until = max(until, turn.answered)
+        places[turn] = wave, _form(turn)
+    return [*sorted(places, key=places.__getitem__), final]
+
+
+def _free_and_new(turn: Turn) -> tuple[bool, int]:
+    return turn.following is None, turn.answered
+
+
+def _begun(turn: Turn) -> int:
+    return turn.ask.segment.turns[0].ask.begun
 
 
 def _form(turn: Turn) -> bytes:

@@ -319,7 +319,7 @@ async def test_tokens_are_counted_and_models_are_told() -> None:
     engine = await started()
     async with served(engine) as client:
         _, counted = await client.post({"messages": [user("q")], "model": "m"}, MESSAGES + "/count_tokens")
-        assert not client.recorder.session.has_begun
+        assert not client.recorder.session.begun
         await client.post(ASK[MESSAGES], MESSAGES)
         assert counted == {"input_tokens": len(engine.requests[0].prompt_ids)}
         for path in ("/v1/models", "/models"):

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai import AsyncOpenAI
 
 from rollstream.errors import DataError
-from rollstream.gateway.app import Endpoint
 from rollstream.gateway.recorder import Call, Limits, Recorder
 from rollstream.rollout.validate import check_trajectories
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
@@ -27,7 +24,7 @@ from tests.unit.gateway.test_recorder import TOOL, recorder_of, user
 SAID = ("12", "I think so.\n", "<think>\nhm, 7 * 8\n</think>\n\n56", "line\n\nline ", "{}")
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["extend", "extend", "again", "cut", "rewrite", "at once", "retry", "tools", "gone"]),
+        st.sampled_from(["extend", "extend", "again", "cut", "rewrite", "at once", "tools", "gone"]),
         st.integers(0, 20),
     ),
     min_size=1,
@@ -79,9 +76,8 @@ async def play(name: str, steps: list[tuple[str, int]]) -> None:
             asked = [*history[:-2], user(f"other {which}")]
         elif what == "rewrite":
             asked = [user(f"so far {len(history)}"), *history[1:], *asked[-1:]] if history else asked
-        elif what in ("again", "retry"):
+        elif what == "again":
             asked = history[:-1] or asked
-        calls = len(engine.requests)
         with suppress(DataError):  # some templates take no two users in a row
             if what == "gone":
                 with pytest.raises(asyncio.CancelledError):
@@ -90,9 +86,7 @@ async def play(name: str, steps: list[tuple[str, int]]) -> None:
             elif what == "at once":
                 histories += await asyncio.gather(*(ask(recorder, asked) for _ in range(3)))
             else:
-                more = {"tools": [TOOL]} if what == "tools" else {"retry": int(what == "retry")}
-                histories.append(await ask(recorder, asked, **more))
-                assert len(engine.requests) > calls or (what == "retry" and histories[-1] in histories[:-1])
+                histories.append(await ask(recorder, asked, tools=[TOOL] if what == "tools" else []))
         if number == 4:
             await engine.update_weights("w", 9)
     found = recorder.trajectories()
@@ -186,30 +180,3 @@ async def test_calls_wait_for_an_engine_that_is_away() -> None:
     engine.come_back()
     assert (await waiting)[-1]["role"] == "assistant"
     assert len(recorder.trajectories()) == 1 and not broken.done()
-
-
-class LosesTheFirst(httpx.AsyncHTTPTransport):
-    """The first answer does not reach the client."""
-
-    lost = 0
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        response = await super().handle_async_request(request)
-        if not self.lost:
-            self.lost = len(await response.aread())
-            raise httpx.ReadError("lost")
-        return response
-
-
-async def test_the_official_client_asks_again_for_an_answer_that_was_lost() -> None:
-    engine = await started(response_tokens=6)
-    recorder, _ = recorder_of(engine)
-    endpoint = Endpoint("m", None)
-    async with endpoint.serving(), httpx.AsyncClient(transport=(lossy := LosesTheFirst())) as http:
-        with endpoint.open(recorder) as url:
-            client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", http_client=http)
-            answer = await client.chat.completions.create(model="m", messages=[user("q")])  # type: ignore[list-item]
-            assert lossy.lost and len(engine.requests) == 1
-            assert answer.id == recorder.session.turns[0].name
-            await client.chat.completions.create(model="m", messages=[user("q")])  # type: ignore[list-item]
-    assert len(engine.requests) == len(recorder.trajectories()) == 2

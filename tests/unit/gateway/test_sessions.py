@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -55,8 +54,7 @@ class Client:
         message: Message = {"role": "assistant", "content": f"answer {number % 3}", **said}
         self.prompts[str(number)] = ask.context
         self.sampled[str(number)] = ids
-        turn = self.session.answer(ask, str(number), message, completion)
-        assert turn.prompt_ids == self.prompts[str(number)]
+        self.session.answer(ask, str(number), message, completion)
         return message
 
     def ask(self, messages: Sequence[Message], *tools: dict[str, Any]) -> list[Message]:
@@ -76,9 +74,7 @@ class Client:
             assert trajectory.response_logprobs == logprobs
             assert trajectory.response_mask[-1] == 1
             last.append(self.session.turns[int(name)])
-        for earlier, later in combinations(last, 2):
-            assert later.answered > earlier.ask.segment.turns[0].ask.begun
-            assert last[-1].answered > earlier.ask.begun
+        assert all(last[-1].answered > earlier.ask.begun for earlier in last)
         if discard is None:
             assert not (owed if kept is None else kept & owed.keys())
         return found
@@ -95,7 +91,8 @@ class Client:
 
 
 def same(ours: Message, theirs: Message) -> bool:
-    thought = (theirs.get("reasoning_content") or "").strip()
+    is_answer = ours["role"] == "assistant"
+    thought = (theirs.get("reasoning_content") or "").strip() if is_answer else ""
     return (
         ours["role"] == theirs["role"]
         and ours["content"].strip() == theirs["content"].strip()
@@ -309,30 +306,6 @@ def test_a_history_that_was_rewritten_says_what_was_rendered_again() -> None:
     messages = client.ask([user("q")])
     ask = client.begin([user("the story so far"), messages[1], user("more")])
     assert (ask.parent, ask.rendered_again) == (None, 2)
-
-
-def test_a_clients_own_retry_has_the_answer_that_it_missed() -> None:
-    client = Client()
-    session, first = client.session, [user("q")]
-    assert session.again(first, [], how=3) is None
-    session.give_up(session.begin(first, [], how=3))
-    # The first try was given up: this is the second one.
-    assert session.again(first, [], how=3) is None
-    said = client.answer(session.begin(first, [], how=3))
-    for _ in range(2):
-        turn = session.again(first, [], how=3)
-        assert turn is session.turns[0]
-    assert session.again(first, [], how=4) is None
-    assert session.again(first, [{"name": "tool"}], how=3) is None
-    # While one like it is open, that one may be the first try.
-    ask = session.begin(first, [], how=3)
-    assert session.again(first, [], how=3) is None
-    session.give_up(ask)
-    assert session.again(first, [], how=3) is None
-    assert session.again(first, [], how=3) is session.turns[0]
-    client.ask([*first, said, user("more")])
-    assert session.again(first, [], how=3) is None
-    assert len(client.check()) == 1
 
 
 def test_answers_that_nobody_used_can_be_left_out() -> None:
