@@ -21,6 +21,7 @@ from rollstream.config.settings import GatewaySettings, Settings
 from rollstream.errors import ConfigError, RollstreamError, unknown_name
 from rollstream.gateway.app import Endpoint
 from rollstream.gateway.recorder import Limits, Recorder
+from rollstream.gateway.sessions import Discard
 from rollstream.trajectory import SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -174,9 +175,7 @@ class RecordedAgent(AgentLoop):
             with endpoint.open(recorder) as url:
                 shown = shown_row(row, await self._image_urls(row))
                 outcome = await unless_broken(self.act(url, shown), broken)
-            # What is neither waiting for answers nor the rollout's own is the agent's.
-            self.metrics.tool_s += max(0.0, time.monotonic() - started - self.metrics.generate_s)
-            found = recorder.trajectories(discard=self.settings.discard)
+            found = finished(self, recorder, outcome, started, discard=self.settings.discard)
             if not found:
                 raise AgentFailedError("the agent ended without an answer of the model")
         except AgentFailedError as error:
@@ -185,7 +184,7 @@ class RecordedAgent(AgentLoop):
             raise AgentFailedError(
                 f"{error}\nits last refused call: {recorder.refusal}"
             ) from recorder.refusal
-        return self._finished(found, outcome, ran_out_of_room=recorder.ran_out_of_room)
+        return found
 
     async def _image_urls(self, row: Mapping[str, Any]) -> list[str]:
         reader = self.resources.images
@@ -193,20 +192,25 @@ class RecordedAgent(AgentLoop):
             return []
         return [image.sent for image in await reader.read(row["images"])]
 
-    def _finished(
-        self, found: list[Trajectory], outcome: Outcome, *, ran_out_of_room: bool
-    ) -> list[Trajectory]:
-        final = found[-1]
-        final.metrics = self.metrics
+
+def finished(
+    loop: AgentLoop, recorder: Recorder, outcome: Outcome, started: float, *, discard: Discard | None
+) -> list[Trajectory]:
+    """What was recorded of a rollout whose agent has ended, with what the agent says of it; perhaps nothing."""
+    # What is neither waiting for answers nor the rollout's own is the agent's.
+    loop.metrics.tool_s += max(0.0, time.monotonic() - started - loop.metrics.generate_s)
+    found = recorder.trajectories(discard=discard)
+    for final in found[-1:]:
+        final.metrics = loop.metrics
         final.reward, final.reward_extra = outcome.reward, outcome.reward_extra
         final.extra = {**outcome.extra, **final.extra}
         if outcome.answer is not None:
             final.extra["gateway"] = {**final.extra.get("gateway", {}), "answer": outcome.answer}
-        if ran_out_of_room and final.finish_reason == "stop":
+        if recorder.ran_out_of_room and final.finish_reason == "stop":
             final.finish_reason = "length"
-        self.final_answer = outcome.answer
-        self.reward_info["messages"] = final.messages
-        return found
+        loop.final_answer = outcome.answer
+        loop.reward_info["messages"] = final.messages
+    return found
 
 
 def shared_endpoint(

@@ -168,7 +168,7 @@ async def _serve(
         max_sessions=options.max_sessions,
     )
     service = SessionService(
-        setup.make_worker(engine, [LOOP]).worker,
+        setup.make_worker(engine, [LOOP]).worker.run,
         sink,
         endpoint,
         discard=settings.gateway.discard,

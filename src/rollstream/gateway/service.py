@@ -22,7 +22,7 @@ import math
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,8 +38,10 @@ from rollstream.agent.registry import register
 from rollstream.aio import finish_despite_cancellation
 from rollstream.chat.wires.requests import refusal_of
 from rollstream.errors import ConfigError, EngineError, RollstreamError, StorageError, TransientError
+from rollstream.gateway.agents import Outcome, finished
 from rollstream.gateway.app import Endpoint
 from rollstream.gateway.recorder import Limits, Recorder
+from rollstream.gateway.sessions import Discard
 from rollstream.metrics_text import family, metrics_page
 from rollstream.store.records import EncodingError
 from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
@@ -72,8 +74,6 @@ class CreateSession(msgspec.Struct, forbid_unknown_fields=True):
     """The prompt row, as a line of a prompt file has it."""
     instance_id: _Int64 | Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
     """Which row of `data.train_files`; of a row that comes along, what the buffer groups it by."""
-    metadata: dict[str, Any] = {}
-    """Stored with the trajectories."""
 
 
 class FinishSession(msgspec.Struct, forbid_unknown_fields=True):
@@ -85,10 +85,6 @@ class FinishSession(msgspec.Struct, forbid_unknown_fields=True):
     """What that function scores; None: the text of the last answer."""
     reward_extra: dict[str, Any] = {}
     extra: dict[str, Any] = {}
-    finish_reason: Literal["stop", "length", "max_turns", "tool_overflow", "aborted"] | None = None
-    """None: why the last answer ended."""
-    discard: Literal["none", "abandoned"] | None = None
-    """Which branches are left out; None as `gateway.discard` says."""
 
 
 class SessionInfo(msgspec.Struct, omit_defaults=True):
@@ -170,14 +166,6 @@ class Sink(Protocol):
         ...
 
 
-class Worker(Protocol):
-    """Runs rollouts, as a `RolloutWorker`."""
-
-    async def run(self, row: PromptRow, repeat: int, *, name: str = "") -> Rollout | Failure:
-        """Executes one rollout to its end."""
-        ...
-
-
 class SessionEndedError(RollstreamError):
     """A session ended without a result."""
 
@@ -197,7 +185,6 @@ class _Session:
     """Resolved when it ends."""
     digest: str | None = None
     """Of what it is finished with."""
-    metadata: dict[str, Any] = field(default_factory=dict)
     seen_calls: int = 0
     playing: "asyncio.Task[Rollout | Failure] | None" = None
     settling: "asyncio.Task[Ended] | None" = None
@@ -233,20 +220,10 @@ class SessionLoop(AgentLoop):
         with service.endpoint.open(recorder) as session.url:
             session.opened.set()
             result = await session.result
-        self.final_answer = result.answer
-        discard = service.discard if result.discard is None else result.discard
-        found = recorder.trajectories(discard="abandoned" if discard == "abandoned" else None)
-        about = {"id": session.id, "finish": session.digest}
+        outcome = Outcome(result.answer, result.reward, result.reward_extra, result.extra)
+        found = finished(self, recorder, outcome, started, discard=service.discard)
         for trajectory in found:
-            trajectory.extra = {**result.extra, **trajectory.extra, "session": about}
-            if session.metadata:
-                trajectory.extra["session"] = {**about, "metadata": session.metadata}
-        final = found[-1]
-        final.reward, final.reward_extra = result.reward, {**final.reward_extra, **result.reward_extra}
-        final.finish_reason = result.finish_reason or final.finish_reason
-        # What is neither waiting for answers nor the gateway's own is the program's.
-        self.metrics.tool_s += max(0.0, time.monotonic() - started - self.metrics.generate_s)
-        final.metrics = self.metrics
+            trajectory.extra["session"] = {"id": session.id, "finish": session.digest}
         return found
 
 
@@ -254,14 +231,14 @@ class SessionService:
     """The sessions, and the routes to them.
 
     Example:
-        >>> service = SessionService(worker, sink, endpoint)
+        >>> service = SessionService(worker.run, sink, endpoint)
         >>> server = WebServer(service.routes(), translate=translate, render_error=render_error)
 
     Args:
-        worker: executes the rollouts, with `SessionLoop` known to it; one attempt each, without a time limit.
+        run: executes a rollout, as `RolloutWorker.run`, by `SessionLoop`; one attempt each, without a time limit.
         sink: makes them durable.
         endpoint: answers the programs' calls.
-        discard: of sessions that do not say.
+        discard: which branches are left out, see `Session.branches`.
         limits: of one session.
         engine_wait: seconds that a call waits for an engine that is away.
         expire_s: seconds without a call after which a session fails.
@@ -273,11 +250,11 @@ class SessionService:
 
     def __init__(
         self,
-        worker: Worker,
+        run: Callable[..., Coroutine[Any, Any, Rollout | Failure]],
         sink: Sink,
         endpoint: Endpoint,
         *,
-        discard: str | None = None,
+        discard: Discard | None = None,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         engine_wait: float = 0.0,
         expire_s: float = 3600.0,
@@ -287,7 +264,7 @@ class SessionService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoint, self.discard, self.limits, self.engine_wait = endpoint, discard, limits, engine_wait
-        self._worker, self._sink = worker, sink
+        self._run, self._sink = run, sink
         self._expire_s, self._max_sessions, self._clock = expire_s, max_sessions, clock
         self._update, self._weights = update_weights, tuple(path.resolve() for path in weights)
         self._updating = asyncio.Lock()
@@ -314,7 +291,7 @@ class SessionService:
         if session is None:
             session = self._begin(id, asked, digest)
         elif session.created != digest:
-            raise HTTPError(409, f"session {id} is open, with another row or metadata", "conflict", "id")
+            raise HTTPError(409, f"session {id} is open, with another row", "conflict", "id")
         assert session.playing is not None
         opened = asyncio.ensure_future(session.opened.wait())
         await asyncio.wait({opened, session.playing}, return_when=asyncio.FIRST_COMPLETED)
@@ -331,14 +308,14 @@ class SessionService:
             text = f"{self._max_sessions} sessions are open, which is --max-sessions: finish or delete some"
             raise HTTPError(429, text, "too_many_sessions", headers={"retry-after": "5"})
         place = self._sink.place(id, asked)
-        session = _Session(id, place, digest, self, self._clock(), metadata=asked.metadata)
+        session = _Session(id, place, digest, self, self._clock())
         session.result.add_done_callback(_seen)
         self._open[id] = session
         self._empty.clear()
         token = _current.set(session)
         try:
             row = replace(place.row, agent_name=LOOP)
-            session.playing = asyncio.create_task(self._worker.run(row, place.repeat, name=id))
+            session.playing = asyncio.create_task(self._run(row, place.repeat, name=id))
         finally:
             _current.reset(token)
         return session

@@ -98,7 +98,7 @@ async def serving(
     await engine.start()
     endpoint = Endpoint("m", None)
     shared = resources(engine)
-    service = SessionService(make_worker(shared, max_attempts=1), sink, endpoint, **given)
+    service = SessionService(make_worker(shared, max_attempts=1).run, sink, endpoint, **given)
     server = WebServer(
         service.routes(),
         access=access,
@@ -118,16 +118,14 @@ async def serving(
 async def test_a_session_becomes_a_rollout() -> None:
     sink = MemorySink()
     async with serving(sink) as served:
-        session = await served.create(id="a", instance_id=3, metadata={"host": "h1"})
+        session = await served.create(id="a", instance_id=3)
         assert session["messages"] == [{"role": "user", "content": "3 + 9 ="}]
         assert session["api_key"] in session["base_url"]
         assert (await served.finish("a", reward=1.0))[1]["error"]["code"] == "no_calls"
         assert [await served.call(session) for _ in range(2)] == [200, 200]
         told = (await served.ask("GET", "/v1/sessions/a"))[1]
         assert (told["state"], told["calls"], told["tokens"]) == ("open", 2, 32)
-        status, info = await served.finish(
-            "a", reward=0.5, reward_extra={"x": 1}, extra={"y": 2}, finish_reason="max_turns"
-        )
+        status, info = await served.finish("a", reward=0.5, reward_extra={"x": 1}, extra={"y": 2})
         assert (status, info) == (
             200,
             {"id": "a", "state": "finished", "index": 3, "repeat": 0, "trajectories": 2, "reward": 0.5},
@@ -138,8 +136,7 @@ async def test_a_session_becomes_a_rollout() -> None:
     assert (result.index, [one.is_snapshot for one in result.trajectories]) == (3, [True, False])
     assert [one.reward for one in result.trajectories] == [0.5, 0.5]
     final = result.final
-    assert (final.finish_reason, final.reward_extra, final.extra["y"]) == ("max_turns", {"x": 1}, 2)
-    assert final.extra["session"]["metadata"] == {"host": "h1"}
+    assert (final.reward_extra, final.extra["y"]) == ({"x": 1}, 2)
     assert 'rollstream_gateway_sessions_total{state="finished"} 1.0' in metrics
     assert "rollstream_gateway_calls_total 2.0" in metrics
 
@@ -196,7 +193,7 @@ async def test_bounds_tokens_and_garbage() -> None:
         served.client.headers["authorization"] = "Bearer secret"
         session = await served.create(id="a")
         assert (await served.create(id="a"))["base_url"] == session["base_url"]
-        assert (await served.ask("POST", "/v1/sessions", {"id": "a", "metadata": {"x": 1}}))[0] == 409
+        assert (await served.ask("POST", "/v1/sessions", {"id": "a", "instance_id": 1}))[0] == 409
         assert (await served.ask("POST", "/v1/sessions", {"id": "b"}))[0] == 429
         del served.client.headers["authorization"]
         assert await served.call(session) == 200  # its own secret is enough
@@ -208,7 +205,7 @@ async def test_bounds_tokens_and_garbage() -> None:
             ("/v1/sessions", {"id": "a/b"}),
             ("/v1/sessions", {"rows": {}}),
             ("/v1/sessions/a/finish", {"reward": "1"}),
-            ("/v1/sessions/a/finish", {"finish_reason": "tired"}),
+            ("/v1/sessions/a/finish", {"reward_extra": "tired"}),
             ("/v1/weights", {}),
         ):
             assert (await served.ask("POST", path, body, **auth))[0] == 400, path
