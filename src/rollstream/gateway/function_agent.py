@@ -7,15 +7,15 @@ async def run(client, row):
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from rollstream.agent.base import AgentResources
 from rollstream.config.settings import GatewaySettings
 from rollstream.errors import ConfigError
 from rollstream.gateway.agents import (
-    MODEL,
     AgentFailedError,
     Outcome,
     RecordedAgent,
@@ -30,8 +30,22 @@ from rollstream.user_code import import_name, source_digest
 
 _KEY = "gateway.function"
 
-_MORE = ("anthropic_client", "base_url", "model")
-"""What a function may ask for by the names of its parameters, besides `client` and `row`."""
+
+class _Client:
+    """One client of OpenAI's for all rollouts of a worker: each has another address, and the same connections."""
+
+    @asynccontextmanager
+    async def opened(self, _: Endpoint) -> AsyncIterator[None]:
+        """Opens it for as long as an event loop."""
+        from openai import AsyncOpenAI
+
+        # An answer may wait as long as the engine does; the attempt's own limit ends it.
+        async with AsyncOpenAI(api_key="none", timeout=None, max_retries=0) as self._client:
+            yield
+
+    def of(self, url: str) -> Any:
+        """The client of one session."""
+        return self._client.with_options(base_url=f"{url}/v1", api_key=url.rpartition("/")[2])
 
 
 @dataclass(slots=True)
@@ -39,35 +53,7 @@ class _Functions(Shared):
     """What the rollouts of one worker share."""
 
     function: Callable[..., Any]
-    wanted: frozenset[str]
-    clients: "_Clients"
-
-
-class _Clients:
-    """A client of each kind: a rollout's own has another address, and the same connections."""
-
-    def __init__(self, wanted: frozenset[str]) -> None:
-        self._wanted = wanted
-        self._clients: dict[str, Any] = {}
-
-    @asynccontextmanager
-    async def opened(self, _: Endpoint) -> AsyncIterator[None]:
-        """Opens them for as long as an event loop."""
-        # An answer may wait as long as the engine does; the attempt's own limit ends it.
-        given: dict[str, Any] = {"api_key": "none", "timeout": None, "max_retries": 0}
-        async with AsyncExitStack() as stack:
-            for name, kind in _client_classes(self._wanted).items():
-                self._clients[name] = await stack.enter_async_context(kind(**given))
-            yield
-
-    def of(self, url: str) -> dict[str, Any]:
-        """The clients of one session."""
-        addresses = {"client": f"{url}/v1", "anthropic_client": url}
-        key = url.rpartition("/")[2]
-        return {
-            name: client.with_options(base_url=addresses[name], api_key=key)
-            for name, client in self._clients.items()
-        }
+    client: _Client
 
 
 class FunctionAgent(RecordedAgent):
@@ -86,19 +72,12 @@ class FunctionAgent(RecordedAgent):
     def build_shared(cls, resources: AgentResources, **options: Any) -> _Functions:
         settings = read_options(options)
         function = _load(settings)
-        parameters = list(inspect.signature(function).parameters.values())
-        wanted = frozenset(one.name for one in parameters[2:]) & {*_MORE}
-        _client_classes(wanted)
-        clients = _Clients(wanted)
-        endpoint = shared_endpoint(resources, settings, clients.opened)
-        return _Functions(settings, endpoint, function, wanted, clients)
+        client = _Client()
+        return _Functions(settings, shared_endpoint(resources, settings, client.opened), function, client)
 
     async def act(self, url: str, row: dict[str, Any]) -> Outcome:
         shared: _Functions = self.shared
-        clients = shared.clients.of(url)
-        given = {**clients, "base_url": url, "model": MODEL}
-        client = clients["client"]
-        returned = await shared.function(client, row, **{name: given[name] for name in shared.wanted})
+        returned = await shared.function(shared.client.of(url), row)
         if returned is None:
             return Outcome()
         if isinstance(returned, str):
@@ -125,29 +104,11 @@ def _load(settings: GatewaySettings) -> Callable[..., Any]:
             f"{_KEY}: {settings.function} must be an async function: async def run(client, row)"
         )
     try:
-        parameters = inspect.signature(function).parameters
-        inspect.signature(function).bind(None, None, **{name: None for name in _MORE if name in parameters})
+        inspect.signature(function).bind(None, None)
     except TypeError as error:
         raise ConfigError(
-            f"{_KEY}: {settings.function} cannot be called with (client, row); by name it may ask for "
-            f"{', '.join(_MORE)} ({error})"
+            f"{_KEY}: {settings.function} cannot be called with (client, row) ({error})"
         ) from error
+    if find_spec("openai") is None:
+        raise ConfigError(f"{_KEY}: the package 'openai' is not installed: pip install openai")
     return function
-
-
-def _client_classes(wanted: frozenset[str]) -> dict[str, Any]:
-    """The classes of clients by the names of parameters. Raises `ConfigError` for a package that is missing."""
-    classes: dict[str, Any] = {}
-    try:
-        from openai import AsyncOpenAI
-
-        classes["client"] = AsyncOpenAI
-        if "anthropic_client" in wanted:
-            from anthropic import AsyncAnthropic
-
-            classes["anthropic_client"] = AsyncAnthropic
-    except ImportError as error:
-        raise ConfigError(
-            f"{_KEY}: the package {error.name!r} is not installed: pip install {error.name}"
-        ) from error
-    return classes

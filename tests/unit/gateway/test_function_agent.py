@@ -63,9 +63,9 @@ async def test_functions_at_once_have_sessions_of_their_own(tmp_path: Path) -> N
     source = """
 import asyncio
 
-async def run(client, row, base_url, model):
+async def run(client, row):
     one, two = await asyncio.gather(ask(client, row), ask(client, row))
-    return f"{one} {two} {model} {base_url}"
+    return f"{one} {two} {client.base_url}"
 """
     worker = function_worker(await started(says("so")), function(tmp_path, source))
     rows = [make_row(index, text=f"{index} + 1 =") for index in range(4)]
@@ -111,7 +111,7 @@ async def test_a_function_that_fails_says_why(tmp_path: Path, source: str, words
     [
         ("def run(client, row): ...", "must be an async function"),
         ("async def run(client): ...", r"cannot be called with \(client, row\)"),
-        ("async def run(client, row, bass_url): ...", "base_url"),
+        ("async def run(client, row, base_url): ...", "base_url"),
         ("async def ran(client, row): ...", "did you mean ran"),
     ],
 )
