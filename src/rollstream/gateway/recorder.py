@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,7 @@ import orjson
 from rollstream.agent.base import AgentLoop, turn_seed
 from rollstream.agent.chat_answer import calls_of, identified
 from rollstream.agent.images import shows_images
+from rollstream.aio import Backoff
 from rollstream.chat.images import image_part, load_image
 from rollstream.chat.wires.openai_chat import assistant_message
 from rollstream.engine.base import Capabilities
@@ -288,7 +290,7 @@ class Recorder:
     ) -> Completion:
         """Asks the engine, and waits for it while it is away."""
         clock = asyncio.get_running_loop().time
-        away_since, pause = None, _FIRST_PROBE_S
+        away_since, backoff = None, Backoff(_FIRST_PROBE_S, _PROBE_S_MAX)
         exact = self._loop.resources.token_exact
         while True:
             try:
@@ -308,10 +310,10 @@ class Recorder:
                 away_since = now if away_since is None else away_since
                 if now - away_since >= self._engine_wait or gone():
                     raise
-                await asyncio.sleep(pause)
-                while clock() - away_since < self._engine_wait and not await self._is_healthy():
-                    pause = min(2 * pause, _PROBE_S_MAX)
-                    await asyncio.sleep(pause)
+                is_back = False
+                while not is_back and clock() - away_since < self._engine_wait:
+                    await asyncio.sleep(backoff.pause())
+                    is_back = await self._is_healthy()
 
     async def _is_healthy(self) -> bool:
         try:
@@ -383,9 +385,9 @@ class Recorder:
         for at in range(len(chain) - 2, -1, -1):
             turn = chain[at]
             asked_anew |= any(one["role"] != "tool" for one in chain[at + 1].ask.given)
-            thought = turn.message.get("reasoning_content")
-            if thought and self._loop.resources.token_exact and self._is_left_out(asked_anew):
-                count += self._thinking_tokens(turn.completion.token_ids, thought)
+            thought = turn.message.get("reasoning_content") and self._loop.resources.token_exact
+            if thought and self._is_left_out(asked_anew):
+                count += self._thinking_tokens(turn.completion.token_ids)
         return count
 
     def _is_left_out(self, asked_anew: bool) -> bool:
@@ -404,15 +406,11 @@ class Recorder:
             return False
         return _MARK not in shown
 
-    def _thinking_tokens(self, ids: list[int], thought: str) -> int:
-        tokenizer = self._loop.tokenizer
-        text = tokenizer.decode(ids, skip_special_tokens=False)
-        ends = [text.find(closer) + len(closer) for closer in _CLOSERS if closer in text]
-        if not ends:
-            return min(len(ids), len(tokenizer.encode(thought)))
-        end = min(ends)
+    def _thinking_tokens(self, ids: list[int]) -> int:
+        """Up to the end of the thinking; all, if it was cut off."""
+        decode = partial(self._loop.tokenizer.decode, skip_special_tokens=False)
         return bisect_left(
-            range(len(ids)), end, key=lambda at: len(tokenizer.decode(ids[:at], skip_special_tokens=False))
+            range(len(ids)), True, key=lambda at: any(one in decode(ids[:at]) for one in _CLOSERS)
         )
 
 

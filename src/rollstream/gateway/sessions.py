@@ -305,12 +305,6 @@ class Session:
         last = {turn.ask.segment: turn for turn in counted if kept is None or turn.name in kept}
         return _in_order([*last.values()])
 
-    def trajectories(
-        self, kept: Collection[str] | None = None, discard: Discard | None = None
-    ) -> list[Trajectory]:
-        """One for each of `branches`, the final one last."""
-        return [self.trajectory(turn) for turn in self.branches(kept, discard)]
-
     def trajectory(self, turn: Turn) -> Trajectory:
         """The segment up to this answer."""
         segment = turn.ask.segment

@@ -76,7 +76,7 @@ async def test_a_conversation_that_grows_is_one_trajectory() -> None:
     messages: list[Any] = [user("a question")]
     for turn in range(3):
         messages += [await ask(recorder, messages), user(f"more {turn} {END}")]
-    (trajectory,) = recorder.session.trajectories()
+    (trajectory,) = recorder.trajectories()
     check_exact(engine, [trajectory])
     assert trajectory.num_turns == 6
     # A special token in what was added ends no turn.
@@ -102,7 +102,7 @@ def test_any_history_is_exact(steps: list[tuple[int, int, bool]]) -> None:
                 history = [*history[:-1], {**history[-1], "content": "changed"}]
             messages = [*history, user(f"{which} {cut}")]
             histories.append([*messages, await ask(recorder, messages)])
-        check_exact(engine, recorder.session.trajectories())
+        check_exact(engine, recorder.trajectories())
 
     asyncio.run(play())
 
@@ -118,7 +118,7 @@ async def test_a_fork_has_the_sampled_ids_as_context() -> None:
     first.append(await ask(recorder, first))
     await ask(recorder, [*first, user("left")])
     await ask(recorder, [*first, user("right")])
-    left, right = recorder.session.trajectories()
+    left, right = recorder.trajectories()
     check_exact(engine, [left, right])
     assert right.prompt_ids[: len(left.prompt_ids) + len(odd)] == [*left.prompt_ids, *odd]
     assert (left.num_turns, right.num_turns) == (4, 4)
@@ -128,7 +128,7 @@ async def test_answers_at_once_are_lines_of_their_own() -> None:
     engine = await started(response_tokens=4, latency=0.01)
     recorder, _ = recorder_of(engine)
     await asyncio.gather(*(ask(recorder, [user("same")]) for _ in range(5)))
-    trajectories = recorder.session.trajectories()
+    trajectories = recorder.trajectories()
     assert len(trajectories) == 5
     check_exact(engine, trajectories)
     assert len({request.request_id for request in engine.requests}) == 5
@@ -136,8 +136,8 @@ async def test_answers_at_once_are_lines_of_their_own() -> None:
     # One of them goes on, twice at once: the second is a fork.
     first = [user("same"), recorder.session.turns[0].message]
     await asyncio.gather(*(ask(recorder, [*first, user("more")]) for _ in range(2)))
-    assert len(recorder.session.trajectories()) == 6
-    check_exact(engine, recorder.session.trajectories())
+    assert len(recorder.trajectories()) == 6
+    check_exact(engine, recorder.trajectories())
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -150,7 +150,7 @@ async def test_a_helpers_prompt_may_be_longer_than_the_rollouts(at_once: bool) -
     calls.append(asyncio.create_task(ask(recorder, [user("q" * 500 + "<|im_end|>")])))
     await asyncio.gather(*calls)
     assert not broken.done()
-    check_exact(engine, recorder.session.trajectories())
+    check_exact(engine, recorder.trajectories())
 
 
 async def test_calls_and_their_results() -> None:
@@ -174,12 +174,12 @@ async def test_calls_and_their_results() -> None:
     assert "tool_calls" not in message
     assert message["content"] == "<tool_call>\n{broken"
     await ask(recorder, [*messages, message, user("again")], tools=[TOOL])
-    (trajectory,) = recorder.session.trajectories()
+    (trajectory,) = recorder.trajectories()
     check_exact(engine, [trajectory])
     # With other tools it is another prompt.
     texts = iter(["4"])
     await ask(recorder, [*messages, message, user("again")])
-    assert len(recorder.session.trajectories()) == 2
+    assert len(recorder.trajectories()) == 2
 
 
 async def test_a_prompt_without_room_is_a_refusal() -> None:
@@ -190,7 +190,7 @@ async def test_a_prompt_without_room_is_a_refusal() -> None:
         await ask(recorder, [user("q"), message, user("a long question " * 3)])
     assert recorder.ran_out_of_room
     assert not broken.done()
-    (trajectory,) = recorder.session.trajectories()
+    (trajectory,) = recorder.trajectories()
     check_exact(engine, [trajectory])
 
 
@@ -217,7 +217,7 @@ async def test_errors_of_the_engine_and_of_the_prompt_end_the_attempt() -> None:
     assert isinstance(broken.result(), EngineUnavailableError)
     # Nothing of it is left behind: the next request begins where the first one did.
     await ask(recorder, [user("q")])
-    assert len(recorder.session.trajectories()) == 1
+    assert len(recorder.trajectories()) == 1
 
 
 async def test_a_client_that_goes_away_leaves_the_conversation_as_it_was() -> None:
@@ -232,7 +232,7 @@ async def test_a_client_that_goes_away_leaves_the_conversation_as_it_was() -> No
     await asyncio.wait((task,))
     slow[0] = False
     await ask(recorder, [*first, user("more")])
-    (trajectory,) = recorder.session.trajectories()
+    (trajectory,) = recorder.trajectories()
     assert sum(trajectory.response_mask) == 8
     assert not broken.done()
 
@@ -243,7 +243,7 @@ async def test_max_tokens_of_a_call_and_what_follows_a_cut_answer() -> None:
     message = await ask(recorder, [user("q")], max_tokens=3)
     assert engine.completions[0][1].finish_reason == "length"
     await ask(recorder, [user("q"), message, user("go on")])
-    (trajectory,) = recorder.session.trajectories()
+    (trajectory,) = recorder.trajectories()
     check_exact(engine, [trajectory])
     assert demo_tokenizer().decode(trajectory.response_ids, skip_special_tokens=False).count(END) >= 2
 
@@ -252,5 +252,5 @@ async def test_without_logprobs() -> None:
     engine = await started(response_tokens=4)
     recorder, _ = recorder_of(engine, logprobs=False)
     await ask(recorder, [user("q")])
-    (trajectory,) = recorder.session.trajectories()
+    (trajectory,) = recorder.trajectories()
     assert trajectory.response_logprobs is None

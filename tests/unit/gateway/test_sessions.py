@@ -34,6 +34,10 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
+def trajectories_of(session: Session, *given: Any) -> list[Trajectory]:
+    return [session.trajectory(turn) for turn in session.branches(*given)]
+
+
 @dataclass
 class Client:
     """A program and a model whose sampled ids never come twice, so that each can be told apart."""
@@ -63,7 +67,7 @@ class Client:
 
     def check(self, kept: set[str] | None = None, discard: Any = None) -> list[Trajectory]:
         """The trajectories, of which each has its answers behind their prompts, and all have each once."""
-        found = self.session.trajectories(kept, discard)
+        found = trajectories_of(self.session, kept, discard)
         owed, last = dict(self.sampled), []
         for trajectory in found:
             for seen, ids in trajectory.generations():
@@ -179,7 +183,7 @@ def test_of_calls_at_once_it_makes_no_difference_which_is_faster(begun: list[int
         for at in last:
             message = {"role": "assistant", "content": str(at)}
             session.answer(asks[at], str(at), message, Completion([10_000 + at], None, "stop"))
-        found.append([(one.prompt_ids, one.response_ids) for one in session.trajectories()])
+        found.append([(one.prompt_ids, one.response_ids) for one in trajectories_of(session)])
     assert found[0] == found[1]
 
 
@@ -228,7 +232,7 @@ def test_calls_open_at_once() -> None:
     client.answer(one)
     assert [t.num_turns for t in client.check()] == [4, 4]
     # The answer that was asked for first continues the segment, in whatever order they end.
-    assert [len(t.response_mask) for t in client.session.trajectories()] == [2, 10]
+    assert [len(t.response_mask) for t in trajectories_of(client.session)] == [2, 10]
     client.ask([*second, user("and more")])
     assert len(client.check()) == 2
 
@@ -259,7 +263,7 @@ def test_policy_versions_and_finish_reasons() -> None:
     messages = [*messages, client.answer(client.begin(messages), version=3), user("more")]
     ask = client.begin(messages)
     client.session.answer(ask, "1", user("x"), Completion([7], [0.0], "abort", [(0, 4)]))
-    (trajectory,) = client.session.trajectories()
+    (trajectory,) = trajectories_of(client.session)
     assert trajectory.policy_versions == [(0, 3), (len(trajectory.response_ids) - 1, 4)]
     assert trajectory.finish_reason == "aborted"
 
