@@ -142,11 +142,6 @@ class RecordedAgent(AgentLoop):
         super().__init__(*args, request_id=request_id, shared=shared)
         self.settings: GatewaySettings = read_options(options) if shared is None else shared.settings
 
-    @classmethod
-    def build_shared(cls, resources: AgentResources, **options: Any) -> Shared:
-        settings = read_options(options)
-        return Shared(settings, shared_endpoint(resources, settings))
-
     @abstractmethod
     async def act(self, url: str, row: dict[str, Any]) -> Outcome:
         """Lets the agent work.

@@ -379,32 +379,25 @@ class Recorder:
         )
         return message, stop
 
-    def _old_thinking(self, chain: Sequence[Turn]) -> int:
+    def _old_thinking(self, turns: Sequence[Turn]) -> int:
         """Tokens of thinking that a fresh rendering of this conversation would leave out."""
-        count, asked_anew = 0, False
-        for at in range(len(chain) - 2, -1, -1):
-            turn = chain[at]
-            asked_anew |= any(one["role"] != "tool" for one in chain[at + 1].ask.given)
-            thought = turn.message.get("reasoning_content") and self._loop.resources.token_exact
-            if thought and self._is_left_out(asked_anew):
-                count += self._thinking_tokens(turn.completion.token_ids)
-        return count
-
-    def _is_left_out(self, asked_anew: bool) -> bool:
-        """Whether the template leaves out the thinking of an answer before a user's message, or a result."""
-        resources = self._loop.resources
-        question: Message = {"role": "user", "content": "."}
-        answer: Message = {"role": "assistant", "content": ".", "reasoning_content": _MARK}
-        added = [question]
-        if not asked_anew:
-            call = {"type": "function", "id": "c00000000", "function": {"name": "f", "arguments": {}}}
-            answer["tool_calls"] = [call]
-            added = resources.template.tool_messages([call], ["."])
+        messages: list[Message] = []
+        marks: dict[str, Turn] = {}
+        for at, turn in enumerate(turns[:-1]):
+            answer = turn.message
+            if answer.get("reasoning_content"):
+                mark = f"{_MARK}{at}."
+                answer, marks[mark] = {**answer, "reasoning_content": mark}, turn
+            messages += [*turn.ask.shown, answer]
+        if not marks or not self._loop.resources.token_exact:
+            return 0
         try:
-            shown = self._loop.tokenizer.render_text([question, answer, *added])
+            last = turns[-1].ask
+            shown = self._loop.tokenizer.render_text([*messages, *last.shown], tools=list(last.tools) or None)
         except DataError:
-            return False
-        return _MARK not in shown
+            return 0
+        left_out = (turn for mark, turn in marks.items() if mark not in shown)
+        return sum(self._thinking_tokens(turn.completion.token_ids) for turn in left_out)
 
     def _thinking_tokens(self, ids: list[int]) -> int:
         """Up to the end of the thinking; all, if it was cut off."""
