@@ -90,8 +90,6 @@ _WIRES: Mapping[str, Wire] = {
     "responses": ResponsesWire(),
     "messages": MessagesWire(),
 }
-_PREFIXES = ("/s/{secret}/v1", "/s/{secret}")
-"""Anthropic's client adds `/v1` to its base URL by itself, OpenAI's does not."""
 
 
 @dataclass(eq=False)
@@ -162,7 +160,7 @@ class Endpoint:
     async def serving(self) -> AsyncIterator[None]:
         """Serves this machine."""
         server = WebServer(
-            [*self.routes(), *self._routes("/v1")],  # where `SESSION_HEADER` says whose a request is
+            [*self.routes(), *self.routes("")],  # the latter where `SESSION_HEADER` says whose a request is
             limits=Limits(max_connections=room_for_connections()),
             translate=refusal_of,
             render_error=self.render_error,
@@ -175,20 +173,17 @@ class Endpoint:
         finally:
             await server.stop(_LAST_ANSWERS_S)
 
-    def routes(self) -> list[Route]:
+    def routes(self, session: str = "/s/{secret}") -> Iterator[Route]:
         """What is answered, for a server. A session's secret is the token of its routes."""
-        return [route for prefix in _PREFIXES for route in self._routes(prefix)]
-
-    def _routes(self, prefix: str) -> Iterator[Route]:
         for name, wire in _WIRES.items():
             # A client that goes away ends its generation.
-            yield Route("POST", f"{prefix}/{name}", self._answers(wire), open=True, cancel_when_gone=True)
-        yield Route("POST", f"{prefix}/messages/count_tokens", self._count_tokens, open=True)
-        yield Route("GET", f"{prefix}/models", self._models, open=True)
-        yield Route("GET", f"{prefix}/models/{{name...}}", self._one_model, open=True)
-        if prefix != "/s/{secret}/v1":  # which is below the next one
-            yield Route("POST", f"{prefix}/{{rest...}}", self._other, open=True)
-            yield Route("GET", f"{prefix}/{{rest...}}", self._other, open=True)
+            path = f"{session}/v1/{name}"
+            yield Route("POST", path, self._answers(wire), open=True, cancel_when_gone=True)
+        yield Route("POST", f"{session}/v1/messages/count_tokens", self._count_tokens, open=True)
+        yield Route("GET", f"{session}/v1/models", self._models, open=True)
+        yield Route("GET", f"{session}/v1/models/{{name...}}", self._one_model, open=True)
+        for method in ("GET", "POST"):
+            yield Route(method, f"{session}/{{rest...}}", self._other, open=True)
 
     @staticmethod
     def render_error(request: web.BaseRequest, error: HTTPError) -> web.Response:

@@ -491,8 +491,7 @@ class SessionService:
         async def tell(request: Request) -> Any:
             return document
 
-        calls = [route for route in self.endpoint.routes() if route.path.startswith("/s/")]
-        return [*own, Route("GET", "/openapi.json", tell, open=True), *calls]
+        return [*own, Route("GET", "/openapi.json", tell, open=True), *self.endpoint.routes()]
 
     async def _create(self, request: Request) -> SessionInfo:
         return await self.create(await request.json(CreateSession, _MAX_BODY))
