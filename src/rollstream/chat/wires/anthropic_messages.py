@@ -15,6 +15,7 @@ from rollstream.chat.wires.exchange import (
     image,
     joined,
     listed,
+    may_call,
     named_events,
     take_wishes,
     text_of,
@@ -90,15 +91,9 @@ class MessagesWire:
             wishes["effort"] = effort
         tools = read_tools([_tool(one, where) for where, one in listed(asked.tools, "tools")])
         choice = asked.tool_choice
-        if choice.get("type") not in ("auto", "none"):
-            raise RequestError(
-                f"tool_choice {choice!r} is not supported: nothing here forces a model to call a tool; use "
-                "{'type': 'auto'} or {'type': 'none'}",
-                param="tool_choice",
-            )
         if choice.get("disable_parallel_tool_use"):
             wishes["parallel_tool_calls"] = False
-        system = _read_text(asked.system, "system")
+        system = _read_content(asked.system, "system", images=False)
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         for where, message in listed(asked.messages, "messages"):
             messages += _read_message(message, where, images)
@@ -110,7 +105,7 @@ class MessagesWire:
             )
         return Asked(
             messages,
-            tools if choice["type"] == "auto" else [],
+            tools if may_call(choice, choice.get("type")) else [],
             asked.model,
             asked.max_tokens,
             tuple(asked.stop_sequences),
@@ -173,23 +168,16 @@ def _tool(one: Mapping[str, Any], where: str) -> dict[str, Any]:
     return tool_schema(one, "input_schema")
 
 
-def _read_text(content: Any, where: str) -> str:
+def _read_content(content: Any, where: str, images: bool) -> Any:
     if isinstance(content, str):
         return content
-    texts = []
-    for place, block in listed(content, where):
-        if block.get("type") != "text":
-            raise RequestError(
-                f"{place} is of type {block.get('type')!r}; only text is supported", param=place
-            )
-        texts.append(text_of(block, "text", place))
-    return "\n".join(texts)
+    return joined([_read_part(block, place, images) for place, block in listed(content, where)])
 
 
 def _read_message(message: Mapping[str, Any], where: str, images: bool) -> list[Message]:
     role, content = message.get("role"), message.get("content")
     if role == "system":
-        return [{"role": "system", "content": _read_text(content, f"{where}.content")}]
+        return [{"role": "system", "content": _read_content(content, f"{where}.content", images=False)}]
     if role not in ("user", "assistant"):
         raise RequestError(f"{where}.role is {role!r}, want user or assistant", param=f"{where}.role")
     if isinstance(content, str):
@@ -231,10 +219,7 @@ def _read_user(blocks: Iterator[tuple[str, dict[str, Any]]], images: bool) -> It
         if parts:
             yield {"role": "user", "content": joined(parts)}
             parts = []
-        content = block.get("content")
-        if not isinstance(content, str):
-            inner = listed(content or [], f"{where}.content")
-            content = joined([_read_part(part, place, images) for place, part in inner])
+        content = _read_content(block.get("content") or "", f"{where}.content", images)
         yield {"role": "tool", "tool_call_id": text_of(block, "tool_use_id", where), "content": content}
     if parts or not some:
         yield {"role": "user", "content": joined(parts)}

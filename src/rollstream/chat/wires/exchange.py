@@ -167,6 +167,17 @@ def text_of(one: Mapping[str, Any], key: str, where: str, *, missing: str | None
     return value
 
 
+def may_call(choice: Any, kind: Any) -> bool:
+    """Whether the model is shown tools, by the kind of a `tool_choice`. Raises `RequestError`: it would have to."""
+    if kind not in ("auto", "none"):
+        raise RequestError(
+            f"tool_choice {choice!r} is not supported: nothing here forces a model to call a tool; use "
+            "'auto' or 'none'",
+            param="tool_choice",
+        )
+    return bool(kind == "auto")
+
+
 def tool_schema(one: Mapping[str, Any], parameters: str) -> dict[str, Any]:
     """A tool as OpenAI's chat API has it, from one whose name stands beside its parameters."""
     function = {

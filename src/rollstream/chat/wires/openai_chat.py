@@ -17,7 +17,7 @@ import orjson
 
 from rollstream.chat.parsers.base import ParsedOutput
 from rollstream.chat.tool_schema import check_names_differ, check_tool_schema
-from rollstream.chat.wires.exchange import Answer, Asked, image, joined, take_wishes
+from rollstream.chat.wires.exchange import Answer, Asked, image, joined, may_call, take_wishes
 from rollstream.chat.wires.requests import RequestError, Sampling, error_body, read_parameters
 from rollstream.trajectory import Completion, Message
 from rollstream.web import HTTPError
@@ -145,14 +145,9 @@ def read_chat(
     asked.check_stream_options()
     if asked.max_completion_tokens is not None:
         asked.max_tokens = asked.max_completion_tokens
-    if asked.tool_choice not in ("auto", "none"):
-        raise RequestError(
-            f"tool_choice {asked.tool_choice!r} is not supported: nothing here forces a model to call a "
-            "tool; use 'auto' or 'none'",
-            param="tool_choice",
-        )
+    shows_tools = may_call(asked.tool_choice, asked.tool_choice)
     asked.messages = read_messages(asked.messages, images=images)
-    asked.tools = read_tools(asked.tools) if asked.tool_choice == "auto" else []
+    asked.tools = read_tools(asked.tools) if shows_tools else []
     if asked.add_generation_prompt is asked.continue_final_message:
         raise RequestError(
             "an answer either begins (add_generation_prompt) or goes on (continue_final_message): exactly "

@@ -17,6 +17,7 @@ from rollstream.chat.wires.exchange import (
     image,
     joined,
     listed,
+    may_call,
     named_events,
     take_wishes,
     text_of,
@@ -85,12 +86,6 @@ class ResponsesWire:
                 "follow a schema",
                 param="text.format",
             )
-        if asked.tool_choice not in ("auto", "none"):
-            raise RequestError(
-                f"tool_choice {asked.tool_choice!r} is not supported: nothing here forces a model to call a "
-                "tool; use 'auto' or 'none'",
-                param="tool_choice",
-            )
         tools = read_tools([_tool(one, where) for where, one in listed(asked.tools, "tools")])
         messages = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
         messages += _read_input(asked.input, images)
@@ -99,7 +94,7 @@ class ResponsesWire:
         include = given.get("include")
         return Asked(
             messages,
-            tools if asked.tool_choice == "auto" else [],
+            tools if may_call(asked.tool_choice, asked.tool_choice) else [],
             asked.model,
             asked.max_output_tokens,
             stream=asked.stream,
