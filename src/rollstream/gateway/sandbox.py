@@ -204,6 +204,7 @@ class LocalSandbox:
         if self._socket is not None and (self._own_network or self._in_container):
             port = str(_PORT if self._own_network else 0)
             python = "python3" if self._options.image is not None else sys.executable
+            # `_mounts` shows it what its command names: the socket, too.
             command = [python, "-I", "-S", inside.__file__, str(self._socket), port, *command]
         words, outer = self._words(self, command, own)
         try:

@@ -329,6 +329,16 @@ async def test_tokens_are_counted_and_models_are_told() -> None:
             assert await response.json() == model
 
 
+async def test_programs_without_a_network_come_by_a_socket(tmp_path: Path) -> None:
+    recorder, _ = recorder_of(await started())
+    endpoint = Endpoint("m", 4096, socket=tmp_path / "socket")
+    connector = aiohttp.UnixConnector(str(tmp_path / "socket"))
+    async with endpoint.serving(), aiohttp.ClientSession(connector=connector) as http:
+        with endpoint.open(recorder) as url:
+            session = url.replace(endpoint.url, "http://127.0.0.1:8383")
+            assert (await Client(recorder, http, session).post(ASK[CHAT]))[0] == 200
+
+
 async def test_requests_of_nobody_and_routes_that_are_not_there(caplog: pytest.LogCaptureFixture) -> None:
     """An error has the form of the API that the path names; a session's secret is told to nobody."""
     engine = await started()
