@@ -114,6 +114,7 @@ def test_tokens_and_what_other_machines_may_see(tmp_path: Path, engine: str) -> 
     ("words", "said"),
     [
         (["--host", "0.0.0.0"], "set a token"),
+        (["--public-url", "https://gateway.example"], "--token-file"),
         (["gateway.command=[python]"], "gateway.command: no effect"),
         (["generation.max_attempts=2"], "generation.max_attempts: no effect"),
         (["trainer.logger=[console,wandb]"], "trainer.logger: no effect"),

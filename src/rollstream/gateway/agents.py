@@ -198,9 +198,9 @@ def finished(
     for final in found[-1:]:
         final.metrics = loop.metrics
         final.reward, final.reward_extra = outcome.reward, outcome.reward_extra
-        final.extra = {**outcome.extra, **final.extra}
         if outcome.answer is not None:
             final.extra["gateway"] = {**final.extra.get("gateway", {}), "answer": outcome.answer}
+        final.extra = {**outcome.extra, **final.extra}
         if recorder.ran_out_of_room and final.finish_reason == "stop":
             final.finish_reason = "length"
         loop.final_answer = outcome.answer
@@ -247,14 +247,18 @@ def _shown_part(part: Any, urls: Iterator[str]) -> Any:
 
 
 def _without_answers(value: Any) -> Any:
-    """Without the hidden parts, also within mappings and texts that are JSON of such."""
+    """Without the hidden parts, also within mappings, lists, and texts that are JSON of such."""
     if isinstance(value, Mapping):
         return {key: _without_answers(inner) for key, inner in value.items() if key not in _HIDDEN}
-    if isinstance(value, str) and value.startswith("{"):
+    if isinstance(value, list):
+        return [*map(_without_answers, value)]
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         try:
-            return orjson.dumps(_without_answers(orjson.loads(value))).decode()
+            read = orjson.loads(value)
         except orjson.JSONDecodeError:
             return value
+        shown = _without_answers(read)
+        return value if shown == read else orjson.dumps(shown).decode()
     return value
 
 

@@ -211,13 +211,12 @@ class Endpoint:
                     status=429,
                     code="rate_limit_exceeded",
                 )
-            body = await request_object(request)
-            _check_depth(body)
-            session = self._session(request)  # it may have ended while the body came
             task = asyncio.current_task()
             assert task is not None
-            session.answering.add(task)
+            session.answering.add(task)  # before its body comes: a thousand heads are a thousand calls
             try:
+                body = await request_object(request)
+                _check_depth(body)
                 return await self._answer(wire, session, body, request)
             finally:
                 session.answering.discard(task)

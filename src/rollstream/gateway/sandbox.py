@@ -58,9 +58,10 @@ _COMMAND_S = 60.0
 _SEEN = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SEEN_OF_ETC = (
     *("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d"),
-    *("localtime", "nsswitch.conf", "passwd", "pki", "resolv.conf", "ssl", "terminfo"),
+    *("localtime", "nsswitch.conf", "passwd", "resolv.conf", "terminfo"),
+    *("ssl/certs", "ssl/cert.pem", "ssl/openssl.cnf", "pki/ca-trust", "pki/tls/certs", "pki/tls/cert.pem"),
 )
-"""What bubblewrap shows of the system. The rest of /etc may hold secrets."""
+"""What bubblewrap shows of the system. The rest of /etc may hold secrets, as /etc/ssl/private does."""
 
 _PASSED = re.compile(r"PATH|LANG|LANGUAGE|LC_\w+|TZ|TERM")
 """What a program gets of rollstream's own environment."""

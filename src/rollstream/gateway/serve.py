@@ -84,6 +84,10 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}, want {least} or more")
     if options.public_url is not None and not options.public_url.startswith(("http://", "https://")):
         raise ConfigError(f"--public-url {options.public_url}: want http://HOST:PORT")
+    if options.public_url is not None and options.token_file is None and not options.insecure:
+        raise ConfigError(
+            "--public-url: others reach it, its /v1 too: give a --token-file, or let everybody in with --insecure"
+        )
     log_to_stderr()
     given = read_config(options)
     asyncio.run(_run(given, options))

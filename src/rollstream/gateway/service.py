@@ -448,15 +448,18 @@ class SessionService:
                 await self._empty.wait()
         except TimeoutError:
             pass
-        dropped = [one for one in self._open.values() if not one.result.done()]
-        for session in dropped:
+        dropped = 0
+        for session in list(self._open.values()):
+            if session.result.done():  # its client finished it meanwhile
+                continue
             assert session.playing is not None
             session.playing.cancel()
             await asyncio.wait({session.playing})
             self._drop(session)
+            dropped += 1
         ending = [self._end(one) for one in self._open.values()]
         await finish_despite_cancellation(asyncio.gather(*ending, return_exceptions=True))
-        return len(dropped)
+        return dropped
 
     def _totals(self) -> Counter[str]:
         """Sessions by state, calls and tokens, until now."""
@@ -614,7 +617,10 @@ def session_of(extra: Mapping[str, Any]) -> tuple[str, str | None] | None:
 
 
 def _digest(value: msgspec.Struct) -> str:
-    form = orjson.dumps(msgspec.to_builtins(value), option=orjson.OPT_SORT_KEYS)
+    try:
+        form = orjson.dumps(msgspec.to_builtins(value), option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError as error:  # numbers of any size are JSON, and deeper than it is written
+        raise HTTPError(400, f"the body cannot be stored: {error}") from error
     return hashlib.blake2b(form, digest_size=16).hexdigest()
 
 

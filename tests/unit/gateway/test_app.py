@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -383,6 +384,23 @@ async def test_a_session_has_its_share_only(monkeypatch: pytest.MonkeyPatch) -> 
         for call in calls:
             with pytest.raises(aiohttp.ClientError):
                 await call
+
+
+async def test_calls_whose_bodies_are_to_come_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_CALLS_AT_ONCE", 2)
+    async with served(await started()) as client:
+        where, writers, statuses = urlsplit(client.url), [], []
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection(where.hostname, where.port)
+            head = f"POST {where.path}{CHAT} HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Length: 9\r\n\r\n"
+            writer.write(head.encode())
+            writers.append(writer)
+            statuses.append(asyncio.create_task(reader.readline()))
+        done, waiting = await asyncio.wait(statuses, return_when=asyncio.FIRST_COMPLETED)
+        assert [status.result()[:12] for status in done] == [b"HTTP/1.1 429"]
+    assert await asyncio.gather(*waiting) == [b"", b""]  # cut off with their session
+    for writer in writers:
+        writer.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

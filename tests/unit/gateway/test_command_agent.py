@@ -36,7 +36,13 @@ result(answer=second, reward=0.5, reward_extra={"calls": 2},
     row = make_row(
         5,
         ground_truth="12",
-        extra_info={"level": 3, "answer": "12", "entry": '{"answer": "12"}'},
+        extra_info={
+            "level": 3,
+            "answer": "12",
+            "entry": ' {"answer": "12"}',
+            "parts": [{"solution": "1", "text": '{"x" : 1}'}],
+            "list": '[{"answer": "12"}]',
+        },
         columns={"solution": "12"},
     )
     (final,) = completed(await worker.run(row, 0)).trajectories
@@ -46,7 +52,7 @@ result(answer=second, reward=0.5, reward_extra={"calls": 2},
         "prompt": row.messages,
         "index": 5,
         "data_source": "test",
-        "extra_info": {"level": 3, "entry": "{}"},
+        "extra_info": {"level": 3, "entry": "{}", "parts": [{"text": '{"x" : 1}'}], "list": "[{}]"},
     }
     assert (final.extra["cwd"], final.extra["home"], final.extra["secrets"]) == ([], [], [])
     assert [message["role"] for message in final.messages] == ["user", "assistant", "user", "assistant"]

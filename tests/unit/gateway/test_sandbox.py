@@ -108,7 +108,7 @@ async def test_bubblewrap_shows_the_system_and_what_is_mounted_only(tmp_path: Pa
     script = f"""
 ls {hidden} 2>&1; cat {shown}/file; echo
 touch {shown}/new /usr/new /new /dev/new 2>&1
-cat /etc/shadow 2>&1; ls /root /home 2>&1
+cat /etc/shadow 2>&1; ls /root /home /etc/ssl/private 2>&1
 (echo > /dev/tcp/127.0.0.1/1) 2>&1; ls /sys/class/net 2>&1
 ps -e 2>/dev/null | wc -l; echo made > made; ls
 """
@@ -117,6 +117,7 @@ ps -e 2>/dev/null | wc -l; echo made > made; ls
     assert "content" in ended.output and (root / "work" / "made").read_text() == "made\n"
     assert ended.output.count("Read-only file system") == 4
     assert ended.output.count("No such file or directory") >= 2
+    assert "'/etc/ssl/private': No such file" in ended.output
     assert [str(path) for path in shown.iterdir()] == [str(shown / "file")]
 
 

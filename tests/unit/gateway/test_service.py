@@ -14,7 +14,9 @@ from rollstream.gateway.app import Endpoint
 from rollstream.gateway.service import (
     CreateSession,
     Ended,
+    FinishSession,
     Place,
+    SessionInfo,
     SessionService,
     ended_info,
     render_error,
@@ -207,6 +209,8 @@ async def test_bounds_tokens_and_garbage() -> None:
             ("/v1/sessions/a/finish", {"reward": "1"}),
             ("/v1/sessions/a/finish", {"reward_extra": "tired"}),
             ("/v1/weights", {}),
+            ("/v1/sessions", {"metadata": {"number": 2**64}}),
+            ("/v1/sessions/a/finish", {"extra": {"number": 2**64}}),
         ):
             assert (await served.ask("POST", path, body, **auth))[0] == 400, path
         assert (await served.ask("GET", "/v1/sessions/none", **auth))[0] == 404
@@ -242,6 +246,24 @@ async def test_the_end_waits_for_open_sessions() -> None:
         assert not ending.done()
         assert (await served.ask("DELETE", "/v1/sessions/b"))[0] == 200
         assert await ending == 0
+
+
+async def test_a_session_that_is_finished_while_others_are_dropped_is_durable() -> None:
+    class Finishing(MemorySink):
+        def free(self, place: Place) -> None:
+            super().free(place)
+            if len(self.freed) == 1:  # two more are to be dropped now
+                given = FinishSession(reward=1.0)
+                finishing.append(asyncio.create_task(served.service.finish("c", given)))
+
+    finishing: list[asyncio.Task[SessionInfo]] = []
+    sink = Finishing()
+    async with serving(sink) as served:
+        sessions = [await served.create(id=id) for id in ("a", "b", "c")]
+        assert await served.call(sessions[-1]) == 200
+        assert await served.service.drain(0.0) == 2
+        assert (await finishing[0]).state == "finished"
+    assert [*sink.finished] == ["c"]
 
 
 IDS = st.sampled_from(["a", "b"])
