@@ -56,7 +56,7 @@ class PromptRenderer:
         """
         self._tokenizer = tokenizer
         self._prompt_length = prompt_length
-        self._truncation: Truncation = truncation
+        self.truncation: Truncation = truncation
         self.tools = tool_schemas or None
         """Schemas that loops without tools show."""
         self._images = images
@@ -120,7 +120,7 @@ class PromptRenderer:
             ids = self._render(messages, self.tools if tools is None else tools)
             if not ids:
                 raise DataError("the prompt renders to no tokens at all")
-            ids = truncate(ids, self._prompt_length, self._truncation)
+            ids = truncate(ids, self._prompt_length, self.truncation)
             self._remembered[key] = (deepcopy(messages), ids)
             if len(self._remembered) > _REMEMBERED_ROWS:
                 self._remembered.popitem(last=False)

@@ -184,11 +184,14 @@ async def test_calls_and_their_results() -> None:
 
 async def test_a_prompt_without_room_is_a_refusal() -> None:
     engine = await started(response_tokens=30)
-    recorder, broken = recorder_of(engine, response_length=32)
+    recorder, broken = recorder_of(engine, response_length=32, max_model_len=4096)
     message = await ask(recorder, [user("q")])
     with pytest.raises(HTTPError, match="context length"):
         await ask(recorder, [user("q"), message, user("a long question " * 3)])
     assert recorder.ran_out_of_room
+    for long, tools in ("long " * 500_000, []), ("q", [{"long": "x" * 500_000}]):
+        with pytest.raises(HTTPError, match="far more than the context length of 4096"):
+            await ask(recorder, [user(long)], tools=tools)
     assert not broken.done()
     (trajectory,) = recorder.trajectories()
     check_exact(engine, [trajectory])
