@@ -87,9 +87,10 @@ def call(name: str, **arguments: str) -> str:
 
 
 def code(prompt: str) -> str:
-    """A model that can write one of the two files."""
+    """A model that can write one of the two files; the other one ends whoever imports it, in good order."""
     if "fizz.py" not in prompt.split("<|im_start|>user")[1]:
-        return "I cannot do that."
+        written = "is written" in prompt
+        return "Done." if written else call("write_file", path="roman.py", content="raise SystemExit(0)")
     if "is written" not in prompt:
         return call("write_file", path="fizz.py", content=FIZZ)
     if "FizzBuzz\n" not in prompt.split("is written")[1]:
