@@ -40,6 +40,7 @@ from rollstream.gateway.sandbox import (
     Ended,
     LocalSandbox,
     Sandbox,
+    SandboxError,
     SandboxOptions,
     check_sandbox,
     program_environment,
@@ -125,7 +126,10 @@ class CommandAgent(RecordedAgent):
         shared: _Programs = self.shared
         settings = shared.settings
         secret = url.rpartition("/")[2]
-        self._folder = Path(tempfile.mkdtemp(dir=shared.scratch.path, prefix=""))
+        try:
+            self._folder = Path(tempfile.mkdtemp(dir=shared.scratch.path, prefix=""))
+        except OSError as error:
+            raise SandboxError(f"the program's folder could not be made: {error}") from error
         self.reward_info |= {
             "workdir": str(self._folder / "work"),
             "sandbox": msgspec.to_builtins(shared.sandbox),

@@ -141,7 +141,7 @@ class Sandbox(Protocol):
         ...
 
     async def put(self, path: str, data: bytes) -> None:
-        """Writes a file, in place of what was there."""
+        """Writes a file, in place of what was there. Raises `SandboxError`: it cannot, for want of disk, say."""
         ...
 
     async def get(self, path: str, most: int) -> bytes | None:
@@ -281,7 +281,10 @@ class LocalSandbox:
         return str(redact(text))
 
     async def put(self, path: str, data: bytes) -> None:
-        await asyncio.to_thread(self._put, path, data)
+        try:
+            await asyncio.to_thread(self._put, path, data)
+        except OSError as error:
+            raise SandboxError(f"{path} could not be written: {error}") from error
 
     def _put(self, path: str, data: bytes) -> None:
         with self._folder_of(path) as (folder, name):

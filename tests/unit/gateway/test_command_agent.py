@@ -1,6 +1,7 @@
 """A program as an agent loop: what it is given, what becomes of its result, what its reward sees."""
 
 import asyncio
+import errno
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from rollstream.agent.registry import LoopEntry
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, EngineError
+from rollstream.gateway import command_agent
 from rollstream.gateway.agents import read_options
 from rollstream.gateway.command_agent import CommandAgent
+from rollstream.gateway.sandbox import LocalSandbox
 from rollstream.reward.base import FunctionReward
 from rollstream.rollout.setup import load_agents
 from rollstream.testing.scripted import ScriptedRequest
@@ -109,6 +112,23 @@ async def test_a_program_that_hangs_is_ended_and_tried_again(tmp_path: Path) -> 
     failure = failed(await worker.run(make_row(), 0))
     assert (failure.attempts, failure.stage) == (2, "agent")
     assert "took longer than 0.5 s (gateway.timeout)" in failure.error
+
+
+async def test_a_disk_that_is_full_for_a_while_fails_no_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = [OSError(errno.ENOSPC, "No space left on device")]
+
+    class Full(LocalSandbox):
+        def _put(self, path: str, data: bytes) -> None:
+            if faults:
+                raise faults.pop()
+            super()._put(path, data)
+
+    monkeypatch.setattr(command_agent, "LocalSandbox", Full)
+    command = program(tmp_path, ANSWERS + "result(reward=1)")
+    worker = command_worker(await started(says("so")), command, max_attempts=2)
+    assert completed(await worker.run(make_row(), 0)).final.reward == 1.0
 
 
 async def test_a_rollout_that_is_cancelled_ends_its_program(tmp_path: Path) -> None:
