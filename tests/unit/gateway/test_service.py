@@ -209,7 +209,7 @@ async def test_bounds_tokens_and_garbage() -> None:
             ("/v1/sessions/a/finish", {"reward": "1"}),
             ("/v1/sessions/a/finish", {"reward_extra": "tired"}),
             ("/v1/weights", {}),
-            ("/v1/sessions", {"metadata": {"number": 2**64}}),
+            ("/v1/sessions", {"row": {"prompt": "q", "number": 2**64}}),
             ("/v1/sessions/a/finish", {"extra": {"number": 2**64}}),
         ):
             assert (await served.ask("POST", path, body, **auth))[0] == 400, path
