@@ -18,7 +18,8 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -349,7 +350,9 @@ class WebServer:
             if not 0 <= port <= 65535:
                 raise OverflowError("a port is a number from 0 to 65535")
             server = await loop.create_server(
-                lambda: _Connection(self, self._manager, loop),
+                lambda: _Connection(
+                    self, self._manager, loop, self._connections, self.limits.max_connections
+                ),
                 host or None,
                 port,
                 backlog=self.limits.backlog,
@@ -373,12 +376,18 @@ class WebServer:
         self.url = f"http://{shown}:{addresses[0][1]}"
         return self.url
 
-    async def listen_at(self, path: Path) -> None:
-        """Takes connections at a Unix socket, too, from whoever may open it. `start` comes first."""
+    @asynccontextmanager
+    async def listening_at(self, path: Path, *, most: int) -> AsyncIterator[None]:
+        """Takes `most` connections at once at a Unix socket, too, from whoever may open it. `start` comes first."""
         loop = asyncio.get_running_loop()
-        connection = functools.partial(_Connection, self, self._manager, loop)
-        backlog = self.limits.backlog
-        self._servers.append(await loop.create_unix_server(connection, path, backlog=backlog))
+        connection = functools.partial(_Connection, self, self._manager, loop, set(), most)
+        server = await loop.create_unix_server(connection, path, backlog=most)
+        self._servers.append(server)
+        try:
+            yield
+        finally:
+            server.close()
+            self._servers.remove(server)
 
     def stop_listening(self) -> None:
         """Takes no more connections; those that are open go on."""
@@ -482,7 +491,18 @@ class _Connection(web.RequestHandler):
 
     socket: asyncio.Transport
 
-    def __init__(self, server: WebServer, manager: web.Server, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        server: WebServer,
+        manager: web.Server,
+        loop: asyncio.AbstractEventLoop,
+        others: "set[_Connection]",
+        most: int,
+    ) -> None:
+        """Args:
+        others: open connections of the same socket.
+        most: how many these may be; one more is cut off.
+        """
         limits = server.limits
         super().__init__(
             manager,
@@ -499,15 +519,20 @@ class _Connection(web.RequestHandler):
         self.cancels: asyncio.Task[Any] | None = None
         """Ends with the connection."""
         self._web = server
+        self._others, self._most = others, most
         self._unread = 0
         self._unread_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         server = self._web
         self.socket = cast(asyncio.Transport, transport)
-        if len(server._connections) >= server.limits.max_connections or server._stopping:
+        too_many = (
+            len(self._others) >= self._most or len(server._connections) >= server.limits.max_connections
+        )
+        if too_many or server._stopping:
             self.socket.abort()
             return
+        self._others.add(self)
         server._connections.add(self)
         super().connection_made(transport)
 
@@ -518,6 +543,7 @@ class _Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
+        self._others.discard(self)
         self._web._connections.discard(self)
         if self.cancels is not None:
             self.cancels.cancel()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -212,14 +211,10 @@ def shared_endpoint(
     resources: AgentResources,
     settings: GatewaySettings,
     beside: Callable[[Endpoint], AbstractAsyncContextManager[Any]] = lambda _: nullcontext(),
-    *,
-    socket: Path | None = None,
 ) -> SharedEndpoint:
     """The endpoint of a worker's agents."""
     limit = resources.max_model_len or resources.engine.capabilities.max_model_len
-    return SharedEndpoint(
-        lambda: Endpoint(MODEL, limit, client_sampling=settings.client_sampling, socket=socket), beside
-    )
+    return SharedEndpoint(lambda: Endpoint(MODEL, limit, client_sampling=settings.client_sampling), beside)
 
 
 def shown_row(row: Mapping[str, Any], image_urls: Sequence[str] = ()) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import resource
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -112,22 +112,20 @@ class Endpoint:
         *,
         client_sampling: bool = False,
         max_sessions: int = 4096,
-        socket: Path | None = None,
     ) -> None:
         """Args:
         model: what the model is called.
         max_model_len: told to those who ask what the model can take.
         client_sampling: whether clients choose how their calls are sampled; else the run's sampling wins.
         max_sessions: that may be open at once.
-        socket: a Unix socket where it serves, too: for programs without a network.
         """
         self._model = model
         self._max_model_len = max_model_len
         self._client_sampling = client_sampling
         self._max_sessions = max_sessions
-        self._socket = socket
         self._sessions: dict[str, _Open] = {}
         self._logged: set[str] = set()
+        self._server: WebServer
         self.url = ""
         """Where it is, as clients reach it, without a path; known while it serves."""
 
@@ -167,11 +165,17 @@ class Endpoint:
         )
         try:
             self.url = await server.start()
-            if self._socket is not None:
-                await server.listen_at(self._socket)
+            self._server = server
             yield
         finally:
             await server.stop(_LAST_ANSWERS_S)
+
+    def listening_at(self, path: Path) -> AbstractAsyncContextManager[None]:
+        """Serves a program without a network, too, at a Unix socket of its own, while `serving`.
+
+        What it opens there beyond a session's bound of calls is cut off: it cannot use up others' connections.
+        """
+        return self._server.listening_at(path, most=_CALLS_AT_ONCE)
 
     def routes(self, session: str = "/s/{secret}") -> Iterator[Route]:
         """What is answered, for a server. A session's secret is the token of its routes."""

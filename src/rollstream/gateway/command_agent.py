@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,6 @@ class _Programs(Shared):
     sandbox: SandboxOptions
     command: list[str]
     scratch: ScratchFolder
-    socket: Path | None
     workdirs: Path
 
 
@@ -109,16 +109,15 @@ class CommandAgent(RecordedAgent):
         if sandbox.image is None and shutil.which(command[0], path=path) is None:
             raise ConfigError(f"gateway.command: there is no program {command[0]!r} on the PATH {path}")
         scratch = ScratchFolder("agents")
-        socket = None if sandbox.kind == "none" else scratch.path / "gateway"
-        if socket is not None and len(bytes(socket)) > _LONGEST_SOCKET:
+        socket = _socket_of(scratch.path / "8_chars_")
+        if sandbox.kind != "none" and len(bytes(socket)) > _LONGEST_SOCKET:
             raise ConfigError(f"{socket} is too long a path for a socket: set TMPDIR to a shorter one")
         return _Programs(
             settings,
-            shared_endpoint(resources, settings, socket=socket),
+            shared_endpoint(resources, settings),
             sandbox,
             command,
             scratch,
-            socket,
             Path(options.get("workdirs", "workdirs")).expanduser().absolute(),
         )
 
@@ -134,11 +133,15 @@ class CommandAgent(RecordedAgent):
             "workdir": str(self._folder / "work"),
             "sandbox": msgspec.to_builtins(shared.sandbox),
         }
-        sandbox = LocalSandbox(shared.sandbox, self._folder, secrets=[secret], socket=shared.socket)
-        try:
+        async with AsyncExitStack() as stack:
+            socket = None
+            if shared.sandbox.kind != "none":
+                socket = _socket_of(self._folder)
+                stack.callback(socket.unlink, missing_ok=True)
+                await stack.enter_async_context((await shared.endpoint.get()).listening_at(socket))
+            sandbox = LocalSandbox(shared.sandbox, self._folder, secrets=[secret], socket=socket)
+            stack.push_async_callback(lambda: finish_despite_cancellation(sandbox.stop()))
             return await self._run(sandbox, settings, url, secret, row)
-        finally:
-            await finish_despite_cancellation(sandbox.stop())
 
     async def _run(
         self, sandbox: Sandbox, settings: GatewaySettings, url: str, secret: str, row: dict[str, Any]
@@ -206,6 +209,11 @@ class CommandAgent(RecordedAgent):
         except (OSError, shutil.Error) as error:
             logger.warning("the folder of rollout %s could not be kept: %s", self.request_id, error)
         remove_folder(folder)
+
+
+def _socket_of(folder: Path) -> Path:
+    """Where a program in this folder asks if it has no network."""
+    return folder.with_name(f"gateway.{folder.name}")
 
 
 def _words(ended: Ended) -> str:

@@ -251,7 +251,7 @@ class Recorder:
         limit, texts = resources.max_model_len, [*_texts((messages, tools))]
         if limit is None or sum(map(len, texts)) <= _CHARS_A_TOKEN * limit:
             return
-        if not self.session.has_begun and resources.prompts.truncation != "error":
+        if not self.session.begun and resources.prompts.truncation != "error":
             return  # the rollout's own prompt is cut
         text, tokens = "\n".join(texts), 0
         for at in range(0, len(text), _CHARS_A_TOKEN * limit):

@@ -332,12 +332,23 @@ async def test_tokens_are_counted_and_models_are_told() -> None:
 
 async def test_programs_without_a_network_come_by_a_socket(tmp_path: Path) -> None:
     recorder, _ = recorder_of(await started())
-    endpoint = Endpoint("m", 4096, socket=tmp_path / "socket")
-    connector = aiohttp.UnixConnector(str(tmp_path / "socket"))
-    async with endpoint.serving(), aiohttp.ClientSession(connector=connector) as http:
+    """One that opens more connections there than its session may have calls is cut off, and nobody else."""
+    endpoint = Endpoint("m", 4096)
+    socket, greedy = str(tmp_path / "socket"), str(tmp_path / "greedy")
+    async with (
+        endpoint.serving(),
+        endpoint.listening_at(Path(socket)),
+        endpoint.listening_at(Path(greedy)),
+        aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket)) as http,
+    ):
+        held = [await asyncio.open_unix_connection(greedy) for _ in range(129)]
+        reader, _ = held[-1]
+        assert await reader.read() == b""
         with endpoint.open(recorder) as url:
             session = url.replace(endpoint.url, "http://127.0.0.1:8383")
             assert (await Client(recorder, http, session).post(ASK[CHAT]))[0] == 200
+        for _, writer in held:
+            writer.close()
 
 
 async def test_requests_of_nobody_and_routes_that_are_not_there(caplog: pytest.LogCaptureFixture) -> None:
