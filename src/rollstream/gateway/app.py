@@ -278,8 +278,8 @@ class Endpoint:
             chosen := {name: wishes.pop(name) for name in SAMPLING if name in wishes}
         ):
             sampling = _sampling(chosen, recorder)
-        for name in wishes:
-            self._log_once(name, "the run decides it, and each trajectory says so")
+        for wish in wishes:
+            self._log_once(wish, "the run decides it, and each trajectory says so")
         return Call(
             asked.messages,
             asked.tools,

@@ -304,8 +304,9 @@ async def test_a_response_goes_on_after_another_one() -> None:
     engine = await started(lambda request: demo_tokenizer().encode("78" + END))
     async with served(engine) as client:
         _, first = await client.post({"input": "q", "instructions": "be brief"}, RESPONSES)
-        again = {"input": "more", "previous_response_id": first["id"]}
-        await client.post({**again, "instructions": "be brief"}, RESPONSES)
+        again = {"input": "more", "previous_response_id": first["id"], "temperature": 0.5}
+        _, second = await client.post({**again, "instructions": "be brief"}, RESPONSES)
+        assert second["id"].startswith("resp_")  # also where its temperature is not taken
         assert len(client.recorder.trajectories()) == 1
         # Instructions belong to one request: without them, or with others, it is another conversation.
         await client.post(again, RESPONSES)
