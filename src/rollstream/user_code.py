@@ -90,7 +90,7 @@ def import_name(dotted: str, *, key: str, beside: Path | None = None) -> Any:
             path = str(neighbour)
         return _attribute(run_file(path, key=key), name, str(path), key)
     module_name, dot, name = dotted.rpartition(".")
-    if not dot or not all(part.isidentifier() for part in dotted.split(".")):
+    if not dot or name == "py" or not all(part.isidentifier() for part in dotted.split(".")):
         raise ConfigError(
             f"{key}: {dotted!r} is not a name; write package.module.Name or path/to/file.py:Name"
         )

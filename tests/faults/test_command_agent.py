@@ -70,7 +70,7 @@ except urllib.error.HTTPError as error:
     sys.exit(4)
 """,
         {},
-        "exit code 4: 404; the end of its output:\n404",
+        "exit code 4: 404\nthe end of its output:\n404",
     ),
     "its folder": (
         "import shutil; shutil.rmtree(os.path.dirname(os.environ['ROLLSTREAM_ROW'])); os.rmdir(os.getcwd())",

@@ -123,6 +123,15 @@ def test_status_counts_failed_unscored_and_scored(
     assert "unscored        22, 2 of them as their reward failed" in capsys.readouterr().out
     checkpoint = orjson.loads((run_dir / "checkpoint.json").read_bytes())
     assert (checkpoint["unscored"], checkpoint["reward_failed"]) == (22, 2)
+    (run_dir / "checkpoint.json").write_bytes(orjson.dumps({**checkpoint, "total": 3}))  # as rows came later
+    assert (read_status(run_dir).total, read_status(run_dir).owed) == (26, 0)
+
+
+def test_a_program_that_no_agent_loop_calls_is_told(
+    tmp_path: Path, sums: Path, stub: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    run_generation(config(tmp_path / "run", sums, gateway__command=["true"], **stub))
+    assert "gateway.command and gateway.function are not used: the agent loop is single_turn" in caplog.text
 
 
 def test_the_same_seed_gives_the_same_tokens_and_again_does_nothing(tmp_path: Path, sums: Path) -> None:

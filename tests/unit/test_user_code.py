@@ -98,6 +98,7 @@ def test_names(file: Path) -> None:
         ("rollstream.nothing.X", r"rollstream\.nothing cannot be imported \(ModuleNotFoundError"),
         ("PromptRow", "write package.module.Name or path/to/file.py:Name"),
         ("a..b", "write package.module.Name"),
+        ("agent.py", "write package.module.Name or path/to/file.py:Name"),
         ("no.py:X", "no such file: no.py"),
         ("rollstream.trajectory:X", "no such file"),
         ("x.py:not a name", r"write path/to/file\.py:Name"),

@@ -136,6 +136,8 @@ class RecordedAgent(AgentLoop):
     """
 
     brings_images = True
+    printed = ""
+    """What an agent without an answer printed, for the message."""
 
     def __init__(self, *args: Any, request_id: str, shared: Any = None, **options: Any) -> None:
         super().__init__(*args, request_id=request_id, shared=shared)
@@ -171,7 +173,7 @@ class RecordedAgent(AgentLoop):
                 outcome = await unless_broken(self.act(url, shown), broken)
             found = finished(self, recorder, outcome, started, discard=self.settings.discard)
             if not found:
-                raise AgentFailedError("the agent ended without an answer of the model")
+                raise AgentFailedError(f"the agent ended without an answer of the model{self.printed}")
         except AgentFailedError as error:
             if recorder.refusal is None:
                 raise

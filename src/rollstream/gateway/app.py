@@ -332,10 +332,11 @@ class Endpoint:
         }
 
     async def _other(self, request: Request) -> web.Response:
-        recorder = self._session(request).recorder
+        recorder, rest = self._session(request).recorder, request.params["rest"]
+        twice = "; Anthropic's clients take the address without /v1" if rest.startswith("v1/v1/") else ""
         with recorder.noting():
             raise RequestError(
-                f"there is no {request.method} {request.params['rest']} here: chat/completions, responses and "
+                f"there is no {request.method} {rest} here{twice}: chat/completions, responses and "
                 "messages are recorded with exact tokens; use a client or harness that speaks one of them",
                 status=404,
             )

@@ -108,6 +108,9 @@ class CommandAgent(RecordedAgent):
         path = program_environment(settings.pass_env)["PATH"]
         if sandbox.image is None and shutil.which(command[0], path=path) is None:
             raise ConfigError(f"gateway.command: there is no program {command[0]!r} on the PATH {path}")
+        script = next((word for word in settings.command[1:] if not word.startswith("-")), "")
+        if sandbox.image is None and script.endswith(".py") and not Path(script).expanduser().exists():
+            raise ConfigError(f"gateway.command: there is no file {script} (looked in {Path.cwd()})")
         scratch = ScratchFolder("agents")
         socket = _socket_of(scratch.path / "8_chars_")
         if sandbox.kind != "none" and len(bytes(socket)) > _LONGEST_SOCKET:
@@ -162,7 +165,7 @@ class CommandAgent(RecordedAgent):
             "ROLLSTREAM_RESULT": f"{sandbox.root}/io/result.json",
         }
         ended = await sandbox.run(self.shared.command, env, settings.timeout)
-        self._output = ended.output
+        self._output, self.printed = ended.output, _words(ended)
         if ended.timed_out:
             raise AttemptTimeoutError(
                 f"the program took longer than {settings.timeout:g} s (gateway.timeout)" + _words(ended)
@@ -183,7 +186,9 @@ class CommandAgent(RecordedAgent):
         try:
             data = await sandbox.get("io/result.json", _RESULT_BYTES)
             outcome = Outcome() if data is None else read_outcome(orjson.loads(data), "its result")
-        except (DataError, orjson.JSONDecodeError, AgentFailedError) as error:
+        except orjson.JSONDecodeError as error:
+            raise AgentFailedError(f"the program's result is not JSON ({error}){_words(ended)}") from error
+        except (DataError, AgentFailedError) as error:
             raise AgentFailedError(f"the program's result cannot be used: {error}{_words(ended)}") from error
         if data is None and settings.outcome == "result":
             raise AgentFailedError(f"the program wrote no file ROLLSTREAM_RESULT{_words(ended)}")
@@ -218,9 +223,9 @@ def _socket_of(folder: Path) -> Path:
 
 def _words(ended: Ended) -> str:
     if not ended.output:
-        return "; it wrote nothing"
+        return "; it printed nothing"
     last = ended.output.rpartition("\n")[2].strip()[:_LAST_LINE_CHARS]
-    return f": {last}; the end of its output:\n{ended.output[-_SHOWN_CHARS:]}"
+    return f": {last}\nthe end of its output:\n{ended.output[-_SHOWN_CHARS:]}"
 
 
 def _absolute(word: str) -> str:

@@ -146,7 +146,8 @@ def summarise(result: GenerationResult) -> str:
         lines.append(f"{without_rule} of {result.completed} rollouts are not scored: no reward for {why}")
     if result.reward_failed:
         lines.append(
-            f"the reward failed on {result.reward_failed} rollouts: their reward is null, see reward_extra"
+            f"the reward failed on {result.reward_failed} rollouts: their reward is null; "
+            f"`rollstream show {shlex.quote(str(result.run_dir))} INDEX` says why"
         )
     if result.damage:
         lines.append(

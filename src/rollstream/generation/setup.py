@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NOT_RECORDED = {"single_turn_agent", "tool_agent", "context_agent"}
+"""Agent loops that call no program of `gateway`."""
+
 EMBEDDED_ENGINES = ("hf", "openvino")
 """Engines that run in the process that uses them."""
 
@@ -259,6 +262,12 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
             agents.loops.entry(name)
         except ConfigError as error:
             raise ConfigError(f"{dataset.first_row_of(name)}: {error}") from error
+    if (settings.gateway.command or settings.gateway.function) and {*loop_names} <= _NOT_RECORDED:
+        logger.warning(
+            "gateway.command and gateway.function are not used: the agent loop is %s; want "
+            "actor_rollout_ref.rollout.agent.default_agent_loop=command_agent or function_agent?",
+            ", ".join(loop_names),
+        )
     if runs_in_workers(settings):
         _check_known_to_workers(prepared)
     if data.filter_overlong_prompts:

@@ -71,13 +71,15 @@ def read_status(root: Path) -> RunStatus:
     manifest, state = inspect(root)
     paths = RunPaths(root)
     total = read_total(root)
+    if total is not None:  # rows that come while it runs may be newer than checkpoint.json
+        total = max(total, state.keys.done + state.keys.failed)
     return RunStatus(
         run_dir=str(root),
         created=manifest.created,
         total=total,
         completed=state.keys.done,
         failed=state.keys.failed,
-        owed=None if total is None else max(0, total - state.keys.done - state.keys.failed),
+        owed=None if total is None else total - state.keys.done - state.keys.failed,
         unscored=state.keys.done - state.rewards.scored,
         reward_failed=state.rewards.unscored,
         mean_reward=state.rewards.mean,

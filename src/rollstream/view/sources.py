@@ -239,7 +239,8 @@ class RunSource(Source):
         if self.manifest is not None:
             created = time.strptime(self.manifest.created, "%Y-%m-%dT%H:%M:%SZ")
             found |= {"model": self._model().get("path"), "n": self.manifest.n}
-            found["prompts"] = self.manifest.identity.get("data.rows.count")
+            rows = self.manifest.identity.get("data.rows.count")  # of the files: a run may take some of them
+            found["prompts"] = counts["total"] // self.manifest.n if counts.get("total") else rows
             found["started"] = calendar.timegm(created)
         if whole or self.rows or counts.get("rows", 0) <= _SMALL:
             return found | self.state()

@@ -75,8 +75,12 @@ async def test_conversations_are_trajectories_of_one_rollout(tmp_path: Path) -> 
         ("ask(row['prompt']); print('so it went'); sys.exit(3)", {}, ["exit code 3", "so it went"]),
         ("os.kill(os.getpid(), 9)", {}, ["was killed by signal 9"]),
         (ANSWERS, {"outcome": "result"}, ["wrote no file ROLLSTREAM_RESULT"]),
-        ("result(answer='guessed')", {}, ["without an answer of the model"]),
-        (ANSWERS + "open(os.environ['ROLLSTREAM_RESULT'], 'w').write('{')", {}, ["result cannot be used"]),
+        ("print('why'); result(answer='guessed')", {}, ["without an answer of the model: why"]),
+        (
+            ANSWERS + "open(os.environ['ROLLSTREAM_RESULT'], 'w').write('{')",
+            {},
+            ["is not JSON", "it printed nothing"],
+        ),
         (ANSWERS + "result(reward='high')", {}, ["no finite number"]),
         (ANSWERS + "result(rewards=1)", {}, ["did you mean 'reward'?"]),
         (ANSWERS + "sys.exit(2)", {"outcome": "exit_code"}, ["exit code 2"]),
@@ -235,6 +239,7 @@ def test_what_decides_the_data_is_in_the_identity(tmp_path: Path) -> None:
     [
         ({"command": []}, "gateway.command"),
         ({"command": ["no-such-program"]}, "no program 'no-such-program'"),
+        ({"command": ["python", "-u", "mistyped.py"]}, "no file mistyped.py"),
         ({"comand": ["true"]}, "did you mean 'command'"),
         ({"command": ["true"], "sandbox": "docker"}, "needs gateway.image"),
         ({"command": ["true"], "image": "x"}, "none takes none"),
