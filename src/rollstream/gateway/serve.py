@@ -202,6 +202,7 @@ async def _serve(
     ready = orjson.dumps({"url": url, "pid": os.getpid()}).decode()
     sys.stdout.write(f"{ready if options.json else f'gateway at {url}'}\n")
     sys.stdout.flush()
+    logger.info("sessions are stored in %s", options.buffer or settings.trainer.default_local_dir)
     await _until_told(service, sink, signals, options.grace_seconds)
 
 
