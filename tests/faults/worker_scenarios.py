@@ -27,8 +27,9 @@ async def a_poison_rollout_hurts_itself_only(
     failures = list(read_failures(tmp_path))
     assert {(failure.index, failure.repeat) for failure in failures} == {(7, 0), (7, 1)}
     assert all("WorkerDiedError" in failure.error for failure in failures)
-    # Four unsuspected ones, which both repeats may share, some in company that gets smaller, one alone each.
-    assert 5 <= deaths <= 18
+    # Four unsuspected ones, which both repeats may share, some in company that gets smaller, one alone each. Company
+    # grows again only when an innocent one has passed, and there are 22: how often is a matter of who meets whom.
+    assert 5 <= deaths <= 2 * 4 + 22 + 2
     assert keys_on_disk(tmp_path) == [key for key in every_key(12) if key[0] != 7]
 
 
