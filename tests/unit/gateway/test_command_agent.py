@@ -205,7 +205,7 @@ async def test_the_reward_sees_the_folder_which_then_goes(tmp_path: Path, keep: 
     options = {"keep_workdir": keep, "workdirs": str(tmp_path / "kept")}
     worker = command_worker(await started(says("so")), command, reward=reward, **options)
     result = await worker.run(make_row(7), 1)
-    kept = list(tmp_path.glob("kept/*/work/made.txt"))
+    kept = list(tmp_path.glob("kept/*/*/made.txt"))
     assert len(kept) == (keep == "always" or (keep == "failed" and fails))
     if fails:
         failed(result)
