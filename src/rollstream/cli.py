@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -20,6 +21,9 @@ from rollstream.generation.main import guarded, parse
 from rollstream.integrations.verifiers import command as verifiers
 from rollstream.serving import main as serving
 from rollstream.view import command as view
+
+if TYPE_CHECKING:
+    from rollstream.store.summary import FailureCause
 
 _CAUSES_SHOWN = 10
 """Causes of failures that a person is shown."""
@@ -135,7 +139,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     text = "show what a run directory holds, also while it is written"
     status = add("status", _status, text, of_run=True)
-    status.add_argument("--failed", action="store_true", help="the failed rollouts as JSON Lines")
+    listed = status.add_mutually_exclusive_group()
+    listed.add_argument("--failed", action="store_true", help="all failed rollouts as JSON Lines")
+    listed.add_argument("--unscored", action="store_true", help="all rollouts without a reward as JSON Lines")
 
     text = "read every byte of a run directory and say whether it is sound"
     validate = add("validate", _validate, text, of_run=True)
@@ -254,13 +260,13 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from rollstream.store.summary import read_failures, read_status, status_json
+    from rollstream.store.summary import read_failures, read_status, read_unscored, status_json
 
-    if options.failed:
+    if options.failed or options.unscored:
         import msgspec
 
-        for failure in read_failures(options.run_dir):
-            print(msgspec.json.encode(failure).decode())
+        for one in (read_failures if options.failed else read_unscored)(options.run_dir):
+            print(msgspec.json.encode(one).decode())
         return 0
     status = read_status(options.run_dir)
     if options.json:
@@ -272,15 +278,15 @@ def _status(options: argparse.Namespace) -> int:
         print(
             f"rollouts        {status.completed}/{total} done, {status.failed} failed, mean reward {reward}"
         )
-        for cause in status.failure_causes[:_CAUSES_SHOWN]:
-            print(f"failed          {cause.count}: {cause.example.partition(chr(10))[0][:300]}")
-        if (more := len(status.failure_causes) - _CAUSES_SHOWN) > 0:
-            print(f"                and by {more} other causes: --failed")
+        if len(status.all_scores) > 1:
+            print(f"rewards         {status.scores} (there are: {', '.join(status.all_scores)})")
+        _print_causes("failed", status.failure_causes)
         if status.unscored:
             failed = (
                 f", {status.reward_failed} of them as their reward failed" if status.reward_failed else ""
             )
             print(f"unscored        {status.unscored}{failed}")
+        _print_causes("unscored", status.unscored_causes)
         where = f"{status.saved_batches} batches, {status.pending_rows} rows in the journal"
         print(f"trajectories    {status.rows} ({where})")
         print(f"artifact        {'trajectories.parquet' if status.artifact else 'not merged yet'}")
@@ -294,6 +300,14 @@ def _status(options: argparse.Namespace) -> int:
         for name in status.quarantined:
             print(f"quarantined     damaged/{name}")
     return 1 if status.damage else 0
+
+
+def _print_causes(what: str, causes: "Sequence[FailureCause]") -> None:
+    for cause in causes[:_CAUSES_SHOWN]:
+        said = cause.example.partition("\n")[0][:300]
+        print(f"{what:<16}{cause.count}: {said} (index {cause.index}, repeat {cause.repeat})")
+    if (more := len(causes) - _CAUSES_SHOWN) > 0:
+        print(f"{'':<16}and by {more} other causes: --{what}")
 
 
 def _validate(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -151,7 +151,7 @@ def build_table(records: Sequence[RolloutRecord]) -> pa.Table:
         to_arrow(np.array([one.is_snapshot for one in trajectories], np.bool_)),
         to_arrow(np.array([one.num_turns for one in trajectories], np.int32)),
         to_arrow_texts([one.finish_reason for one in trajectories]),
-        _floats([one.reward for one in trajectories]),
+        to_arrow_floats([one.reward for one in trajectories]),
         to_arrow_texts([one.reward_extra for one in trajectories]),
         pa.StructArray.from_arrays([to_arrow(column) for column in metrics.T], list(METRIC_NAMES)),
         to_arrow(np.array([record.attempts for record in records], np.int32)),
@@ -160,7 +160,7 @@ def build_table(records: Sequence[RolloutRecord]) -> pa.Table:
         to_arrow_texts([one.extra for one in trajectories]),
     ]
     recorded = pa.Table.from_arrays(columns, schema=RECORDED)
-    return with_counts(recorded, _floats([record.finished_at for record in records]))
+    return with_counts(recorded, to_arrow_floats([record.finished_at for record in records]))
 
 
 def with_counts(table: pa.Table, finished_at: pa.Array | None = None) -> pa.Table:
@@ -214,7 +214,8 @@ def to_arrow(values: npt.NDArray[Any], valid: npt.NDArray[np.bool_] | None = Non
     return pa.Array.from_buffers(kind, len(values), [nulls, pa.py_buffer(data)])
 
 
-def _floats(values: Sequence[float | None]) -> pa.Array:
+def to_arrow_floats(values: Sequence[float | None]) -> pa.Array:
+    """An array of numbers, None as null."""
     found = np.array(values, np.float64)  # None is NaN
     valid = np.array([value is not None for value in values], np.bool_)
     return to_arrow(found, None if valid.all() else valid)
@@ -523,8 +524,15 @@ def belongs_to(file: pq.ParquetFile, run_id: str) -> bool:
     return bool((file.metadata.metadata or {}).get(b"rollstream.run_id") == run_id.encode())
 
 
-def read_keys(path: Path, run_id: str) -> BatchKeys:
+def read_keys(
+    path: Path, run_id: str, current: Callable[[pa.Table, pq.FileMetaData], pa.Table] | None = None
+) -> BatchKeys:
     """Reads the key columns of a batch or artifact.
+
+    Args:
+        path: the file.
+        run_id: whose it has to be.
+        current: gives rows of a file with this footer the rewards that count; None: those in the file.
 
     Raises:
         DamageError: also when it is of another run.
@@ -534,10 +542,11 @@ def read_keys(path: Path, run_id: str) -> BatchKeys:
         if not belongs_to(file, run_id):
             raise DamagedFileError(path, f"{path.name} belongs to another run")
         table = file.read([*KEY_COLUMNS, "reward", "is_snapshot"], use_threads=False)
-        if table["reward"].null_count:
+        if table["reward"].null_count or current is not None:
             extras = file.read(["reward_extra"], use_threads=False)["reward_extra"]
             table = table.append_column("reward_extra", extras)
-    return table_keys(table)
+        footer = file.metadata
+    return table_keys(table if current is None else current(table, footer))
 
 
 def table_keys(table: pa.Table) -> BatchKeys:

@@ -41,6 +41,7 @@ from rollstream.store.manifest import Manifest
 from rollstream.store.merge import holds_other_batches, is_current
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import FailureRecord, RecordCodec, RolloutRecord
+from rollstream.store.scores import Rewards, tag_of
 from rollstream.trajectory import failure_cause
 
 Array = npt.NDArray[Any]
@@ -136,6 +137,8 @@ class RunColumns:
         self._failed_ends: dict[Path, int] = {}
         self._causes: set[str] = set()
         self._codec = RecordCodec()
+        self._rewards: dict[Path, Rewards] = {}
+        """By part, those that counted when it was first read."""
         self._sorted: tuple[int, Array, Array] = (0, np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     # -- what there is
@@ -260,7 +263,7 @@ class RunColumns:
                 if not len(chosen):
                     break
                 try:
-                    for table in self._tables(path, part.manifest, chosen, names):
+                    for table in self._tables(path, part, chosen, names):
                         found = self.rows_at(*(column_values(table[name]) for name in KEY_COLUMNS))
                         found = np.where((found >= 0) & wanted[found], found, -1)
                         wanted[found[found >= 0]] = False
@@ -270,16 +273,15 @@ class RunColumns:
                 except (RollstreamError, OSError) as error:
                     self._note(error)
 
-    def _tables(
-        self, path: Path, manifest: Manifest | None, rows: Array, names: Sequence[str] | None
-    ) -> Iterator[pa.Table]:
+    def _tables(self, path: Path, part: Part, rows: Array, names: Sequence[str] | None) -> Iterator[pa.Table]:
+        manifest = part.manifest
         names = None if names is None else [*KEY_COLUMNS, *names]
         if path.suffix == ".rsj":
             assert manifest is not None
             keys = set(zip(self["index"][rows].tolist(), self["repeat"][rows].tolist(), strict=True))
             for frame in scan(path, manifest.run_id_bytes, ScanReport()):
                 if (frame.index, frame.repeat) in keys:
-                    table = build_table([RecordCodec().decode_rollout(frame.body)])
+                    table = self._current(part, build_table([RecordCodec().decode_rollout(frame.body)]))
                     yield table if names is None else table.select(names)
             return
         indices = np.unique(self["index"][rows])
@@ -287,7 +289,15 @@ class RunColumns:
             low, high = _footer(path, *_version(path))[1:]
             holds = np.searchsorted(indices, low) < np.searchsorted(indices, high, side="right")
             for group in np.flatnonzero(holds).tolist():
-                yield read_group(file, group, names)
+                yield self._current(part, read_group(file, group, names), tag_of(file.metadata))
+
+    def _current(self, part: Part, table: pa.Table, tag: str = "") -> pa.Table:
+        """Rows with the rewards that count; an exported file has its own."""
+        if part.manifest is None:
+            return table
+        if part.root not in self._rewards:
+            self._rewards[part.root] = Rewards(part.root)
+        return self._rewards[part.root].current(table, tag)
 
     # -- reading what is new
 
@@ -356,7 +366,7 @@ class RunColumns:
                         table = file.read_row_groups(slab, columns=_READ)
                     else:
                         table = pa.concat_tables([read_group(file, group, _READ) for group in slab])
-                    yield _scalars(table, code)
+                    yield _scalars(self._current(part, table, tag_of(file.metadata)), code)
         except DamageError as error:
             self._note(error)
         else:
@@ -379,7 +389,7 @@ class RunColumns:
         for damage in report.damage:
             self._note(str(damage))
         if records:
-            yield _scalars(build_table(list(records.values())), code)
+            yield _scalars(self._current(self.parts[at], build_table(list(records.values()))), code)
 
     def _append(self, pieces: list[Piece]) -> None:
         """Adds the rows of rollouts that are not there; of one that is in several files, the first file's."""

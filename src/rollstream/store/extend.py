@@ -8,15 +8,16 @@ Rollouts of rows that are gone, or not selected any more, leave the run for `rem
 When nothing moves (rows were only appended), only the manifest changes. Otherwise everything is written
 anew beside the old, and one rename makes it count:
 
-    extend.tmp/  --rename-->  extend.ready/  --finish_extend-->  batches/, removed/, failed/, run.json, config.yaml
+    extend.tmp/  --rename-->  extend.ready/  --finish_extend-->  batches/, removed/, failed/, scores/, run.json …
 
 A crash before the rename leaves the old run, a crash after it is finished by the next opening. The artifact
 goes, since it has the old positions: all its rows are in the batches.
 """
 
 import logging
+import os
 import shutil
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -47,6 +48,14 @@ from rollstream.store.manifest import Manifest, check_identity, read_manifest, w
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
 from rollstream.store.recovery import quarantine_batch, recover
+from rollstream.store.scores import (
+    ScorePaths,
+    activate,
+    active_name,
+    read_facts,
+    score_folder,
+    seal_scores,
+)
 from rollstream.trajectory import Failure
 
 logger = logging.getLogger(__name__)
@@ -117,7 +126,7 @@ def finish_extend(root: Path) -> None:
     artifact = RunPaths(root).artifact
     for stale in (artifact, artifact.with_name(f"{artifact.name}.sha256")):
         stale.unlink(missing_ok=True)
-    for name in ("batches", "removed", "failed"):
+    for name in ("batches", "removed", "failed", "scores"):
         if (ready / name).is_dir():
             shutil.rmtree(root / name, ignore_errors=True)
             (ready / name).rename(root / name)
@@ -206,6 +215,7 @@ def _rewrite(
         write_file_durably(
             target.failures / "000000.rsj", encode_file_header(manifest.run_id_bytes) + failures
         )
+    _move_scores(paths, target, moved)
     write_file_durably(temporary / "config.yaml", config_yaml.encode())
     write_manifest(temporary, new)
     sync_folder(temporary)
@@ -246,3 +256,29 @@ def _moved_failures(paths: RunPaths, manifest: Manifest, moved: dict[_Row, int |
                 record = msgspec.structs.asdict(codec.decode_failure(frame.body))
                 body = codec.encode_failure(Failure(**{**record, "index": target}))
                 yield encode_frame(target, frame.repeat, 0, body)
+
+
+def _move_scores(paths: RunPaths, target: RunPaths, moved: dict[_Row, int | None]) -> None:
+    """Scores go with their prompt rows. Those of rows that are gone are forgotten."""
+    folder, new = score_folder(paths.root), score_folder(target.root)
+    if not folder.is_dir():
+        return
+    new.mkdir()
+    for journal in folder.glob("*.rsj"):
+        old, there = ScorePaths(folder, journal.stem), ScorePaths(new, journal.stem)
+        facts = read_facts(old.facts)
+        if facts is None:
+            continue
+        id = bytes.fromhex(facts.id)
+        with there.journal.open("wb") as file:
+            file.write(encode_file_header(id))
+            for frame in scan(journal, id, ScanReport()):
+                if (index := moved.get((_RUN, frame.index))) is not None:
+                    file.write(encode_frame(index, frame.repeat, frame.rows, frame.body))
+            file.flush()
+            os.fdatasync(file.fileno())
+        shutil.copyfile(old.facts, there.facts)
+        if old.table.exists():
+            deque(seal_scores(there, facts), maxlen=0)
+    if (active := active_name(paths.root)) is not None:
+        activate(target.root, active)

@@ -12,6 +12,7 @@ from rollstream.store.journal import ScanReport, scan
 from rollstream.store.manifest import DATASET_IDENTITY, Manifest, require_manifest
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
+from rollstream.store.scores import Rewards, tag_of
 from rollstream.store.summary import read_failures
 
 
@@ -36,15 +37,15 @@ def find_trajectory(
         DamageError: the file that holds it, or may hold it, is damaged.
     """
     manifest = require_manifest(root)
-    paths = RunPaths(root)
+    paths, rewards = RunPaths(root), Rewards(root)
     damaged: list[str] = []
     for path in _files(paths):
         source = f"{path.parent.name}/{path.name}" if path.parent != root else path.name
         try:
             if path.suffix == ".rsj":
-                rows = _in_journal(path, manifest, index, repeat)
+                rows = _in_journal(path, manifest, index, repeat, rewards)
             else:
-                rows = _in_parquet(path, manifest, index, repeat)
+                rows = _in_parquet(path, manifest, index, repeat, rewards)
         except FileNotFoundError:  # sealed, or merged anew, since the files were listed
             continue
         except DamageError:
@@ -81,7 +82,9 @@ def _files(paths: RunPaths) -> Iterator[Path]:
         yield paths.batch(int(journal.stem))
 
 
-def _in_parquet(path: Path, manifest: Manifest, index: int | None, repeat: int) -> list[dict[str, Any]]:
+def _in_parquet(
+    path: Path, manifest: Manifest, index: int | None, repeat: int, rewards: Rewards
+) -> list[dict[str, Any]]:
     """The rows of a rollout in a batch or artifact; of the first rollout without `index`."""
     if not path.exists():
         return []
@@ -93,15 +96,19 @@ def _in_parquet(path: Path, manifest: Manifest, index: int | None, repeat: int) 
         if index is None:
             first = file.read_row_group(0, columns=KEY_COLUMNS, use_threads=False)
             index, repeat = first["index"][0].as_py(), first["repeat"][0].as_py()
-        return rollout_rows(file, index, repeat).to_pylist()  # type: ignore[no-any-return]
+        rows = rewards.current(rollout_rows(file, index, repeat), tag_of(file.metadata))
+        return rows.to_pylist()  # type: ignore[no-any-return]
 
 
-def _in_journal(path: Path, manifest: Manifest, index: int | None, repeat: int) -> list[dict[str, Any]]:
+def _in_journal(
+    path: Path, manifest: Manifest, index: int | None, repeat: int, rewards: Rewards
+) -> list[dict[str, Any]]:
     report = ScanReport()
     for frame in scan(path, manifest.run_id_bytes, report):
         if index is None or (frame.index, frame.repeat) == (index, repeat):
             try:
-                return build_table([RecordCodec().decode_rollout(frame.body)]).to_pylist()  # type: ignore[no-any-return]
+                rows = rewards.current(build_table([RecordCodec().decode_rollout(frame.body)]))
+                return rows.to_pylist()  # type: ignore[no-any-return]
             except ValueError as error:
                 raise DamageError(f"{path.name}: frame at offset {frame.offset}: {error}") from error
     if report.damage:

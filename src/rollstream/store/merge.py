@@ -35,6 +35,7 @@ from rollstream.store.batch import (
     write_tables_durably,
 )
 from rollstream.store.paths import MERGE_FOLDER, RunPaths
+from rollstream.store.scores import Rewards, tag_of, tagged
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,10 @@ _MERGED_KEY = b"rollstream.batches"
 
 
 def source_digest(paths: RunPaths) -> str:
-    """Names the content of a run's batches; with equal digests there is nothing new to upload."""
+    """Names the content of a run's batches, and which rewards count; equal digests: nothing new to upload."""
     names = _batch_names(paths, paths.batch_numbers())
-    return hashlib.blake2b(" ".join(sorted(names.values())).encode(), digest_size=16).hexdigest()
+    content = " ".join([*sorted(names.values()), *filter(None, [Rewards(paths.root).tag])])
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def _batch_names(paths: RunPaths, numbers: Iterable[int]) -> dict[int, str]:
@@ -86,10 +88,12 @@ def _merged_from(artifact: Path, run_id: str) -> set[str] | None:
 
 
 def is_current(paths: RunPaths, run_id: str) -> bool:
-    """Whether the artifact holds the rows of all batches that there are."""
+    """Whether the artifact holds the rows of all batches that there are, with the rewards that count."""
     numbers = set(paths.batch_numbers())
     merged = _merged_from(paths.artifact, run_id)
-    return merged is not None and numbers == _in_artifact(paths, merged, numbers) | _links(paths, numbers)
+    if merged is None or numbers != _in_artifact(paths, merged, numbers) | _links(paths, numbers):
+        return False
+    return tag_of(pq.read_metadata(paths.artifact)) == Rewards(paths.root).tag
 
 
 def merged_batches(paths: RunPaths, run_id: str) -> list[int]:
@@ -134,12 +138,14 @@ def merge_batches(
     *,
     cancelled: Callable[[], bool] = lambda: False,
     bucket_bytes: int = _BUCKET_BYTES,
+    rewards: Rewards | None = None,
 ) -> int:
     """Writes the artifact; returns its rows. An artifact that is up to date is left as it is.
 
     Args:
         paths: of the run; everything must be sealed.
         run_id: 16 bytes.
+        rewards: the rewards that count, where `paths` is a copy of a run.
         cancelled: asked between row groups.
         bucket_bytes: bytes sorted in memory at once.
 
@@ -152,25 +158,37 @@ def merge_batches(
         return file_rows(paths.artifact)
     numbers = paths.batch_numbers()
     batches = [paths.batch(number) for number in numbers]
+    rewards, copied = rewards or Rewards(paths.root), rewards is not None
     spread = paths.root / MERGE_FOLDER
     shutil.rmtree(spread, ignore_errors=True)
     logger.info("merging %d batches into %s", len(batches), paths.artifact)
 
     def tables() -> Iterator[pa.Table]:
         for path in batches:
+            tag = tag_of(
+                pq.read_metadata(path)
+            )  # none; of an artifact that stands for its batches there is one
             for table in until(read_tables(path), cancelled):
-                yield table.replace_schema_metadata(None)
+                yield rewards.recorded(table.replace_schema_metadata(None), tag)
+
+    def with_rewards(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        with ExitStack() as kept:
+            keep = kept.enter_context(rewards.keeping_recorded()) if rewards.tag and not copied else None
+            for table in tables:
+                if keep is not None:
+                    keep(table)
+                yield rewards.current(table)
 
     try:
         ranks = _ranks(batches)
         count = int((ranks != _LEFT_OUT).sum())
         _refuse_fewer(paths, run_id, count)
-        metadata = batch_metadata(run_id)
+        metadata = tagged(batch_metadata(run_id), rewards.tag)
         metadata[_MERGED_KEY.decode()] = " ".join(sorted(_batch_names(paths, numbers).values()))
         parts = _sorted_tables(
             tables, ranks, range(count), sum(map(_encoded_bytes, batches)), bucket_bytes, spread
         )
-        write_tables_durably(paths.artifact, until(parts, cancelled), metadata)
+        write_tables_durably(paths.artifact, until(with_rewards(parts), cancelled), metadata)
         forget_old_digests(paths.artifact)
         return count
     except OSError as error:

@@ -16,7 +16,7 @@ Recovering, in this order:
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from rollstream.errors import DamageError
 from rollstream.store.batch import (
@@ -32,6 +33,7 @@ from rollstream.store.batch import (
     BatchKeys,
     batch_metadata,
     belongs_to,
+    build_table,
     file_digest,
     file_rows,
     forget_digests,
@@ -66,13 +68,16 @@ from rollstream.store.paths import (
     quarantine_file,
     quarantine_name,
 )
-from rollstream.store.records import RecordCodec, scoring_failed
+from rollstream.store.records import RecordCodec, RolloutRecord, scoring_failed
+from rollstream.store.scores import Rewards, tag_of
 
 _RAW_PER_COMPRESSED = 2
 """Ids and log-probs compress to about half; where a continued journal stands need not be exact."""
 
 _KEY_READERS = 4
 """Threads that read batch footers when a run is opened; reading waits more than it computes."""
+
+_Current = Callable[[pa.Table, pq.FileMetaData], pa.Table]
 
 
 @dataclass(slots=True)
@@ -131,6 +136,10 @@ class RunState:
         """Counts the rollouts of a file."""
         self.keys.mark_done_many(keys["index"], keys["repeat"])
         self.rows += len(keys)
+        self.add_rewards(keys)
+
+    def add_rewards(self, keys: BatchKeys) -> None:
+        """Counts the rewards of some rows."""
         rewards = keys["reward"][keys["final"]]
         scored = rewards[rewards == rewards]
         self.rewards.total += float(scored.sum())
@@ -150,20 +159,25 @@ class RunState:
 def inspect(root: Path) -> tuple[Manifest, RunState]:
     """What a run directory holds, read without lock and without changing anything.
 
-    Also while another process writes: what it commits meanwhile may or may not be counted.
+    Also while another process writes: what it commits meanwhile may or may not be counted. The rewards are
+    those that count (see `rollstream.store.scores`); `recover` counts the recorded ones.
     """
     manifest = require_manifest(root)
     paths = RunPaths(root)
-    state = RunState(KeyStates(manifest.n))
+    state, rewards = RunState(KeyStates(manifest.n)), Rewards(root)
+
+    def current(table: pa.Table, footer: pq.FileMetaData) -> pa.Table:
+        return rewards.current(table, tag_of(footer))
+
     journals = paths.journal_numbers()  # before the batches: one sealed meanwhile is then seen as batch
-    _read_batches(paths, manifest, state)
+    _read_batches(paths, manifest, state, current)
     for number in journals:
         if number in state.batches:
             continue
         try:
-            report, rows = _scan_rollouts(paths.journal(number), manifest, state)
+            report, rows = _scan_rollouts(paths.journal(number), manifest, state, rewards)
         except FileNotFoundError:  # sealed since we listed it
-            state.add_batch(number, read_keys(paths.batch(number), manifest.run_id))
+            state.add_batch(number, read_keys(paths.batch(number), manifest.run_id, current))
             continue
         state.unsealed.append(number)
         state.journal_rows += rows
@@ -172,7 +186,7 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
     for path in paths.failure_files():
         _scan_failures(path, manifest, state)
     try:
-        alone = _artifact_alone(paths, manifest, state)
+        alone = _artifact_alone(paths, manifest, state, current)
     except DamageError as error:
         state.damage.append(str(error))
     else:
@@ -226,6 +240,7 @@ def quarantine_batch(
 def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, state: RunState | None) -> int:
     """Writes a batch of the whole rollouts of a file, but for those done already; returns its rows.
 
+    It has the rewards that were recorded, also where the file is an artifact that has others.
     Row groups that cannot be read are passed over, and rollouts that they cut into (R4). A file of another run
     holds none of this one's rollouts.
     """
@@ -233,8 +248,10 @@ def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, state: Run
         with open_parquet(source) as file:
             if not belongs_to(file, manifest.run_id):
                 return 0
+            tag = tag_of(file.metadata)
     except DamageError:
         return 0
+    rewards = Rewards(paths.root)
     tables = read_tables(source, skip_damaged=True)
     keys = np.concatenate([np.zeros(0, KEYS), *map(table_keys, tables)])
     wanted = whole_rollouts(keys)
@@ -247,7 +264,7 @@ def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, state: Run
     def kept() -> Iterator[pa.Table]:
         at = 0
         for table in read_tables(source, skip_damaged=True):
-            yield table.filter(to_arrow(wanted[at : at + len(table)]))
+            yield rewards.recorded(table.filter(to_arrow(wanted[at : at + len(table)])), tag)
             at += len(table)
 
     write_tables_durably(paths.batch(number), kept(), batch_metadata(manifest.run_id_bytes))
@@ -256,11 +273,13 @@ def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, state: Run
     return int(wanted.sum())
 
 
-def _artifact_alone(paths: RunPaths, manifest: Manifest, state: RunState) -> BatchKeys:
+def _artifact_alone(
+    paths: RunPaths, manifest: Manifest, state: RunState, current: _Current | None = None
+) -> BatchKeys:
     """Keys of the rollouts that stand in the artifact and nowhere else. Raises `DamageError`."""
     if not holds_other_batches(paths, manifest.run_id, state.batches):
         return np.zeros(0, KEYS)
-    keys = read_keys(paths.artifact, manifest.run_id)
+    keys = read_keys(paths.artifact, manifest.run_id, current)
     return keys[state.not_done(keys)]
 
 
@@ -280,7 +299,7 @@ def _restore_from_artifact(paths: RunPaths, manifest: Manifest, state: RunState)
         quarantine_batch(paths, manifest, artifact, state)
         return
     number = paths.next_number()
-    all_of_it = len(alone) == file_rows(artifact)
+    all_of_it = len(alone) == file_rows(artifact) and not tag_of(pq.read_metadata(artifact))
     if all_of_it and known is not None and link_file(artifact, paths.batch(number)):
         state.add_batch(number, alone)
     else:
@@ -288,7 +307,9 @@ def _restore_from_artifact(paths: RunPaths, manifest: Manifest, state: RunState)
     state.restored.append(f"{len(alone)} trajectories were taken from {artifact.name}")
 
 
-def _read_batches(paths: RunPaths, manifest: Manifest, state: RunState) -> list[int]:
+def _read_batches(
+    paths: RunPaths, manifest: Manifest, state: RunState, current: _Current | None = None
+) -> list[int]:
     """Counts the good batches; returns the numbers of the others, which `state.damage` names.
 
     A batch that repeats what another one holds was copied by somebody: it counts as damaged.
@@ -296,7 +317,7 @@ def _read_batches(paths: RunPaths, manifest: Manifest, state: RunState) -> list[
 
     def read(number: int) -> BatchKeys | DamageError:
         try:
-            return read_keys(paths.batch(number), manifest.run_id)
+            return read_keys(paths.batch(number), manifest.run_id, current)
         except DamageError as error:
             return error
 
@@ -316,15 +337,24 @@ def _read_batches(paths: RunPaths, manifest: Manifest, state: RunState) -> list[
     return damaged
 
 
-def _scan_rollouts(path: Path, manifest: Manifest, state: RunState) -> tuple[ScanReport, int]:
+def _scan_rollouts(
+    path: Path, manifest: Manifest, state: RunState, rewards: Rewards | None = None
+) -> tuple[ScanReport, int]:
     """Counts the rollouts of a journal file; returns also its rows."""
     report, codec, rows = ScanReport(), RecordCodec(), 0
+    others: list[RolloutRecord] = []
     for frame in scan(path, manifest.run_id_bytes, report):
         if state.keys.mark_done(frame.index, frame.repeat):
-            final = codec.decode_rollout(frame.body).trajectories[-1]
-            state.rewards.add(final.reward, scoring_failed(orjson.loads(final.reward_extra)))
+            record = codec.decode_rollout(frame.body)
+            final = record.trajectories[-1]
+            if rewards is not None and rewards.tag:
+                others.append(record)
+            else:
+                state.rewards.add(final.reward, scoring_failed(orjson.loads(final.reward_extra)))
             state.journal_bytes += _RAW_PER_COMPRESSED * len(frame.body)
         rows += frame.rows
+    if rewards is not None and others:
+        state.add_rewards(table_keys(rewards.current(build_table(others))))
     state.rows += rows
     return report, rows
 

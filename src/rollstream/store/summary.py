@@ -12,15 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pyarrow.compute as pc
 
+from rollstream.store.batch import KEY_COLUMNS
 from rollstream.store.export.files import stale_exports
 from rollstream.store.journal import ScanReport, scan, write_file_durably
+from rollstream.store.keys import KeyStates
 from rollstream.store.lock import is_locked, lock_holder
-from rollstream.store.manifest import Manifest
+from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import is_current
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import FailureRecord, RecordCodec
 from rollstream.store.recovery import RunState, inspect
+from rollstream.store.scores import RECORDED, Rewards, active_name, score_names
+from rollstream.store.stream import run_tables
 from rollstream.trajectory import failure_cause
 
 _MOST_RANGES = 1000
@@ -64,6 +69,12 @@ class RunStatus:
     """Damaged files in `damaged/`."""
     failure_causes: list["FailureCause"]
     """Why rollouts failed, the most frequent cause first."""
+    unscored_causes: list["FailureCause"]
+    """Why rollouts that completed have no reward, likewise."""
+    scores: str
+    """Whose rewards count: `recorded` by the run, or a name of `rollstream score`."""
+    all_scores: list[str]
+    """The names there are."""
 
 
 def read_status(root: Path) -> RunStatus:
@@ -92,7 +103,15 @@ def read_status(root: Path) -> RunStatus:
         writer=lock_holder(root / "run.lock") if is_locked(root / "run.lock") else None,
         damage=state.damage,
         quarantined=[path.name for path in paths.damaged_files()],
-        failure_causes=_causes(_still_failed(paths, manifest, state)),
+        failure_causes=_causes(
+            (one.error, one.index, one.repeat) for one in _still_failed(paths, manifest, state)
+        ),
+        unscored_causes=_causes(
+            (one["cause"], one["index"], one["repeat"])
+            for one in (read_unscored(root) if state.keys.done > state.rewards.scored else ())
+        ),
+        scores=active_name(root) or RECORDED,
+        all_scores=[RECORDED, *score_names(root)],
     )
 
 
@@ -125,31 +144,52 @@ def _still_failed(paths: RunPaths, manifest: Manifest, state: RunState) -> Itera
                 yield codec.decode_failure(frame.body)
 
 
+def read_unscored(root: Path) -> Iterator[dict[str, Any]]:
+    """The rollouts that completed and have no reward: `index`, `repeat`, `data_source` and `cause`.
+
+    Raises `RunDirectoryError`.
+    """
+    columns = [*KEY_COLUMNS, "is_snapshot", "reward", "reward_extra", "data_source"]
+    keys = KeyStates(require_manifest(root).n)
+    for table in run_tables(root, columns, lambda damage: None):
+        for row in table.filter(
+            pc.and_(pc.is_null(table["reward"]), pc.invert(table["is_snapshot"]))
+        ).to_pylist():
+            if keys.mark_done(row["index"], row["repeat"]):
+                error = orjson.loads(row["reward_extra"]).get("error")
+                cause = f"no reward for data source {row['data_source']!r}" if error is None else str(error)
+                yield {name: row[name] for name in ("index", "repeat", "data_source")} | {"cause": cause}
+
+
 @dataclass(frozen=True, slots=True)
 class FailureCause:
     """Failures that have a cause in common."""
 
     count: int
     example: str
-    """Class and message of the first one."""
+    """What is said of the first one."""
+    index: int | None = None
+    """Of the first one, as the next."""
+    repeat: int | None = None
 
 
-def _causes(failures: Iterable[FailureRecord]) -> list[FailureCause]:
-    """Why rollouts failed, the most frequent cause first."""
+def _causes(failures: Iterable[tuple[str, int, int]]) -> list[FailureCause]:
+    """What went wrong, by its cause, the most frequent first; of each what is said of it, index and repeat."""
     counts: Counter[str] = Counter()
-    examples: dict[str, str] = {}
+    examples: dict[str, tuple[str, int, int]] = {}
     for failure in failures:
-        cause = failure_cause(failure.error)
+        cause = failure_cause(failure[0])
         if cause not in examples and len(examples) >= _MOST_CAUSES:
             cause = "other"
         counts[cause] += 1
-        examples.setdefault(cause, failure.error)
-    return [FailureCause(count, examples[cause]) for cause, count in counts.most_common()]
+        examples.setdefault(cause, failure)
+    return [FailureCause(count, *examples[cause]) for cause, count in counts.most_common()]
 
 
 def write_checkpoint(paths: RunPaths, manifest: Manifest, state: RunState, *, total: int) -> None:
-    """Writes `checkpoint.json`."""
+    """Writes `checkpoint.json`. The rewards in it are those that count, as everywhere."""
     ranges = state.keys.done_ranges()
+    rewards = inspect(paths.root)[1].rewards if Rewards(paths.root).tag else state.rewards
     content: dict[str, Any] = {
         "run_id": manifest.run_id,
         "updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -159,9 +199,9 @@ def write_checkpoint(paths: RunPaths, manifest: Manifest, state: RunState, *, to
         "completed_rows": ranges[:_MOST_RANGES],
         "completed_rows_cut": len(ranges) > _MOST_RANGES,
         "failed": state.keys.failed,
-        "unscored": state.keys.done - state.rewards.scored,
-        "reward_failed": state.rewards.unscored,
-        "mean_reward": state.rewards.mean,
+        "unscored": max(state.keys.done - rewards.scored, 0),
+        "reward_failed": rewards.unscored,
+        "mean_reward": rewards.mean,
         "rows": state.rows,
         "saved_batches": [paths.batch(number).name for number in sorted(state.batches)],
         "damaged": [path.name for path in paths.damaged_files()],

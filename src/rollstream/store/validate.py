@@ -29,6 +29,7 @@ from rollstream.store.merge import is_current, is_merged
 from rollstream.store.paths import RunPaths, missing_batches
 from rollstream.store.records import RecordCodec, RolloutRecord
 from rollstream.store.recovery import RunState, quarantine_batch, recover
+from rollstream.store.scores import score_folder
 from rollstream.store.summary import refresh_checkpoint
 
 NO_CHECKSUM = "has no checksum"
@@ -79,6 +80,11 @@ def validate_run(root: Path) -> Validation:
     for path in paths.failure_files():
         _validate_journal(path, manifest.run_id_bytes, result)
     keys = _join([sealed, *journals])
+    for scores in sorted(score_folder(root).glob("*.parquet")):
+        if file_digest(scores) not in recorded_digests(scores).get(scores.name, ()):
+            result.problems.append(
+                f"scores/{scores.name} does not match its checksum; `rollstream score` makes it anew"
+            )
     missing = missing_batches(paths)
     if paths.artifact.exists():
         merged = validate_parquet(paths.artifact, manifest.run_id, recorded_digests(paths.artifact), result)
@@ -233,7 +239,8 @@ def _compare_artifact(
         )
     if not is_current(paths, manifest.run_id):
         result.notes.append(
-            "trajectories.parquet is older than the batches; the run's next command merges them again"
+            "trajectories.parquet is older than the batches, or has other rewards than those that count now; "
+            "the run's next command merges them again"
         )
     elif not _rows_in(sealed, merged, n).all():
         result.problems.append("trajectories.parquet does not hold all rows of the batches")

@@ -23,6 +23,7 @@ from rollstream.evaluate.metrics import SOLVED_AT
 from rollstream.store.columns import Part, RunColumns
 from rollstream.store.lock import is_locked
 from rollstream.store.manifest import Manifest, read_manifest, shard_group
+from rollstream.store.scores import Rewards
 from rollstream.view.overview import Groups, group_figures, mean_interval
 
 BUFFER_FILE: Final = "buffer.sqlite"
@@ -145,6 +146,7 @@ class RunSource(Source):
         self.kind = "run" if parts[0].manifest is not None else "parquet"
         self.used = 0.0
         self._parts, self._solved_at = parts, solved_at
+        self._content = [(_run_id(part), "") for part in parts]
         self._columns: RunColumns | None = None
         self._seen: RunColumns | None = None
         self._groups: tuple[RunColumns, Groups] | None = None
@@ -171,8 +173,9 @@ class RunSource(Source):
         """The run's scalars as they are now, half a second ago at most."""
         with self._lock:
             parts = [Part(part.root, _manifest(part)) for part in self._parts]
-            if [_run_id(part) for part in parts] != [_run_id(part) for part in self._parts]:
-                self._parts, self._seen, self._columns = parts, None, None  # another run was begun there
+            content = [(_run_id(part), _rewards(part)) for part in parts]
+            if content != self._content:  # another run was begun there, or other rewards count
+                self._parts, self._seen, self._columns, self._content = parts, None, None, content
             self.used = now = time.monotonic()
             if self._seen is None or now - self._looked > _FRESH_S:
                 # `close` may come meanwhile.
@@ -223,7 +226,7 @@ class RunSource(Source):
             "state": "damaged" if columns.damage and state != "running" else state,
             "rows": columns.rows,
             "error": "; ".join(columns.damage[:3]) or None,
-            "cursor": f"{columns.rows}-{failed}-{total}-{state}-{_run_id(self._parts[0])}",
+            "cursor": f"{columns.rows}-{failed}-{total}-{state}-{self._content}",
         }
 
     def _state(self, total: int | None, settled: int) -> str:
@@ -355,6 +358,11 @@ class Sources:
 
 def _run_id(part: Part) -> str:
     return "" if part.manifest is None else part.manifest.run_id
+
+
+def _rewards(part: Part) -> str:
+    """Which rewards count in a part."""
+    return "" if part.manifest is None else Rewards(part.root).tag
 
 
 def _manifest(part: Part) -> Manifest | None:

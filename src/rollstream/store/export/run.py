@@ -22,6 +22,7 @@ from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.recovery import recover
+from rollstream.store.scores import Rewards
 from rollstream.store.summary import RunStatus, read_status
 
 
@@ -154,7 +155,7 @@ def _merged_copy(paths: RunPaths, manifest: Manifest, target: Path, status: RunS
                 copy.batch(paths.next_number()).symlink_to(paths.artifact.resolve())
         except OSError as error:
             raise StorageError(f"cannot write beside {target}: {error.strerror}") from error
-        merge_batches(copy, manifest.run_id_bytes)
+        merge_batches(copy, manifest.run_id_bytes, rewards=Rewards(paths.root))
         yield copy.artifact
     finally:
         shutil.rmtree(folder, ignore_errors=True)

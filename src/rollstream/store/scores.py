@@ -1,0 +1,328 @@
+"""Scores: rewards that were computed anew, beside those that a run recorded.
+
+    scores/NAME.json      what computed them (`ScoreFacts`)
+    scores/NAME.rsj       one frame a rollout, in the journal's format: the truth, also when all is scored
+    scores/NAME.parquet   key, reward and reward_extra of each trajectory, sorted by key; made of the journal
+    scores/active         the NAME whose rewards count; not there: those that the run recorded
+    scores/recorded.parquet   the recorded rewards, where the artifact has others
+
+Batches and journals keep what was recorded. The artifact has the rewards that counted when it was merged, and
+says so in its metadata; when others count now it is not current. Whatever reads a run sees the rewards that
+`Rewards.current` gives, and nothing else decides that.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollstream.errors import RunDirectoryError
+from rollstream.store.batch import (
+    KEY_COLUMNS,
+    SCHEMA,
+    column_values,
+    commit_file,
+    forget_old_digests,
+    reading,
+    recorded_digests,
+    to_arrow,
+    to_arrow_floats,
+    to_arrow_texts,
+)
+from rollstream.store.journal import ScanReport, read_frame, scan, sync_folder, write_file_durably
+from rollstream.trajectory import RolloutKey
+
+RECORDED = "recorded"
+"""The name of the rewards that the run itself recorded."""
+
+_TAG = b"rollstream.scores"
+"""Metadata key of an artifact: which scores its rewards are."""
+
+_COLUMNS = [*KEY_COLUMNS, "reward", "reward_extra"]
+_SCHEMA = pa.schema([SCHEMA.field(name) for name in _COLUMNS])
+_REPEAT_BITS = 31
+_ROWS = 1 << 14
+"""Rows that are written together."""
+
+ScoredRollout = list[tuple[float | None, str]]
+"""Reward and `reward_extra` (JSON text) of each trajectory of a rollout: the body of a frame."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ScoredRollout)
+
+
+class ScoreFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What computed some scores. Content of `scores/NAME.json`."""
+
+    id: str
+    """32 hexadecimal digits, in the header of the journal."""
+    run_id: str
+    reward: str
+    """For people: the function and its file, or the rules."""
+    digest: str
+    """Changes when the rewards may (`source_digest` of the reward, and how snapshots are scored)."""
+    created: str
+    """UTC, ISO 8601."""
+
+
+class ScorePaths:
+    """Where the scores of a name are."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name
+        self.facts = folder / f"{name}.json"
+        self.journal = folder / f"{name}.rsj"
+        self.table = folder / f"{name}.parquet"
+        self.lock = folder / f"{name}.lock"
+
+
+def score_folder(root: Path) -> Path:
+    """Where a run's scores are."""
+    return root / "scores"
+
+
+def is_score_name(name: str) -> bool:
+    """Whether scores can have this name."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name) is not None and name != RECORDED
+
+
+def score_names(root: Path) -> list[str]:
+    """The scores of a run that are complete, but for the recorded ones."""
+    found = score_folder(root).glob("*.parquet")
+    return sorted(path.stem for path in found if is_score_name(path.stem))
+
+
+def read_facts(path: Path) -> ScoreFacts | None:
+    """What computed some scores; None where nothing says so. Raises `RunDirectoryError`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ScoreFacts)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunDirectoryError(f"cannot read {path}: {error}; score under another --name") from error
+
+
+def active_name(root: Path) -> str | None:
+    """Whose rewards count in a run; None: those that it recorded. Raises `RunDirectoryError`."""
+    path = score_folder(root) / "active"
+    try:
+        name = path.read_text("utf-8", "replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {path}: {error.strerror}") from error
+    if not is_score_name(name) or not ScorePaths(path.parent, name).table.exists():
+        raise RunDirectoryError(
+            f"{path} names scores {name[:100]!r} that are not there; to have the recorded rewards again: "
+            f"rollstream score {root} --activate {RECORDED}"
+        )
+    return name
+
+
+def activate(root: Path, name: str) -> None:
+    """Makes the rewards of a name those that count. Raises `RunDirectoryError`: there are none of that name."""
+    folder = score_folder(root)
+    if name == RECORDED:
+        if (folder / "active").exists():
+            (folder / "active").unlink()
+            sync_folder(folder)
+    elif name in (names := score_names(root)):
+        write_file_durably(folder / "active", name.encode())
+    else:
+        known = ", ".join([RECORDED, *names])
+        raise RunDirectoryError(f"{root} has no complete scores {name!r}; there are: {known}")
+
+
+class Rewards:
+    """Which rewards count in a run, as it was when this was made."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises `RunDirectoryError`."""
+        self._folder = score_folder(root)
+        self.name = active_name(root)
+        self.tag = "" if self.name is None else _tag(ScorePaths(self._folder, self.name).table)
+        """Names the rewards by content; empty: the recorded ones."""
+
+    def current(self, table: pa.Table, tag: str = "") -> pa.Table:
+        """Rows with the rewards that count; null where those scores do not have the row.
+
+        Args:
+            table: with the key's columns; `reward` and `reward_extra` are replaced where it has them.
+            tag: which rewards it has, see `tag_of`.
+        """
+        if tag == self.tag:
+            return table
+        return self._active.apply(table) if self.tag else self.recorded(table, tag)
+
+    def recorded(self, table: pa.Table, tag: str) -> pa.Table:
+        """Rows with the rewards that the run recorded."""
+        return self._recorded.apply(table) if tag else table
+
+    @cached_property
+    def _active(self) -> "_Scores":
+        assert self.name is not None
+        return _Scores(ScorePaths(self._folder, self.name).table)
+
+    @cached_property
+    def _recorded(self) -> "_Scores":
+        return _Scores(ScorePaths(self._folder, RECORDED).table)
+
+    @contextmanager
+    def keeping_recorded(self) -> Iterator[Callable[[pa.Table], None]]:
+        """Takes the rows of an artifact, sorted, as they were recorded; at the end they are kept durably."""
+        self._folder.mkdir(exist_ok=True)
+        with _writing(ScorePaths(self._folder, RECORDED).table) as write:
+            yield lambda table: write(table.select(_COLUMNS))
+
+
+def tag_of(footer: pq.FileMetaData) -> str:
+    """Which rewards a batch or artifact has, by its footer."""
+    found: bytes = (footer.metadata or {}).get(_TAG, b"")
+    return found.decode()
+
+
+def tagged(metadata: dict[str, str], tag: str) -> dict[str, str]:
+    """Metadata of an artifact with these rewards."""
+    return {**metadata, _TAG.decode(): tag} if tag else metadata
+
+
+def _tag(path: Path) -> str:
+    digests = recorded_digests(path).get(path.name, set())
+    return f"{path.stem}:{'+'.join(sorted(one[:16] for one in digests))}"
+
+
+class _Scores:
+    """The rewards of a file, in memory: some 25 bytes a row, and each different `reward_extra` once."""
+
+    def __init__(self, path: Path) -> None:
+        with (
+            reading(path),
+            pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=["reward_extra"]) as file,
+        ):
+            table = file.read(use_threads=False).unify_dictionaries()
+        self._keys = _packed(table)
+        self._trajectory = column_values(table["trajectory"])
+        self._valid: npt.NDArray[np.bool_] = column_values(table["reward"].is_valid().cast(pa.uint8())) == 1
+        self._reward = np.zeros(len(table))
+        self._reward[self._valid] = column_values(table["reward"].drop_null())
+        chunks = table["reward_extra"].chunks
+        codes = [np.from_dlpack(one.indices) for one in chunks]
+        self._codes = np.concatenate([np.zeros(0, np.int32), *codes])
+        texts = chunks[0].dictionary if chunks else to_arrow_texts([])
+        self._texts = pa.concat_arrays([texts, to_arrow_texts(["{}"])])
+
+    def apply(self, table: pa.Table) -> pa.Table:
+        """Rows with these rewards; null where there are none."""
+        keys, trajectory = _packed(table), column_values(table["trajectory"])
+        found = np.zeros(len(table), bool)
+        at = np.zeros(len(table), np.int64)
+        if len(self._keys):
+            # The trajectories of a rollout stand together, from the first one on.
+            at = np.minimum(np.searchsorted(self._keys, keys) + trajectory, len(self._keys) - 1)
+            found = (self._keys[at] == keys) & (self._trajectory[at] == trajectory)
+        places = np.where(found, at, 0)
+        if "reward" in table.column_names:
+            if len(self._keys):
+                column = to_arrow(self._reward[places], found & self._valid[places])
+            else:
+                column = pa.nulls(len(table), pa.float64())
+            table = _replaced(table, "reward", column)
+        if "reward_extra" in table.column_names:
+            none = len(self._texts) - 1
+            codes = (
+                np.where(found, self._codes[places], none) if len(self._keys) else np.full(len(table), none)
+            )
+            table = _replaced(table, "reward_extra", self._texts.take(to_arrow(codes.astype(np.int64))))
+        return table
+
+
+def _replaced(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
+    at = table.column_names.index(name)
+    field = table.schema.field(at)
+    return table.set_column(
+        at, field, column.dictionary_encode() if pa.types.is_dictionary(field.type) else column
+    )
+
+
+def _packed(table: pa.Table) -> npt.NDArray[np.int64]:
+    index, repeat = (column_values(table[name]).astype(np.int64) for name in ("index", "repeat"))
+    packed: npt.NDArray[np.int64] = index << _REPEAT_BITS | repeat
+    return packed
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[Callable[[pa.Table], None]]:
+    """Writes a file of scores durably, its checksum beside it; one that is there stays until the block ends well."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with pq.ParquetWriter(
+            temporary, _SCHEMA, compression="zstd", write_page_checksum=True, use_dictionary=["reward_extra"]
+        ) as writer:
+            yield lambda table: writer.write_table(table.cast(_SCHEMA))
+        commit_file(temporary, path)
+        forget_old_digests(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# --- the journal of scores
+
+
+def encode_scores(scored: ScoredRollout) -> bytes:
+    """The body of a rollout's frame."""
+    return _encoder.encode(scored)
+
+
+def decode_scores(body: bytes) -> ScoredRollout:
+    """The inverse; raises `ValueError` on anything else."""
+    return _decoder.decode(body)
+
+
+def seal_scores(paths: ScorePaths, facts: ScoreFacts) -> Iterator[tuple[RolloutKey, ScoredRollout]]:
+    """Makes the table of all that the journal holds; gives each rollout as it is written, by key.
+
+    Of several frames of a rollout the last one counts. Memory: 24 bytes a frame.
+    """
+    keys, offsets = [], []
+    for frame in scan(paths.journal, bytes.fromhex(facts.id), ScanReport()):
+        keys.append(frame.index << _REPEAT_BITS | frame.repeat)
+        offsets.append(frame.offset)
+    packed, places = np.array(keys, np.int64), np.array(offsets, np.int64)
+    del keys, offsets
+    order = packed.argsort(kind="stable")
+    last = np.append(np.diff(packed[order]) != 0, True)[: len(order)]
+    with paths.journal.open("rb") as journal, _writing(paths.table) as write:
+        rows: list[tuple[int, int, int, float | None, str]] = []
+        for offset in places[order[last]].tolist():
+            key, scored = _read_scores(journal, offset)
+            rows += [(key.index, key.repeat, at, *one) for at, one in enumerate(scored)]
+            if len(rows) >= _ROWS:
+                write(_table(rows))
+                rows = []
+            yield key, scored
+        write(_table(rows))
+
+
+def _read_scores(journal: BinaryIO, offset: int) -> tuple[RolloutKey, ScoredRollout]:
+    frame = read_frame(journal, offset)
+    return RolloutKey(frame.index, frame.repeat), decode_scores(frame.body)
+
+
+def _table(rows: list[tuple[int, int, int, float | None, str]]) -> pa.Table:
+    index, repeat, trajectory, reward, extra = zip(*rows, strict=True) if rows else [()] * len(_COLUMNS)
+    arrays = [
+        to_arrow(np.array(index, np.int64)),
+        to_arrow(np.array(repeat, np.int32)),
+        to_arrow(np.array(trajectory, np.int32)),
+        to_arrow_floats(reward),
+        to_arrow_texts(extra),
+    ]
+    return pa.Table.from_arrays(arrays, schema=_SCHEMA)
