@@ -15,6 +15,7 @@ from rollstream import simulate as simulation
 from rollstream.buffer import command as buffer
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.evaluate import command as evaluation
+from rollstream.evaluate import score_command as scoring
 from rollstream.gateway import command as gateway
 from rollstream.generation import main as generation  # light, as everything here must be
 from rollstream.generation.main import guarded, parse
@@ -231,6 +232,14 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=evaluation.EPILOG,
     )
     evaluation.add_arguments(judged)
+
+    scored = add(
+        "score",
+        scoring.run,
+        "score a run's rollouts anew, by another reward, without generating",
+        epilog=scoring.EPILOG,
+    )
+    scoring.add_arguments(scored)
 
     page = add(
         "view",

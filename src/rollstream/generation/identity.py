@@ -11,7 +11,13 @@ import orjson
 from rollstream.config.settings import Settings
 from rollstream.engine.registry import data_deciding_kwargs, is_launched
 from rollstream.errors import IdentityMismatchError
-from rollstream.store.manifest import DATASET_IDENTITY, SHARD_IDENTITY, Manifest, identity_differences
+from rollstream.store.manifest import (
+    DATASET_IDENTITY,
+    SHARD_IDENTITY,
+    Manifest,
+    identity_differences,
+    only_reward_differs,
+)
 
 _DECIDING_ARGS = (
     *("quantization", "kv-cache-dtype", "revision", "code-revision", "lora-paths", "lora-modules"),
@@ -232,6 +238,8 @@ def _explained(
     wanted: Manifest,
     files: Mapping[str, str],
 ) -> str:
+    if (hint := only_reward_differs(root, refused, wanted.config)) is not None:
+        return f"{root} holds this run; nothing was touched. {hint}"
     lines = []
     for key, before, after in refused:
         if key == f"{DATASET_IDENTITY}.fingerprint":
@@ -257,7 +265,7 @@ def _explained(
         hint = (
             "Finished rollouts were made or scored by the code as it was. With that back in place, the same "
             "command goes on, and generation.retry_failed=true tries what failed again. For the code as it is "
-            "now, use another trainer.default_local_dir; or score the lines of `rollstream export --format jsonl`."
+            "now, use another trainer.default_local_dir; a new reward alone: `rollstream score`."
         )
     else:
         hint = "Use another trainer.default_local_dir for the new run, or the old settings to continue."

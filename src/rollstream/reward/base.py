@@ -2,12 +2,13 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rollstream.daemon_threads import CallsRefusedError, UserCalls
 from rollstream.errors import RewardError, TransientError
-from rollstream.trajectory import PromptRow
+from rollstream.trajectory import Message, PromptRow, Trajectory
 
 ComputeScore = Callable[..., Any]
 """verl's `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`."""
@@ -117,6 +118,30 @@ async def call_score(
         return read_score(outcome.value)
     except RewardError as error:
         raise RewardError(f"{where}: {error}") from error.__cause__
+
+
+def last_answer(messages: Sequence[Message]) -> str | None:
+    """What is scored: the text of the last assistant message; None where no message of the assistant has any."""
+    for message in reversed(messages):
+        if message.get("role") == "assistant" and isinstance(message.get("content"), str):
+            return str(message["content"])
+    return None
+
+
+_SCORED_EXTRAS = ("tool_rewards", "tool_scores", "turn_scores", "interaction_score")
+"""What a loop may leave in a trajectory's `extra` that a reward may want to know."""
+
+
+def scored_row(row: PromptRow, trajectory: Trajectory) -> PromptRow:
+    """The row as the reward sees it: its `extra_info` also says how the rollout went."""
+    told: dict[str, Any] = {"num_turns": trajectory.num_turns, "is_snapshot": trajectory.is_snapshot}
+    for message in reversed(trajectory.messages):
+        if message.get("role") == "assistant":
+            if "reasoning_content" in message:
+                told["reasoning_content"] = message["reasoning_content"]
+            break
+    told |= {key: trajectory.extra[key] for key in _SCORED_EXTRAS if key in trajectory.extra}
+    return replace(row, extra_info={**row.extra_info, **told})
 
 
 def read_score(returned: Any) -> Score:

@@ -35,6 +35,7 @@ from rollstream.errors import (
     EngineOverloadedError,
     RewardError,
 )
+from rollstream.reward.base import last_answer, scored_row
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.isolation import PoisonIsolator
 from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
@@ -289,7 +290,7 @@ class RolloutWorker:
         started = time.monotonic()
         try:
             answer = self._answer(final) if answer is None else answer
-            final.reward, extra = await self._reward.score(_scored_row(row, final), answer)
+            final.reward, extra = await self._reward.score(scored_row(row, final), answer)
             final.reward_extra = {**final.reward_extra, **extra}
         except RewardError as error:
             self.counters.reward_errors += 1
@@ -309,28 +310,10 @@ class RolloutWorker:
             logger.warning("further ones are counted, and logged at log_level=debug")
 
     def _answer(self, final: Trajectory) -> str:
-        """What is scored: the text of the last assistant message."""
-        for message in reversed(final.messages):
-            if message.get("role") == "assistant" and isinstance(message.get("content"), str):
-                return str(message["content"])
+        if (text := last_answer(final.messages)) is not None:
+            return text
         sampled = [i for i, m in zip(final.response_ids, final.response_mask, strict=True) if m]
         return self._resources.tokenizer.decode(sampled)
-
-
-_SCORED_EXTRAS = ("tool_rewards", "tool_scores", "turn_scores", "interaction_score")
-"""What a loop may leave in a trajectory's `extra` that a reward may want to know."""
-
-
-def _scored_row(row: PromptRow, trajectory: Trajectory) -> PromptRow:
-    """The row as the reward sees it: its `extra_info` also says how the rollout went."""
-    told: dict[str, Any] = {"num_turns": trajectory.num_turns, "is_snapshot": trajectory.is_snapshot}
-    for message in reversed(trajectory.messages):
-        if message.get("role") == "assistant":
-            if "reasoning_content" in message:
-                told["reasoning_content"] = message["reasoning_content"]
-            break
-    told |= {key: trajectory.extra[key] for key in _SCORED_EXTRAS if key in trajectory.extra}
-    return replace(row, extra_info={**row.extra_info, **told})
 
 
 _ROW_KEYS = frozenset(

@@ -1,8 +1,9 @@
 """The manifest `run.json`: which run this directory holds, and what decides its data."""
 
 import secrets
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,32 @@ def identity_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
+
+
+def only_reward_differs(
+    run_dir: Path, refused: Sequence[tuple[str, object, object]], config: Mapping[str, Any]
+) -> str | None:
+    """What to do where a run and the one asked for differ in their reward alone; None where they do not.
+
+    Args:
+        run_dir: the run's.
+        refused: what differs.
+        config: of the run asked for.
+    """
+    if [key for key, _, _ in refused] != ["reward"]:
+        return None
+    given: Mapping[str, Any] = config.get("custom_reward_function") or {}
+    words = ["rollstream", "score", str(run_dir)]
+    words += ["--reward", str(given["path"])] if given.get("path") else ["--rules"]
+    if given.get("name", "compute_score") != "compute_score":
+        words += ["--function", str(given["name"])]
+    if given.get("reward_kwargs"):
+        words += ["--kwargs", orjson.dumps(given["reward_kwargs"], default=str).decode()]
+    return (
+        f"only the reward differs: {shlex.join(words)}\n"
+        "scores what is finished by it, without generating (add --activate to make its rewards count). To "
+        "generate what is not finished, put the reward back in place that the run began with."
+    )
 
 
 def check_identity(run_dir: Path, old: Mapping[str, Any], new: Mapping[str, Any], *, extend: bool) -> bool:

@@ -1,0 +1,214 @@
+"""`rollstream score`: a run's rollouts scored anew, and which of its rewards count."""
+
+import argparse
+import shlex
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollstream.evaluate.score import ScoreReport
+
+EPILOG = """\
+examples:
+  rollstream score outputs/run --reward reward.py            into scores/reward-1f0c2a9b.parquet
+  rollstream score outputs/run --reward reward.py --activate      and its rewards count from now on
+  rollstream score outputs/run --activate recorded           those count again that the run recorded
+  rollstream score outputs/run --list                        what there is, and which counts
+
+Nothing is generated, and what the run recorded stays. The same command goes on where it was stopped, and
+scores what the run has finished since.
+
+exit codes: 0 done; 1 the reward failed on every rollout, or damage was found; 2 wrong usage. docs/evaluate.md
+"""
+
+_EVERY_S = 2.0
+_CAUSES_SHOWN = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `score`."""
+    parser.add_argument("run_dir", type=Path, metavar="DIR")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--reward", metavar="FILE", help="Python file with the reward (default: the run's, as it is now)"
+    )
+    what.add_argument("--rules", action="store_true", help="the built-in rewards, by data source")
+    what.add_argument("--list", action="store_true", help="the scores that there are, and which count")
+    parser.add_argument("--function", metavar="NAME", help="in that file (default: compute_score)")
+    parser.add_argument("--kwargs", metavar="JSON", help="further keyword arguments of the function")
+    parser.add_argument("--name", help="of the scores (default: after the file and its content)")
+    parser.add_argument(
+        "--activate",
+        nargs="?",
+        const=True,
+        metavar="NAME",
+        help="make these rewards count: in artifact, exports, view, status, show and eval; with a NAME nothing is "
+        "scored",
+    )
+    parser.add_argument("--processes", type=int, metavar="N", help="that score (default: CPUs, at most 4)")
+    parser.add_argument("--max-concurrency", type=int, metavar="N", help="calls at once in each of them")
+    parser.add_argument("--timeout", type=float, metavar="S", help="seconds for one call")
+    parser.add_argument(
+        "--snapshots",
+        choices=["outcome", "own", "none", "keep"],
+        help="reward of a snapshot (default: as in the run)",
+    )
+    parser.add_argument(
+        "--retry-unscored", action="store_true", help="try those again on which the reward failed"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write there, and not into scores/ of the run"
+    )
+    parser.add_argument("--json", action="store_true")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Executes a parsed command line. Raises `ConfigError`."""
+    import orjson
+
+    from rollstream.evaluate.score import score_run, use_scores
+    from rollstream.stderr_log import log_to_stderr
+    from rollstream.stop_signals import ending_on_sigterm
+
+    log_to_stderr(times=False)
+    root: Path = options.run_dir
+    if options.list:
+        return _list(options)
+    if options.output is not None and options.activate:
+        raise ConfigError("--activate: only scores in the run directory can count; leave out --output")
+    if isinstance(options.activate, str):
+        if options.reward or options.rules or options.name:
+            raise ConfigError("--activate NAME scores nothing; to name new scores: --name NAME --activate")
+        merged = use_scores(root, options.activate)
+        sys.stdout.write(_activated(root, options.activate, merged) if not options.json else "")
+        return 0
+    recipe = _recipe(options)
+    progress = _Progress()
+    try:
+        with ending_on_sigterm():
+            report = score_run(
+                root,
+                recipe,
+                name=options.name,
+                snapshots=options.snapshots,
+                output=options.output,
+                processes=options.processes,
+                retry_unscored=options.retry_unscored,
+                say=progress,
+            )
+    except (KeyboardInterrupt, SystemExit):
+        sys.stderr.write("stopped; what was scored is on disk, the same command goes on\n")
+        raise
+    failed = report.rollouts == report.failed
+    if options.json:
+        sys.stdout.write(orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2).decode() + "\n")
+    else:
+        sys.stdout.write(_summary(report))
+    if options.activate and not failed:
+        merged = use_scores(root, report.name)
+        if not options.json:
+            sys.stdout.write(_activated(root, report.name, merged))
+    elif options.output is None and not failed and not options.json:
+        command = shlex.join(["rollstream", "score", str(root), "--activate", report.name])
+        sys.stdout.write(f"to make them count: {command}\n")
+    for line in report.damage:
+        sys.stderr.write(f"damaged: {line}\n")
+    return 1 if failed or report.damage else 0
+
+
+def _recipe(options: argparse.Namespace) -> Any:
+    """What is to compute the rewards. Raises `ConfigError`."""
+    import orjson
+
+    from rollstream.evaluate.score import reward_of_run
+    from rollstream.store.manifest import require_manifest
+
+    recipe = reward_of_run(require_manifest(options.run_dir))
+    if options.rules or options.reward is not None:
+        recipe = replace(recipe, path=options.reward, name="compute_score", kwargs={})
+    if recipe.path is None and (options.function or options.kwargs):
+        raise ConfigError("--function and --kwargs are for a --reward FILE")
+    if options.kwargs:
+        try:
+            kwargs = orjson.loads(options.kwargs)
+        except ValueError as error:
+            raise ConfigError(f"--kwargs is not JSON: {error}") from error
+        if not isinstance(kwargs, dict):
+            raise ConfigError('--kwargs must be an object, such as {"tolerance": 0.1}')
+        recipe = replace(recipe, kwargs=kwargs)
+    given = {"name": options.function, "timeout": options.timeout, "max_concurrency": options.max_concurrency}
+    recipe = replace(recipe, **{name: value for name, value in given.items() if value is not None})
+    if options.processes is not None and options.processes < 1:
+        raise ConfigError("--processes: numbers from 1")
+    return recipe
+
+
+def _list(options: argparse.Namespace) -> int:
+    """Says which scores there are."""
+    import orjson
+
+    from rollstream.store.manifest import require_manifest
+    from rollstream.store.scores import (
+        RECORDED,
+        ScorePaths,
+        active_name,
+        read_facts,
+        score_folder,
+        score_names,
+    )
+
+    require_manifest(options.run_dir)
+    active = active_name(options.run_dir) or RECORDED
+    found: list[dict[str, Any]] = [{"name": RECORDED, "active": active == RECORDED, "reward": None}]
+    for name in score_names(options.run_dir):
+        facts = read_facts(ScorePaths(score_folder(options.run_dir), name).facts)
+        said = {} if facts is None else {"reward": facts.reward, "created": facts.created}
+        found.append({"name": name, "active": name == active, **said})
+    if options.json:
+        sys.stdout.write(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n")
+    else:
+        for one in found:
+            how = f"{one['reward']}, {one['created']}" if one.get("reward") else "by the run itself"
+            sys.stdout.write(f"{'*' if one['active'] else ' '} {one['name']:<24} {how}\n")
+    return 0
+
+
+class _Progress:
+    """A line now and then."""
+
+    def __init__(self) -> None:
+        self._began = self._said = time.monotonic()
+        self._first: int | None = None
+
+    def __call__(self, done: int, total: int, failed: int) -> None:
+        now = time.monotonic()
+        self._first = done if self._first is None else self._first
+        if now - self._said >= _EVERY_S:
+            self._said = now
+            rate = (done - self._first) / (now - self._began)
+            sys.stderr.write(f"{done}/{total} scored, {failed} failed, {rate:.0f}/s\n")
+
+
+def _summary(report: "ScoreReport") -> str:
+    before, mean = (
+        "none" if one is None else f"{one:.4f}" for one in (report.recorded_mean, report.mean_reward)
+    )
+    lines = [
+        f"{report.rollouts} rollouts ({report.now} now), mean reward {mean} (so far: {before})",
+        f"scores: {report.path}",
+    ]
+    for example, count in list(report.causes.items())[:_CAUSES_SHOWN]:
+        lines.append(f"the reward failed on {count}: {example[:300]}")
+    if without := report.unscored - report.failed:
+        lines.append(f"{without} have no reward: no rule knows their data source")
+    return "\n".join(lines) + "\n"
+
+
+def _activated(root: Path, name: str, merged: bool) -> str:
+    later = "" if merged else "; trajectories.parquet and exports in the run directory are of before"
+    return f"the rewards of {name!r} count in {root}{later}\n"
