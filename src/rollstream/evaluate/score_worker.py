@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.errors import ConfigError, RewardError
 from rollstream.reward.base import FunctionReward, last_answer, scored_row
 from rollstream.reward.custom import load_reward
@@ -185,6 +184,8 @@ class Scorer:
         if not ids:
             return ""
         if self._tokenizer is None:
+            from rollstream.chat.tokenizer import load_tokenizer
+
             model = self._model
             try:
                 self._tokenizer = load_tokenizer(

@@ -7,13 +7,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 
 from rollstream.errors import DamageError, IdentityMismatchError
 from rollstream.store.extend import extend_run, finish_extend
+from rollstream.store.find import find_trajectory
+from rollstream.store.journal import encode_file_header, encode_frame
 from rollstream.store.manifest import DATASET_IDENTITY
 from rollstream.store.run_dir import lock_run
+from rollstream.store.scores import (
+    ScoreFacts,
+    ScorePaths,
+    activate,
+    active_name,
+    encode_scores,
+    score_folder,
+    seal_scores,
+)
 from tests.unit.store.fabric import commit_all, failure, manifest, merge, open_dir, rollout
 
 ROWS = f"{DATASET_IDENTITY}.fingerprint"
@@ -175,3 +187,25 @@ async def test_a_damaged_batch_is_quarantined(tmp_path: Path, share: float) -> N
     assert (tmp_path / "damaged" / batch.name).exists()
     with open_dir(tmp_path, **{ROWS: "cba"}) as run:
         assert run.state.keys.done == 3
+
+
+async def test_scores_go_with_their_prompt_rows(tmp_path: Path) -> None:
+    await start(tmp_path, "abc")
+    paths = ScorePaths(score_folder(tmp_path), "mine")
+    paths.facts.parent.mkdir()
+    with open_dir(tmp_path, **{ROWS: "abc"}) as run:
+        facts = ScoreFacts(id="0" * 32, run_id=run.manifest.run_id, reward="r", digest="d", created="")
+    paths.facts.write_bytes(msgspec.json.encode(facts))
+    frames = [
+        encode_frame(index, repeat, 1, encode_scores([(float(10 * index + repeat), "{}")]))
+        for index in range(3)
+        for repeat in (0, 1)
+    ]
+    paths.journal.write_bytes(encode_file_header(bytes(16)) + b"".join(frames))
+    assert len(list(seal_scores(paths, facts))) == 6
+    activate(tmp_path, "mine")
+    extend(tmp_path, "cxa")
+    found = {index: find_trajectory(tmp_path, index, 1).row["reward"] for index in (0, 2)}
+    assert found == {0: 21.0, 2: 1.0} and active_name(tmp_path) == "mine"
+    extend(tmp_path, "acx")
+    assert find_trajectory(tmp_path, 1, 0).row["reward"] == 20.0

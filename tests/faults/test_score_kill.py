@@ -1,0 +1,74 @@
+"""Kill -9 of `rollstream score`: what was scored is there, and every rollout is scored once."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.store.journal import ScanReport, scan
+from rollstream.store.scores import ScorePaths, read_facts, score_folder
+from tests.support.until import wait_until
+from tests.support.view_runs import rollout, write_run
+
+ROOT = Path(__file__).parents[2]
+COMMAND = "import sys; from rollstream.cli import main; sys.exit(main())"
+KILLS = 3
+
+REWARD = """
+import time
+from pathlib import Path
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    while int(solution_str) >= int(Path({gate!r}).read_text()):
+        time.sleep(0.01)
+    return {{"score": int(solution_str) / 8, "at": solution_str}}
+"""
+"""What is beyond the gate waits."""
+
+
+def keys_of(paths: ScorePaths) -> list[tuple[int, int]]:
+    """The rollouts in the journal, as often as they were scored."""
+    facts = read_facts(paths.facts)
+    if facts is None or not paths.journal.exists():
+        return []
+    frames = scan(paths.journal, bytes.fromhex(facts.id), ScanReport())
+    return [(frame.index, frame.repeat) for frame in frames]
+
+
+@pytest.mark.parametrize("rollouts", [400, pytest.param(20_000, marks=pytest.mark.soak)])
+def test_scoring_that_is_killed_goes_on(tmp_path: Path, rollouts: int) -> None:
+    records = [rollout(at // 4, at % 4, str(at)) for at in range(rollouts)]
+    run = write_run(tmp_path / "run", records, n=4, prompts=rollouts // 4, rows=rollouts // 4)
+    gate, reward, paths = tmp_path / "gate", tmp_path / "reward.py", ScorePaths(score_folder(run), "anew")
+    reward.write_text(REWARD.format(gate=str(gate)))
+    words = [sys.executable, "-c", COMMAND, "score", str(run), "--reward", str(reward), "--name", "anew"]
+    words += ["--processes", "2", "--max-concurrency", "4", "--timeout", "600"]
+    durable: list[tuple[int, int]] = []
+    for kill in range(1, KILLS + 1):
+        open_to = rollouts * kill // (KILLS + 1)
+        replace_text(gate, str(open_to))
+        with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+            wait_until(lambda: len(keys_of(paths)) >= open_to, "what the gate lets through")  # noqa: B023
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+        now = keys_of(paths)
+        assert now[: len(durable)] == durable and sorted(now) == [divmod(at, 4) for at in range(open_to)]
+        assert not paths.table.exists()
+        durable = now
+    replace_text(gate, str(rollouts))
+    done = subprocess.run([*words, "--activate", "--json"], cwd=ROOT, check=True, capture_output=True)
+    report = orjson.loads(done.stdout)
+    assert (report["rollouts"], report["now"]) == (rollouts, rollouts - len(durable))
+    assert len(keys_of(paths)) == rollouts, "what is durable is not scored again"
+    table = pq.read_table(paths.table)
+    assert [4 * one["index"] + one["repeat"] for one in table.to_pylist()] == list(range(rollouts))
+    assert table["reward"].to_pylist() == [at / 8 for at in range(rollouts)]
+
+
+def replace_text(path: Path, text: str) -> None:
+    """At once: somebody reads it all the time."""
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").rename(path)

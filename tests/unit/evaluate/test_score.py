@@ -1,0 +1,313 @@
+"""`rollstream score`: rewards computed anew, and what sees them."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.cli import main
+from rollstream.errors import ConfigError, RunDirectoryError
+from rollstream.evaluate import read_runs, score
+from rollstream.evaluate.score import ScoreReport, score_run, snapshot_rule, use_scores
+from rollstream.evaluate.score_worker import RewardRecipe, SnapshotRule
+from rollstream.store.export.run import export_run
+from rollstream.store.find import find_trajectory
+from rollstream.store.merge import is_current
+from rollstream.store.paths import RunPaths
+from rollstream.store.prune import prune_run
+from rollstream.store.scores import RECORDED, score_folder
+from rollstream.store.summary import read_status, read_unscored
+from rollstream.store.validate import validate_run
+from rollstream.view.sources import RunSource, Sources
+from tests.support.view_runs import agent_rollout, failure, manifest, rollout, write_run
+
+PROMPTS, N = 6, 2
+
+LENGTHS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, tolerance=0):
+    return {"score": float(len(solution_str)), "turns": extra_info["num_turns"], "snapshot": extra_info["is_snapshot"]}
+"""
+HALF = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if "boots" in solution_str:
+        raise ValueError("no boots")
+    return 0.5
+"""
+
+
+def reward(path: Path, source: str, **more: Any) -> RewardRecipe:
+    path.write_text(source)
+    given = {"name": "compute_score", "kwargs": {}, "timeout": 60.0, "max_concurrency": 4, **more}
+    return RewardRecipe(str(path), **given)
+
+
+def run_of(root: Path, **how: Any) -> Path:
+    records = [
+        agent_rollout(index, repeat, snapshots=2 if index == 0 else 0)
+        for index in range(PROMPTS)
+        for repeat in range(N)
+    ]
+    return write_run(root, records, n=N, prompts=PROMPTS, rows=5, **how)
+
+
+def scored(root: Path, recipe: RewardRecipe, **more: Any) -> ScoreReport:
+    return score_run(root, recipe, processes=1, **more)
+
+
+def answers(root: Path) -> dict[tuple[int, int], str]:
+    found = {}
+    for index in range(PROMPTS):
+        for repeat in range(N):
+            found[index, repeat] = find_trajectory(root, index, repeat).row["messages"][-1]["content"]
+    return found
+
+
+def everywhere(root: Path, tmp_path: Path) -> dict[str, list[float]]:
+    """The rewards of final trajectories, by who reads them."""
+    keys = [(index, repeat) for index in range(PROMPTS) for repeat in range(N)]
+    target = tmp_path / "export.jsonl"
+    export_run(root, "jsonl", target, force=True)
+    lines = [orjson.loads(line) for line in target.read_bytes().splitlines()]
+    (read,) = read_runs([root])
+    source = Sources([str(root)]).all()[0]
+    assert isinstance(source, RunSource)
+    columns = source.columns()
+    finals = [columns[name][~columns["is_snapshot"]].tolist() for name in ("index", "repeat", "reward")]
+    return {
+        "show": [find_trajectory(root, *key).row["reward"] for key in keys],
+        "export": [line["reward"] for line in lines if not line["is_snapshot"]],
+        "eval": read.samples.reward.tolist(),
+        "view": [reward for *_, reward in sorted(zip(*finals, strict=True))],
+    }
+
+
+def merged(root: Path) -> None:
+    export_run(root, "parquet")
+
+
+def pruned(root: Path) -> None:
+    merged(root)
+    prune_run(root, dry_run=False)
+
+
+def without_batches(root: Path) -> None:
+    merged(root)
+    shutil.rmtree(RunPaths(root).batches)
+
+
+@pytest.mark.parametrize("made", [None, merged, pruned, without_batches])
+def test_all_that_read_a_run_see_the_scores_that_count(
+    tmp_path: Path, made: Callable[[Path], None] | None
+) -> None:
+    root = run_of(tmp_path / "run", seal=made is not None)
+    before, texts = everywhere(root, tmp_path), answers(root)
+    if made is not None:
+        made(root)
+    report = scored(root, reward(tmp_path / "reward.py", LENGTHS), name="lengths")
+    wanted = [float(len(text)) for text in texts.values()]
+    assert (report.rollouts, report.now, report.unscored) == (12, 12, 0)
+    assert report.mean_reward == pytest.approx(sum(wanted) / 12)
+    assert everywhere(root, tmp_path) == before, "nothing counts before it is told to"
+
+    assert use_scores(root, "lengths")
+    assert everywhere(root, tmp_path) == dict.fromkeys(before, wanted)
+    status = read_status(root)
+    assert status.mean_reward == pytest.approx(sum(wanted) / 12) and not status.stale
+    assert orjson.loads((root / "checkpoint.json").read_bytes())["mean_reward"] == status.mean_reward
+    assert (status.scores, status.all_scores) == ("lengths", [RECORDED, "lengths"])
+    snapshot, final = (find_trajectory(root, 0, 0, number).row for number in (0, 2))
+    assert snapshot["reward"] == final["reward"] and snapshot["reward_extra"] == {}
+    assert final["reward_extra"] == {"turns": 4, "snapshot": False}
+    paths = RunPaths(root)
+    if made is not None:
+        artifact = pq.read_table(paths.artifact)
+        assert (
+            artifact.filter(~artifact["is_snapshot"].combine_chunks().to_numpy(False))["reward"].to_pylist()
+            == wanted
+        )
+        assert is_current(paths, find_trajectory(root, 0).manifest.run_id) and validate_run(root).sound
+        shutil.rmtree(paths.batches)  # what is taken from the artifact has the recorded rewards
+
+    use_scores(root, RECORDED)
+    assert everywhere(root, tmp_path) == before
+    assert read_status(root).mean_reward == pytest.approx(report.recorded_mean)
+    assert validate_run(root).sound or made is None
+
+
+def test_a_page_that_is_open_sees_other_rewards(tmp_path: Path) -> None:
+    root = run_of(tmp_path / "run")
+    sources = Sources([str(root)])
+    (before,) = sources.all()
+    first = sources.get(before.id, RunSource).columns()["reward"].copy()
+    scored(root, reward(tmp_path / "reward.py", LENGTHS), name="lengths")
+    use_scores(root, "lengths")
+    assert (sources.get(before.id, RunSource).columns()["reward"] != first).all()
+
+
+def test_a_reward_that_fails_on_one_rollout_hurts_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = run_of(tmp_path / "run")
+    boots = sum("boots" in text for text in answers(root).values())
+    assert 0 < boots < 12
+    file = tmp_path / "reward.py"
+    recipe = reward(file, HALF)
+    report = scored(root, recipe)
+    assert (report.rollouts, report.failed, report.mean_reward) == (12, boots, 0.5)
+    assert list(report.causes.values()) == [boots] and "no boots" in next(iter(report.causes))
+    again = scored(root, recipe)
+    assert (again.now, again.failed) == (0, boots) and again.path == report.path
+    assert scored(root, recipe, retry_unscored=True).now == boots
+    use_scores(root, report.name)
+    status = read_status(root)
+    assert (status.unscored, status.reward_failed) == (boots, boots)
+    (cause,) = status.unscored_causes
+    assert cause.count == boots and "no boots" in cause.example and cause.index is not None
+    assert len(list(read_unscored(root))) == boots
+    assert (
+        main(["status", str(root)]) == 0
+        and f"unscored        {boots}: RewardError" in capsys.readouterr().out
+    )
+    assert main(["status", str(root), "--unscored"]) == 0
+    lines = [orjson.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == boots and {"index", "repeat", "data_source", "cause"} == set(lines[0])
+
+
+def test_a_reward_that_ends_its_process_is_found_and_others_go_on(tmp_path: Path) -> None:
+    root = run_of(tmp_path / "run")
+    boots = sum("boots" in text for text in answers(root).values())
+    dies = HALF.replace('raise ValueError("no boots")', "__import__('os')._exit(3)")
+    report = scored(root, reward(tmp_path / "reward.py", dies))
+    assert (report.rollouts, report.failed, report.mean_reward) == (12, boots, 0.5)
+    assert all("exit code 3" in cause for cause in report.causes)
+
+
+def test_a_reward_that_holds_up_its_process_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that never gives the interpreter back, as some regular expressions: no timeout of a call helps."""
+    root = write_run(tmp_path / "run", [rollout(0, 0, "good"), rollout(0, 1, "bad")], n=2, prompts=1)
+    holds = """
+import ctypes
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "bad":
+        ctypes.PyDLL(None).pause()
+    return 1.0
+"""
+    monkeypatch.setattr(score, "_PATIENCE_S", 2.0)
+    report = scored(root, reward(tmp_path / "reward.py", holds, timeout=1.0))
+    assert (report.rollouts, report.failed, report.mean_reward) == (2, 1, 1.0)
+    assert "held up its process" in next(iter(report.causes))
+
+
+@pytest.mark.parametrize(
+    ("rule", "wanted"), [("outcome", [40.0] * 3), ("own", None), ("none", [None] * 2), ("keep", [0.1, 0.2])]
+)
+def test_snapshots_are_scored_as_the_rule_says(
+    tmp_path: Path, rule: SnapshotRule, wanted: list[float] | None
+) -> None:
+    one = agent_rollout(0, 0, snapshots=2)
+    texts = ["a", "bb", "c" * 40]
+    for trajectory, text in zip(one.trajectories, texts, strict=True):
+        trajectory.messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+    one.trajectories[0].reward, one.trajectories[1].reward = 0.1, 0.2
+    root = write_run(tmp_path / "run", [one], n=1, prompts=1)
+    report = scored(root, reward(tmp_path / "reward.py", LENGTHS), snapshots=rule, name="s")
+    rewards = pq.read_table(report.path)["reward"].to_pylist()
+    assert rewards[2] == 40.0 and rewards[:2] == ([1.0, 2.0] if wanted is None else wanted[:2])
+
+
+def test_the_rule_for_snapshots_is_that_of_the_runs_agent_loops() -> None:
+    def rule(**options: str) -> str:
+        found: dict[str, Any] = {
+            f"agent.loops.{name}": f"rollstream.agent.context ContextAgent {one}"
+            for name, one in options.items()
+        }
+        return snapshot_rule(manifest(**found))
+
+    assert rule() == rule(a="{}") == "outcome"
+    assert rule(a='{"snapshot_scoring":"own"}') == "own"
+    assert rule(a='{"snapshot_scoring":"own","context_penalty":0.1}') == "keep"
+    with pytest.raises(ConfigError, match="--snapshots"):
+        rule(a='{"snapshot_scoring":"own"}', b="{}")
+
+
+def test_what_is_finished_later_is_unscored_until_it_is_scored_too(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", [rollout(0, 0, "four")], n=2, prompts=1, seal=False)
+    recipe = reward(tmp_path / "reward.py", LENGTHS)
+    name = scored(root, recipe).name
+    use_scores(root, name)
+    write_run(root, [rollout(0, 1, "seven77")], n=2, prompts=1)
+    assert [find_trajectory(root, 0, repeat).row["reward"] for repeat in (0, 1)] == [4.0, None]
+    export_run(root, "parquet")
+    assert scored(root, recipe).now == 1
+    assert read_status(root).stale == ["trajectories.parquet"]
+    assert use_scores(root, name) and read_status(root).mean_reward == 5.5
+
+
+def test_a_name_is_of_one_reward(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", [rollout(0, 0)], n=1, prompts=1)
+    file = tmp_path / "reward.py"
+    first = scored(root, reward(file, LENGTHS), name="mine")
+    with pytest.raises(ConfigError, match="of another reward"):
+        scored(root, reward(file, HALF), name="mine")
+    by_content = {scored(root, reward(file, source)).name for source in (LENGTHS, HALF)}
+    assert len(by_content) == 2 and Path(first.path).exists()
+    with pytest.raises(RunDirectoryError, match="no complete scores 'other'"):
+        use_scores(root, "other")
+    with pytest.raises(ConfigError, match="not 'recorded'"):
+        scored(root, reward(file, HALF), name=RECORDED)
+    (score_folder(root) / "active").write_text("gone")
+    assert main(["status", str(root)]) == 2
+
+
+def test_a_run_that_may_not_be_written_is_scored_elsewhere(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", [rollout(0, 0, "four")], n=1, prompts=1)
+    there = sorted(root.rglob("*"))
+    report = scored(root, reward(tmp_path / "reward.py", LENGTHS), output=tmp_path / "out", name="x")
+    assert pq.read_table(report.path).to_pylist() == [
+        {
+            "index": 0,
+            "repeat": 0,
+            "trajectory": 0,
+            "reward": 4.0,
+            "reward_extra": '{"turns":2,"snapshot":false}',
+        }
+    ]
+    assert sorted(root.rglob("*")) == there
+
+
+def test_rules_and_answers_that_are_token_ids_only(tmp_path: Path) -> None:
+    """By data source; an answer that is in no message is decoded."""
+    plain = rollout(0, 0, "4", source="exact_match")
+    silent = rollout(
+        1, 0, source="exact_match", response_ids=[20, 2], response_mask=[1, 1], response_logprobs=[0, 0]
+    )
+    silent.final.messages = [{"role": "user", "content": "2 + 2"}]
+    unknown = rollout(2, 0, source="elsewhere")
+    root = write_run(tmp_path / "run", [plain, silent, unknown, failure(3, 0)], n=1, prompts=4)
+    recipe = RewardRecipe(None, "compute_score", {}, 60.0, 4)
+    report = scored(root, recipe, name="rules")
+    rows = {row["index"]: row for row in pq.read_table(report.path).to_pylist()}
+    assert rows[0]["reward"] == 1.0 and rows[2]["reward"] is None and rows[2]["reward_extra"] == "{}"
+    assert rows[1]["reward"] is not None
+    assert (report.rollouts, report.unscored, report.failed) == (3, 1, 0)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, file = run_of(tmp_path / "run"), tmp_path / "reward.py"
+    file.write_text(LENGTHS)
+    words = ["score", str(root), "--processes", "1"]
+    assert main([*words, "--reward", str(file), "--kwargs", '{"tolerance": 1}', "--activate", "--json"]) == 0
+    report = orjson.loads(capsys.readouterr().out)
+    assert report["rollouts"] == 12 and read_status(root).scores == report["name"]
+    assert main(["score", str(root), "--list"]) == 0
+    assert f"* {report['name']}" in capsys.readouterr().out
+    assert main(["score", str(root), "--activate", RECORDED]) == 0
+    file.write_text("def compute_score(**_):\n    raise KeyError('all')\n")
+    assert main([*words, "--reward", str(file), "--activate"]) == 1
+    assert "failed on 12" in capsys.readouterr().out and read_status(root).scores == RECORDED
+    for wrong in (["--kwargs", "[]"], ["--activate", "x", "--name", "y"], ["--reward", "none.py"]):
+        assert main([*words, "--reward", str(file), *wrong]) == 2, wrong
