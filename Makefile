@@ -60,7 +60,7 @@ check: .venv/.done
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 bench-quick: .venv/.done
-	for name in overhead resume agent gateway concurrency pool export scaling ray buffer training view; do .venv/bin/python -m bench.$$name --quick || exit 1; done
+	for name in overhead resume agent gateway concurrency pool export scaling ray buffer training view score; do .venv/bin/python -m bench.$$name --quick || exit 1; done
 demo-model: .venv/.done
 	.venv/bin/python -m demo_model.make
 

@@ -1,25 +1,27 @@
-"""What `rollstream score` costs beyond the reward itself, killed on its way and resumed.
+"""What `rollstream score` costs beyond the reward itself, killed three times on its way and resumed.
 
-    python -m bench.score [--quick] [--rollouts N] [--kills K] [--reward-ms MS]
+    python -m bench.score [--quick] [--json FILE]
 
-A run of synthetic rollouts is scored by a reward that computes for a while. The command is killed with SIGKILL
-after each part of the rollouts, and started again. CPU is of all its processes together, those that were killed
-included; the reward's own CPU is that of the same calls in a plain loop.
+A run of synthetic rollouts is scored by a reward that computes for a millisecond. The command is killed
+(SIGKILL) after each quarter of the rollouts, and started again. CPU is that of all its processes, those that were
+killed included; the reward's own is that of the same calls in a plain loop.
 """
 
-import argparse
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
+from bench.report import parse_options, print_table, write_json
 from tests.support.view_runs import large_run
 
 _REWARD = """
@@ -31,79 +33,77 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         text = hashlib.sha256(text).digest() + text[:32]
     return {{"score": text[0] / 255, "first": text[1]}}
 """
-_COMMAND = "import sys; from rollstream.cli import main; sys.exit(main())"
-
+_CALL_S = 0.001
+_KILLS = 3
+_FRAME_BYTES = 60
+"""Of a rollout in the journal of scores, about."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def _calls_cpu(reward: Path, calls: int) -> float:
-    """CPU seconds of so many calls in a loop."""
-    namespace: dict[str, object] = {}
+def _cpu_of_calls(reward: Path, calls: int) -> float:
+    """CPU seconds of a call, in a loop of so many."""
+    namespace: dict[str, Any] = {}
     exec(reward.read_text(), namespace)
-    score = namespace["compute_score"]
-    assert callable(score)
     began = time.process_time()
     for number in range(calls):
-        score(data_source="math", solution_str=f"It is {number}.", ground_truth="42", extra_info={})
-    return time.process_time() - began
+        namespace["compute_score"]("math", f"It is {number}.", "42", {})
+    return (time.process_time() - began) / calls
 
 
-def _rounds(folder: Path, milliseconds: float) -> int:
-    """Rounds that take about so long."""
-    probe = folder / "probe.py"
-    probe.write_text(_REWARD.format(rounds=1000))
-    return max(1, round(milliseconds / (_calls_cpu(probe, 200) / 200 * 1000) * 1000))
+def _write_reward(path: Path) -> None:
+    path.write_text(_REWARD.format(rounds=1000))
+    path.write_text(_REWARD.format(rounds=round(1000 * _CALL_S / _cpu_of_calls(path, 500))))
 
 
-def _scored(journal: Path) -> int:
+def _size(journal: Path) -> int:
     return journal.stat().st_size if journal.exists() else 0
 
 
+def _run(folder: Path, rollouts: int) -> dict[str, Any]:
+    root, reward = large_run(folder / "run", rollouts, sealed_rows=10_000), folder / "reward.py"
+    _write_reward(reward)
+    own = [_cpu_of_calls(reward, rollouts // 10)]
+    journal = root / "scores" / "anew.rsj"
+    command = [sys.executable, "-m", "rollstream.cli", "score", str(root), "--reward", str(reward)]
+    command += ["--name", "anew", "--json"]
+    before, began = os.times(), time.monotonic()
+    for kill in range(1, _KILLS + 1):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wanted = rollouts * _FRAME_BYTES * kill // (_KILLS + 1)
+        while _size(journal) < wanted and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with contextlib.suppress(ChildProcessError):  # those whose parent was killed
+        while True:
+            os.wait()
+    after, seconds = os.times(), time.monotonic() - began
+    own.append(_cpu_of_calls(reward, rollouts // 10))
+    table = pq.read_table(root / "scores" / "anew.parquet", columns=["index", "repeat"])
+    keys = set(zip(table["index"].to_pylist(), table["repeat"].to_pylist(), strict=True))
+    assert len(keys) == len(table) == rollouts, "each rollout once"
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    reward_cpu = sum(own) / len(own) * rollouts
+    return {
+        "rollouts": rollouts,
+        "killed": _KILLS,
+        "s": seconds,
+        "CPU s": cpu,
+        "reward's CPU s": reward_cpu,
+        "ratio": cpu / reward_cpu,
+        "peak MB of a process": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024,
+    }
+
+
 def main() -> None:
-    """Runs it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rollouts", type=int)
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--reward-ms", type=float, default=1.0)
-    options = parser.parse_args()
-    rollouts = options.rollouts or (4_000 if options.quick else 100_000)
+    """Measures and prints."""
+    options = parse_options(__doc__ or "")
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        root = large_run(folder / "run", rollouts, sealed_rows=10_000)
-        reward = folder / "reward.py"
-        reward.write_text(_REWARD.format(rounds=_rounds(folder, options.reward_ms)))
-        calls = min(rollouts, 20_000)
-        own = _calls_cpu(reward, calls) / calls * rollouts
-        journal = root / "scores" / "anew.rsj"
-        command = [sys.executable, "-c", _COMMAND, "score", str(root), "--reward", str(reward)]
-        command += ["--name", "anew"]
-        before, began = os.times(), time.monotonic()
-        for part in range(options.kills):
-            # A frame has some 60 bytes.
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-            wanted = rollouts * 60 * (part + 1) // (options.kills + 1)
-            while _scored(journal) < wanted and process.poll() is None:
-                time.sleep(0.02)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            print(f"killed with {_scored(journal)} bytes of scores on disk", flush=True)
-        subprocess.run(command, check=True)
-        with contextlib.suppress(ChildProcessError):  # those whose parent was killed
-            while True:
-                os.wait()
-        after = os.times()
-        cpu = sum(after[at] - before[at] for at in (2, 3))
-        table = pq.read_table(root / "scores" / "anew.parquet", columns=["index", "repeat"])
-        keys = set(zip(table["index"].to_pylist(), table["repeat"].to_pylist(), strict=True))
-        assert len(keys) == len(table) == rollouts, "each rollout once"
-        print(
-            f"{rollouts} rollouts, killed {options.kills} times, each scored once: {time.monotonic() - began:.0f} s; "
-            f"CPU {cpu:.1f} s, the reward's own {own:.1f} s ({own / rollouts * 1e6:.0f} us a call): {cpu / own:.2f}"
-        )
+        rows = [_run(Path(name), 4_000 if options.quick else 100_000)]
+    print_table("scoring anew, killed and resumed", rows)
+    write_json(options.json, "score", rows)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from rollstream.store.merge import merge_batches, until
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
 from rollstream.store.recovery import inspect, recover
+from rollstream.store.scores import active_name
 from rollstream.store.summary import RunStatus, read_failures, read_status, write_checkpoint
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Failure
@@ -231,6 +232,10 @@ def _write(
     number = 0
     for shard in shards:
         logger.info("reading %s: %d trajectories", shard.root, shard.status.rows)
+        if (name := active_name(shard.root)) is not None:
+            logger.warning(
+                "%s has the scores %r, which are not merged: the recorded rewards are", shard.root, name
+            )
         source = RunPaths(shard.root)
         for old in source.batch_numbers():
             tables = until(read_tables(source.batch(old)), cancelled)

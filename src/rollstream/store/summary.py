@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollstream.store.batch import KEY_COLUMNS
+from rollstream.store.batch import KEY_COLUMNS, column_values, to_arrow
 from rollstream.store.export.files import stale_exports
 from rollstream.store.journal import ScanReport, scan, write_file_durably
 from rollstream.store.keys import KeyStates
@@ -104,12 +105,9 @@ def read_status(root: Path) -> RunStatus:
         damage=state.damage,
         quarantined=[path.name for path in paths.damaged_files()],
         failure_causes=_causes(
-            (one.error, one.index, one.repeat) for one in _still_failed(paths, manifest, state)
+            (1, one.error, one.index, one.repeat) for one in _still_failed(paths, manifest, state)
         ),
-        unscored_causes=_causes(
-            (one["cause"], one["index"], one["repeat"])
-            for one in (read_unscored(root) if state.keys.done > state.rewards.scored else ())
-        ),
+        unscored_causes=_causes(_unscored(root) if state.keys.done > state.rewards.scored else ()),
         scores=active_name(root) or RECORDED,
         all_scores=[RECORDED, *score_names(root)],
     )
@@ -149,16 +147,37 @@ def read_unscored(root: Path) -> Iterator[dict[str, Any]]:
 
     Raises `RunDirectoryError`.
     """
+    for table in _unscored_tables(root):
+        for row in table.to_pylist():
+            cause = _unscored_cause(row["reward_extra"], row["data_source"])
+            yield {name: row[name] for name in ("index", "repeat", "data_source")} | {"cause": cause}
+
+
+def _unscored_tables(root: Path) -> Iterator[pa.Table]:
+    """The final trajectories without a reward, each once."""
     columns = [*KEY_COLUMNS, "is_snapshot", "reward", "reward_extra", "data_source"]
     keys = KeyStates(require_manifest(root).n)
     for table in run_tables(root, columns, lambda damage: None):
-        for row in table.filter(
-            pc.and_(pc.is_null(table["reward"]), pc.invert(table["is_snapshot"]))
-        ).to_pylist():
-            if keys.mark_done(row["index"], row["repeat"]):
-                error = orjson.loads(row["reward_extra"]).get("error")
-                cause = f"no reward for data source {row['data_source']!r}" if error is None else str(error)
-                yield {name: row[name] for name in ("index", "repeat", "data_source")} | {"cause": cause}
+        found = table.filter(pc.and_(pc.is_null(table["reward"]), pc.invert(table["is_snapshot"])))
+        index, repeat = (column_values(found[name]) for name in ("index", "repeat"))
+        yield found.filter(to_arrow(~keys.are_done(index, repeat)))
+        keys.mark_done_many(index, repeat)
+
+
+def _unscored_cause(extra: str, source: str) -> str:
+    error = orjson.loads(extra).get("error")
+    return f"no reward for data source {source!r}" if error is None else str(error)
+
+
+def _unscored(root: Path) -> Iterator["_Cause"]:
+    """Why rollouts have no reward: those of which all is said in the same words together."""
+    for table in _unscored_tables(root):
+        groups = table.group_by(["reward_extra", "data_source"], use_threads=False).aggregate(
+            [("index", "count"), ("index", "first"), ("repeat", "first")]
+        )
+        for one in groups.to_pylist():
+            said = _unscored_cause(one["reward_extra"], one["data_source"])
+            yield one["index_count"], said, one["index_first"], one["repeat_first"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,16 +192,20 @@ class FailureCause:
     repeat: int | None = None
 
 
-def _causes(failures: Iterable[tuple[str, int, int]]) -> list[FailureCause]:
-    """What went wrong, by its cause, the most frequent first; of each what is said of it, index and repeat."""
+_Cause = tuple[int, str, int, int]
+"""How many, what is said of the first one, its index and repeat."""
+
+
+def _causes(failures: Iterable[_Cause]) -> list[FailureCause]:
+    """What went wrong, by its cause, the most frequent first."""
     counts: Counter[str] = Counter()
     examples: dict[str, tuple[str, int, int]] = {}
-    for failure in failures:
-        cause = failure_cause(failure[0])
+    for count, said, index, repeat in failures:
+        cause = failure_cause(said)
         if cause not in examples and len(examples) >= _MOST_CAUSES:
             cause = "other"
-        counts[cause] += 1
-        examples.setdefault(cause, failure)
+        counts[cause] += count
+        examples.setdefault(cause, (said, index, repeat))
     return [FailureCause(count, *examples[cause]) for cause, count in counts.most_common()]
 
 
