@@ -273,7 +273,8 @@ def test_a_loop_that_always_raises_stops_the_run_and_is_mended_in_place(
     assert (cause.count, cause.example[:15]) == (16, "ValueError: no ")
     assert "stopped: 0/24" in summarise(result)
     assert "16 failed: ValueError: no " in summarise(result)
-    assert read_status(run_dir).failure_causes == [cause]
+    (seen,) = read_status(run_dir).failure_causes
+    assert (seen.count, seen.example) == (cause.count, cause.example)
     mended = run_generation(with_loop(run_dir, sums, MENDED, **stub))
     assert (mended.completed, mended.failed, mended.exit_code) == (24, 0, 0)
     assert len(list((run_dir / "logs").glob("failed-*/*.rsj"))) == 1

@@ -210,11 +210,12 @@ def score_run(
         lock.release()
 
 
-def use_scores(root: Path, name: str) -> bool:
+def use_scores(root: Path, name: str) -> list[str]:
     """Makes the scores of a name those that count, and merges the artifact of a finished run anew.
 
     Returns:
-        whether all is up to date: where a run is being written, its own end merges.
+        the files of the run directory that have other rewards: exports, and the artifact of a run that is being
+        written, whose end merges it.
 
     Raises:
         RunDirectoryError: there are no such scores.
@@ -222,7 +223,7 @@ def use_scores(root: Path, name: str) -> bool:
     manifest = require_manifest(root)
     activate(root, name)
     if is_locked(root / "run.lock"):
-        return False
+        return read_status(root).stale
     paths = RunPaths(root)
     with locked(root):
         status = read_status(root)
@@ -231,7 +232,7 @@ def use_scores(root: Path, name: str) -> bool:
                 recover(paths, manifest)
             merge_batches(paths, manifest.run_id_bytes)
         refresh_checkpoint(root)
-        return not read_status(root).stale
+        return read_status(root).stale
 
 
 def _facts(paths: ScorePaths, manifest: Manifest, reward: str, digest: str) -> ScoreFacts:

@@ -84,8 +84,8 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(options.activate, str):
         if options.reward or options.rules or options.name:
             raise ConfigError("--activate NAME scores nothing; to name new scores: --name NAME --activate")
-        merged = use_scores(root, options.activate)
-        sys.stdout.write(_activated(root, options.activate, merged) if not options.json else "")
+        stale = use_scores(root, options.activate)
+        sys.stdout.write(_activated(root, options.activate, stale) if not options.json else "")
         return 0
     recipe = _recipe(options)
     progress = _Progress()
@@ -110,9 +110,9 @@ def run(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(_summary(report))
     if options.activate and not failed:
-        merged = use_scores(root, report.name)
+        stale = use_scores(root, report.name)
         if not options.json:
-            sys.stdout.write(_activated(root, report.name, merged))
+            sys.stdout.write(_activated(root, report.name, stale))
     elif options.output is None and not failed and not options.json:
         command = shlex.join(["rollstream", "score", str(root), "--activate", report.name])
         sys.stdout.write(f"to make them count: {command}\n")
@@ -209,6 +209,6 @@ def _summary(report: "ScoreReport") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _activated(root: Path, name: str, merged: bool) -> str:
-    later = "" if merged else "; trajectories.parquet and exports in the run directory are of before"
-    return f"the rewards of {name!r} count in {root}{later}\n"
+def _activated(root: Path, name: str, stale: list[str]) -> str:
+    others = f"; these files have other rewards: {', '.join(stale)}" if stale else ""
+    return f"the rewards of {name!r} count in {root}{others}\n"

@@ -1,8 +1,10 @@
 """`rollstream score`: rewards computed anew, and what sees them."""
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -113,7 +115,7 @@ def test_all_that_read_a_run_see_the_scores_that_count(
     assert report.mean_reward == pytest.approx(sum(wanted) / 12)
     assert everywhere(root, tmp_path) == before, "nothing counts before it is told to"
 
-    assert use_scores(root, "lengths")
+    assert use_scores(root, "lengths") == []
     assert everywhere(root, tmp_path) == dict.fromkeys(before, wanted)
     status = read_status(root)
     assert status.mean_reward == pytest.approx(sum(wanted) / 12) and not status.stale
@@ -189,15 +191,24 @@ def test_a_reward_that_ends_its_process_is_found_and_others_go_on(tmp_path: Path
 def test_a_reward_that_holds_up_its_process_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that never gives the interpreter back, as some regular expressions: no timeout of a call helps."""
     root = write_run(tmp_path / "run", [rollout(0, 0, "good"), rollout(0, 1, "bad")], n=2, prompts=1)
-    holds = """
+    held = tmp_path / "held"
+    holds = f"""
 import ctypes
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "bad":
+        open({str(held)!r}, "a").write("x")
         ctypes.PyDLL(None).pause()
     return 1.0
 """
-    monkeypatch.setattr(score, "_PATIENCE_S", 2.0)
-    report = scored(root, reward(tmp_path / "reward.py", holds, timeout=1.0))
+
+    def monotonic() -> float:
+        """Stands still but while a process is held up."""
+        return 1000.0 * (held.stat().st_size if held.exists() else 0)
+
+    monkeypatch.setattr(
+        score, "time", SimpleNamespace(monotonic=monotonic, strftime=time.strftime, gmtime=time.gmtime)
+    )
+    report = scored(root, reward(tmp_path / "reward.py", holds))
     assert (report.rollouts, report.failed, report.mean_reward) == (2, 1, 1.0)
     assert "held up its process" in next(iter(report.causes))
 
@@ -244,7 +255,7 @@ def test_what_is_finished_later_is_unscored_until_it_is_scored_too(tmp_path: Pat
     export_run(root, "parquet")
     assert scored(root, recipe).now == 1
     assert read_status(root).stale == ["trajectories.parquet"]
-    assert use_scores(root, name) and read_status(root).mean_reward == 5.5
+    assert use_scores(root, name) == [] and read_status(root).mean_reward == 5.5
 
 
 def test_a_name_is_of_one_reward(tmp_path: Path) -> None:
