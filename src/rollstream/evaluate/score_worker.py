@@ -172,6 +172,9 @@ class Scorer:
             extra.get("extra_info") or {},
         )
         answer = last_answer(trajectory.messages)
+        if isinstance(gateway := extra.get("gateway"), dict):  # an agent program's: see AgentLoop.reward_info
+            answer = gateway.get("answer", answer)
+            prompt.extra_info = {**prompt.extra_info, "messages": trajectory.messages}
         try:
             if answer is None:
                 answer = self._decode(row.sampled or [])

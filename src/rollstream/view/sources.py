@@ -226,7 +226,7 @@ class RunSource(Source):
             "state": "damaged" if columns.damage and state != "running" else state,
             "rows": columns.rows,
             "error": "; ".join(columns.damage[:3]) or None,
-            "cursor": f"{columns.rows}-{failed}-{total}-{state}-{self._content}",
+            "cursor": f"{columns.rows}-{failed}-{total}-{state}-{'-'.join(map(''.join, self._content))}",
         }
 
     def _state(self, total: int | None, settled: int) -> str:
