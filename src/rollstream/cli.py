@@ -165,17 +165,38 @@ def build_parser() -> argparse.ArgumentParser:
 
     export = add("export", _export, "write a run's trajectories in another format")
     export.add_argument("run_dir", type=Path)
-    export.add_argument("--format", choices=["parquet", "jsonl", "dataproto", "hf", "zip"], default="parquet")
+    export.add_argument(
+        "--format",
+        choices=["parquet", "jsonl", "sft", "preference", "dataproto", "hf", "atif", "inspect", "zip"],
+        default="parquet",
+    )
     export.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="default: trajectories.FORMAT (.pkl, _hf/) in the run directory; needed for an unfinished run",
+        help="default: in the run directory (docs/export.md); needed where the run is unfinished, being written "
+        "or read-only",
     )
     export.add_argument(
         "--force",
         action="store_true",
         help="overwrite FILE if it exists (the run directory's own export is always made anew)",
+    )
+    sft = export.add_argument_group("sft", "examples for supervised fine-tuning, a line each, none twice")
+    sft.add_argument("--best", type=int, metavar="N", help="the N best of each prompt (default: all)")
+    sft.add_argument("--min-reward", type=float, metavar="X", help="only those with at least this reward")
+    sft.add_argument(
+        "--tokens", action="store_true", help="the sampled token ids with a mask, instead of chat messages"
+    )
+    preference = export.add_argument_group("preference", "pairs of rollouts of one prompt, a line each")
+    preference.add_argument(
+        "--pairs",
+        choices=["best", "all"],
+        default="best",
+        help="the best with the worst of each prompt, or all whose rewards differ (default: best)",
+    )
+    preference.add_argument(
+        "--min-margin", type=float, default=0.0, metavar="X", help="rewards differ by at least this"
     )
     dataproto = export.add_argument_group("dataproto", "a pickle that verl.DataProto.load_from_disk reads")
     dataproto.add_argument(
@@ -368,18 +389,23 @@ def _prune(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from rollstream.stderr_log import log_to_stderr
     from rollstream.store.export.dataproto import DataProtoOptions
-    from rollstream.store.export.run import export_run
+    from rollstream.store.export.examples import PreferenceOptions, SftOptions
+    from rollstream.store.export.run import ExportOptions, export_run
 
     log_to_stderr(times=False)
     dataproto = DataProtoOptions()
     foreign = {
         "dataproto": ("max_rows_per_file", "prompt_width", "response_width", "pad_token_id"),
         "hf": ("public",),
+        "sft": ("best", "min_reward", "tokens"),
+        "preference": ("min_margin",),
     }
     for name, names in foreign.items():
-        given = [f"--{one.replace('_', '-')}" for one in names if getattr(options, one)]
+        given = [f"--{one.replace('_', '-')}" for one in names if getattr(options, one) not in (None, False)]
         if name == "dataproto" and options.unscored != "error":
             given.append("--unscored")
+        if name == "preference":
+            given = ["--min-margin"] * (options.min_margin != 0) + ["--pairs"] * (options.pairs != "best")
         if given and options.format != name:
             raise ConfigError(f"{', '.join(given)}: for --format {name}, not {options.format}")
     if options.push is not None:
@@ -405,9 +431,12 @@ def _export(options: argparse.Namespace) -> int:
             response_width=options.response_width,
             unscored=options.unscored,
         )
-    done = export_run(
-        options.run_dir, options.format, options.output, force=options.force, dataproto=dataproto
+    chosen = ExportOptions(
+        dataproto,
+        SftOptions(options.best, options.min_reward, options.tokens),
+        PreferenceOptions(options.pairs, options.min_margin),
     )
+    done = export_run(options.run_dir, options.format, options.output, force=options.force, options=chosen)
     print(f"wrote {', '.join(str(path) for path in done.files)} ({done.rows} rows)")
     if not done.finished:
         total = "?" if done.status.total is None else done.status.total

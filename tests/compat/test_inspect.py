@@ -1,11 +1,19 @@
-"""inspect_ai's own metrics and reducers on the same scores: they say the same."""
+"""inspect_ai's own metrics and reducers on the same scores say the same; it reads a log that was exported."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from rollstream.evaluate.metrics import mean_of, pass_at_k, pass_hat_k, summarize
 from rollstream.evaluate.samples import samples_of
+from rollstream.store.export.run import export_run
 from tests.support.view_runs import failure, rollout
+from tests.unit.store.export.test_interchange import a_run
 
 scorer = pytest.importorskip("inspect_ai.scorer", reason="inspect_ai is in an environment of its own")
 
@@ -58,3 +66,22 @@ def test_without_clusters_it_is_the_plain_error() -> None:
     scores = [scorer.SampleScore(score=scorer.Score(value=float(one))) for one in values]
     found = mean_of(values, np.arange(50))
     assert found is not None and found.error == pytest.approx(scorer.stderr()(scores))
+
+
+async def test_inspect_itself_reads_the_log(tmp_path: Path) -> None:
+    done = export_run(await a_run(tmp_path / "run"), "inspect")
+
+    def dumped(*options: str) -> Any:
+        command = [str(Path(sys.executable).with_name("inspect")), "log", "dump", *options, str(done.target)]
+        return orjson.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+
+    log = dumped()
+    assert (log["status"], log["results"]["completed_samples"]) == ("success", 3)
+    samples = {(one["id"], one["epoch"]): one for one in log["samples"]}
+    assert samples[0, 1]["scores"]["reward"]["value"] == 1.0
+    assert samples[0, 1]["output"]["completion"] == "two"
+    called = samples[0, 1]["messages"][2]
+    assert called["tool_calls"][0]["arguments"] == {"a": 1}
+    assert called["content"][0]["reasoning"] == "hm"
+    assert samples[1, 1]["target"] == '{"x":2}'
+    assert dumped("--header-only")["eval"]["dataset"]["samples"] == 2

@@ -1,19 +1,22 @@
 """Exports: what is done is in them, finished or not, and files of the run are never overwritten."""
 
+import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import orjson
 import pytest
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError
+from rollstream.store.export.examples import SftOptions
 from rollstream.store.export.files import export_jsonl, read_rows
-from rollstream.store.export.run import export_run
+from rollstream.store.export.run import ExportOptions, export_run
 from rollstream.store.find import find_trajectory
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import read_manifest
 from rollstream.store.merge import MergeCancelledError, merge_batches
 from rollstream.store.paths import RunPaths
-from rollstream.store.summary import write_checkpoint
+from rollstream.store.summary import read_status, write_checkpoint
 from rollstream.store.validate import validate_run
 from tests.unit.store.fabric import commit_all, failure, flip, keys_in, open_dir, rollout
 
@@ -112,20 +115,57 @@ async def test_another_file_only_with_force(tmp_path: Path) -> None:
         export_run(run, "jsonl", tmp_path / "none" / "x")
 
 
-async def test_while_a_run_writes_and_without_anything_done(tmp_path: Path) -> None:
+async def test_without_anything_done(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"no run\.json"):
         export_run(tmp_path, "jsonl")
     open_dir(tmp_path / "empty").close()
     with pytest.raises(RunDirectoryError, match="no finished rollout"):
         export_run(tmp_path / "empty", "jsonl")
-    run = await unfinished(tmp_path / "run")
-    lock = RunLock(run / "run.lock")
-    lock.acquire()
+
+
+@pytest.mark.parametrize("make", [finished, unfinished])
+@pytest.mark.parametrize("why", ["being written by another run", "cannot lock"])
+async def test_a_run_that_is_written_or_read_only_is_exported_elsewhere(
+    tmp_path: Path, why: str, make: Callable[[Path], Awaitable[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, lock = await make(tmp_path / "run"), RunLock(tmp_path / "run" / "run.lock")
+    rows = export_run(run, "jsonl", tmp_path / "before").rows
+    (run / "trajectories.parquet").unlink(missing_ok=True)
+    before = content(run)
+    if "written" in why:
+        lock.acquire()
+    else:  # as root, a mode keeps nobody from writing
+        (run / "run.lock").unlink()
+        (run / "run.lock").mkdir()
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
     try:
-        with pytest.raises(RunDirectoryError, match="being written by another run"):
-            export_run(run, "jsonl", tmp_path / "x")
+        with pytest.raises(RunDirectoryError, match=why):
+            export_run(run, "jsonl")
+        assert export_run(run, "jsonl", tmp_path / "x").rows == rows
     finally:
         lock.release()
+    assert content(run) == before
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "before").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "run", "x"]
+
+
+async def test_an_export_says_of_what_it_was_made_and_when_it_is_older(tmp_path: Path) -> None:
+    run = await finished(tmp_path / "run")
+    for name, file in (("jsonl", "trajectories.jsonl"), ("sft", "trajectories_sft.jsonl")):
+        export_run(run, name, options=ExportOptions(sft=SftOptions(best=1)))
+        assert orjson.loads((run / "exports.json").read_bytes())[file]["rows"] > 0
+    noted = orjson.loads((run / "exports.json").read_bytes())["trajectories_sft.jsonl"]
+    assert noted["options"] == {"best": 1, "min_reward": None, "tokens": False}
+    assert noted["artifact"] == (run / "trajectories.parquet.sha256").read_text().split()[-2]
+    assert read_status(run).stale == []
+    await commit_all(run, [rollout(9)])
+    assert read_status(run).stale == [
+        "trajectories.parquet"
+    ]  # the exports are of the artifact that lies beside them
+    export_run(run, "parquet")
+    stale = ["trajectories.jsonl", "trajectories_sft.jsonl"]
+    assert read_status(run).stale == stale
+    assert [note.split()[0] for note in validate_run(run).notes] == stale
 
 
 @pytest.mark.parametrize("at", [0.1, 0.2, 0.4, 0.6, 0.8, 0.99])

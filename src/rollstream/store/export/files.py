@@ -1,9 +1,11 @@
 """The exports in a run directory: their names, of which artifact each was made, and the plain ones (jsonl, zip).
 
-`exports.json` beside them says the artifact's checksum by file name, so that an export from before the run
-went on (more data, failed rollouts tried again) is not taken for one of the artifact that lies beside it.
+`exports.json` beside them says by file name of which artifact (its checksum), when, with which options and how many
+rows it was made, so that an export from before the run went on (more data, failed rollouts tried again) is not taken
+for one of the artifact that lies beside it.
 """
 
+import datetime
 import os
 import re
 import zipfile
@@ -14,10 +16,11 @@ from typing import Any
 
 import orjson
 
+import rollstream
 from rollstream.errors import StorageError
 from rollstream.store.batch import DamagedFileError, read_tables, recorded_digests
 from rollstream.store.journal import write_file_durably
-from rollstream.store.merge import MergeCancelledError, source_digest
+from rollstream.store.merge import MergeCancelledError, source_digest, until
 from rollstream.store.paths import RunPaths
 
 FILE_NAMES = {
@@ -26,6 +29,10 @@ FILE_NAMES = {
     "dataproto": "trajectories.pkl",
     "hf": "trajectories_hf",
     "zip": "trajectories.zip",
+    "sft": "trajectories_sft.jsonl",
+    "preference": "trajectories_preference.jsonl",
+    "atif": "trajectories_atif.jsonl",
+    "inspect": "trajectories.eval",
 }
 """What an export is named in the run directory, by format. That of `hf` is a folder."""
 
@@ -55,12 +62,20 @@ def replacing(target: Path, artifact: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def note_export(artifact: Path, *targets: Path) -> None:
-    """Notes that these files were made of `artifact`, if they stand beside it in a run directory."""
+def note_export(artifact: Path, *targets: Path, **facts: Any) -> None:
+    """Notes that these files were made of `artifact`, if they stand beside it in a run directory.
+
+    Args:
+        artifact: it, or where it would be.
+        targets: the files.
+        facts: what else is worth knowing of how they were made, JSON values.
+    """
     root = targets[0].parent
     if root.resolve() == artifact.parent.resolve() and (root / "run.json").exists():
         noted = {name: digest for name, digest in _noted(root).items() if (root / name).exists()}
-        noted |= dict.fromkeys((target.name for target in targets), _digest(artifact))
+        made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        fact = {"artifact": _digest(artifact), "made": made, "rollstream": rollstream.__version__, **facts}
+        noted |= dict.fromkeys((target.name for target in targets), fact)
         write_file_durably(root / "exports.json", orjson.dumps(noted, option=orjson.OPT_INDENT_2) + b"\n")
 
 
@@ -69,7 +84,7 @@ def stale_exports(root: Path) -> list[str]:
     names = [Path(name) for name in FILE_NAMES.values() if name != FILE_NAMES["parquet"]]
     there = {path.name for one in names for path in root.glob(f"{one.stem}*") if _is_export(path, one)}
     noted, current = _noted(root), _digest(root / FILE_NAMES["parquet"])
-    return [name for name in sorted(there) if noted.get(name) != current]
+    return [name for name in sorted(there) if noted.get(name, {}).get("artifact") != current]
 
 
 def _is_export(path: Path, name: Path) -> bool:
@@ -87,22 +102,23 @@ def _digest(artifact: Path) -> str:
     return " ".join(sorted(recorded_digests(artifact).get(artifact.name, ())))
 
 
-def _noted(root: Path) -> dict[str, str]:
+def _noted(root: Path) -> dict[str, dict[str, Any]]:
     try:
         noted = orjson.loads((root / "exports.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    return noted if isinstance(noted, dict) else {}
+    return {name: fact for name, fact in dict(noted).items() if isinstance(fact, dict)}
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path, cancelled: Callable[[], bool] = lambda: False) -> Iterator[dict[str, Any]]:
     """Trajectories of an artifact or batch as dicts, JSON columns decoded.
 
     Raises:
         DamageError: its bytes are not what was written.
         StorageError: it cannot be read right now.
+        MergeCancelledError: `cancelled`, asked now and then, said so.
     """
-    for table in read_tables(path):
+    for table in until(read_tables(path), cancelled):
         for row in table.to_pylist():
             yield decode_row(row, path)
 
@@ -130,9 +146,7 @@ def export_jsonl(artifact: Path, target: Path, cancelled: Callable[[], bool] = l
     """
     lines = 0
     with replacing(target, artifact) as temporary, temporary.open("wb") as file:
-        for row in read_rows(artifact):
-            if cancelled():
-                raise MergeCancelledError
+        for row in read_rows(artifact, cancelled):
             file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
             lines += 1
     return lines

@@ -1,29 +1,53 @@
 """`rollstream export`: a run directory's trajectories in a file of their own.
 
-Of a finished run, the artifact is merged if it is not there, and converted. Of an unfinished one, what is
-done so far (batches and journals) is merged in a temporary folder beside the output; the run directory is
-left as it is, and no file there ever passes for the artifact of a finished run.
+Of a finished run, the artifact is merged if it is not there, and converted. Of an unfinished one, of one that is
+being written and of one in which nothing may be written, what is done so far (batches and journals) is merged in a
+temporary folder beside the output; the run directory is left as it is, and no file there ever passes for the
+artifact of a finished run.
 """
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
 from rollstream.store.batch import file_rows, seal_journal
 from rollstream.store.export.dataproto import DataProtoOptions, dataproto_files, export_dataproto
-from rollstream.store.export.files import FILE_NAMES, export_jsonl, export_zip, replacing
+from rollstream.store.export.examples import (
+    PreferenceOptions,
+    SftOptions,
+    export_preference,
+    export_sft,
+)
+from rollstream.store.export.files import FILE_NAMES, export_jsonl, export_zip, note_export, replacing
 from rollstream.store.export.hf import check_replaceable, export_hf
+from rollstream.store.export.interchange import export_atif, export_inspect
 from rollstream.store.lock import locked
 from rollstream.store.manifest import Manifest, require_manifest
-from rollstream.store.merge import merge_batches
+from rollstream.store.merge import is_current, merge_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.recovery import recover
 from rollstream.store.scores import Rewards
 from rollstream.store.summary import RunStatus, read_status
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """How to write the formats that leave a choice."""
+
+    dataproto: DataProtoOptions = field(default_factory=DataProtoOptions)
+    sft: SftOptions = field(default_factory=SftOptions)
+    preference: PreferenceOptions = field(default_factory=PreferenceOptions)
+
+    def of(self, name: str) -> dict[str, Any] | None:
+        """Those of a format; None of one without."""
+        given = getattr(self, name, None)
+        return None if given is None else asdict(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +85,9 @@ def export_run(
     output: Path | None = None,
     *,
     force: bool = False,
-    dataproto: DataProtoOptions | None = None,
+    options: ExportOptions = ExportOptions(),
 ) -> Export:
-    """Writes a run's trajectories as `parquet`, `jsonl`, `dataproto`, `hf` or `zip`.
+    """Writes a run's trajectories in a format of `FILE_NAMES`.
 
     Args:
         root: the run directory.
@@ -72,22 +96,22 @@ def export_run(
             directory, which only a finished run has.
         force: overwrite an existing `output`. Files of the run itself are never overwritten, and a folder
             only if it holds an earlier export and nothing else.
-        dataproto: how to write that format.
+        options: how to write the formats that have some.
 
     Raises:
         ConfigError: `output` must not be written, or the format cannot hold these trajectories.
-        RunDirectoryError: no run directory, nothing done in it, unfinished and no `output`, or a run is
-            writing there.
+        RunDirectoryError: no run directory, or nothing done in it; unfinished, being written or read-only, and
+            no `output`.
         DamageError: a batch or journal is damaged.
         StorageError: the disk is full.
     """
     manifest = require_manifest(root)
     own = root / FILE_NAMES[name]
     target = output or own
-    options = dataproto or DataProtoOptions()
     in_run = target.resolve() == own.resolve()
     _check_output(root, target, own, name, force=force)
-    with locked(root):
+    with ExitStack() as stack:
+        is_ours = _take_lock(root, stack, needed=in_run)
         status = read_status(root)
         damage = [line for line in status.damage if not line.startswith("failed/")]
         if damage:
@@ -97,20 +121,38 @@ def export_run(
             )
         if not status.rows:
             raise RunDirectoryError(f"{root} holds no finished rollout yet")
-        if is_finished(status):
-            paths = RunPaths(root)
+        paths, finished = RunPaths(root), is_finished(status)
+        if finished and is_ours:
             if status.artifact_rows:
                 recover(paths, manifest)
             merge_batches(paths, manifest.run_id_bytes)
-            return Export(target, _write(paths.artifact, name, target, options, manifest, root), status)
-        if in_run:
+        elif in_run:
             total = "?" if status.total is None else status.total
             raise RunDirectoryError(
                 f"{root}: {status.completed} of {total} rollouts done; the run is unfinished. To export what "
                 "is there, name a file outside with --output; or run `rollstream generate` to its end"
             )
-        with _merged_copy(RunPaths(root), manifest, target, status) as artifact:
-            return Export(target, _write(artifact, name, target, options, manifest, root), status)
+        artifact = paths.artifact
+        if not (finished and is_current(paths, manifest.run_id)):
+            artifact = stack.enter_context(_merged_copy(paths, manifest, target, status))
+        rows = _write(artifact, name, target, options, manifest, root)
+        done = Export(target, rows, status)
+        if in_run and name != "parquet":
+            note_export(artifact, *done.files, rows=rows, options=options.of(name))
+        return done
+
+
+def _take_lock(root: Path, stack: ExitStack, *, needed: bool) -> bool:
+    """Takes the run's lock; False where it need not be had, as another run has it or nothing may be written."""
+    try:
+        stack.enter_context(locked(root))
+    except RunDirectoryError as error:
+        if needed and not os.access(root, os.W_OK):
+            raise RunDirectoryError(f"{error}; name a file outside with --output") from error
+        if needed:
+            raise
+        return False
+    return os.access(root, os.W_OK)
 
 
 def _check_output(root: Path, target: Path, own: Path, name: str, *, force: bool) -> None:
@@ -144,13 +186,16 @@ def _merged_copy(paths: RunPaths, manifest: Manifest, target: Path, status: RunS
     try:
         try:
             copy.batches.mkdir()
-            batches = paths.batch_numbers()
-            for number in batches:
-                copy.batch(number).symlink_to(paths.batch(number).resolve())
-            for number in paths.journal_numbers():
-                if number in batches:  # sealed already; a crash came before the journal was deleted
-                    continue
-                seal_journal(paths.journal(number), copy.batch(number), manifest.run_id_bytes)
+            # Journals are listed first: one that is sealed and deleted meanwhile is a batch afterwards.
+            journals = paths.journal_numbers()
+            for number in sorted({*journals, *paths.batch_numbers()}):
+                if not paths.batch(number).exists():  # else a journal that is there, too, is to be deleted
+                    try:
+                        seal_journal(paths.journal(number), copy.batch(number), manifest.run_id_bytes)
+                        continue
+                    except FileNotFoundError:
+                        copy.batch(number).unlink(missing_ok=True)
+                copy.batch(number).symlink_to(paths.batch(number).resolve(strict=True))
             if status.artifact_rows:  # the last one: of a key in two batches the first counts
                 copy.batch(paths.next_number()).symlink_to(paths.artifact.resolve())
         except OSError as error:
@@ -162,7 +207,7 @@ def _merged_copy(paths: RunPaths, manifest: Manifest, target: Path, status: RunS
 
 
 def _write(
-    artifact: Path, name: str, target: Path, dataproto: DataProtoOptions, manifest: Manifest, root: Path
+    artifact: Path, name: str, target: Path, options: ExportOptions, manifest: Manifest, root: Path
 ) -> int:
     if name == "zip":
         export_zip(artifact, target, summary=root / "checkpoint.json")
@@ -170,7 +215,13 @@ def _write(
     if name == "hf":
         return export_hf(artifact, target, manifest)
     if name == "dataproto":
-        return export_dataproto(artifact, target, options=dataproto)
+        return export_dataproto(artifact, target, options=options.dataproto)
+    if name == "sft":
+        return export_sft(artifact, target, options.sft)
+    if name == "preference":
+        return export_preference(artifact, target, options.preference)
+    if name in ("atif", "inspect"):
+        return (export_atif if name == "atif" else export_inspect)(artifact, target, manifest)
     if name == "jsonl":
         return export_jsonl(artifact, target)
     if target.resolve() != artifact.resolve():
