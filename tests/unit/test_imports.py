@@ -30,6 +30,7 @@ FLOORS: list[set[str]] = [
     {"generation", "buffer", "training", "serving", "evaluate"},
     {"integrations", "testing", "show", "simulate", "demo", "view"},
     {"cli"},
+    {"__main__"},
 ]
 """Rooms by floor, from the ground. `demo` is package data; `show` and `simulate` serve the command line."""
 
@@ -145,8 +146,15 @@ def test_heavy_packages_are_imported_lazily(path: Path) -> None:
 def test_importing_rollstream_pulls_in_nothing_heavy() -> None:
     code = (
         "import sys, rollstream, rollstream.cli\n"
-        "from rollstream.generation import run_generation\n"
+        "from rollstream import Rollout, Trajectory, generate, run_generation\n"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[]"
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "rollstream", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith(
+        "rollstream "
+    )

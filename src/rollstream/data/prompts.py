@@ -19,7 +19,7 @@ from rollstream.config.settings import DataSettings
 from rollstream.data.cache import cache_folder, written_whole
 from rollstream.data.row import parse_row
 from rollstream.data.row_images import resolve
-from rollstream.data.sources import Concatenated, CustomRows, RowSource, data_files, open_source, spool_for
+from rollstream.data.sources import Concatenated, RowSource, custom_rows, data_files, open_source, spool_for
 from rollstream.data.values import BadRow
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import PromptRow
@@ -259,7 +259,9 @@ class PromptDataset:
         return fingerprint.hexdigest()
 
 
-def load_prompts(data: DataSettings, *, known: KnownDataset | None = None) -> PromptDataset:
+def load_prompts(
+    data: DataSettings, *, known: KnownDataset | None = None, rows: RowSource | None = None
+) -> PromptDataset:
     """Opens the dataset of a run and checks its first row; `fingerprint` checks all of them.
 
     Args:
@@ -267,17 +269,24 @@ def load_prompts(data: DataSettings, *, known: KnownDataset | None = None) -> Pr
             train_max_samples. Lengths are for `filter_overlong` and `truncate`.
         known: What an earlier run found out about its dataset; spares reading all rows when the files are
             the same, byte for byte.
+        rows: Given in memory, instead of data that are named.
 
     Raises:
-        ConfigError: No data named, or `data.custom_cls` cannot be loaded.
+        ConfigError: No data named, or some besides `rows`, or `data.custom_cls` cannot be loaded.
         DataError: A file is missing, empty, damaged or of a format that is not read; the first row is bad.
     """
     if data.train_max_samples == 0:
         raise ConfigError("data.train_max_samples: 0 leaves no rows; -1 takes all")
     source: RowSource
     files: list[Path] | None = None
-    if data.custom_cls.path or data.custom_cls.name:
-        source = CustomRows(data)
+    if rows is not None:
+        if data.files or data.custom_cls.path or data.custom_cls.name:
+            raise ConfigError(
+                "prompts are given in memory, so data.train_files, data.custom_cls and train_tasks stay unset"
+            )
+        source = rows
+    elif data.custom_cls.path or data.custom_cls.name:
+        source = custom_rows(data)
     else:
         if not data.files:
             raise ConfigError(

@@ -16,7 +16,7 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -266,36 +266,33 @@ def _decode_json(value: Any, kind: pa.DataType) -> Any:
     return [_decode_json(item, items) for item in value] if isinstance(value, list) else value
 
 
-class CustomRows(RowSource):
-    """`data.custom_cls`: the rows of a user's dataset.
+class ObjectRows(RowSource):
+    """The rows of an object in memory: a list, a Hugging Face dataset, whatever has a length and positions.
 
-    The class is made with keyword arguments `files` (`data.train_files` as a list of str, maybe empty) and
-    `data` (the `DataSettings`). It has `__len__`, and `__getitem__(position)` that returns a row as a dict,
-    of the same columns as a row of a file: `prompt`, `data_source`, `reward_model`, ... The same position
-    must give the same row each time. `__getitem__` may be called from several threads.
+    A row is a mapping, of the same columns as a row of a file; a text is a row with this prompt. The same
+    position must give the same row each time. `__getitem__` may be called from several threads.
+
+    Args:
+        dataset: The object; what can only be iterated over is read into a list.
+        label: What messages call it.
+        prompt_column: Of rows that are texts.
 
     Raises:
-        ConfigError: The class cannot be loaded.
-        DataError: It cannot be made, or has no rows.
+        DataError: It has no rows, or its rows have no positions.
     """
 
-    def __init__(self, data: DataSettings) -> None:
-        cls = load_class(data.custom_cls.path, data.custom_cls.name, "data.custom_cls")
-        super().__init__(
-            f"{cls.__name__} ({data.custom_cls.path})"
-        )  # only the class knows where its data lie
-        try:
-            self._dataset: Any = cls(files=data.files, data=data)
-            self._length = len(self._dataset)
-        except (Exception, SystemExit) as error:
-            raise DataError(
-                f"{self._label}: cannot be made by (files=…, data=…) with a length ({type(error).__name__}: "
-                f"{error}); see docs/data.md. A dataset class for verl needs generation.executor=verl"
-            ) from error
-        if not hasattr(cls, "__getitem__"):
-            raise DataError(f"{self._label}: has no __getitem__(position)")
+    def __init__(self, dataset: Any, label: str, prompt_column: str = "prompt") -> None:
+        super().__init__(label)  # nobody knows where its data lie
+        if isinstance(dataset, Mapping):
+            raise DataError(f"{label}: a mapping holds no rows; name a split, or give a list of rows")
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            dataset = list(dataset)
+        self._dataset: Any = dataset
+        self._prompt_column = prompt_column
+        self._is_arrow = hasattr(dataset, "features")
+        self._length = len(dataset)
         if self._length == 0:
-            raise DataError(f"{self._label}: holds no rows")
+            raise DataError(f"{label}: holds no rows")
 
     def __len__(self) -> int:
         return self._length
@@ -305,10 +302,37 @@ class CustomRows(RowSource):
             row = self._dataset[position]
         except (Exception, SystemExit) as error:
             raise BadRow(f"the dataset raised {type(error).__name__}: {error}") from error
-        if not isinstance(row, dict):
+        if isinstance(row, str):
+            row = {self._prompt_column: row}
+        if not isinstance(row, Mapping):
             raise BadRow(f"the dataset gave {described(row)}, want a dict")
-        copied: Row = to_jsonable(row)
+        copied: Row = to_jsonable(dict(row), drop_none=self._is_arrow)
         return copied
+
+
+def custom_rows(data: DataSettings) -> ObjectRows:
+    """`data.custom_cls`: the rows of a user's dataset class.
+
+    The class is made with keyword arguments `files` (`data.train_files` as a list of str, maybe empty) and
+    `data` (the `DataSettings`). It has `__len__` and `__getitem__(position)`, see `ObjectRows`.
+
+    Raises:
+        ConfigError: The class cannot be loaded.
+        DataError: It cannot be made, or has no rows.
+    """
+    cls = load_class(data.custom_cls.path, data.custom_cls.name, "data.custom_cls")
+    label = f"{cls.__name__} ({data.custom_cls.path})"
+    try:
+        made = cls(files=data.files, data=data)
+        len(made)
+    except (Exception, SystemExit) as error:
+        raise DataError(
+            f"{label}: cannot be made by (files=…, data=…) with a length ({type(error).__name__}: "
+            f"{error}); see docs/data.md. A dataset class for verl needs generation.executor=verl"
+        ) from error
+    if not hasattr(cls, "__getitem__"):
+        raise DataError(f"{label}: has no __getitem__(position)")
+    return ObjectRows(made, label, data.prompt_key)
 
 
 def load_class(path: str | None, name: str | None, setting: str) -> type:

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -17,16 +17,20 @@ from rich.console import Console
 
 from rollstream.aio import finish_despite_cancellation
 from rollstream.config.load import compose
+from rollstream.config.settings import RewardSettings
 from rollstream.daemon_threads import in_daemon_thread
+from rollstream.data.sources import ObjectRows
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
 from rollstream.generation.exports import exporter
 from rollstream.generation.identity import LOOP_IDENTITY, adopted_manifest
 from rollstream.generation.logs import log_to_file
 from rollstream.generation.progress import Snapshot, Waits, progress_console, show_progress
 from rollstream.generation.result import GenerationResult
-from rollstream.generation.setup import Prepared, peek_manifest, prepare
+from rollstream.generation.setup import InMemory, Prepared, peek_manifest, prepare
 from rollstream.generation.tracking import Reporter, TrackedRun, load_trackers, tracked_run
 from rollstream.generation.upload import upload_trajectories
+from rollstream.reward.base import FunctionReward
+from rollstream.reward.custom import reward_of_function
 from rollstream.rollout.local import WindowCounters
 from rollstream.rollout.setup import in_flight_limit
 from rollstream.stop_signals import StoppedEarly, StopSignals
@@ -43,7 +47,7 @@ from rollstream.store.manifest import (
 )
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
-from rollstream.store.records import EncodedRollout
+from rollstream.store.records import EncodedRollout, RecordCodec
 from rollstream.store.recovery import inspect, quarantine_batch
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.summary import FailureCause, write_checkpoint
@@ -62,11 +66,29 @@ _CHECKPOINT_EVERY_S = 10.0
 """`checkpoint.json` is for people and scripts that look on; a kill costs it at most this much."""
 
 
-def run_generation(config: Mapping[str, Any] | Sequence[str] | DictConfig) -> GenerationResult:
+Config = Mapping[str, Any] | Sequence[str] | DictConfig
+"""Overrides of `generation.yaml` as a nested mapping (also OmegaConf's), or as `key=value` words."""
+
+OnRollout = Callable[[Rollout], object]
+
+
+def run_generation(
+    config: Config = (),
+    *,
+    prompts: Iterable[Mapping[str, Any] | str] | None = None,
+    reward: Callable[..., Any] | None = None,
+    on_rollout: OnRollout | None = None,
+) -> GenerationResult:
     """Runs a generation from Python, from start to artifact.
 
     Args:
-        config: overrides of `generation.yaml` as a nested mapping (also OmegaConf's), or as `key=value` words.
+        config: overrides of `generation.yaml`.
+        prompts: rows instead of `data.train_files`: a list of mappings or texts, a Hugging Face dataset, an object
+            with a length and positions. They are fingerprinted: the same rows continue a run.
+        reward: instead of `custom_reward_function.path`, verl's `compute_score`: called with `data_source`,
+            `solution_str`, `ground_truth` and `extra_info`, it returns a number or a dict with `score`.
+        on_rollout: called with each rollout that this call completes, once it is durable, in the run's thread: it
+            should return at once. An exception of it ends the run; what was durable stays so.
 
     Raises:
         RollstreamError: see `rollstream.errors`; what was durable stays so.
@@ -78,12 +100,32 @@ def run_generation(config: Mapping[str, Any] | Sequence[str] | DictConfig) -> Ge
     else:
         raise RuntimeError(
             "run_generation starts an event loop and one is running here (as in a notebook): "
-            "use `await rollstream.generation.runner.generate(as_config(...))`"
+            "use `await rollstream.generation.runner.generate(as_config(...))`, or iterate over "
+            "`rollstream.generate(...)`"
         )
-    return asyncio.run(generate(as_config(config)))
+    tree = as_config(config)
+    return asyncio.run(generate(tree, given=in_memory(tree, prompts, reward), on_rollout=on_rollout))
 
 
-def as_config(config: Mapping[str, Any] | Sequence[str] | DictConfig) -> DictConfig:
+def in_memory(
+    config: DictConfig,
+    prompts: Iterable[Mapping[str, Any] | str] | None,
+    reward: Callable[..., Any] | None,
+) -> InMemory:
+    """Prompts and a reward as a run takes them. Raises `ConfigError`, `DataError`."""
+    if isinstance(prompts, str):
+        raise ConfigError(f"prompts: a list of rows or texts, not the text {prompts!r}")
+    rows = None if prompts is None else ObjectRows(prompts, "prompts", str(config.data.prompt_key))
+
+    def make_reward(settings: RewardSettings) -> FunctionReward:
+        assert reward is not None
+        kwargs, seconds = settings.reward_kwargs, settings.timeout
+        return reward_of_function(reward, kwargs, seconds, settings.max_concurrency)
+
+    return InMemory(rows, None if reward is None else make_reward)
+
+
+def as_config(config: Config) -> DictConfig:
     """The configuration tree for any form of configuration. Raises `ConfigError`."""
     if isinstance(config, str):
         raise ConfigError(f"a mapping, or a list of key=value words, not the text {config!r}")
@@ -98,6 +140,8 @@ async def generate(
     stop: StopSignals | None = None,
     console: Console | None = None,
     on_ready: Callable[[], object] | None = None,
+    given: InMemory | None = None,
+    on_rollout: OnRollout | None = None,
 ) -> GenerationResult:
     """Runs a generation in the running event loop.
 
@@ -106,13 +150,17 @@ async def generate(
         stop: fires when a person wants the run to end.
         console: where progress is shown; standard error by default.
         on_ready: called once everything is set up, right before the first rollout.
+        given: prompts and reward that are in no file, see `in_memory`.
+        on_rollout: see `run_generation`.
 
     Raises:
         RollstreamError: see `rollstream.errors`.
     """
     stop, started = stop or StopSignals(), time.monotonic()
     with Waits() as waits:
-        prepared = await stop.unless_stopped(prepare(config, peek_manifest(config), waits.begin))
+        prepared = await stop.unless_stopped(
+            prepare(config, peek_manifest(config), waits.begin, given or InMemory())
+        )
         settings = prepared.settings.generation
         async with AsyncExitStack() as stack:
             reporter = Reporter(load_trackers(prepared.settings.trainer.logger), settings.metrics_port)
@@ -122,7 +170,9 @@ async def generate(
             run = await _opened(prepared, stack)
             waits.begin(None)
             stack.enter_context(log_to_file(run.paths.logs, settings.log_level))
-            one = _Run(prepared, run, stop, console or progress_console(), on_ready, reporter, waits)
+            one = _Run(
+                prepared, run, stop, console or progress_console(), on_ready, reporter, waits, on_rollout
+            )
             # Before the lock is given back: trackers write into the run directory, too.
             stack.push_async_callback(one.end_reports)
             return await one.whole(started)
@@ -264,6 +314,7 @@ class _Run:
         on_ready: Callable[[], object] | None,
         reporter: Reporter,
         waits: Waits,
+        on_rollout: OnRollout | None,
     ) -> None:
         self._prepared = prepared
         self._settings = prepared.settings.generation
@@ -271,6 +322,8 @@ class _Run:
         self._stop = stop
         self._console = console
         self._on_ready = on_ready
+        self._on_rollout = on_rollout
+        self._codec = RecordCodec()
         self._reporter = reporter
         self._metrics = reporter.metrics
         self._waits = waits
@@ -509,6 +562,8 @@ class _Run:
         if not isinstance(result, Failure):
             self._metrics.add(result)
             self._failing.completed()
+            if self._on_rollout is not None:
+                self._on_rollout(result if isinstance(result, Rollout) else self._codec.decode(result.body))
             return
         self._metrics.add_failure(result)
         if self._failing.failed(result) and not self._hopeless.is_set():

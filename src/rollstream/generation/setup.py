@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 import rollstream
 from rollstream.chat.parsers.registry import get_parser
 from rollstream.config.load import to_settings, to_stored_yaml
-from rollstream.config.settings import Settings
+from rollstream.config.settings import RewardSettings, Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import (
     OTHER_SOURCES,
@@ -29,6 +29,7 @@ from rollstream.data.prompts import (
     filter_overlong,
     load_prompts,
 )
+from rollstream.data.sources import RowSource
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.ray_package import import_ray
 from rollstream.engine.registry import data_deciding_kwargs, is_launched
@@ -36,6 +37,7 @@ from rollstream.errors import ConfigError, DataError
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import LOOP_IDENTITY, build_identity
 from rollstream.generation.tracking import check_trackers
+from rollstream.reward.base import FunctionReward
 from rollstream.reward.rules import RuleReward, find_rule
 from rollstream.rollout.setup import (
     Agents,
@@ -198,8 +200,36 @@ Say = Callable[[str | None], object]
 """Is told what a start is busy with, from any thread; see `Waits.begin`."""
 
 
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """What a caller in Python gives instead of files."""
+
+    prompts: RowSource | None = None
+    reward: Callable[[RewardSettings], FunctionReward] | None = None
+    """Makes the reward, by the settings that are left to configure."""
+
+    def check(self, settings: Settings) -> None:
+        """Raises `ConfigError` where others than this process would have to know it."""
+        executor = settings.generation.executor
+        if self.prompts is not None and executor in _ELSEWHERE:
+            raise ConfigError(f"generation.executor={executor} reads its own prompts: name files")
+        if self.reward is None:
+            return
+        if settings.custom_reward_function.path is not None:
+            raise ConfigError("a reward is given in memory, so custom_reward_function.path stays unset")
+        if executor in _ELSEWHERE or runs_in_workers(settings):
+            raise ConfigError(
+                "a reward given in memory is known in this process only, and generation.executor="
+                f"{executor} with generation.processes={settings.generation.processes} scores in others: name a "
+                "file by custom_reward_function.path"
+            )
+
+
 async def prepare(
-    config: DictConfig, run_dir_manifest: Manifest | None = None, say: Say = lambda what: None
+    config: DictConfig,
+    run_dir_manifest: Manifest | None = None,
+    say: Say = lambda what: None,
+    given: InMemory = InMemory(),
 ) -> Prepared:
     """Resolves tasks, data, tokenizer, reward and identity; slow parts run off the event loop.
 
@@ -207,12 +237,14 @@ async def prepare(
         config: the configuration tree; tasks are resolved into it.
         run_dir_manifest: of the run directory, if there is one: spares reading unchanged data files.
         say: is told what takes its time.
+        given: prompts and reward that are in no file.
 
     Raises:
         ConfigError: the configuration cannot work.
         DataError: a file or row cannot be used.
     """
     settings = to_settings(config)
+    given.check(settings)
     check_executor(settings)
     upload = bool(settings.generation.upload_artifact)
     say("looking whether trackers can work")
@@ -224,10 +256,12 @@ async def prepare(
     say("loading tools and agent loops")
     agents = await in_daemon_thread(load_agents, settings)
     await agents.tools.describe()
-    return await in_daemon_thread(_prepare, config, run_dir_manifest, agents, say)
+    return await in_daemon_thread(_prepare, config, run_dir_manifest, agents, say, given)
 
 
-def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents, say: Say) -> Prepared:
+def _prepare(
+    config: DictConfig, known_manifest: Manifest | None, agents: Agents, say: Say, given: InMemory
+) -> Prepared:
     resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     assert isinstance(resolved, DictConfig)
     if resolved.train_tasks:
@@ -247,12 +281,13 @@ def _prepare(config: DictConfig, known_manifest: Manifest | None, agents: Agents
             facts.get("data_sources", {}),
         )
     say("reading the prompts")
-    dataset = load_prompts(data, known=known)
+    dataset = load_prompts(data, known=known, rows=given.prompts)
     has_ids = has_tokenizer(settings)
     check_exports(settings.generation.export, shows_images=dataset.has_images(), has_ids=has_ids)
     if has_ids:
         say("loading the tokenizer")
-    setup = build_setup(settings, agents, shows_images=dataset.has_images())
+    reward = None if given.reward is None else given.reward(settings.custom_reward_function)
+    setup = build_setup(settings, agents, shows_images=dataset.has_images(), reward=reward)
     prepared = Prepared(
         **{one.name: getattr(setup, one.name) for one in fields(setup)}, config=resolved, dataset=dataset
     )

@@ -1,5 +1,6 @@
 """`custom_reward_function`: a reward function in a file of the user's."""
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Mapping
@@ -64,6 +65,42 @@ def load_reward(
         function,
         label=label,
         source_digest=digest.hexdigest(),
+        reward_kwargs=kwargs,
+        timeout=timeout,
+        max_concurrency=max_concurrency,
+    )
+
+
+def reward_of_function(
+    function: ComputeScore,
+    reward_kwargs: Mapping[str, Any] | None = None,
+    timeout: float = 60.0,
+    max_concurrency: int = 32,
+) -> FunctionReward:
+    """A reward of a function that is in memory, called as one of a file; see `load_reward`.
+
+    Its `source_digest` covers the function's source where that can be read (else its compiled code), and
+    `reward_kwargs`; not what it refers to.
+
+    Raises:
+        ConfigError: it cannot be called like verl's `compute_score`.
+    """
+    kwargs = dict(reward_kwargs or {})
+    label = str(getattr(function, "__qualname__", type(function).__qualname__))
+    if not callable(function):
+        raise ConfigError(f"reward: {label} cannot be called")
+    _check_arguments(function, kwargs, label)
+    plain = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+    try:
+        source = inspect.getsource(plain if inspect.isroutine(plain) else type(plain))
+    except (OSError, TypeError):
+        code = getattr(plain, "__code__", None)
+        source = label if code is None else f"{code.co_code.hex()} {code.co_consts} {code.co_names}"
+    arguments = orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS, default=repr)
+    return FunctionReward(
+        function,
+        label=label,
+        source_digest=hashlib.blake2b(source.encode() + arguments, digest_size=16).hexdigest(),
         reward_kwargs=kwargs,
         timeout=timeout,
         max_concurrency=max_concurrency,

@@ -7,6 +7,7 @@ single tokens in Python.
 
 import struct
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -166,6 +167,25 @@ def _trajectory_record(trajectory: Trajectory) -> TrajectoryRecord:
     )
 
 
+def _trajectory(record: TrajectoryRecord) -> Trajectory:
+    logprobs = record.response_logprobs
+    return Trajectory(
+        prompt_ids=array("i", record.prompt_ids).tolist(),
+        response_ids=array("i", record.response_ids).tolist(),
+        response_mask=array("b", record.response_mask).tolist(),
+        response_logprobs=None if logprobs is None else array("f", logprobs).tolist(),
+        messages=orjson.loads(record.messages),
+        finish_reason=record.finish_reason,
+        policy_versions=[(start, version) for start, version in record.policy_versions],
+        is_snapshot=record.is_snapshot,
+        num_turns=record.num_turns,
+        reward=record.reward,
+        reward_extra=orjson.loads(record.reward_extra),
+        metrics=Metrics(*record.metrics),
+        extra=orjson.loads(record.extra),
+    )
+
+
 def pack(code: str, values: Sequence[float]) -> bytes:
     """Numbers as little-endian binary, by `struct`'s code. Raises `ValueError` for one that does not fit."""
     try:
@@ -227,6 +247,19 @@ class RecordCodec:
     def decode_rollout(self, body: bytes) -> RolloutRecord:
         """The inverse of `encode`, up to the record; raises `ValueError` on anything else."""
         return _rollout_decoder.decode(self._decompress(body))
+
+    def decode(self, body: bytes) -> Rollout:
+        """A rollout as it was before `encode`."""
+        record = self.decode_rollout(body)
+        return Rollout(
+            index=record.index,
+            repeat=record.repeat,
+            prompt_key=record.prompt_key,
+            trajectories=[_trajectory(one) for one in record.trajectories],
+            data_source=record.data_source,
+            ground_truth=orjson.loads(record.ground_truth),
+            attempts=record.attempts,
+        )
 
     def encode_failure(self, failure: Failure) -> bytes:
         """A failure as a frame body."""

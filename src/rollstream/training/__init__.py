@@ -2,6 +2,7 @@
 
 from rollstream.training.ahead import BatchesAhead
 from rollstream.training.async_batches import AsyncBatchGenerator, BatchRequest, BatchResult
+from rollstream.training.collate import collate, emission_views, to_dataproto
 from rollstream.training.corrections import (
     importance_ratios,
     is_stats,
@@ -42,8 +43,11 @@ __all__ = [
     "StalenessRule",
     "StepTimes",
     "TokenBudget",
+    "collate",
+    "emission_views",
     "importance_ratios",
     "is_stats",
     "masked_is_weights",
+    "to_dataproto",
     "truncated_is_weights",
 ]

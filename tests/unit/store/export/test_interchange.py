@@ -2,6 +2,7 @@
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -12,7 +13,7 @@ from tests.unit.store.fabric import commit_all
 from tests.unit.store.test_export import set_total
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "s"},
     {"role": "user", "content": [{"type": "text", "text": "what"}, {"type": "image"}]},
     {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]},

@@ -1,0 +1,166 @@
+"""Trajectories as padded tensors: by the names of GRPO loops (TRL's), and as verl's DataProto."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from rollstream.errors import ConfigError, DataError
+from rollstream.store.batch import SCHEMA
+from rollstream.store.export.dataproto import TENSORS, fill_tensors
+from rollstream.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+_WHOLE = ("input_ids", "attention_mask", "position_ids")
+"""Tensors of prompt and response together."""
+
+
+def collate(trajectories: Sequence[Trajectory], *, pad_token_id: int = 0) -> "dict[str, torch.Tensor]":
+    """Pads trajectories to one batch, by the names that TRL's GRPO loss and loops after it use.
+
+    R rows; P and Q are the lengths of the longest prompt and response, at least 1.
+
+    | name | shape, type | |
+    |---|---|---|
+    | `prompt_ids`, `prompt_mask` | (R, P), int64 | padded on the left |
+    | `completion_ids`, `completion_mask` | (R, Q), int64 | padded on the right; the mask is 1 for every token |
+    | `tool_mask` | (R, Q), int64 | 1 = sampled by the model; the loss is over `completion_mask * tool_mask` |
+    | `sampling_per_token_logps` | (R, Q), float32 | if every row has log-probs; 0.0 where the mask is 0 |
+    | `rewards` | (R,), float32 | NaN = not scored |
+
+    Raises:
+        DataError: there are none, or they have no token ids.
+    """
+    import torch
+
+    tensors = _padded(trajectories, pad_token_id)
+    width = tensors["prompts"].shape[1]
+    rewards = [np.nan if one.reward is None else one.reward for one in trajectories]
+    named = {
+        "prompt_ids": tensors["prompts"],
+        "prompt_mask": tensors["attention_mask"][:, :width],
+        "completion_ids": tensors["responses"],
+        "completion_mask": tensors["attention_mask"][:, width:],
+        "tool_mask": tensors["response_mask"],
+        "rewards": np.array(rewards, np.float32),
+    }
+    if "rollout_log_probs" in tensors:
+        named["sampling_per_token_logps"] = tensors["rollout_log_probs"]
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in named.items()}
+
+
+def emission_views(trajectory: Trajectory) -> list[Trajectory]:
+    """What the model saw and answered at each call, a trajectory of each: every token of a response is sampled.
+
+    For loops that train on single calls: `collate([view for one in trajectories for view in emission_views(one)])`.
+    Reward, messages and what else is known stay those of the whole.
+    """
+    views = []
+    logprobs = trajectory.response_logprobs
+    for seen, answered in trajectory.generations():
+        start = len(seen) - len(trajectory.prompt_ids)
+        end = start + len(answered)
+        versions = [
+            (max(at, start) - start, version)
+            for (at, version), (until, _) in zip(
+                trajectory.policy_versions, [*trajectory.policy_versions[1:], (end, 0)], strict=True
+            )
+            if at < end and max(until, at + 1) > start
+        ]
+        views.append(
+            Trajectory(
+                prompt_ids=seen,
+                response_ids=answered,
+                response_mask=[1] * len(answered),
+                response_logprobs=None if logprobs is None else logprobs[start:end],
+                messages=trajectory.messages,
+                finish_reason=trajectory.finish_reason,
+                policy_versions=versions or [(0, 0)],
+                is_snapshot=trajectory.is_snapshot,
+                num_turns=trajectory.num_turns,
+                reward=trajectory.reward,
+                reward_extra=trajectory.reward_extra,
+                metrics=trajectory.metrics,
+                extra=trajectory.extra,
+            )
+        )
+    return views
+
+
+def to_dataproto(
+    trajectories: Sequence[Trajectory], *, uids: Sequence[str] | None = None, pad_token_id: int = 0
+) -> Any:
+    """A `verl.DataProto` of trajectories in memory: tensors as `rollstream export --format dataproto` has them.
+
+    `rm_scores` are there if every trajectory has a reward. Beside the tensors: `messages`, `finish_reason`,
+    `is_snapshot`, `__num_turns__`, `policy_versions`, `emission_views` (for each engine call the ids that the model
+    saw, and those that it answered), the names of `extra`, those of `reward_extra`, and `uid`.
+
+    Args:
+        trajectories: at least one.
+        uids: the group of each; None leaves `uid` out.
+        pad_token_id: the tokenizer's.
+
+    Raises:
+        ConfigError: verl is not installed.
+        DataError: there are none, or they have no token ids.
+    """
+    tensors = _padded(trajectories, pad_token_id)
+    try:
+        from verl import DataProto
+    except ImportError as error:
+        raise ConfigError(
+            f"to_dataproto makes verl's DataProto, and verl cannot be imported: {error}"
+        ) from error
+    import torch
+
+    rewards = sorted({name for one in trajectories for name in one.reward_extra})
+    extras = sorted({name for one in trajectories for name in one.extra} - {*TENSORS})
+    named: dict[str, list[Any]] = {name: [one.extra.get(name) for one in trajectories] for name in extras}
+    named |= {name: [one.reward_extra.get(name) for one in trajectories] for name in rewards}
+    named |= {
+        name: [getattr(one, name) for one in trajectories]
+        for name in ("messages", "finish_reason", "is_snapshot", "policy_versions")
+    }
+    named["__num_turns__"] = [one.num_turns for one in trajectories]
+    named["emission_views"] = [list(one.generations()) for one in trajectories]
+    if uids is not None:
+        named["uid"] = list(uids)
+    kinds = {"is_snapshot": np.bool_, "__num_turns__": np.int32}
+    others: dict[str, Any] = {}
+    for name, values in named.items():
+        others[name] = np.empty(len(values), kinds.get(name, object))
+        others[name][:] = values
+    meta = {"reward_extra_keys": rewards} if "rm_scores" in tensors else {}
+    return DataProto.from_dict(
+        {name: torch.from_numpy(array) for name, array in tensors.items()}, others, meta
+    )
+
+
+def _padded(trajectories: Sequence[Trajectory], pad_token_id: int) -> dict[str, Any]:
+    if not trajectories or not all(one.prompt_ids for one in trajectories):
+        raise DataError(
+            "trajectories without token ids: their run had no tokenizer"
+            if trajectories
+            else "there are no trajectories to pad"
+        )
+    stored = {"prompt_ids": "prompts", "response_ids": "responses", "response_mask": "response_mask"}
+    if all(one.response_logprobs is not None for one in trajectories):
+        stored["response_logprobs"] = "rollout_log_probs"
+    if all(one.reward is not None for one in trajectories):
+        stored["reward"] = "rm_scores"
+    prompt = max(len(one.prompt_ids) for one in trajectories)
+    response = max(1, *(len(one.response_ids) for one in trajectories))
+    widths = {"prompts": prompt, **dict.fromkeys(_WHOLE, prompt + response)}
+    tensors = {
+        name: np.zeros((len(trajectories), widths.get(name, response)), TENSORS[name])
+        for name in (*stored.values(), *_WHOLE)
+    }
+    columns = [
+        pa.array([getattr(one, name) for one in trajectories], SCHEMA.field(name).type) for name in stored
+    ]
+    fill_tensors(tensors, pa.table(columns, list(stored)), pad_token_id)
+    return tensors
