@@ -195,9 +195,7 @@ def build_parser() -> argparse.ArgumentParser:
         default="best",
         help="the best with the worst of each prompt, or all whose rewards differ (default: best)",
     )
-    preference.add_argument(
-        "--min-margin", type=float, default=0.0, metavar="X", help="rewards differ by at least this"
-    )
+    preference.add_argument("--min-margin", type=float, metavar="X", help="rewards differ by at least this")
     dataproto = export.add_argument_group("dataproto", "a pickle that verl.DataProto.load_from_disk reads")
     dataproto.add_argument(
         "--unscored",
@@ -401,11 +399,12 @@ def _export(options: argparse.Namespace) -> int:
         "preference": ("min_margin",),
     }
     for name, names in foreign.items():
-        given = [f"--{one.replace('_', '-')}" for one in names if getattr(options, one) not in (None, False)]
+        values = {f"--{one.replace('_', '-')}": getattr(options, one) for one in names}
+        given = [option for option, value in values.items() if not (value is None or value is False)]
         if name == "dataproto" and options.unscored != "error":
             given.append("--unscored")
-        if name == "preference":
-            given = ["--min-margin"] * (options.min_margin != 0) + ["--pairs"] * (options.pairs != "best")
+        if name == "preference" and options.pairs != "best":
+            given.append("--pairs")
         if given and options.format != name:
             raise ConfigError(f"{', '.join(given)}: for --format {name}, not {options.format}")
     if options.push is not None:
@@ -434,7 +433,7 @@ def _export(options: argparse.Namespace) -> int:
     chosen = ExportOptions(
         dataproto,
         SftOptions(options.best, options.min_reward, options.tokens),
-        PreferenceOptions(options.pairs, options.min_margin),
+        PreferenceOptions(options.pairs, options.min_margin or 0.0),
     )
     done = export_run(options.run_dir, options.format, options.output, force=options.force, options=chosen)
     print(f"wrote {', '.join(str(path) for path in done.files)} ({done.rows} rows)")

@@ -15,6 +15,7 @@ from rollstream.generation.main import parse
 from rollstream.generation.runner import GenerationResult
 from rollstream.store.paths import RunPaths
 from tests.unit.store.fabric import commit_all, rollout
+from tests.unit.store.test_export import finished
 
 
 @pytest.mark.parametrize(
@@ -196,3 +197,22 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     process.stdout.close()
     assert process.wait(60) == 0
     assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--format", "sft", "--pairs", "all"], "--pairs: for --format preference, not sft"),
+        (["--format", "jsonl", "--min-reward", "0", "--tokens"], "--min-reward, --tokens: for --format sft"),
+        (["--format", "sft", "--best", "0"], "--best must be at least 1"),
+        (["--format", "preference", "--min-margin", "-1"], "--min-margin must be at least 0"),
+    ],
+)
+async def test_an_exports_options_are_for_their_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], why: str
+) -> None:
+    run = await finished(tmp_path / "run")
+    assert main(["export", str(run), *words]) == 2
+    assert why in capsys.readouterr().err
+    assert main(["export", str(run), "--format", "sft", "--best", "1", "--min-reward", "-9"]) == 0
+    assert "trajectories_sft.jsonl (3 rows)" in capsys.readouterr().out

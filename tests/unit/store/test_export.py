@@ -8,6 +8,7 @@ import orjson
 import pytest
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError
+from rollstream.store.batch import seal_journal
 from rollstream.store.export.examples import SftOptions
 from rollstream.store.export.files import export_jsonl, read_rows
 from rollstream.store.export.run import ExportOptions, export_run
@@ -147,6 +148,27 @@ async def test_a_run_that_is_written_or_read_only_is_exported_elsewhere(
     assert content(run) == before
     assert (tmp_path / "x").read_bytes() == (tmp_path / "before").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "run", "x"]
+
+
+async def test_a_journal_that_is_sealed_meanwhile_is_read_as_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, lock = await unfinished(tmp_path / "run"), RunLock(tmp_path / "run" / "run.lock")
+    sealed: list[Path] = []
+
+    def by_the_writer(journal: Path, batch: Path, run_id: bytes) -> None:
+        seal_journal(journal, run / "batches" / batch.name, run_id)
+        journal.unlink()
+        sealed.append(journal)
+        raise FileNotFoundError(journal)
+
+    monkeypatch.setattr("rollstream.store.export.run.seal_journal", by_the_writer)
+    lock.acquire()
+    try:
+        assert export_run(run, "jsonl", tmp_path / "x").rows == 4
+    finally:
+        lock.release()
+    assert sealed
 
 
 async def test_an_export_says_of_what_it_was_made_and_when_it_is_older(tmp_path: Path) -> None:
