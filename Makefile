@@ -12,6 +12,7 @@
 # make test-verifiers   environments of verifiers 0.2 and 0.4, in environments of their own (1.1 GB each), and their tests
 # make test-transformers   engine hf with the oldest transformers that pyproject.toml allows and the newest (1.3 GB each)
 # make test-inspect   inspect_ai in an environment of its own (0.7 GB), and the tests against it
+# make test-extras   the wheel with each extra in a clean environment: resolves, and works (about half an hour)
 # make check  formatting, lint, types (what .ci/run checks besides the tests)
 # make bench-quick  every benchmark, small
 # make demo-model   trains and exports the demo model anew (about half an hour)
@@ -22,7 +23,7 @@ DEMO_ARGS ?=
 EXECUTOR ?= local
 STORE ?= sqlite
 
-.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers test-transformers test-inspect check bench-quick demo-model clean
+.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers test-transformers test-inspect test-extras check bench-quick demo-model clean
 
 env: .venv/.done
 demo: .venv-demo/.done $(if $(filter ray,$(EXECUTOR)),.venv-demo/.ray)
@@ -55,6 +56,8 @@ test-transformers: .venv-transformers0/.done .venv-transformers1/.done
 	for end in 0 1; do .venv-transformers$$end/bin/python -m pytest tests/unit/engine/test_hf*.py tests/integration/test_hf_engine.py $(TEST_ARGS) || exit 1; done
 test-inspect: .venv-inspect/.done
 	.venv-inspect/bin/python -m pytest tests/compat/test_inspect.py $(TEST_ARGS)
+test-extras: .venv/.done
+	.venv/bin/python -m pytest -m extras tests/compat/test_extras.py $(TEST_ARGS)
 check: .venv/.done
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .

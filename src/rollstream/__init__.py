@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rollstream.generation.runner import run_generation
     from rollstream.trajectory import Rollout, Trajectory
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _EXPORTED = {
     "GenerationResult": "rollstream.generation.result",

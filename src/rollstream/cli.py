@@ -13,6 +13,7 @@ import orjson
 import rollstream
 from rollstream import simulate as simulation
 from rollstream.buffer import command as buffer
+from rollstream.demo import init as beginning
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.evaluate import command as evaluation
 from rollstream.evaluate import score_command as scoring
@@ -91,12 +92,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     generation.add_arguments(generate)
 
+    begin = add(
+        "init", beginning.run, "write a configuration, prompts and a reward file that run as they are written"
+    )
+    beginning.add_arguments(begin)
+
     demo = add(
         "demo",
         _demo,
         "generate with the shipped model, task and reward: 256 rollouts into outputs/demo",
         epilog="Takes the same settings as `rollstream generate`, for example:\n"
-        "  rollstream demo train_tasks.0.size=1000 trainer.default_local_dir=outputs/big\n",
+        "  rollstream demo train_tasks.0.size=1000 --output outputs/big\n",
     )
     generation.add_arguments(demo)
 

@@ -34,6 +34,25 @@ def test_words_may_stand_between_options(line: str) -> None:
         assert (options.overrides, options.config) == (["a=b", "c=d"], [Path("f.yaml")]) and options.dry_run
 
 
+def test_short_flags_are_names_of_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They lie over files, and `key=value` words over them."""
+    file = tmp_path / "run.yaml"
+    file.write_text("actor_rollout_ref: {rollout: {n: 2, temperature: 0.5}}\n")
+    line = "--model M data.seed=3 --prompts a,b.jsonl -n 8 --reward r.py --output [o]"
+    assert main(["generate", "--config", str(file), "--show-config", "--json", *line.split()]) == 0
+    shown = orjson.loads(capsys.readouterr().out)
+    rollout = shown["actor_rollout_ref"]["rollout"]
+    assert shown["actor_rollout_ref"]["model"]["path"] == "M"
+    assert (rollout["n"], rollout["temperature"], shown["data"]["seed"]) == (8, 0.5, 3)
+    assert shown["data"]["train_files"] == ["a,b.jsonl"]
+    assert shown["custom_reward_function"]["path"] == "r.py"
+    assert shown["trainer"]["default_local_dir"] == "[o]"
+    main(["demo", "-n", "3", "actor_rollout_ref.rollout.n=5", "--show-config", "--json"])
+    assert orjson.loads(capsys.readouterr().out)["actor_rollout_ref"]["rollout"]["n"] == 5
+    assert main(["generate", "-n", "0", "--show-config"]) == 2
+    assert "actor_rollout_ref.rollout.n must be at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "line", ["generate a=b --jsn c=d", "generate a=b -x", "status run c=d", "show run 1 2 3"]
 )

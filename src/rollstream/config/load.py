@@ -66,6 +66,9 @@ _OF_EVERY_RENDERING = frozenset(
 _NEAR = 0.8
 """How alike (difflib's ratio) two last words must be for "did you mean"; the words before them less."""
 
+_NEAR_BESIDE = 0.65
+"""The same where the words before them are equal: `nn` is as near to `n`."""
+
 _LAUNCHED = ("sglang", "vllm")
 """Engines whose servers rollstream launches where no `server_urls` are given."""
 
@@ -379,7 +382,12 @@ def _nearest(path: str) -> str | None:
         return min(by_word, by_parent + 0.2), difflib.SequenceMatcher(None, path, key).ratio()
 
     best = max(sorted(_known_keys()), key=likeness)
-    return best if likeness(best)[0] >= _NEAR else None
+    if likeness(best)[0] >= _NEAR:
+        return best
+    # Where all but the last word is right, that one may be less alike.
+    beside = [key.rpartition(".")[2] for key in _known_keys() if key.rpartition(".")[0] == parent]
+    found = difflib.get_close_matches(word, beside, n=1, cutoff=_NEAR_BESIDE) if parent else []
+    return f"{parent}.{found[0]}" if found else None
 
 
 @cache

@@ -25,7 +25,7 @@ from rollstream.config.settings import Settings
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.generation.logs import log_to_console
 from rollstream.generation.metrics import MetricsServer
-from rollstream.generation.progress import ProgressConsole, format_duration, progress_console
+from rollstream.generation.progress import ProgressConsole, Waits, format_duration, progress_console
 from rollstream.generation.runner import GenerationResult, check_run_directory, generate
 from rollstream.generation.setup import Prepared, peek_manifest, prepare
 from rollstream.rollout.setup import launch_request
@@ -42,12 +42,14 @@ _ERROR_SHOWN = 300
 """Characters of an error in the closing lines."""
 
 
-def run(options: argparse.Namespace, layers: Sequence[Mapping[str, Any] | Path] = ()) -> int:
-    """Executes a parsed `generate` command line; `layers` are laid under its `--config`."""
+def run(
+    options: argparse.Namespace, layers: Sequence[Mapping[str, Any] | Path], flags: Mapping[str, Any]
+) -> int:
+    """Executes a parsed `generate` command line; `layers` are laid under its `--config`, `flags` over it."""
     err = progress_console()
     with _standard_output(kept_clean=options.json) as out:
         try:
-            return _run(options, layers, out, err)
+            return _run(options, [*layers, *options.config, flags], out, err)
         except RollstreamError as error:
             err.print(f"error: {error}", style="bold red", markup=False, emoji=False, soft_wrap=True)
             logger.debug("%s", traceback.format_exc())
@@ -64,7 +66,7 @@ def _run(
         out.write(Path(rollstream.config.__file__).with_name("generation.yaml").read_text())
         return 0
     log_to_console(err, "warning")
-    config = compose(options.overrides, layers=[*layers, *options.config])
+    config = compose(options.overrides, layers=layers)
     settings = to_settings(config)
     if options.show_config:
         out.write(_json(OmegaConf.to_container(config, resolve=True)) if options.json else to_yaml(config))
@@ -172,7 +174,8 @@ def shortened(text: str) -> str:
 async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
     """Prints what a run would be. Raises `RunDirectoryError` when the run directory would refuse it."""
     manifest = peek_manifest(config)
-    prepared = await prepare(config, manifest)
+    with Waits() as waits:
+        prepared = await prepare(config, manifest, waits.begin)
     if (port := prepared.settings.generation.metrics_port) is not None:
         metrics = MetricsServer(port, bytes)  # a port in use would end the run
         await metrics.start()

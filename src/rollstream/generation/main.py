@@ -16,8 +16,8 @@ import rollstream
 
 EPILOG = """\
 examples:
-  rollstream generate actor_rollout_ref.model.path=MODEL data.train_files=prompts.parquet \\
-      actor_rollout_ref.rollout.n=4 trainer.default_local_dir=outputs/run1
+  rollstream generate --model MODEL --prompts prompts.parquet -n 4 --reward reward.py \\
+      --output outputs/run1 actor_rollout_ref.rollout.temperature=0.8
   rollstream generate --config outputs/run1/config.yaml          the same run again: it resumes
   rollstream generate --config outputs/run1/config.yaml --dry-run
 
@@ -28,9 +28,35 @@ cannot be used; 130/143 stopped by a signal: the same command continues.
 """
 
 
+_SHORT: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("--model", "actor_rollout_ref.model.path", "folder or hub name of the model", {}),
+    ("--prompts", "data.train_files", "a file of prompts; may stand several times", {"action": "append"}),
+    ("-n", "actor_rollout_ref.rollout.n", "rollouts per prompt", {"type": int, "metavar": "N"}),
+    ("--reward", "custom_reward_function.path", "a Python file with compute_score", {"metavar": "FILE"}),
+    ("--output", "trainer.default_local_dir", "the run directory", {"metavar": "DIR"}),
+)
+"""Flags for what every run sets: flag, key, help, and what argparse is told besides."""
+
+
+def _short_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What short flags set, as a tree."""
+    tree: dict[str, Any] = {}
+    for _, key, _, _ in _SHORT:
+        if (value := getattr(options, key)) is not None:
+            *parents, name = key.split(".")
+            branch = tree
+            for parent in parents:
+                branch = branch.setdefault(parent, {})
+            branch[name] = value
+    return tree
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options and words of `generate`; words and options may stand in any order, see `parse`."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, in Hydra's grammar")
+    for flag, key, text, more in _SHORT:
+        told: dict[str, Any] = {"metavar": flag.removeprefix("--").upper(), **more}
+        parser.add_argument(flag, dest=key, help=f"{text} ({key})", **told)
     parser.add_argument(
         "--config",
         type=Path,
@@ -120,7 +146,7 @@ def run(options: argparse.Namespace, layers: Sequence[Mapping[str, Any] | Path] 
         sys.stderr.flush()
     from rollstream.generation import command
 
-    return command.run(options, layers)
+    return command.run(options, layers, _short_settings(options))
 
 
 def guarded(body: Callable[[], int]) -> int:

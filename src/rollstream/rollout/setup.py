@@ -137,7 +137,7 @@ def load_agents(
     """
     model, rollout = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout
     if model.path is None:
-        raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder")
+        raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder (--model)")
     for key, path in (("path", model.path), ("tokenizer_path", model.tokenizer_path)):
         if path is not None and "://" in path:
             raise ConfigError(

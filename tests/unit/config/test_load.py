@@ -115,6 +115,7 @@ def test_all_problems_are_said_at_once(tmp_path: Path) -> None:
         ("actor_rollout_ref.rollout.max_num_seqs", "it is actor_rollout_ref.rollout.launch.args"),
         ("model.path", "did you mean 'actor_rollout_ref.model'"),
         ("generation.temperature", "did you mean 'actor_rollout_ref.rollout.temperature'"),
+        ("actor_rollout_ref.rollout.nn", "did you mean 'actor_rollout_ref.rollout.n'?"),
         ("hydra.job.name", None),
         ("data.nope", None),
         ("data.pattern", None),

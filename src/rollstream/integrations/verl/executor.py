@@ -142,7 +142,7 @@ def _prepare(config: DictConfig) -> VerlPrepared:
 def _check(settings: Settings) -> None:
     rollout = settings.actor_rollout_ref.rollout
     if settings.actor_rollout_ref.model.path is None:
-        raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder")
+        raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder (--model)")
     if rollout.name == "openai":
         raise ConfigError(
             "generation.executor=verl needs token ids, which actor_rollout_ref.rollout.name=openai has none "

@@ -1,0 +1,43 @@
+"""`rollstream init`: a configuration, prompts and a reward that run as they are written."""
+
+import argparse
+import importlib.util
+import json
+import shlex
+from pathlib import Path
+
+from rollstream.demo import MODEL_PATH
+from rollstream.errors import ConfigError
+
+FILES = ("run.yaml", "prompts.jsonl", "reward.py")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `rollstream init`."""
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="DIR", help="default: here")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Writes the files and says what to do with them; nothing that is there is overwritten."""
+    folder: Path = options.folder
+    write_files(folder)
+    names = ", ".join(str(folder / name) for name in FILES)
+    there = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    print(f"wrote {names}. Now:\n  {there}rollstream generate --config run.yaml")
+    return 0
+
+
+def write_files(folder: Path) -> None:
+    """Writes `FILES` into a folder. Raises `ConfigError`: one of them is there."""
+    if there := [str(folder / name) for name in FILES if (folder / name).exists()]:
+        raise ConfigError(f"{', '.join(there)}: there already; nothing was written. Name another folder")
+    # hf where only that is installed; else a run says how the engine is installed.
+    only_hf = not importlib.util.find_spec("openvino_genai") and importlib.util.find_spec("torch")
+    filled = {"MODEL_PATH": json.dumps(str(MODEL_PATH)), "ENGINE": "hf" if only_hf else "openvino"}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        text = (MODEL_PATH.parent / "start" / name).read_text(encoding="utf-8")
+        if name == "run.yaml":
+            for word, value in filled.items():
+                text = text.replace(word, value)
+        (folder / name).write_text(text, encoding="utf-8")
