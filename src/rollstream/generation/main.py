@@ -8,6 +8,7 @@ import argparse
 import os
 import platform
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,9 @@ def _job(word: str) -> str:
     return word
 
 
+_SLOW_S = 2.0
+"""Longer than a person waits without asking."""
+
 _HINT = " (Hydra's; here: --config FILE, which may have defaults:, --show-config, and one run a command)"
 
 _HYDRAS = frozenset(
@@ -141,11 +145,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, layers: Sequence[Mapping[str, Any] | Path] = ()) -> int:
     """Executes a parsed `generate` command line; `layers` are laid under its `--config`."""
+    loading = threading.Timer(_SLOW_S, sys.stderr.write, ["loading Python's packages …\n"])
+    loading.daemon = True
     if not (options.show_config or options.help_config):  # before the imports below, which take a second
         sys.stderr.write(f"rollstream {rollstream.__version__} on {platform.node()}, process {os.getpid()}\n")
         sys.stderr.flush()
-    from rollstream.generation import command
-
+        loading.start()
+    try:
+        from rollstream.generation import command
+    finally:
+        loading.cancel()
     return command.run(options, layers, _short_settings(options))
 
 
