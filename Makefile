@@ -14,6 +14,7 @@
 # make test-inspect   inspect_ai in an environment of its own (0.7 GB), and the tests against it
 # make test-extras   the wheel with each extra in a clean environment: resolves, and works (about half an hour)
 # make check  formatting, lint, types (what .ci/run checks besides the tests)
+# make docs   the documentation site in site/, in an environment of its own (0.1 GB); a link that leads nowhere is an error
 # make bench-quick  every benchmark, small
 # make demo-model   trains and exports the demo model anew (about half an hour)
 
@@ -23,7 +24,7 @@ DEMO_ARGS ?=
 EXECUTOR ?= local
 STORE ?= sqlite
 
-.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers test-transformers test-inspect test-extras check bench-quick demo-model clean
+.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers test-transformers test-inspect test-extras check docs bench-quick demo-model clean
 
 env: .venv/.done
 demo: .venv-demo/.done $(if $(filter ray,$(EXECUTOR)),.venv-demo/.ray)
@@ -62,6 +63,8 @@ check: .venv/.done
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+docs: .venv-docs/.done
+	.venv-docs/bin/zensical build --clean --strict
 bench-quick: .venv/.done
 	for name in overhead resume agent gateway concurrency pool export scaling ray buffer training view score; do .venv/bin/python -m bench.$$name --quick || exit 1; done
 demo-model: .venv/.done
@@ -116,6 +119,12 @@ demo-model: .venv/.done
 	$(@D)/bin/python -m pip --disable-pip-version-check install -q verifiers==$(VERIFIERS) pytest pytest-asyncio pytest-timeout hypothesis -e '.[verifiers,openvino]'
 	touch $@
 
+# The last version that needs no package of its own for the theme.
+.venv-docs/.done: Makefile
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip --disable-pip-version-check install -q zensical==0.0.72
+	touch $@
+
 .venv-inspect/.done: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install -q inspect_ai==0.3.285 pytest pytest-asyncio pytest-timeout hypothesis -e .
@@ -130,4 +139,4 @@ demo-model: .venv/.done
 	touch $@
 
 clean:
-	rm -rf .venv .venv-demo .venv-train .venv-vllm .venv-verl .venv-verifiers0 .venv-verifiers1 .venv-transformers0 .venv-transformers1 .venv-inspect build
+	rm -rf .venv .venv-demo .venv-train .venv-vllm .venv-verl .venv-verifiers0 .venv-verifiers1 .venv-transformers0 .venv-transformers1 .venv-inspect .venv-docs build site
