@@ -52,9 +52,11 @@ def configuration() -> str:
         if value or meaning or key in ("train_tasks",):
             owner = ".".join(path[:2]) if path[0] == "actor_rollout_ref" else path[0]
             default = f"`{value}`" if value else ""
-            parts.setdefault(owner, []).append(f"| `{'.'.join(path)}` | {default} | {_cell(meaning)} |")
+            name = ".".join(path).removeprefix(f"{owner}.")
+            parts.setdefault(owner, []).append(f"| `{name}` | {default} | {_cell(meaning)} |")
     text = f"# Configuration\n\n{_GENERATED}Every key of `rollstream generate`, its default and its meaning, as in "
     text += "`rollstream generate --help-config`.\nA default of `null` means that the key is not set.\n"
+    text += "A key's full name begins with the heading: `actor_rollout_ref.rollout.n=8`.\n"
     for owner, rows in parts.items():
         text += f"\n## {owner}\n\n| key | default | |\n|---|---|---|\n" + "\n".join(rows) + "\n"
     return text
