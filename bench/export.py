@@ -120,16 +120,15 @@ def measure_dataproto(folder: Path, files: int) -> dict[str, float]:
     import torch
 
     from rollstream.store.export.dataproto import DataProtoOptions, dataproto_files
-    from rollstream.store.export.run import export_run
+    from rollstream.store.export.run import ExportOptions, export_run
 
     tensordict.TensorDict({"a": torch.zeros(1, 1)}, batch_size=[1]).consolidate()
     target = folder / "out.pkl"
     run = folder / "run"
     rows = export_run(run, "parquet").rows
     before, started = peak_rss_mb(), time.perf_counter()
-    export_run(
-        run, "dataproto", target, force=True, dataproto=DataProtoOptions(max_rows_per_file=-(-rows // files))
-    )
+    options = ExportOptions(dataproto=DataProtoOptions(max_rows_per_file=-(-rows // files)))
+    export_run(run, "dataproto", target, force=True, options=options)
     seconds = time.perf_counter() - started
     size = sum(path.stat().st_size for path in dataproto_files(target)) / 1e6
     return {
