@@ -85,9 +85,10 @@ class SqliteDriver:
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._writer, self._close)
         self._writer.shutdown()
-        self._readers.shutdown()
 
     def _close(self) -> None:
+        # The writer's connection is the last one: it brings the log into the database, and takes it away.
+        self._readers.shutdown()
         while True:
             try:
                 self._idle.get_nowait().close()
