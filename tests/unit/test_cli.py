@@ -152,6 +152,10 @@ def test_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["-cp=mine"], "-cp is not taken"),
         (["--cfg", "hydra"], "want job, not 'hydra'"),
         (["--config-name", "mine"], "unrecognized arguments: --config-name"),
+        (["--config-dir=conf"], "unrecognized arguments: --config-dir=conf"),
+        (["--multirun", "generation.seed=1,2"], "unrecognized arguments: --multirun"),
+        (["-m", "generation.seed=1,2"], "unrecognized arguments: -m"),
+        (["--hydra-help"], "unrecognized arguments: --hydra-help"),
     ):
         with pytest.raises(SystemExit):
             main(["generate", *words])

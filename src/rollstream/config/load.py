@@ -75,7 +75,9 @@ _LAUNCHED = ("sglang", "vllm")
 _RAY_CALLS_IT = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 """Resources that have an option of their own: Ray refuses them among the others."""
 
-_SHOWN = 12
+_GROUPS = "a config group is chosen in the `defaults:` of a file that --config names"
+
+_SHOWN = 16
 """Left out keys named in a note."""
 
 _IN_ENGLISH = {
@@ -109,16 +111,19 @@ def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any]
         try:
             plain: Any = OmegaConf.to_container(layer) if isinstance(layer, DictConfig) else layer
             tree, own = _read_file(layer) if isinstance(layer, Path) else (plain, plain)
-            OmegaConf.unsafe_merge(config, _known_part(tree, own, where, problems))
+            notes: list[str] = []
+            OmegaConf.unsafe_merge(config, _known_part(tree, own, where, problems, notes))
+            _say_left_out(where, notes)
         except ConfigError as error:
             problems.append(str(error))
         except OmegaConfBaseException as error:
             problems.append(f"{where}{_first_line(error)}")
+    notes = []
     for word in overrides:
         try:
             key, value = _read_override(word)
             tree = _nested(key, value)
-            kept: Any = _known_part(tree, tree, "", problems)
+            kept: Any = _known_part(tree, tree, "", problems, notes)
             for part in key.split("."):
                 kept = kept.get(part, _LEFT_OUT) if isinstance(kept, Mapping) else _LEFT_OUT
             if kept is not _LEFT_OUT:
@@ -128,6 +133,7 @@ def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any]
             problems.append(str(error))
         except OmegaConfBaseException as error:
             problems.append(f"{word!r}: {_first_line(error)}")
+    _say_left_out("", notes)
     settings, wrong = _checked(config)
     if problems:
         raise _as_one([*problems, *wrong])
@@ -267,10 +273,14 @@ def _compose_by_hydra(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         hint = ""
         if any("verl" in str(one) for one in searched) and importlib.util.find_spec("verl") is None:
             hint = " (verl, which hydra.searchpath names, is not installed here)"
+        elif "Could not" in what:
+            hint = f" (looked in {path.absolute().parent} and {', '.join(map(str, searched))}; what to search is "
+            hint += "set by hydra.searchpath in the file, for verl's groups [pkg://verl.trainer.config])"
         raise ConfigError(
             f"configuration file {path} cannot be composed: {what.removesuffix('.')}{hint}"
         ) from error
-    return dict(composed)
+    rest = {key: value for key, value in (hydra or {}).items() if key != "searchpath"}
+    return ({"hydra": rest} if rest else {}) | dict(composed)
 
 
 @cache
@@ -293,25 +303,25 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def _known_part(
-    tree: Mapping[Any, Any], own: Mapping[Any, Any], where: str, problems: list[str]
+    tree: Mapping[Any, Any], own: Mapping[Any, Any], where: str, problems: list[str], notes: list[str]
 ) -> dict[str, Any]:
-    """The part of a layer that rollstream has keys for; `problems` gets the other keys.
+    """The part of a layer that rollstream has keys for.
 
     Args:
         tree: The layer.
-        own: What its author wrote. The rest comes from config groups: there unknown keys are only noted, and
-            null means "not set".
+        own: What its author wrote. The rest comes from config groups: there keys that nobody knows are only
+            noted, and null means "not set".
         where: Begins messages.
-        problems: Added to.
+        problems: Gets what is wrong.
+        notes: Gets the other keys, those that can be left out.
     """
-    notes: list[str] = []
 
     def walk(tree: Mapping[Any, Any], known: Mapping[str, Any], own: Any, prefix: str) -> dict[str, Any]:
         kept: dict[str, Any] = {}
         for key, value in tree.items():
             path, is_own = f"{prefix}{key}", isinstance(own, Mapping) and key in own
             if key not in known:
-                refusal = _refusal(path, value) if is_own else None
+                refusal = _refusal(path, value, is_own=is_own)
                 (notes if refusal is None else problems).append(f"{where}{refusal}" if refusal else path)
             elif isinstance(known[key], Mapping) and not _is_free_form(path):
                 if isinstance(value, Mapping):
@@ -319,33 +329,42 @@ def _known_part(
                 elif isinstance(value, str) and value.startswith("${"):
                     kept[key] = value
                 else:
-                    problems.append(f"{where}{path} must hold keys (it is {value!r})")
+                    hint = f"; {_GROUPS}" if isinstance(value, str) else ""
+                    problems.append(f"{where}{path} must hold keys (it is {value!r}){hint}")
             elif is_own or (
                 value is not None and not (isinstance(value, Mapping) and not any(value.values()))
             ):
                 kept[key] = value
         return kept
 
-    kept = walk(tree, _known_tree(), own, "")
-    notes = [path for path in notes if not path.endswith("_target_")]
-    if notes:
-        more = f" and {len(notes) - _SHOWN} more" if len(notes) > _SHOWN else ""
-        logger.warning(
-            "%sleft out, as nothing here depends on it: %s%s", where, ", ".join(notes[:_SHOWN]), more
-        )
-    return kept
+    return walk(tree, _known_tree(), own, "")
 
 
-def _refusal(path: str, value: Any) -> str | None:
-    """Why a key that rollstream does not have cannot be left out; None: it can, it is verl's and has no effect."""
+def _say_left_out(where: str, keys: Iterable[str]) -> None:
+    named = [key for key in dict.fromkeys(keys) if not key.endswith("_target_")]
+    if named:
+        more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+        shown = ", ".join(named[:_SHOWN])
+        logger.warning("%sleft out, as nothing here depends on it: %s%s", where, shown, more)
+
+
+def _refusal(path: str, value: Any, *, is_own: bool) -> str | None:
+    """Why a key that rollstream does not have cannot be left out; None: it can, it is verl's and has no effect.
+
+    One that comes from a config group (not `is_own`) can, unless its value means something else here.
+    """
     verl = _verl_keys()
-    if path in verl["fine_with"]:
-        values, why = verl["fine_with"][path]
-        return None if value is None or value in values else f"{path}={value}: {why}"
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if f"{path}.{key}" in verl["fine_with"] and (refusal := _refusal(f"{path}.{key}", item)):
-                return refusal
+    for key, (values, why) in verl["fine_with"].items():
+        if f"{key}.".startswith(f"{path}."):
+            item = value
+            for part in key[len(path) + 1 :].split(".") if key != path else ():
+                item = item.get(part) if isinstance(item, Mapping) else None
+            if item is not None and item not in values:
+                return f"{key}={item}: {why}"
+            if key == path:
+                return None
+    if not is_own:
+        return None
     for parent, names in verl["no_effect"].items():
         if any(f"{path}.".startswith(f"{parent}.{name}.".lstrip(".")) for name in names):
             return None
@@ -449,6 +468,8 @@ def read_value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
         return None
     if path == "trainer.logger" and (value is None or isinstance(value, str)):
         value = [] if value is None else [value]  # as verl takes it
+    if path == "data.seed" and value is None:
+        value = 0  # verl's default, for whatever order
     if is_dataclass(kind) or is_typeddict(kind):
         if not isinstance(value, Mapping):
             problems.append(f"{path} must hold keys (it is {value!r})")
@@ -528,6 +549,8 @@ def _read_override(text: str) -> tuple[str, Any]:
     if override.is_sweep_override():
         hint = "" if simple is None else f"; if the comma is part of it: {_quoted(simple)}"
         raise ConfigError(f"{text!r} is a sweep; one run takes one value per key{hint}")
+    if "/" in override.key_or_group or override.package is not None:
+        raise ConfigError(f"{text!r}: {_GROUPS}")
     is_switch = isinstance(value, bool) and bool in kinds
     if simple is not None and str in kinds and isinstance(value, bool | int | float) and not is_switch:
         value = simple[2].strip()

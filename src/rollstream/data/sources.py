@@ -328,7 +328,8 @@ def custom_rows(data: DataSettings) -> ObjectRows:
     except (Exception, SystemExit) as error:
         raise DataError(
             f"{label}: cannot be made by (files=…, data=…) with a length ({type(error).__name__}: "
-            f"{error}); see docs/data.md. A dataset class for verl needs generation.executor=verl"
+            f"{error}); see docs/data.md. One as verl makes it, by (data_files=…, tokenizer=…, processor=…, "
+            "config=…), needs generation.executor=verl"
         ) from error
     if not hasattr(cls, "__getitem__"):
         raise DataError(f"{label}: has no __getitem__(position)")

@@ -105,7 +105,19 @@ _HINT = " (Hydra's; here: --config FILE, which may have defaults:, --show-config
 _HYDRAS = frozenset(
     {
         *("--config-dir", "--config-name", "--config-path"),
-        *("--info", "-i", "--multirun", "-m", "--package", "-p", "--run", "-r"),
+        *(
+            "--experimental-rerun",
+            "--hydra-help",
+            "--info",
+            "-i",
+            "--multirun",
+            "-m",
+            "--package",
+            "-p",
+            "--run",
+            "-r",
+            "--shell-completion",
+        ),
     }
 )
 """Options of programs made with Hydra."""

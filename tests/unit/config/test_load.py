@@ -84,6 +84,24 @@ def test_overrides_in_hydras_grammar() -> None:
             r"timeline_json_file is for generation\.executor=ray or verl",
         ),
         ("data=5", r"^data must hold keys \(it is 5\)$"),
+        (
+            "data=legacy_data",
+            r"legacy_data'\); a config group is chosen in the `defaults:` of a file that --con",
+        ),
+        ("hydra/launcher=slurm", r"'hydra/launcher=slurm': a config group is chosen in the `defaults:`"),
+        ("+model@actor.model=hf_model", "a config group is chosen in the `defaults:`"),
+        ("hydra.searchpath=[file://x]", "it stands in a file with defaults:, which --config names"),
+        ("hydra.run.dir=x", r"hydra\.run\.dir=x: the run directory is trainer\.default_local_dir"),
+        ("hydra.mode=MULTIRUN", "one command is one run"),
+        ("reward.custom_reward_function.path=x.py", "it is custom_reward_function.path here"),
+        ("reward.reward_model.enable=true", "call a reward model from a custom_reward_function"),
+        ("reward_model.overlong_buffer.enable=true", "a part of your custom_reward_function"),
+        ("data.mm_processor_kwargs={a: 1}", "images are prepared as the engine is set up"),
+        ("data.video_key=clips", "videos are not known"),
+        ("data.audio_key=sound", "audio is not known"),
+        ("data.reward_fn_key=source", "the column data_source chooses the reward"),
+        ("data.tokenizer=path", "it is actor_rollout_ref.model.tokenizer_path here"),
+        ("data.trust_remote_code=true", "it is actor_rollout_ref.model.trust_remote_code here"),
         ("data.train_files=${nowhere}", r"configuration cannot be resolved: [^\n]*nowhere[^\n]*$"),
         ("trainer.logger=wand", "did you mean 'wandb'"),
     ],
@@ -116,7 +134,6 @@ def test_all_problems_are_said_at_once(tmp_path: Path) -> None:
         ("model.path", "did you mean 'actor_rollout_ref.model'"),
         ("generation.temperature", "did you mean 'actor_rollout_ref.rollout.temperature'"),
         ("actor_rollout_ref.rollout.nn", "did you mean 'actor_rollout_ref.rollout.n'?"),
-        ("hydra.job.name", None),
         ("data.nope", None),
         ("data.pattern", None),
         ("actor_rollout_ref.rollout.modus", None),
@@ -131,6 +148,7 @@ def test_hints_only_where_something_near_is_meant(key: str, hint: str | None) ->
 VERL_STYLE = """
 hydra:
   searchpath: [file://GROUPS]
+  job: {chdir: false}
 defaults:
   - generation
   - legacy@data: legacy_data
@@ -159,9 +177,18 @@ def test_a_configuration_as_verl_users_write_it(tmp_path: Path, caplog: pytest.L
     assert (settings.data.prompt_key, settings.data.shuffle, settings.data.seed) == ("question", False, 0)
     assert (settings.data.files, settings.actor_rollout_ref.rollout.n) == (["train.parquet"], 4)
     assert settings.trainer.default_local_dir == "outputs/rollstream/mine"
-    for key in ("data.return_raw_chat", "data.some_key", "reward_model", "tasks", "hybrid_engine"):
+    for key in (
+        "data.return_raw_chat",
+        "data.some_key",
+        "reward_model",
+        "tasks",
+        "hybrid_engine",
+        "it: hydra",
+    ):
         assert key in caplog.text
+    (tmp_path / "groups" / "legacy" / "legacy_data.yaml").write_text(f"{group}video_key: clips\n")
     changes = [
+        ("job: {chdir: false}", "run: {dir: there}"),
         ("enable: false,", "enable: true,"),
         ("key: images", "key: pictures"),
         ("tasks: null", "tasks: [a]"),
@@ -175,6 +202,8 @@ def test_a_configuration_as_verl_users_write_it(tmp_path: Path, caplog: pytest.L
     assert "reward_model.enable=True: call a reward model from a custom_reward" in str(caught.value)
     assert "data.image_key=pictures: a row's images are in its column" in str(caught.value)
     assert "unknown key 'tasks'; it is train_tasks here" in str(caught.value)
+    assert "hydra.run.dir=there: the run directory is trainer.default_local_dir" in str(caught.value)
+    assert "data.video_key=clips: videos are not known" in str(caught.value)
 
 
 def test_tracing_is_verls() -> None:
@@ -192,7 +221,7 @@ def test_config_groups_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.yaml cannot be composed"):
         compose(layers=[path])
     path.write_text("defaults:\n  - data: legacy_data\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml cannot be composed: .*data/legacy_data"):
+    with pytest.raises(ConfigError, match=r"run\.yaml cannot be composed: .*data/legacy_data.*pkg://verl"):
         compose(layers=[path])
 
 
@@ -315,10 +344,18 @@ def test_loggers_may_be_one_name_or_none(word: str, names: list[str]) -> None:
     assert to_settings(compose([f"trainer.logger={word}"])).trainer.logger == names
 
 
-def test_a_verl_key_on_the_command_line_is_left_out_as_in_a_file(caplog: pytest.LogCaptureFixture) -> None:
-    config = compose(["data.return_raw_chat=true", "data.filter_overlong_prompts_workers=8", "data.seed=7"])
-    assert to_settings(config).data.seed == 7
-    assert "return_raw_chat" in caplog.text and "filter_overlong_prompts_workers" in caplog.text
+def test_verls_keys_on_the_command_line_are_left_out_as_in_a_file(caplog: pytest.LogCaptureFixture) -> None:
+    left_out = [
+        *("data.return_raw_chat=true", "data.filter_overlong_prompts_workers=8", "data.use_shm=true"),
+        *("data.cache_dir=x", "data.image_key=images", "data.video_key=videos", "data.tokenizer=null"),
+        *("data.trust_remote_code=false", "data.reward_fn_key=data_source", "reward_model.enable=false"),
+        *("reward_model.use_reward_loop=false", "reward_model.enable_resource_pool=false"),
+    ]
+    settings = to_settings(compose(["data.shuffle=true", "data.seed=7", *left_out]))
+    assert (settings.data.shuffle, settings.data.seed) == (True, 7)
+    names = [word.partition("=")[0] for word in left_out[:9]]
+    assert caplog.messages == [f"left out, as nothing here depends on it: {', '.join(names)}, reward_model"]
+    assert to_settings(compose(["data.seed=null"])).data.seed == 0
 
 
 def test_now_is_resolved_without_hydra_composing() -> None:

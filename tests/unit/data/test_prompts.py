@@ -228,7 +228,11 @@ class Picky:
     ("name", "error", "message"),
     [
         ("Empty", DataError, r"Empty .*holds no rows"),
-        ("Picky", DataError, r"cannot be made by \(files=…, data=…\) .*TypeError.*executor=verl"),
+        (
+            "Picky",
+            DataError,
+            r"cannot be made by \(files=…, data=…\) .*TypeError.*\(data_files=…, .*executor=verl",
+        ),
         ("Leaves", DataError, r"Leaves .*cannot be made .*\(SystemExit: 3\)"),
         ("LeavesLater", DataError, r"row 0: the dataset raised SystemExit: 3"),
         ("Square", ConfigError, r"data\.custom_cls: .*has no Square; did you mean Squares"),
