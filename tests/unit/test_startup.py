@@ -1,6 +1,7 @@
 """What a command imports: who only looks waits for no package that is not needed."""
 
 import asyncio
+import platform
 import shutil
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_commands_that_look_import_nothing_heavy(run_dir: Path) -> None:
-    assert run("--help")[0] == []
+    assert run("--help")[0] == run("generate", "--help-config")[0] == []
     for command in ("status", "status --failed", "show", "show --json", "validate", "eval --by data_source"):
         assert run(*command.split(), str(run_dir))[0] == [], command
 
@@ -80,3 +81,28 @@ def test_a_run_with_nothing_left_to_do_imports_nothing_heavy_and_says_at_once_th
     assert imported == []
     assert said.startswith("rollstream ")
     assert "256 done, 0 failed, 0 owed" in said
+    assert f"configuration: {run_dir}/config.yaml" in said
+
+
+SLOW_IMPORT = """
+import sys
+from rollstream.cli import main
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "rollstream.generation.command":
+            sys.stdin.read()
+sys.meta_path.insert(0, Slow())
+sys.exit(main(["generate"]))
+"""
+
+
+def test_a_start_that_is_slow_says_on_which_machine_and_what_it_does() -> None:
+    command = [sys.executable, "-c", SLOW_IMPORT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stderr is not None
+        said = [process.stderr.readline() for _ in range(2)]
+        assert said[0].endswith(f" on {platform.node()}, process {process.pid}\n")
+        assert said[1] == "loading Python's packages …\n"
+        process.stdin.close()
+        assert "is not set" in process.stderr.read()
+        assert process.wait(60) == 2

@@ -19,7 +19,6 @@ from typing import Any, TextIO
 import orjson
 from omegaconf import DictConfig, OmegaConf
 
-import rollstream.config
 from rollstream.config.load import compose, to_settings, to_yaml
 from rollstream.config.settings import Settings
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
@@ -62,9 +61,6 @@ def _run(
     out: TextIO,
     err: ProgressConsole,
 ) -> int:
-    if options.help_config:
-        out.write(Path(rollstream.config.__file__).with_name("generation.yaml").read_text())
-        return 0
     log_to_console(err, "warning")
     config = compose(options.overrides, layers=layers)
     settings = to_settings(config)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import rollstream
+import rollstream.config
 
 EPILOG = """\
 examples:
@@ -157,9 +158,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, layers: Sequence[Mapping[str, Any] | Path] = ()) -> int:
     """Executes a parsed `generate` command line; `layers` are laid under its `--config`."""
+    if options.help_config:
+        sys.stdout.write(Path(rollstream.config.__file__).with_name("generation.yaml").read_text("utf-8"))
+        return 0
     loading = threading.Timer(_SLOW_S, sys.stderr.write, ["loading Python's packages …\n"])
     loading.daemon = True
-    if not (options.show_config or options.help_config):  # before the imports below, which take a second
+    if not options.show_config:  # before the imports below, which take a second
         sys.stderr.write(f"rollstream {rollstream.__version__} on {platform.node()}, process {os.getpid()}\n")
         sys.stderr.flush()
         loading.start()
