@@ -58,6 +58,14 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert newest is not None and newest[1] == PROJECT["version"] == rollstream.__version__
 
 
+def test_commits_are_checked_as_make_check_does() -> None:
+    hooks = re.findall(r"entry: (.+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    made = [re.sub(r" --check| \.$", "", line.strip()) for line in recipe[1].splitlines()]
+    assert [hook.removesuffix(" --force-exclude") for hook in hooks] == made
+
+
 def call(*words: str | Path, cwd: Path) -> str:
     """What a command that must succeed wrote; nothing of this environment is inherited."""
     names = ("PYTHONPATH", "VIRTUAL_ENV", "COVERAGE_PROCESS_START")

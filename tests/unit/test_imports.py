@@ -146,7 +146,9 @@ def test_heavy_packages_are_imported_lazily(path: Path) -> None:
 def test_importing_rollstream_pulls_in_nothing_heavy() -> None:
     code = (
         "import sys, rollstream, rollstream.cli\n"
-        "from rollstream import Rollout, Trajectory, generate, run_generation\n"
+        "from rollstream import GenerationResult, Rollout, Trajectory, generate, run_generation\n"
+        "from rollstream import generation\n"
+        "assert (generation.run_generation, generation.GenerationResult) == (run_generation, GenerationResult)\n"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
