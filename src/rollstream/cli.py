@@ -4,6 +4,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from rollstream.generation import main as generation  # light, as everything her
 from rollstream.generation.main import guarded, parse
 from rollstream.integrations.verifiers import command as verifiers
 from rollstream.serving import main as serving
+from rollstream.stderr_log import at_work
 from rollstream.view import command as view
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     options = parse(build_parser(), arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
-        return command(options)
+        with at_work(options.parser.prog) if command in _SILENT else nullcontext():
+            return command(options)
     except RollstreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | DataError | RunDirectoryError) else 1
@@ -480,6 +483,10 @@ def _show(options: argparse.Namespace) -> int:
 
     print_trajectory(found, tokens=options.tokens)
     return 0
+
+
+_SILENT = (_status, _validate, _prune, _export, _merge, _show, evaluation.run)
+"""Commands that say nothing until they are done."""
 
 
 if __name__ == "__main__":

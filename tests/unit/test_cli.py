@@ -1,10 +1,13 @@
 """Command lines: words between options, resume commands that can be pasted, and quick, quiet endings."""
 
 import os
+import queue
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -13,6 +16,7 @@ from rollstream.cli import build_parser, main
 from rollstream.generation.command import command_line, summarise
 from rollstream.generation.main import parse
 from rollstream.generation.runner import GenerationResult
+from rollstream.stderr_log import at_work
 from rollstream.store.paths import RunPaths
 from tests.unit.store.fabric import commit_all, rollout
 from tests.unit.store.test_export import finished
@@ -241,3 +245,11 @@ async def test_an_exports_options_are_for_their_format(
     assert why in capsys.readouterr().err
     assert main(["export", str(run), "--format", "sft", "--best", "1", "--min-reward", "-9"]) == 0
     assert "trajectories_sft.jsonl (3 rows)" in capsys.readouterr().out
+
+
+def test_a_command_that_takes_long_says_on_a_terminal_that_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = queue.SimpleQueue[str]()
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: True, write=said.put))
+    with at_work("rollstream export", pauses=[0, 0]):
+        for _ in range(2):
+            assert re.fullmatch(r"rollstream export: working … \d+s\n", said.get(timeout=60))
