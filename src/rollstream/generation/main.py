@@ -101,7 +101,10 @@ def _job(word: str) -> str:
 _SLOW_S = 2.0
 """Longer than a person waits without asking."""
 
-_HINT = " (Hydra's; here: --config FILE, which may have defaults:, --show-config, and one run a command)"
+_HINT = (
+    " (that is an option of Hydra's. Here --config FILE names a file, which may have defaults:, --show-config "
+    "prints what a command resolves to, and one command is one run)"
+)
 
 _HYDRAS = frozenset(
     {

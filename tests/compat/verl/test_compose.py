@@ -123,6 +123,29 @@ def test_overrides_are_in_the_identity_by_what_they_come_to() -> None:
 
 
 @pytest.mark.parametrize(
+    "groups",
+    [
+        "ppo_trainer, generation",
+        "model@actor_rollout_ref.model: hf_model, rollout@actor_rollout_ref.rollout: rollout, data: legacy_data",
+    ],
+)
+def test_a_file_over_verls_own_groups_is_taken(tmp_path: Path, groups: str) -> None:
+    lines = [f"  - {group}\n" for group in (*groups.split(", "), "_self_")]
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"hydra: {{searchpath: [pkg://verl.trainer.config]}}\ndefaults:\n{''.join(lines)}"
+        "actor_rollout_ref: {rollout: {n: 3, name: vllm}}\ndata: {train_files: mine.parquet, shuffle: false}\n"
+    )
+    settings = to_settings(compose([f"actor_rollout_ref.model.path={MODEL_PATH}"], layers=[file]))
+    assert (settings.actor_rollout_ref.rollout.n, settings.data.files) == (3, ["mine.parquet"])
+    file.write_text(f"{file.read_text()}reward: {{custom_reward_function: {{path: reward.py}}}}\n")
+    with pytest.raises(
+        ConfigError, match=r"reward\.custom_reward_function\.path=reward\.py: it is custom_rew"
+    ):
+        compose(layers=[file])
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         (f"{ROLLOUT}.dtype=float32", r"rollout\.dtype is a key of rollstream's"),
