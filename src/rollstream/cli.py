@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -394,6 +395,7 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    from rollstream.generation.export_images import run_images
     from rollstream.stderr_log import log_to_stderr
     from rollstream.store.export.dataproto import DataProtoOptions
     from rollstream.store.export.examples import PreferenceOptions, SftOptions
@@ -444,7 +446,12 @@ def _export(options: argparse.Namespace) -> int:
         SftOptions(options.best, options.min_reward, options.tokens),
         PreferenceOptions(options.pairs, options.min_margin or 0.0),
     )
-    done = export_run(options.run_dir, options.format, options.output, force=options.force, options=chosen)
+    done = export_run(
+        *(options.run_dir, options.format, options.output),
+        force=options.force,
+        options=chosen,
+        images=partial(run_images, options.run_dir),
+    )
     print(f"wrote {', '.join(str(path) for path in done.files)} ({done.rows} rows)")
     if not done.finished:
         total = "?" if done.status.total is None else done.status.total

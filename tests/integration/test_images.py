@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from rollstream.errors import ConfigError
+from rollstream.generation.export_images import run_images
 from rollstream.generation.runner import as_config, generate
+from rollstream.integrations.verl.dataproto import read_dataproto
+from rollstream.store.export.run import export_run
 from rollstream.store.find import find_trajectory
 from rollstream.testing.scripted import ScriptedRequest
 from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.testing.text_rules import answer_by_text
-from tests.unit.chat.vision import CALL, IMAGE_PAD, load_model, png, write_model
+from tests.unit.chat.vision import CALL, IMAGE_PAD, load_model, picture, png, write_model
 
 TOOLS = '''
 from rollstream.agent.tools.base import ToolResponse
@@ -110,13 +113,48 @@ async def test_a_model_or_a_server_without_eyes_is_an_error_at_start(tmp_path: P
             await generate(as_config(overrides(tmp_path, server)))
 
 
-async def test_no_dataproto_of_images_is_an_error_at_start(tmp_path: Path) -> None:
+async def test_a_dataproto_has_the_pixels_and_the_models_own_positions(tmp_path: Path) -> None:
     pytest.importorskip("tensordict")
-    tokenizer, _ = load_model(write_model(tmp_path / "model"))
+    tokenizer, processor = load_model(write_model(tmp_path / "model"))
     write_rows(tmp_path)
+    run, rows, n = tmp_path / "run", 3, "actor_rollout_ref.rollout.n=2"
     async with StubServer(
-        answer_by_text(tokenizer, lambda prompt: "and that"), model=StubModel(images=True)
+        answer_by_text(tokenizer, lambda prompt: "and that"),
+        model=StubModel(vocab_size=tokenizer.vocab_size, images=True, image_token_id=IMAGE_PAD),
     ) as server:
-        with pytest.raises(ConfigError, match=r"generation\.export=dataproto: the prompt rows have images"):
-            await generate(as_config(overrides(tmp_path, server, "generation.export=[dataproto]")))
-    assert not (tmp_path / "run").exists()
+        words = overrides(tmp_path, server, "generation.export=[dataproto]", n)
+        assert (await generate(as_config(words))).completed == 2 * rows
+    data = read_dataproto(run / "trajectories.pkl")
+    inputs = data.non_tensor_batch["multi_modal_inputs"]
+    assert [sorted(one) for one in inputs[1::2]] == [
+        *[["image_grid_thw", "images_seqlens", "pixel_values"]] * 2,
+        [],
+    ]
+    assert inputs[0] is inputs[1]  # the rollouts of a prompt share their pixels
+    assert inputs[2]["image_grid_thw"].tolist() == [[1, 4, 8], [1, 4, 4]]
+    assert inputs[2]["images_seqlens"].tolist() == [32, 16]
+    red = processor.pixels([picture(56, 56)])[0]["pixel_values"]
+    assert (inputs[0]["pixel_values"] == red).all()
+    assert (inputs[2]["pixel_values"][-len(red) :] == red).all()
+    # Time, height and width of an image of 2 x 2 tokens behind three others; the text goes on behind it.
+    positions, seen = data.batch["position_ids"], data.batch["attention_mask"].bool()
+    assert positions.shape[1] == 4
+    at = data.batch["input_ids"][0][seen[0]].tolist().index(IMAGE_PAD)
+    own = positions[0][:, seen[0]][:, at : at + 5].tolist()
+    after = [[0, 0, 0, 0, 2], [0, 0, 1, 1, 2], [0, 1, 0, 1, 2]]
+    assert own == [list(range(at, at + 5)), *([at + step for step in line] for line in after)]
+    again = export_run(run, "dataproto", tmp_path / "again.pkl", images=lambda: run_images(run))
+    assert (read_dataproto(again.target).batch["position_ids"] == positions).all()
+
+    def refused(match: str) -> None:
+        with pytest.raises(ConfigError, match=match):
+            export_run(run, "dataproto", tmp_path / "no.pkl", images=lambda: run_images(run))
+
+    (tmp_path / "one.png").write_bytes(png(56, 56, "blue"))
+    refused("row 1, repeat 0: its images are 8 tokens now, and the model was shown 12")
+    (tmp_path / "one.png").unlink()
+    refused("row 1, repeat 0: image .*one.png: no such file")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "look"}\n' * 3)
+    refused(r"row 0, repeat 0: .*rows.jsonl.* is another row than the run had")
+    (tmp_path / "rows.jsonl").unlink()
+    refused("row 0, repeat 0: image 1 is not stored, and the prompt rows cannot be read")

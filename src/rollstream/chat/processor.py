@@ -19,6 +19,7 @@ from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Message
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -86,16 +87,41 @@ class ChatProcessor:
         self._check_count(text, len(images))
         if not images:
             return self._tokenizer.encode(text)
+        encoded = self._call(text, images)
+        return [int(token_id) for token_id in encoded["input_ids"][0]]
+
+    @cached_property
+    def image_token_id(self) -> int | None:
+        """The token that stands in prompts for a part of an image; None where the processor does not say."""
+        known = getattr(self._processor, "image_token_id", None)
+        if known is None and (token := getattr(self._processor, "image_token", None)) is not None:
+            known = self._processor.tokenizer.convert_tokens_to_ids(token)
+        return known
+
+    def pixels(self, images: Sequence["Image"]) -> "tuple[dict[str, torch.Tensor], int]":
+        """What a model takes for images, by the names of its `forward`, and how many tokens they are. Needs torch.
+
+        Raises:
+            DataError: the processor refuses an image, or the chat template shows none.
+        """
+        text = (self.placeholder or "") * len(images)
+        self._check_count(text, len(images))
+        encoded = self._call(text, images, return_tensors="pt")
+        ids = encoded["input_ids"]
+        of_text = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+        tensors = {name: value for name, value in encoded.items() if name not in of_text}
+        return tensors, int((ids == self.image_token_id).sum())
+
+    def _call(self, text: str, images: Sequence["Image"], **kwargs: Any) -> Any:
         try:
             with self._lock:
-                encoded = self._processor(text=[text], images=list(images), add_special_tokens=False)
+                return self._processor(text=[text], images=list(images), add_special_tokens=False, **kwargs)
         except Exception as error:  # a model's own code, which raises what it likes
             sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
             raise DataError(
                 f"the model's processor refuses the prompt's images ({sizes} pixels): "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return [int(token_id) for token_id in encoded["input_ids"][0]]
 
     def digest(self) -> str:
         """Hash of what decides how images become tokens: 32 hexadecimal digits."""

@@ -589,7 +589,12 @@ def _conflicts(settings: Settings) -> Iterator[str]:
         )
     if (shard := generation.shard_of) is not None and shard[0] >= shard[1]:
         yield f"generation.shard must be i/k with 0 <= i < k, as in 0/4 (it is {generation.shard!r})"
-    if generation.export and not generation.final_merge:
+    if "parquet" in generation.export:
+        yield (
+            "generation.export: parquet is the artifact itself, trajectories.parquet, which "
+            "generation.final_merge writes"
+        )
+    elif generation.export and not generation.final_merge:
         yield (
             f"generation.export=[{','.join(generation.export)}] is made of the merged artifact, which "
             "generation.final_merge=false leaves out: set one of them otherwise"

@@ -210,7 +210,9 @@ class GenerationSettings:
     save_batch_size: Count
     pull_timeout: Limit
     final_merge: bool
-    export: list[Literal["jsonl", "dataproto"]]
+    export: list[
+        Literal["jsonl", "dataproto", "hf", "zip", "sft", "preference", "atif", "inspect", "parquet"]
+    ]
     export_unscored: Literal["error", "keep", "drop"]
     """See `DataProtoOptions.unscored`."""
     upload_artifact: bool | ArtifactName

@@ -8,31 +8,24 @@ from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.config.settings import GenerationSettings
 from rollstream.errors import ConfigError
 from rollstream.store.batch import file_rows
-from rollstream.store.export.dataproto import (
-    NO_IMAGES,
-    DataProtoOptions,
-    check_packages,
-    export_dataproto,
-)
-from rollstream.store.export.files import FILE_NAMES, export_jsonl
-from rollstream.store.manifest import require_manifest
+from rollstream.store.export.dataproto import DataProtoOptions, ImageInputs, check_packages
+from rollstream.store.export.files import FILE_NAMES
+from rollstream.store.export.run import ExportOptions, write_export
+from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.paths import RunPaths
 
 logger = logging.getLogger(__name__)
 
 
-def check_exports(names: Iterable[str], *, shows_images: bool = False, has_ids: bool = True) -> None:
+def check_exports(names: Iterable[str], *, has_ids: bool = True) -> None:
     """Raises `ConfigError` when an export of `generation.export` could not be written at the end.
 
     Args:
         names: the formats.
-        shows_images: whether prompt rows have images, as far as that is known.
         has_ids: whether the run has a tokenizer.
     """
     if "dataproto" in names:
         check_packages()
-        if shows_images:
-            raise ConfigError(f"generation.export=dataproto: the prompt rows have images, and {NO_IMAGES}")
         if not has_ids:
             raise ConfigError(
                 "generation.export=dataproto needs token ids, and without a tokenizer there are none: set "
@@ -41,7 +34,12 @@ def check_exports(names: Iterable[str], *, shows_images: bool = False, has_ids: 
 
 
 def exporter(
-    name: str, paths: RunPaths, settings: GenerationSettings, pad_id: int | None
+    name: str,
+    paths: RunPaths,
+    manifest: Manifest,
+    settings: GenerationSettings,
+    pad_id: int | None,
+    images: Callable[[], ImageInputs],
 ) -> Callable[[Callable[[], bool]], int]:
     """Writes one format of `generation.export` from the artifact; asks whether it was cancelled, returns rows.
 
@@ -51,13 +49,17 @@ def exporter(
         DamageError: the artifact is damaged.
     """
     target = paths.root / FILE_NAMES[name]
-    dataproto = DataProtoOptions(pad_token_id=pad_id or 0, unscored=settings.export_unscored)
+    options = ExportOptions(DataProtoOptions(pad_token_id=pad_id or 0, unscored=settings.export_unscored))
 
     def export(cancelled: Callable[[], bool]) -> int:
         try:
-            if name == "dataproto":
-                return export_dataproto(paths.artifact, target, cancelled, options=dataproto)
-            return export_jsonl(paths.artifact, target, cancelled)
+            return write_export(
+                *(paths.artifact, name, target, manifest),
+                root=paths.root,
+                options=options,
+                images=images,
+                cancelled=cancelled,
+            )
         except ConfigError as error:
             key = "generation.export_unscored, " if name == "dataproto" else ""
             raise ConfigError(

@@ -521,10 +521,14 @@ class _Run:
         Returns the first error; further ones are logged. Raises `DamageError`, `StoppedEarly`.
         """
         first: ConfigError | StorageError | None = None
-        paths, pad_id = self._directory.paths, self._prepared.tokenizer.pad_id
-        for name in self._settings.export:
+        run, pad_id = self._directory, self._prepared.tokenizer.pad_id
+        for name in dict.fromkeys(self._settings.export):
             try:
-                await self._interruptible(exporter(name, paths, self._settings, pad_id))
+                await self._interruptible(
+                    exporter(
+                        *(name, run.paths, run.manifest, self._settings, pad_id, self._prepared.export_images)
+                    )
+                )
             except (ConfigError, StorageError) as error:
                 if first is not None:
                     logger.error("%s", error)

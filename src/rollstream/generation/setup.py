@@ -34,6 +34,7 @@ from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.ray_package import import_ray
 from rollstream.engine.registry import data_deciding_kwargs, is_launched
 from rollstream.errors import ConfigError, DataError
+from rollstream.generation.export_images import RunImages
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import LOOP_IDENTITY, build_identity
 from rollstream.generation.tracking import check_trackers
@@ -47,6 +48,7 @@ from rollstream.rollout.setup import (
     launched_where,
     load_agents,
 )
+from rollstream.store.export.dataproto import ImageInputs
 from rollstream.store.manifest import Manifest, new_manifest, read_manifest
 from rollstream.trajectory import PromptRow
 
@@ -113,6 +115,19 @@ class Prepared(RolloutSetup):
     def total(self) -> int:
         """Rollouts of the whole run."""
         return len(self.dataset.order) * self.settings.actor_rollout_ref.rollout.n
+
+    def export_images(self) -> ImageInputs:
+        """What reads images for a DataProto. Raises `ConfigError`."""
+        settings, images = self.settings, self.images
+        model = settings.actor_rollout_ref.model
+        path = model.tokenizer_path or model.path
+        if images is None or path is None:
+            raise ConfigError("trajectories have images, and the model has no image processor")
+        return RunImages(
+            *(images.processor, path, self.dataset),
+            allow_http=settings.data.fetch_images,
+            trust_remote_code=model.trust_remote_code,
+        )
 
     @property
     def config_yaml(self) -> str:
@@ -283,7 +298,7 @@ def _prepare(
     say("reading the prompts")
     dataset = load_prompts(data, known=known, rows=given.prompts)
     has_ids = has_tokenizer(settings)
-    check_exports(settings.generation.export, shows_images=dataset.has_images(), has_ids=has_ids)
+    check_exports(settings.generation.export, has_ids=has_ids)
     if has_ids:
         say("loading the tokenizer")
     reward = None if given.reward is None else given.reward(settings.custom_reward_function)

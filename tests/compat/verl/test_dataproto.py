@@ -4,6 +4,7 @@ Runs in an environment that has verl (`make test-verl`); skipped elsewhere.
 """
 
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +15,15 @@ import torch  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from verl import DataProto  # noqa: E402
 
+from rollstream.generation.export_images import RunImages  # noqa: E402
 from rollstream.integrations.verl.dataproto import read_dataproto  # noqa: E402
 from rollstream.store.export.dataproto import (  # noqa: E402
     DataProtoOptions,
     dataproto_files,
     export_dataproto,
 )
+from rollstream.trajectory import Trajectory  # noqa: E402
+from tests.unit.chat.vision import load_model, picture, write_model  # noqa: E402
 from tests.unit.store.export.artifacts import rollouts, trajectory, write_artifact  # noqa: E402
 
 PAD = 151_643
@@ -152,3 +156,51 @@ def test_snapshots_are_left_out_by_their_flag(tmp_path: Path) -> None:
     finals = data.select_idxs(~data.non_tensor_batch["is_snapshot"])
     assert finals.batch["prompts"].tolist() == [[2]]
     assert finals.non_tensor_batch["repeat"].tolist() == [1]
+
+
+def test_images_are_as_verls_agent_loop_gives_them(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+    from transformers.models.qwen2_vl import Qwen2VLModel
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+    from verl.utils.model import extract_multi_modal_inputs
+
+    _, processor = load_model(write_model(tmp_path / "model"))
+    pictures = [picture(56, 84), picture(112, 56, "blue")]
+    for number, image in enumerate(pictures):
+        image.save(tmp_path / f"{number}.png")
+
+    def shown(*images: int) -> Trajectory:
+        parts = [{"type": "image", "image": str(tmp_path / f"{number}.png")} for number in images]
+        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "look at this"}]}]
+        one = trajectory(processor.render(messages, [pictures[number] for number in images]))
+        one.messages = [*messages, *one.messages[2:]]
+        return one
+
+    run = [(0,), (0, 1), (), (1,)]
+    artifact = write_artifact(tmp_path / "a.parquet", rollouts(*(shown(*images) for images in run), n=1))
+    images = RunImages(processor, str(tmp_path / "model"), "there are none")
+    export_dataproto(
+        artifact, tmp_path / "out.pkl", options=DataProtoOptions(pad_token_id=0), images=lambda: images
+    )
+    data = DataProto.load_from_disk(str(tmp_path / "out.pkl"))
+
+    theirs = processor._processor  # as verl's `hf_processor` binds it, which needs torchvision to load one
+    theirs.config = AutoConfig.from_pretrained(tmp_path / "model")
+    for name in ("get_rope_index", "get_vision_position_ids"):
+        setattr(theirs, name, MethodType(getattr(Qwen2VLModel, name), theirs))
+    worker = SimpleNamespace(
+        processor=theirs, tokenizer=theirs.tokenizer, _get_mm_processor_kwargs=lambda audios: {}
+    )
+    for row, numbers in enumerate(run):
+        ids, mask = data.batch["input_ids"][row : row + 1], data.batch["attention_mask"][row : row + 1]
+        given = {"images": [pictures[number] for number in numbers]} if numbers else {}
+        output = SimpleNamespace(multi_modal_data=given, mm_processor_kwargs=None)
+        wanted = AgentLoopWorker._compute_multi_modal_inputs(worker, output, ids)
+        positions = AgentLoopWorker._compute_position_ids(worker, ids, mask, wanted)
+        assert torch.equal(data.batch["position_ids"][row], positions[0])
+        found = data.non_tensor_batch["multi_modal_inputs"][row]
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    inputs = extract_multi_modal_inputs(list(data.non_tensor_batch["multi_modal_inputs"]))
+    assert inputs["image_grid_thw"].tolist() == [[1, 6, 4], [1, 6, 4], [1, 4, 8], [1, 4, 8]]
+    assert len(DataProto.concat(data.chunk(2))) == len(run)

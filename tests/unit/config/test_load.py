@@ -53,6 +53,7 @@ def test_overrides_in_hydras_grammar() -> None:
         ("generation.resume=maybe", r"resume must be one of auto, never, extend \(it is 'maybe'\)$"),
         ("data.truncation=middel", "error, left, right, middle .*did you mean 'middle'"),
         ("generation.export=[jsn]", r"export\[0\] must be one of jsonl, .*did you mean 'jsonl'"),
+        ("generation.export=[parquet]", "parquet is the artifact itself.*generation.final_merge"),
         ("generation.export_unscored=keeep", r"export_unscored must be one of error, keep, drop"),
         ("generation.bogus=1", r"unknown key 'generation\.bogus'\. All keys"),
         ("generatoin.seed=1", "unknown key 'generatoin'; did you mean 'generation'"),

@@ -29,9 +29,11 @@ _ALLOWED = frozenset(
         *(("numpy", name) for name in ("ndarray", "dtype")),
         ("collections", "OrderedDict"),
         ("_codecs", "encode"),
+        ("torch._utils", "_rebuild_tensor_v2"),  # a view of a storage, which is within it or refused
     )
 )
-"""What the parts beside the tensors may call: arrays and scalars of numpy 1 and 2, and plain values."""
+"""What the parts beside the tensors may call: arrays and scalars of numpy 1 and 2, tensors (of images, in
+`multi_modal_inputs`), and plain values."""
 
 _REBUILD = "tensordict._reductions._rebuild_tensordict_files_consolidated"
 """How a consolidated TensorDict is put together again; ours does it in its place."""
@@ -147,9 +149,18 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("verl.protocol", "DataProto"):
             return _State
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _load_storage
         if (module, name) not in _ALLOWED:
             raise DataError(f"it wants to call {module}.{name}, which is not allowed here")
         return super().find_class(module, name)
+
+
+def _load_storage(data: bytes) -> Any:
+    """The memory of a tensor among the non-tensors. torch's own function would run what a pickle in it holds."""
+    import torch
+
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _load_tensors(data: bytes) -> dict[str, Any]:

@@ -111,9 +111,11 @@ def _prepare(config: DictConfig) -> VerlPrepared:
         shuffle_seed=settings.data.seed if settings.data.shuffle else None,
     )
     with contextlib.suppress(DataError):  # a row that cannot be read fails by itself, later
-        check_exports(
-            settings.generation.export, shows_images=len(dataset) > 0 and shows_media(dataset.row(0))
-        )
+        if "dataproto" in settings.generation.export and len(dataset) and shows_media(dataset.row(0)):
+            raise ConfigError(
+                "generation.export=dataproto: the prompt rows have images, and of what verl's dataset reads "
+                "none is kept (docs/images.md)"
+            )
     if (shard := settings.generation.shard_of) is not None:
         take_shard(dataset, *shard)
     check_loop_names(

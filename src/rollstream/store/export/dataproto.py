@@ -15,8 +15,8 @@ prompts and responses.
 
 The artifact is read twice: for lengths and names, then for its rows, a file's at a time.
 
-Trajectories with images are refused: verl trains on them with their pixels (`multi_modal_inputs`), which are
-never stored, and with the model's own positions (`get_rope_index`), which follow from the pixels.
+Of rows with images verl has the pixels (`multi_modal_inputs`, beside the tensors) and, of models with positions of
+their own (`get_rope_index`), `position_ids` of shape (R, 4, P + Q). Pixels are never stored: `ImageInputs` says both.
 """
 
 import io
@@ -28,9 +28,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,12 +56,23 @@ MEDIA = "media"
 PROMPT_MESSAGES = "prompt_messages"
 """Key of a trajectory's `extra` by which an agent loop says how many of `messages` the prompt shows."""
 
-NO_IMAGES = (
-    "a DataProto written here has tokens alone: a model would be trained on the places of images without "
-    "their pixels, and at positions of text. Formats jsonl, parquet and hf say in `messages` which images "
-    "they were (docs/images.md)"
-)
-"""Why rows with images are refused."""
+IMAGE_INPUTS = "multi_modal_inputs"
+"""Name of the pixels of a row, and what else of its images the model takes; in a file with images only."""
+
+
+class ImageInputs(Protocol):
+    """What a model takes for the images of a run's trajectories. All raise `ConfigError`."""
+
+    @property
+    def position_rows(self) -> int:
+        """1: positions count tokens; 4: those, and three of the model."""
+
+    def inputs(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors by name, of a row as the artifact has it, JSON decoded; of one without images, none."""
+
+    def positions(self, ids: npt.NDArray[np.int64], inputs: Mapping[str, Any]) -> npt.NDArray[np.int64]:
+        """The model's own positions of the ids of a row, shape (3, length)."""
+
 
 _ROWS_AT_ONCE = 1024
 """Rows padded at once: their indices and masks take about 30 bytes a padded token, besides the tensors."""
@@ -106,9 +118,17 @@ class _Layout:
     extra: Sequence[str]
     """Names of the rows' own columns, and of what loops added."""
     reward_extra: Sequence[str]
+    images: ImageInputs | None
+    """Where a row has images."""
 
-    def widths(self) -> dict[str, int]:
-        """Columns of each tensor there is."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of a row of each tensor there is."""
+        shapes: dict[str, tuple[int, ...]] = {name: (width,) for name, width in self._widths().items()}
+        if self.images is not None and self.images.position_rows > 1:
+            shapes["position_ids"] = self.images.position_rows, *shapes["position_ids"]
+        return shapes
+
+    def _widths(self) -> dict[str, int]:
         prompt, response = self.prompt_width, self.response_width
         widths = {"prompts": prompt, "responses": response, "response_mask": response}
         widths |= dict.fromkeys(("input_ids", "attention_mask", "position_ids"), prompt + response)
@@ -122,21 +142,23 @@ def export_dataproto(
     cancelled: Callable[[], bool] = lambda: False,
     *,
     options: DataProtoOptions = DataProtoOptions(),
+    images: Callable[[], ImageInputs] | None = None,
 ) -> int:
     """Writes `target`, or `<stem>-00000-of-00004<suffix>` and so on beside it; returns the rows written.
 
     When it returns, the files of earlier exports under these names are gone. Memory: about twice one file's
-    tensors, and its Python objects.
+    tensors, its Python objects, and the pixels of its rows, once for a prompt row.
 
     Args:
         artifact: `trajectories.parquet`.
         target: `….pkl`.
         cancelled: asked now and then.
         options: see there.
+        images: makes what reads the images; called if a row has some.
 
     Raises:
-        ConfigError: packages are missing, a width is too small, rows without reward are in the way, or rows
-            have images.
+        ConfigError: packages are missing, a width is too small, rows without reward are in the way, or images
+            cannot be read.
         DamageError: the artifact is damaged.
         StorageError: the disk is full, or `target` cannot be written.
         MergeCancelledError: `cancelled` said so. Older files stay.
@@ -146,7 +168,7 @@ def export_dataproto(
         value = getattr(options, option)
         if value is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} must be at least 1 (it is {value})")
-    layout = _survey(artifact, options, cancelled)
+    layout = _survey(artifact, options, cancelled, images)
     per_file = min(layout.rows, options.max_rows_per_file or layout.rows)
     count = -(-layout.rows // per_file)
     names = [target]
@@ -189,9 +211,15 @@ def check_packages() -> None:
         )
 
 
-def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], bool]) -> _Layout:
+def _survey(
+    artifact: Path,
+    options: DataProtoOptions,
+    cancelled: Callable[[], bool],
+    images: Callable[[], ImageInputs] | None,
+) -> _Layout:
     """Reads the artifact once for its lengths and names, and for what cannot be written."""
     rows = tokens = without_logprobs = unscored = 0
+    with_images = False
     longest = {"prompt": 0, "response": 0}
     names: dict[str, dict[str, None]] = {"extra": {}, "reward_extra": {}}
     columns = ["prompt_ids", "response_ids", "response_logprobs", "reward", *JSON_COLUMNS]
@@ -199,7 +227,7 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
         scored = table.filter(_scored(table))
         unscored += len(table) - len(scored)
         table = scored if options.unscored == "drop" else table
-        _refuse_images(artifact, table)
+        with_images = with_images or _has_images(table)
         rows += len(table)
         for what in longest:
             lengths = pc.list_value_length(table[f"{what}_ids"])
@@ -212,6 +240,8 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
             for text in pc.unique(table[column]).to_pylist():
                 found.update(dict.fromkeys(orjson.loads(text)))
     _say_unscored(artifact, rows, unscored, options.unscored)
+    if with_images and images is None:
+        raise ConfigError(f"{artifact} has conversations with images, and nothing here reads them")
     if 0 < without_logprobs < rows:
         logger.warning(
             "%d of %d rows have no log-probs, so there are no rollout_log_probs", without_logprobs, rows
@@ -226,6 +256,7 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
         # A name of both belongs to the reward, as in verl.
         extra=[name for name in extra if name not in reward_extra],
         reward_extra=reward_extra,
+        images=images() if with_images and images is not None else None,
     )
     # `prompt_messages` is said by `raw_prompt`, and the row's own reward model is what is written.
     said = {PROMPT_MESSAGES} | ({"reward_model"} & names["extra"].keys())
@@ -236,7 +267,7 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
             ", ".join(dict.fromkeys(left_out)),
         )
     padded = rows * (layout.prompt_width + layout.response_width)
-    size = rows * sum(width * np.dtype(TENSORS[name]).itemsize for name, width in layout.widths().items())
+    size = rows * sum(prod(one) * np.dtype(TENSORS[name]).itemsize for name, one in layout.shapes().items())
     logger.info(
         "%d rows padded to %d + %d tokens (%.1f times what there is): %.2f GB; --max-rows-per-file makes "
         "several files, one in memory at a time",
@@ -247,7 +278,7 @@ def _survey(artifact: Path, options: DataProtoOptions, cancelled: Callable[[], b
 
 def _is_free(name: str) -> bool:
     """Whether a row's own column may have this name."""
-    return name not in TENSORS and name not in _COLUMNS and name != PROMPT_MESSAGES
+    return name not in TENSORS and name not in _COLUMNS and name not in (PROMPT_MESSAGES, IMAGE_INPUTS)
 
 
 def _scored(table: pa.Table) -> pa.ChunkedArray:
@@ -255,17 +286,16 @@ def _scored(table: pa.Table) -> pa.ChunkedArray:
     return pc.fill_null(pc.invert(pc.is_nan(table["reward"])), False)
 
 
-def _refuse_images(artifact: Path, table: pa.Table) -> None:
+def _has_images(table: pa.Table) -> bool:
     # As the store writes JSON; the same in somebody's text has its quotes escaped, in a tool's arguments not.
     likely = pc.match_substring_regex(table["messages"], f'"type":"image|"{MEDIA}":')
-    for text in table["messages"].filter(likely).to_pylist():
-        for message in orjson.loads(text):
-            parts = message.get("content")
-            if isinstance(parts, list) and any(
-                isinstance(part, dict) and (part.get("type") in ("image", "image_url") or MEDIA in part)
-                for part in parts
-            ):
-                raise ConfigError(f"{artifact} has conversations with images, and {NO_IMAGES}")
+    return any(
+        isinstance(part, dict) and (part.get("type") in ("image", "image_url") or MEDIA in part)
+        for text in table["messages"].filter(likely).to_pylist()
+        for message in orjson.loads(text)
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+    )
 
 
 def _say_unscored(artifact: Path, rows: int, unscored: int, rule: Unscored) -> None:
@@ -326,12 +356,13 @@ def _write_file(
     size = len(table)
     # In one piece of memory, as verl has them before it pickles, and views of it that are filled in place.
     # numpy's zeros take no memory before they are written to (torch's do), and `consolidate` only reads them.
-    zeros = {name: np.zeros((size, width), TENSORS[name]) for name, width in layout.widths().items()}
+    zeros = {name: np.zeros((size, *shape), TENSORS[name]) for name, shape in layout.shapes().items()}
     tensors = TensorDict({name: torch.from_numpy(array) for name, array in zeros.items()}, batch_size=[size])
     tensors = tensors.consolidate()
     views: dict[str, Array] = {name: np.asarray(tensors[name].numpy()) for name in zeros}
     others: dict[str, Array] = {name: np.zeros(size, dtype) for name, dtype in _COLUMNS.items()}
-    others |= {name: np.full(size, None, object) for name in (*layout.extra, *layout.reward_extra)}
+    own = [*layout.extra, *layout.reward_extra, *([] if layout.images is None else [IMAGE_INPUTS])]
+    others |= {name: np.full(size, None, object) for name in own}
     for at in range(0, size, _ROWS_AT_ONCE):
         if cancelled():
             raise MergeCancelledError
@@ -340,11 +371,35 @@ def _write_file(
         for number, row in enumerate(_other_columns(part, layout, artifact), at):
             for name, value in row.items():
                 others[name][number] = value
+        if layout.images is not None:
+            _add_images(layout.images, part, at, views, others[IMAGE_INPUTS], artifact)
     if cancelled():
         raise MergeCancelledError
     meta_info = {"reward_extra_keys": list(layout.reward_extra)} if layout.with_scores else {}
     save_dataproto(path, tensors, others, meta_info)
     return sum(prompt is None for prompt in others["raw_prompt"])
+
+
+def _add_images(
+    images: ImageInputs,
+    table: pa.Table,
+    first: int,
+    views: Mapping[str, Array],
+    inputs: Array,
+    artifact: Path,
+) -> None:
+    """Sets the pixels of rows, `first` being the number of the first one, and the positions that follow from them."""
+    columns = ["index", "repeat", "prompt_key", "prompt_ids", "response_ids", "messages"]
+    for number, raw in enumerate(table.select(columns).to_pylist(), first):
+        row = decode_row(raw, artifact)
+        inputs[number] = images.inputs(row)
+        if images.position_rows > 1:
+            ids = np.array([*row["prompt_ids"], *row["response_ids"]], np.int64)
+            seen = views["attention_mask"][number].astype(bool)
+            positions = views["position_ids"][number]
+            positions[0] = 1  # as verl fills up
+            positions[0, seen] = np.arange(len(ids))
+            positions[1:, seen] = images.positions(ids, inputs[number])
 
 
 def fill_tensors(into: Mapping[str, Array], table: pa.Table, pad_token_id: int) -> None:
@@ -371,9 +426,10 @@ def fill_tensors(into: Mapping[str, Array], table: pa.Table, pad_token_id: int) 
     into["attention_mask"][:] = (columns >= (width - prompt_lengths)[:, None]) & (
         columns < (width + response_lengths)[:, None]
     )
-    np.cumsum(into["attention_mask"], axis=1, out=into["position_ids"])
-    into["position_ids"] -= 1
-    np.maximum(into["position_ids"], 0, out=into["position_ids"])
+    if into["position_ids"].ndim == 2:  # else they are a model's own
+        np.cumsum(into["attention_mask"], axis=1, out=into["position_ids"])
+        into["position_ids"] -= 1
+        np.maximum(into["position_ids"], 0, out=into["position_ids"])
     if "rollout_log_probs" in into:
         into["rollout_log_probs"][right] = _ragged(table["response_logprobs"])[0]
     if "rm_scores" in into:

@@ -9,7 +9,7 @@ artifact of a finished run.
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +17,12 @@ from typing import Any
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
 from rollstream.store.batch import file_rows, seal_journal
-from rollstream.store.export.dataproto import DataProtoOptions, dataproto_files, export_dataproto
+from rollstream.store.export.dataproto import (
+    DataProtoOptions,
+    ImageInputs,
+    dataproto_files,
+    export_dataproto,
+)
 from rollstream.store.export.examples import (
     PreferenceOptions,
     SftOptions,
@@ -64,9 +69,7 @@ class Export:
     @property
     def files(self) -> list[Path]:
         """What was written: `target`, or the files of a DataProto of several."""
-        if self.target.exists():
-            return [self.target]
-        return [self.target.with_name(path.name) for path in dataproto_files(self.target)]
+        return _written(self.target)
 
     @property
     def finished(self) -> bool:
@@ -86,6 +89,7 @@ def export_run(
     *,
     force: bool = False,
     options: ExportOptions = ExportOptions(),
+    images: Callable[[], ImageInputs] | None = None,
 ) -> Export:
     """Writes a run's trajectories in a format of `FILE_NAMES`.
 
@@ -97,6 +101,7 @@ def export_run(
         force: overwrite an existing `output`. Files of the run itself are never overwritten, and a folder
             only if it holds an earlier export and nothing else.
         options: how to write the formats that have some.
+        images: what reads images, for a DataProto.
 
     Raises:
         ConfigError: `output` must not be written, or the format cannot hold these trajectories.
@@ -135,11 +140,8 @@ def export_run(
         artifact = paths.artifact
         if not (finished and is_current(paths, manifest.run_id)):
             artifact = stack.enter_context(_merged_copy(paths, manifest, target, status))
-        rows = _write(artifact, name, target, options, manifest, root)
-        done = Export(target, rows, status)
-        if in_run and name != "parquet":
-            note_export(artifact, *done.files, rows=rows, options=options.of(name))
-        return done
+        rows = write_export(artifact, name, target, manifest, root=root, options=options, images=images)
+        return Export(target, rows, status)
 
 
 def _take_lock(root: Path, stack: ExitStack, *, needed: bool) -> bool:
@@ -206,25 +208,64 @@ def _merged_copy(paths: RunPaths, manifest: Manifest, target: Path, status: RunS
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(
-    artifact: Path, name: str, target: Path, options: ExportOptions, manifest: Manifest, root: Path
+def write_export(
+    artifact: Path,
+    name: str,
+    target: Path,
+    manifest: Manifest,
+    *,
+    root: Path,
+    options: ExportOptions = ExportOptions(),
+    images: Callable[[], ImageInputs] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> int:
-    if name == "zip":
-        export_zip(artifact, target, summary=root / "checkpoint.json")
-        return file_rows(artifact)
-    if name == "hf":
-        return export_hf(artifact, target, manifest)
-    if name == "dataproto":
-        return export_dataproto(artifact, target, options=options.dataproto)
-    if name == "sft":
-        return export_sft(artifact, target, options.sft)
-    if name == "preference":
-        return export_preference(artifact, target, options.preference)
-    if name in ("atif", "inspect"):
-        return (export_atif if name == "atif" else export_inspect)(artifact, target, manifest)
-    if name == "jsonl":
-        return export_jsonl(artifact, target)
-    if target.resolve() != artifact.resolve():
-        with replacing(target, artifact) as temporary:
-            shutil.copyfile(artifact, temporary)
-    return file_rows(target)
+    """Writes one format and notes beside an artifact of a run directory what it was made of; returns its rows.
+
+    Args:
+        artifact: of what it is made.
+        name: of `FILE_NAMES`.
+        target: the file or folder; it may be there.
+        manifest: of the run.
+        root: the run directory.
+        options: how to write the formats that have some.
+        images: what reads images, for a DataProto.
+        cancelled: asked now and then.
+
+    Raises:
+        ConfigError: the format cannot hold these trajectories.
+        DamageError: the artifact is damaged.
+        StorageError: `target` cannot be written.
+        MergeCancelledError: `cancelled` said so.
+    """
+    match name:
+        case "parquet":
+            if target.resolve() != artifact.resolve():
+                with replacing(target, artifact) as temporary:
+                    shutil.copyfile(artifact, temporary)
+            return file_rows(target)
+        case "zip":
+            export_zip(artifact, target, summary=root / "checkpoint.json", cancelled=cancelled)
+            rows = file_rows(artifact)
+        case "hf":
+            rows = export_hf(artifact, target, manifest, cancelled)
+        case "dataproto":
+            rows = export_dataproto(artifact, target, cancelled, options=options.dataproto, images=images)
+        case "sft":
+            rows = export_sft(artifact, target, options.sft, cancelled)
+        case "preference":
+            rows = export_preference(artifact, target, options.preference, cancelled)
+        case "atif":
+            rows = export_atif(artifact, target, manifest, cancelled)
+        case "inspect":
+            rows = export_inspect(artifact, target, manifest, cancelled)
+        case _:
+            rows = export_jsonl(artifact, target, cancelled)
+    note_export(artifact, *_written(target), rows=rows, options=options.of(name))
+    return rows
+
+
+def _written(target: Path) -> list[Path]:
+    """`target`, or the files of a DataProto of several."""
+    if target.exists():
+        return [target]
+    return [target.with_name(path.name) for path in dataproto_files(target)]
