@@ -1,10 +1,13 @@
 """Prompts, a reward and a callback that are in memory, and the rollouts of a run as an iterator."""
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import orjson
+import psutil
 import pytest
 
 import rollstream
@@ -13,6 +16,7 @@ from rollstream.store.summary import read_status
 from rollstream.trajectory import Rollout
 from tests.faults.runs import rows_of
 from tests.integration.test_generation import config
+from tests.support.until import wait_until
 
 ROWS = [
     {
@@ -162,13 +166,70 @@ def test_a_closed_iterator_ends_its_run_and_the_same_call_continues(
 
     rollouts = rollstream.generate(given, prompts=ROWS, reward=blocks_after_the_first)
     first = next(rollouts)
-    rollouts.close()  # type: ignore[attr-defined]
+    rollouts.close()
     assert "rollstream-generate" not in [thread.name for thread in threading.enumerate()]
     assert read_status(tmp_path).completed == 1
     may_go_on.set()
     rest = list(rollstream.generate(given, prompts=ROWS, reward=blocks_after_the_first))
     assert len(rest) == 9
     assert first.key not in [one.key for one in rest]
+
+
+@pytest.mark.parametrize(("processes", "in_flight"), [(1, 1), (1, 3), (2, 2)])
+def test_a_slow_iteration_holds_the_run_back(
+    tmp_path: Path, stub: dict[str, Any], processes: int, in_flight: int
+) -> None:
+    """A rollout begins only while fewer than `ahead` wait, so no more than these and those in flight are scored."""
+    scored, ahead = tmp_path / "scored", 3
+    scored.touch()
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    with open({str(scored)!r}, 'ab', buffering=0) as file:\n"
+        "        file.write(b'.')\n"
+        "    return 1.0\n"
+    )
+    given = tree(
+        tmp_path / "run",
+        stub,
+        generation__processes=processes,
+        generation__max_in_flight=in_flight,
+        custom_reward_function__path=str(tmp_path / "reward.py"),
+    )
+    rollouts = rollstream.generate(given, prompts=ROWS, ahead=ahead)
+    for taken in range(1, 11):
+        next(rollouts)
+        wait_until(lambda: scored.stat().st_size >= min(taken + ahead, 10))  # noqa: B023
+        assert scored.stat().st_size <= taken + ahead - 1 + in_flight
+    assert list(rollouts) == []
+    with pytest.raises(ConfigError, match="ahead must be at least 1"):
+        rollstream.generate(given, ahead=0)
+
+
+def test_leaving_the_loop_ends_the_engine(tmp_path: Path) -> None:
+    pytest.importorskip("openvino_genai")
+    given = config(tmp_path, Path("unused"))
+    del given["data"]["train_files"]
+    before, during = psutil.Process().children(recursive=True), []
+    for one in rollstream.generate(given, prompts=ROWS, reward=compute_score):
+        during = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        assert one.final.response_ids
+        break
+    assert during  # the engine is a process of its own
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in during)
+
+
+def test_an_iterator_that_is_left_open_lets_the_program_end(tmp_path: Path) -> None:
+    program = (
+        "import rollstream\n"
+        f"rollouts = rollstream.generate({config(tmp_path, Path('unused'))!r} | "
+        "{'data': {'max_prompt_length': 64}}, prompts=['1 + 2 ='] * 50)\n"
+        "print(next(rollouts).index)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout.strip().isdigit()
+    assert "Traceback" not in done.stderr
 
 
 def test_an_error_of_the_run_is_raised_where_it_is_iterated_over(

@@ -1,17 +1,27 @@
 """`rollstream.generate(...)`: the rollouts of a run as an iterator, while it runs in a thread."""
 
 import asyncio
+import atexit
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from omegaconf import OmegaConf
 
+from rollstream.errors import ConfigError
 from rollstream.generation.runner import Config, as_config, in_memory
 from rollstream.generation.runner import generate as run
 from rollstream.scratch import ScratchFolder
 from rollstream.trajectory import Rollout
+
+if TYPE_CHECKING:
+    from rollstream.generation.execution import Executor
+
+AHEAD = 256
+"""Some steps of a usual training loop, and some hundred MB of long rollouts at most."""
 
 
 def generate(
@@ -19,50 +29,109 @@ def generate(
     *,
     prompts: Iterable[Mapping[str, Any] | str] | None = None,
     reward: Callable[..., Any] | None = None,
-) -> Iterator[Rollout]:
+    ahead: int = AHEAD,
+) -> Generator[Rollout, None, None]:
     """Runs a generation and gives each rollout as soon as it is durable, in the order in which they are completed.
 
-    The run begins with the first rollout that is asked for. It does not wait for who iterates: rollouts that were
-    not taken yet are held in memory. Closing the iterator (or leaving its loop and letting it go) ends the run.
-    Without `trainer.default_local_dir` the run directory is a temporary one, which is removed at the end; with one,
-    the same call continues, and rollouts that are there already are not given again.
+    The run begins with the first rollout that is asked for. It goes on while a rollout is worked on, until `ahead`
+    of them wait to be taken: then none is begun until some are. Closing the iterator (or leaving its loop and
+    letting it go) ends the run and its engine. Without `trainer.default_local_dir` the run directory is a temporary
+    one, which is removed at the end; with one, the same call continues, and rollouts that are there already are not
+    given again.
 
     Args:
         config: overrides of `generation.yaml`.
         prompts: see `run_generation`.
         reward: see `run_generation`.
+        ahead: rollouts that wait in memory, at most, besides those that were in flight by then.
 
     Raises:
         RollstreamError: see `rollstream.errors`. A rollout that fails for good is left out.
     """
+    if ahead < 1:
+        raise ConfigError(f"ahead must be at least 1 (it is {ahead})")
+    rollouts = _generate(config, prompts, reward, ahead)
+    # A daemon thread cannot be waited for any more when the interpreter lets its last objects go.
+    at_exit = partial(_close, ref(rollouts, lambda _: atexit.unregister(at_exit)))
+    atexit.register(at_exit)
+    return rollouts
+
+
+def _close(rollouts: Callable[[], Generator[Rollout, None, None] | None]) -> None:
+    if (one := rollouts()) is not None:
+        one.close()
+
+
+def _generate(
+    config: Config,
+    prompts: Iterable[Mapping[str, Any] | str] | None,
+    reward: Callable[..., Any] | None,
+    ahead: int,
+) -> Generator[Rollout, None, None]:
     tree = as_config(config)
     if not OmegaConf.is_interpolation(tree.trainer, "default_local_dir"):
-        yield from _rollouts(tree, in_memory(tree, prompts, reward))
+        yield from _rollouts(tree, in_memory(tree, prompts, reward), ahead)
         return
     with ScratchFolder("run") as folder:
         tree.trainer.default_local_dir = str(folder.path / "run")
-        yield from _rollouts(tree, in_memory(tree, prompts, reward))
+        yield from _rollouts(tree, in_memory(tree, prompts, reward), ahead)
 
 
-def _rollouts(tree: Any, given: Any) -> Iterator[Rollout]:
-    done: queue.SimpleQueue[Rollout | BaseException | None] = queue.SimpleQueue()
+class _Waiting:
+    """Rollouts that were not taken yet. While there are `ahead` of them, the executor begins none."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, ahead: int) -> None:
+        self._loop = loop
+        self._ahead = ahead
+        self._rollouts: queue.SimpleQueue[Rollout | BaseException | None] = queue.SimpleQueue()
+        self._executor: Executor | None = None
+
+    def attach(self, executor: "Executor") -> None:
+        """Takes what begins the rollouts. From the run's thread, as `put` is."""
+        self._executor = executor
+
+    def put(self, rollout: Rollout) -> None:
+        self._rollouts.put(rollout)
+        self._pause_or_resume()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing comes any more."""
+        self._rollouts.put(error)
+
+    def take(self) -> Rollout | BaseException | None:
+        """Waits for the next one; an error, or None, is the end. From the thread that iterates."""
+        taken = self._rollouts.get()
+        if self._rollouts.qsize() < self._ahead:
+            self._loop.call_soon_threadsafe(self._pause_or_resume)
+        return taken
+
+    def _pause_or_resume(self) -> None:
+        if self._executor is not None:
+            full = self._rollouts.qsize() >= self._ahead
+            if full != self._executor.paused:
+                self._executor.paused = full
+
+
+def _rollouts(tree: Any, given: Any, ahead: int) -> Generator[Rollout, None, None]:
     loop = asyncio.new_event_loop()
-    task = loop.create_task(run(tree, given=given, on_rollout=done.put))
+    waiting = _Waiting(loop, ahead)
+    task = loop.create_task(run(tree, given=given, on_rollout=waiting.put, on_executor=waiting.attach))
 
     def work() -> None:
+        error: BaseException | None = None
         try:
             loop.run_until_complete(task)
-        except BaseException as error:
-            done.put(error)
-        else:
-            done.put(None)
-        finally:
+        except BaseException as ended:
+            error = ended
+        try:
             loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            waiting.end(error)
 
     thread = threading.Thread(target=work, name="rollstream-generate", daemon=True)
     thread.start()
     try:
-        while (one := done.get()) is not None:
+        while (one := waiting.take()) is not None:
             if isinstance(one, BaseException):
                 raise one
             yield one

@@ -71,6 +71,8 @@ Config = Mapping[str, Any] | Sequence[str] | DictConfig
 
 OnRollout = Callable[[Rollout], object]
 
+OnExecutor = Callable[["Executor"], object]
+
 
 def run_generation(
     config: Config = (),
@@ -142,6 +144,7 @@ async def generate(
     on_ready: Callable[[], object] | None = None,
     given: InMemory | None = None,
     on_rollout: OnRollout | None = None,
+    on_executor: OnExecutor | None = None,
 ) -> GenerationResult:
     """Runs a generation in the running event loop.
 
@@ -152,6 +155,7 @@ async def generate(
         on_ready: called once everything is set up, right before the first rollout.
         given: prompts and reward that are in no file, see `in_memory`.
         on_rollout: see `run_generation`.
+        on_executor: called with what begins the rollouts, right before the first one.
 
     Raises:
         RollstreamError: see `rollstream.errors`.
@@ -171,7 +175,8 @@ async def generate(
             waits.begin(None)
             stack.enter_context(log_to_file(run.paths.logs, settings.log_level))
             one = _Run(
-                prepared, run, stop, console or progress_console(), on_ready, reporter, waits, on_rollout
+                *(prepared, run, stop, console or progress_console(), on_ready, reporter, waits),
+                *(on_rollout, on_executor),
             )
             # Before the lock is given back: trackers write into the run directory, too.
             stack.push_async_callback(one.end_reports)
@@ -315,6 +320,7 @@ class _Run:
         reporter: Reporter,
         waits: Waits,
         on_rollout: OnRollout | None,
+        on_executor: OnExecutor | None,
     ) -> None:
         self._prepared = prepared
         self._settings = prepared.settings.generation
@@ -323,6 +329,7 @@ class _Run:
         self._console = console
         self._on_ready = on_ready
         self._on_rollout = on_rollout
+        self._on_executor = on_executor
         self._codec = RecordCodec()
         self._reporter = reporter
         self._metrics = reporter.metrics
@@ -478,6 +485,8 @@ class _Run:
             self._reporter.begin(self._tracked(), run.manifest.created)
             if self._on_ready is not None:
                 self._on_ready()
+            if self._on_executor is not None:
+                self._on_executor(executor)
             work = asyncio.ensure_future(executor.run(keys.owed(order, retry_failed=settings.retry_failed)))
             companions = {
                 asyncio.ensure_future(self._stop_when_asked(executor)),

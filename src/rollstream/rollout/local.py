@@ -85,6 +85,15 @@ class LocalExecutor:
         """Rollouts in flight at most, now: `max_in_flight`, or fewer."""
         return self._window.cap
 
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is begun for now; what is in flight goes on."""
+        return self._window.paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._window.paused = paused
+
     async def run(self, keys: Iterator[RolloutKey]) -> None:
         """Works off `keys`; returns when all are durable, or after a stop when nothing is in flight.
 
@@ -110,7 +119,7 @@ class LocalExecutor:
     async def _run_slots(self, keys: Iterator[RolloutKey]) -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(self._max_in_flight):
-                if self._window.in_flight >= self._window.cap:
+                if self._window.paused or self._window.in_flight >= self._window.cap:
                     # Of an earlier run: the others wait for their turn like those whose rollout has ended.
                     self._slots.append(group.create_task(self._wait_and_run(keys)))
                     continue

@@ -17,6 +17,7 @@ class ResizableSemaphore:
         self.in_flight = 0
         """Places that are taken."""
         self._cap = cap
+        self._paused = False
         self._closed = False
         self._waiting: deque[asyncio.Future[None]] = deque()
 
@@ -30,9 +31,19 @@ class ResizableSemaphore:
         self._cap = cap
         self._let_in()
 
+    @property
+    def paused(self) -> bool:
+        """Whether no place is given for now, whatever the cap is."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._paused = paused
+        self._let_in()
+
     async def enter(self) -> bool:
         """Takes a place, when there is one; False if the window was closed instead."""
-        while not self._closed and self.in_flight >= self._cap:
+        while not self._closed and (self._paused or self.in_flight >= self._cap):
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
             try:
@@ -57,6 +68,8 @@ class ResizableSemaphore:
         self._let_in()
 
     def _let_in(self) -> None:
+        if self._paused and not self._closed:
+            return
         room = len(self._waiting) if self._closed else self._cap - self.in_flight
         while room > 0 and self._waiting:
             turn = self._waiting.popleft()

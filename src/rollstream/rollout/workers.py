@@ -100,6 +100,7 @@ class WorkersExecutor:
         self._commits: set[asyncio.Future[None]] = set()
         self._queue: WorkQueue | None = None
         self._pumping = False
+        self._paused = False
         self._stopping = False
         self._dropped = False
         self._ended = asyncio.Event()
@@ -117,6 +118,16 @@ class WorkersExecutor:
         if self._queue is not None:
             self._queue.cap = cap
             self._pump_soon()
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is begun for now; what is in flight goes on."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._paused = paused
+        self._pump_soon()
 
     @property
     def in_flight(self) -> int:
@@ -251,6 +262,9 @@ class WorkersExecutor:
         self._pumping = False
         queue = self._queue
         if queue is None or self._dropped:
+            return
+        if self._paused and not self._stopping:
+            self.counters.in_flight = queue.in_flight
             return
         queue.expected = self._supervisor.expected()
         workers = self._supervisor.workers
