@@ -109,7 +109,7 @@ def export_sft(
                 yield (ids, mask), {"input_ids": ids, "assistant_masks": mask, **_said(row)}
 
     wanted = "no rollout has a reward" if options.min_reward is None else "no rollout's reward is high enough"
-    return _write(artifact, target, examples(), f"{wanted}: nothing would be left")
+    return _write(artifact, target, examples(), lambda: f"{wanted}: nothing would be left")
 
 
 def export_preference(
@@ -120,10 +120,10 @@ def export_preference(
 ) -> int:
     """Writes one pair a line, each only once; returns how many. Raises as `export_sft`."""
     options.check()
-    unknown = 0
+    unknown = alike = 0
 
     def examples() -> Iterator[tuple[Any, Row]]:
-        nonlocal unknown
+        nonlocal unknown, alike
         for group in prompt_groups(artifact, cancelled):
             for better, worse in _pairs(_usable(group), options):
                 prompt = shown_prompt(better)
@@ -131,6 +131,9 @@ def export_preference(
                     unknown += 1
                     continue
                 chosen, rejected = (row["messages"][len(prompt) :] for row in (better, worse))
+                if chosen == rejected:
+                    alike += 1
+                    continue
                 pair = {
                     "prompt": prompt,
                     "chosen": chosen,
@@ -142,21 +145,25 @@ def export_preference(
                     "repeat_chosen": better["repeat"],
                     "repeat_rejected": worse["repeat"],
                 }
-                if chosen != rejected:
-                    yield (prompt, chosen, rejected), pair
+                yield (prompt, chosen, rejected), pair
 
-    lines = _write(
-        artifact,
-        target,
-        examples(),
-        "no two rollouts of a prompt row have rewards that differ so much: there are no pairs",
-    )
-    if unknown:
-        logger.warning(
-            "%d pairs are left out: where the prompt of their conversations ends is not known "
-            "(extra['prompt_messages'], docs/export.md)",
-            unknown,
+    def left_out() -> list[str]:
+        reasons = {
+            "where the prompt of their conversations ends is not known (extra['prompt_messages'], "
+            "docs/export.md)": unknown,
+            "chosen and rejected are the same messages, with different rewards: look at the reward": alike,
+        }
+        return [f"{count} pairs are left out: {reason}" for reason, count in reasons.items() if count]
+
+    def nothing() -> str:
+        why = "; ".join(left_out())
+        return (
+            f"there are no pairs: {why or 'no two rollouts of a prompt row have rewards that differ so much'}"
         )
+
+    lines = _write(artifact, target, examples(), nothing)
+    for line in left_out():
+        logger.warning("%s", line)
     return lines
 
 
@@ -198,8 +205,13 @@ def _digest(value: Any) -> bytes:
     return hashlib.blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
 
 
-def _write(artifact: Path, target: Path, examples: Iterable[tuple[Any, Row]], nothing: str) -> int:
-    """Writes lines whose content, the first of each pair, was not written yet: 16 bytes of memory a line."""
+def _write(
+    artifact: Path, target: Path, examples: Iterable[tuple[Any, Row]], nothing: Callable[[], str]
+) -> int:
+    """Writes lines whose content, the first of each pair, was not written yet: 16 bytes of memory a line.
+
+    `nothing` says why there are none.
+    """
     seen: set[bytes] = set()
     with replacing(target, artifact) as temporary, temporary.open("wb") as file:
         for content, line in examples:
@@ -207,5 +219,5 @@ def _write(artifact: Path, target: Path, examples: Iterable[tuple[Any, Row]], no
                 seen.add(digest)
                 file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
         if not seen:
-            raise ConfigError(f"{artifact}: {nothing}")
+            raise ConfigError(f"{artifact}: {nothing()}")
     return len(seen)

@@ -1,7 +1,8 @@
 """Trajectories in the formats of other programmes: ATIF (Harbor) and the log of inspect_ai.
 
 ATIF, the Agent Trajectory Interchange Format, version 1.6: a JSON document a trajectory, here one a line. An
-assistant's message is a step of the agent, and the tool results behind it are that step's observation.
+assistant's message is a step of the agent, and the tool results behind it are that step's observation. The models of
+`harbor.models.trajectories` (Harbor 0.25.0) accept it; tests/support/atif.py says what they ask for.
 
 inspect_ai's log (`.eval`) is a zip: `header.json`, `summaries.json`, a file of each sample below `samples/`. A sample
 is a prompt row, an epoch a rollout of it. Written without inspect_ai, as its version 0.3.285 writes it.
@@ -10,6 +11,7 @@ is a prompt row, an epoch a rollout of it. Written without inspect_ai, as its ve
 import datetime
 import zipfile
 from collections.abc import Callable, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +52,11 @@ def export_atif(
 def _atif(row: Row, manifest: Manifest) -> Row:
     prompt = shown_prompt(row)
     calls = _calls(row) if prompt is not None and row["prompt_ids"] else []
+    prompt_tokens = sum(call["prompt_tokens"] for call in calls)
+    if not calls and row["metrics"]["engine_calls"] <= 1:
+        prompt_tokens = row["prompt_tokens"]
     steps: list[Row] = []
-    for number, message in enumerate(row["messages"]):
+    for number, message in enumerate(row["messages"] or [{"role": "assistant"}]):
         role = message.get("role")
         if role == "tool" and steps and steps[-1]["source"] == "agent":
             observation = steps[-1].setdefault("observation", {"results": []})
@@ -78,6 +83,8 @@ def _atif(row: Row, manifest: Manifest) -> Row:
                 ]
             if prompt is not None and number >= len(prompt) and calls:
                 step["metrics"] = calls.pop(0)
+        if row["trajectory"] and prompt is not None and number < len(prompt):
+            step["is_copied_context"] = True  # the trajectory before has it, too
         steps.append(step)
     return {
         "schema_version": _ATIF_VERSION,
@@ -85,7 +92,7 @@ def _atif(row: Row, manifest: Manifest) -> Row:
         "agent": {"name": "rollstream", "version": rollstream.__version__, "model_name": _model(manifest)},
         "steps": steps,
         "final_metrics": {
-            "total_prompt_tokens": row["prompt_tokens"],
+            **({"total_prompt_tokens": prompt_tokens} if prompt_tokens else {}),
             "total_completion_tokens": row["sampled_tokens"],
             "total_steps": len(steps),
             "extra": {"reward": row["reward"], "reward_extra": row["reward_extra"]},
@@ -111,8 +118,9 @@ def _calls(row: Row) -> list[Row]:
             seen, ids = row["prompt_ids"] + row["response_ids"][:start], row["response_ids"][start:end]
             call = {"prompt_tokens": len(seen), "completion_tokens": len(ids), "prompt_token_ids": seen}
             call["completion_token_ids"] = ids
-            if row["response_logprobs"] is not None:
-                call["logprobs"] = row["response_logprobs"][start:end]
+            logprobs = (row["response_logprobs"] or [])[start:end]
+            if logprobs and all(map(isfinite, logprobs)):  # JSON has no others
+                call["logprobs"] = logprobs
             calls.append(call)
         start = end
     return calls

@@ -113,7 +113,19 @@ def test_a_pair_whose_prompt_is_not_known_is_left_out(
 ) -> None:
     unknown = [answered("a", 1.0, prompt="t", calls=3), answered("b", 0.0, prompt="t", calls=3)]
     assert export_preference(artifact(tmp_path, *GROUPS, unknown), tmp_path / "x") == 1
-    assert "1 pairs are left out" in caplog.text
+    assert "1 pairs are left out: where the prompt" in caplog.text
+    with pytest.raises(ConfigError, match="there are no pairs: 1 pairs are left out: where the prompt"):
+        export_preference(artifact(tmp_path, unknown), tmp_path / "x")
+
+
+def test_a_pair_of_the_same_messages_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    alike = [answered("a", 1.0, prompt="t"), answered("a", 0.0, prompt="t")]
+    assert export_preference(artifact(tmp_path, *GROUPS, alike), tmp_path / "x") == 1
+    assert "1 pairs are left out: chosen and rejected are the same messages" in caplog.text
+    with pytest.raises(
+        ConfigError, match="no pairs: 1 pairs are left out: .*the same messages, with different"
+    ):
+        export_preference(artifact(tmp_path, alike), tmp_path / "x")
 
 
 def test_turns_of_a_tool_agent_are_in_chosen_and_rejected(tmp_path: Path) -> None:

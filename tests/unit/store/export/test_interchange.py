@@ -8,6 +8,7 @@ import orjson
 
 from rollstream.store.export.run import export_run
 from rollstream.trajectory import Metrics, Rollout, Trajectory
+from tests.support.atif import check_atif
 from tests.unit.store.export.artifacts import trajectory
 from tests.unit.store.fabric import commit_all
 from tests.unit.store.test_export import set_total
@@ -61,6 +62,52 @@ async def test_atif_has_a_step_of_each_message_and_the_calls_tokens(tmp_path: Pa
     ]
     assert seen == [([1, 2], [4, 5]), ([1, 2, 4, 5, 6], [7])] == list(with_tools(None).generations())
     assert first["final_metrics"]["total_steps"] == 4
+    assert first["final_metrics"]["total_prompt_tokens"] == 2 + 5
+
+
+def odd_trajectories() -> Rollout:
+    """What agents and loops of all kinds leave behind."""
+    call = {"function": {"name": "f", "arguments": "no JSON"}}
+    talks: list[list[dict[str, Any]]] = [
+        [],
+        MESSAGES,
+        [{"role": "tool", "content": "of nobody"}],
+        [{"role": "developer", "content": None}, {"role": "user", "content": "q", "reasoning_content": "x"}],
+        [
+            {"role": "assistant", "tool_calls": [call, call]},
+            *({"role": "tool", "content": text} for text in "abc"),
+        ],
+    ]
+    found = []
+    for messages in talks:
+        one = with_tools(0.5)
+        one.messages, one.is_snapshot = messages, True
+        one.response_logprobs = [float("-inf"), 0.0, 0.0, -1.0]
+        found.append(one)
+    found[-1].is_snapshot = False
+    return Rollout(0, 0, "0" * 32, found, "test", None)
+
+
+async def documents_of(root: Path, *rollouts: Rollout) -> list[dict[str, Any]]:
+    await commit_all(root, list(rollouts))
+    set_total(root, len(rollouts))
+    return [orjson.loads(line) for line in export_run(root, "atif").target.read_bytes().splitlines()]
+
+
+async def test_atif_is_what_its_schema_asks_for_whatever_the_agent_left(tmp_path: Path) -> None:
+    documents = await documents_of(tmp_path, odd_trajectories())
+    for document in documents:
+        check_atif(document)
+    empty, first, *_, last = documents
+    assert [step["source"] for step in empty["steps"]] == ["agent"]
+    # A snapshot's successor begins with what the snapshot had.
+    assert [step.get("is_copied_context", False) for step in first["steps"]] == [True, True, False, False]
+    assert "logprobs" not in first["steps"][2]["metrics"] and first["steps"][3]["metrics"]["logprobs"] == [
+        -1.0
+    ]
+    results = last["steps"][0]["observation"]["results"]
+    assert [one.get("source_call_id") for one in results] == ["call_0", "call_1", None]
+    assert last["steps"][0]["tool_calls"][0]["arguments"] == {"raw": "no JSON"}
 
 
 async def test_an_inspect_log_has_a_sample_of_each_rollout(tmp_path: Path) -> None:
