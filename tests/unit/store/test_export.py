@@ -1,24 +1,28 @@
 """Exports: what is done is in them, finished or not, and files of the run are never overwritten."""
 
 import os
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
-from rollstream.errors import ConfigError, DamageError, RunDirectoryError
+from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
 from rollstream.store.batch import seal_journal
 from rollstream.store.export.examples import SftOptions
-from rollstream.store.export.files import export_jsonl, read_rows
+from rollstream.store.export.files import FILE_NAMES, export_jsonl, read_rows
 from rollstream.store.export.run import ExportOptions, export_run
 from rollstream.store.find import find_trajectory
-from rollstream.store.lock import RunLock
+from rollstream.store.lock import RunLock, locked
 from rollstream.store.manifest import read_manifest
 from rollstream.store.merge import MergeCancelledError, merge_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_status, write_checkpoint
 from rollstream.store.validate import validate_run
+from tests.support.processes import full_disk
+from tests.unit.store.export.artifacts import rollouts, trajectory
 from tests.unit.store.fabric import commit_all, failure, flip, keys_in, open_dir, rollout
 
 
@@ -114,6 +118,39 @@ async def test_another_file_only_with_force(tmp_path: Path) -> None:
         export_run(run, "jsonl", tmp_path)
     with pytest.raises(ConfigError, match="no folder"):
         export_run(run, "jsonl", tmp_path / "none" / "x")
+    os.mkfifo(tmp_path / "pipe")
+    for odd in ("/dev/null", tmp_path / "pipe"):  # renaming over it would take it away
+        with pytest.raises(ConfigError, match="is no regular file"):
+            export_run(run, "jsonl", Path(odd), force=True)
+
+
+@pytest.mark.parametrize("name", sorted(FILE_NAMES))
+async def test_a_full_disk_leaves_what_was_there_and_a_kill_leaves_nothing_for_good(
+    tmp_path: Path, name: str
+) -> None:
+    if name == "dataproto":
+        pytest.importorskip("tensordict")
+    run = tmp_path / "run"
+    made = [trajectory(turns=[[4]], reward=reward) for reward in (0.0, 1.0)]
+    for number, one in enumerate(made):
+        answer = {"role": "assistant", "content": os.urandom(9000).hex() + str(number)}
+        one.messages = [{"role": "user", "content": "q"}, answer]
+    await commit_all(run, rollouts(*made))
+    set_total(run, 2)
+    merge_batches(RunPaths(run), run_id_of(run))
+    for target in (run / FILE_NAMES[name], tmp_path / FILE_NAMES[name]):
+        left = [target.with_name(f".{target.name}.{number}.tmp") for number in (1, 2)]
+        if target.parent == run:
+            left[0].mkdir()
+            left[1].write_text("half")
+        export_run(run, name, target)
+        assert not any(path.exists() for path in left)
+        if (name, target.parent) == ("parquet", run):
+            continue  # the artifact itself
+        before = content(tmp_path)
+        with full_disk(5000), pytest.raises(StorageError, match=re.escape(f"cannot write {target}")):
+            export_run(run, name, target, force=True)
+        assert content(tmp_path) == before
 
 
 async def test_without_anything_done(tmp_path: Path) -> None:
@@ -162,6 +199,12 @@ async def test_a_journal_that_is_sealed_meanwhile_is_read_as_a_batch(
         sealed.append(journal)
         raise FileNotFoundError(journal)
 
+    def once_more(*given: Any) -> Any:
+        with locked(run):  # an export elsewhere keeps no run from going on
+            return seal_journal(*given)
+
+    monkeypatch.setattr("rollstream.store.export.run.seal_journal", once_more)
+    assert export_run(run, "jsonl", tmp_path / "idle").rows == 4
     monkeypatch.setattr("rollstream.store.export.run.seal_journal", by_the_writer)
     lock.acquire()
     try:
@@ -188,6 +231,9 @@ async def test_an_export_says_of_what_it_was_made_and_when_it_is_older(tmp_path:
     stale = ["trajectories.jsonl", "trajectories_sft.jsonl"]
     assert read_status(run).stale == stale
     assert [note.split()[0] for note in validate_run(run).notes] == stale
+    for damaged in ("[1]", "{", '{"trajectories.jsonl": 3}'):  # nothing says of what they were made
+        (run / "exports.json").write_text(damaged)
+        assert read_status(run).stale == stale
 
 
 @pytest.mark.parametrize("at", [0.1, 0.2, 0.4, 0.6, 0.8, 0.99])

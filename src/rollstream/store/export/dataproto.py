@@ -174,9 +174,6 @@ def export_dataproto(
     names = [target]
     if count > 1:
         names = [target.with_name(f"{target.stem}-{i:05}-of-{count:05}{target.suffix}") for i in range(count)]
-    if (target.parent / "run.json").exists():  # the caller holds its lock: nobody writes them any more
-        for left in target.parent.glob(f".{target.stem}*{target.suffix}.*.tmp"):
-            left.unlink()
     unknown = 0
     with ExitStack() as files:
         temporaries = [files.enter_context(replacing(name, artifact)) for name in names]

@@ -107,7 +107,8 @@ def _noted(root: Path) -> dict[str, dict[str, Any]]:
         noted = orjson.loads((root / "exports.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    return {name: fact for name, fact in dict(noted).items() if isinstance(fact, dict)}
+    entries = noted.items() if isinstance(noted, dict) else ()
+    return {name: fact for name, fact in entries if isinstance(fact, dict)}
 
 
 def read_rows(path: Path, cancelled: Callable[[], bool] = lambda: False) -> Iterator[dict[str, Any]]:

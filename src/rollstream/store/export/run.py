@@ -116,7 +116,8 @@ def export_run(
     in_run = target.resolve() == own.resolve()
     _check_output(root, target, own, name, force=force)
     with ExitStack() as stack:
-        is_ours = _take_lock(root, stack, needed=in_run)
+        lock = stack.enter_context(ExitStack())
+        is_ours = _take_lock(root, lock, needed=in_run)
         status = read_status(root)
         damage = [line for line in status.damage if not line.startswith("failed/")]
         if damage:
@@ -137,6 +138,8 @@ def export_run(
                 f"{root}: {status.completed} of {total} rollouts done; the run is unfinished. To export what "
                 "is there, name a file outside with --output; or run `rollstream generate` to its end"
             )
+        else:
+            lock.close()  # what is done so far can be read while the run goes on
         artifact = paths.artifact
         if not (finished and is_current(paths, manifest.run_id)):
             artifact = stack.enter_context(_merged_copy(paths, manifest, target, status))
@@ -171,6 +174,8 @@ def _check_output(root: Path, target: Path, own: Path, name: str, *, force: bool
         raise ConfigError(f"--output {target} is a folder; name a file")
     if not place.parent.is_dir():
         raise ConfigError(f"--output {target}: there is no folder {place.parent}")
+    if place.exists() and name != "hf" and not place.is_file():
+        raise ConfigError(f"--output {target} is no regular file; name another")
     there = dataproto_files(place) if name == "dataproto" else [place] if place.exists() else []
     if there and not force:
         first = target if there[0] == place else target.with_name(there[0].name)
@@ -237,6 +242,9 @@ def write_export(
         StorageError: `target` cannot be written.
         MergeCancelledError: `cancelled` said so.
     """
+    if target.parent.resolve() == root.resolve():  # its lock is held here: nobody writes what a kill has left
+        for left in target.parent.glob(f".{target.stem}*{target.suffix}.*.tmp"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
     match name:
         case "parquet":
             if target.resolve() != artifact.resolve():
@@ -260,7 +268,12 @@ def write_export(
             rows = export_inspect(artifact, target, manifest, cancelled)
         case _:
             rows = export_jsonl(artifact, target, cancelled)
-    note_export(artifact, *_written(target), rows=rows, options=options.of(name))
+    try:
+        note_export(artifact, *_written(target), rows=rows, options=options.of(name))
+    except OSError as error:
+        raise StorageError(
+            f"{target} is written, but not {target.parent / 'exports.json'}, which says of what: {error.strerror}"
+        ) from error
     return rows
 
 

@@ -123,7 +123,7 @@ def test_a_pair_of_the_same_messages_is_left_out(tmp_path: Path, caplog: pytest.
     assert export_preference(artifact(tmp_path, *GROUPS, alike), tmp_path / "x") == 1
     assert "1 pairs are left out: chosen and rejected are the same messages" in caplog.text
     with pytest.raises(
-        ConfigError, match="no pairs: 1 pairs are left out: .*the same messages, with different"
+        ConfigError, match=r"no pairs: 1 pairs are left out: .*the same messages, with different"
     ):
         export_preference(artifact(tmp_path, alike), tmp_path / "x")
 
