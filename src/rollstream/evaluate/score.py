@@ -9,22 +9,24 @@ itself is only read. Which rewards count is `rollstream.store.scores`.
 
 import hashlib
 import logging
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import repeat as repeat_value
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-import msgspec
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -41,7 +43,7 @@ from rollstream.evaluate.score_worker import (
 )
 from rollstream.reward.rules import RuleReward
 from rollstream.store.export.run import is_finished
-from rollstream.store.journal import FILE_HEADER_SIZE, JournalFile, ScanReport, scan, write_file_durably
+from rollstream.store.journal import FILE_HEADER_SIZE, JournalFile, ScanReport, scan
 from rollstream.store.keys import KeyStates
 from rollstream.store.lock import RunLock, is_locked, locked
 from rollstream.store.manifest import Manifest, require_manifest
@@ -50,6 +52,7 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.records import scoring_failed
 from rollstream.store.recovery import inspect, recover
 from rollstream.store.scores import (
+    SCORED_COLUMNS,
     ScoreFacts,
     ScorePaths,
     activate,
@@ -58,6 +61,7 @@ from rollstream.store.scores import (
     read_facts,
     score_folder,
     seal_scores,
+    write_facts,
 )
 from rollstream.store.stream import run_tables
 from rollstream.store.summary import read_status, refresh_checkpoint
@@ -66,7 +70,7 @@ from rollstream.trajectory import RolloutKey, failure_cause
 logger = logging.getLogger(__name__)
 
 _READ = (
-    *("index", "repeat", "trajectory", "prompt_key", "data_source", "ground_truth", "messages", "extra"),
+    *(*SCORED_COLUMNS, "prompt_key", "data_source", "ground_truth", "messages", "extra"),
     *("is_snapshot", "num_turns", "reward", "reward_extra", "response_ids", "response_mask"),
 )
 _ROW = ("is_snapshot", "num_turns", "messages", "extra", "reward", "reward_extra")
@@ -186,7 +190,7 @@ def score_run(
     try:
         function = "rules" if isinstance(reward, RuleReward) else f"{recipe.path}:{recipe.name}"
         facts = _facts(paths, manifest, function, digest)
-        journal, keys, failed = _open_journal(paths, facts, manifest.n, retry_unscored=retry_unscored)
+        journal, earlier, failed = _open_journal(paths, facts, manifest.n, retry_unscored=retry_unscored)
         report = ScoreReport(name, str(paths.table), recorded_mean=state.rewards.mean)
 
         def keep(frames: Sequence[ScoredFrame]) -> None:
@@ -194,11 +198,12 @@ def score_run(
             _append(journal, b"".join(one.frame for one in frames))
             report.now += len(frames)
             failed += sum(one.failed for one in frames)
-            say(done + report.now, max(state.keys.done, done + report.now), failed)
+            total = max(state.keys.done, report.now)  # it may grow meanwhile
+            say(min(done + report.now, total), total, failed)
 
-        done = keys.done
+        done = len(earlier)
         try:
-            items = _items(root, keys, report.damage.append)
+            items = _items(root, manifest.n, earlier, report.damage.append)
             model = manifest.config.get("actor_rollout_ref", {}).get("model", {})
             count = processes or min(os.cpu_count() or 1, 4)
             _score_in_processes(items, (recipe, rule, model), count, keep)
@@ -244,7 +249,7 @@ def _facts(paths: ScorePaths, manifest: Manifest, reward: str, digest: str) -> S
             id=token_hex(16), run_id=manifest.run_id, reward=reward, digest=digest, created=created
         )
         paths.journal.unlink(missing_ok=True)  # without its facts nobody knows what it is
-        write_file_durably(paths.facts, orjson.dumps(msgspec.to_builtins(facts), option=orjson.OPT_INDENT_2))
+        write_facts(paths.facts, facts)
     if facts.run_id != manifest.run_id:
         raise ConfigError(f"{paths.facts} is of another run; choose another --name or --output")
     if facts.digest != digest:
@@ -255,26 +260,59 @@ def _facts(paths: ScorePaths, manifest: Manifest, reward: str, digest: str) -> S
     return facts
 
 
+class _Scored:
+    """Which rollouts are scored, each by the time at which it was finished: 8 bytes a rollout."""
+
+    def __init__(self, n: int) -> None:
+        """`n` is the number of rollouts of a prompt row."""
+        self._n = n
+        self._times = array("d")
+
+    def __len__(self) -> int:
+        return sum(time == time for time in self._times)
+
+    def add(self, index: int, repeat: int, finished_at: float | None) -> None:
+        """Marks one; a later one of its key takes its place."""
+        at = index * self._n + repeat
+        if at >= len(self._times):
+            self._times.extend(repeat_value(math.nan, at + 1 - len(self._times)))
+        self._times[at] = finished_at or 0.0
+
+    def discard(self, index: int, repeat: int) -> None:
+        """Takes one out that was added."""
+        self._times[index * self._n + repeat] = math.nan
+
+    def holds(self, index: int, repeat: int, finished_at: float | None) -> bool:
+        """Whether this very rollout is scored."""
+        at = index * self._n + repeat
+        return at < len(self._times) and self._times[at] == (finished_at or 0.0)
+
+
 def _open_journal(
     paths: ScorePaths, facts: ScoreFacts, n: int, *, retry_unscored: bool
-) -> tuple[JournalFile, KeyStates, int]:
+) -> tuple[JournalFile, _Scored, int]:
     """The journal to go on with, what need not be scored, and how many of those the reward failed on."""
-    keys, report, failed, id = KeyStates(n), ScanReport(), 0, bytes.fromhex(facts.id)
+    earlier, report, failed = _Scored(n), ScanReport(), set[tuple[int, int]]()
+    id = bytes.fromhex(facts.id)
     if not paths.journal.exists():
-        return JournalFile(paths.journal, id), keys, 0
+        return JournalFile(paths.journal, id), earlier, 0
     for frame in scan(paths.journal, id, report):
-        reward, extra = decode_scores(frame.body)[-1]
+        key, scored = (frame.index, frame.repeat), decode_scores(frame.body)
+        reward, extra = scored.trajectories[-1]
+        earlier.add(*key, scored.finished_at)
+        failed.discard(key)
         if reward is None and scoring_failed(orjson.loads(extra)):
-            if retry_unscored:
-                continue
-            failed += 1
-        keys.mark_done(frame.index, frame.repeat)
+            failed.add(key)
+    if retry_unscored:
+        for key in failed:
+            earlier.discard(*key)
+        failed.clear()
     for damage in report.damage:
         logger.warning("%s: what it held is scored again", damage)
     if report.end < FILE_HEADER_SIZE:
         paths.journal.unlink()
-        return JournalFile(paths.journal, id), KeyStates(n), 0
-    return JournalFile(paths.journal, id, resume_at=report.end), keys, failed
+        return JournalFile(paths.journal, id), _Scored(n), 0
+    return JournalFile(paths.journal, id, resume_at=report.end), earlier, len(failed)
 
 
 def _append(journal: JournalFile, data: bytes) -> None:
@@ -290,8 +328,9 @@ def _append(journal: JournalFile, data: bytes) -> None:
         ) from error
 
 
-def _items(root: Path, keys: KeyStates, note: Callable[[str], object]) -> Iterator[ScoreItem]:
-    """The rollouts that are not scored yet; they are marked as they are given."""
+def _items(root: Path, n: int, earlier: _Scored, note: Callable[[str], object]) -> Iterator[ScoreItem]:
+    """The rollouts that are not scored yet."""
+    seen = KeyStates(n)
     for table in run_tables(root, _READ, note, recorded=True):
         has_text = pc.match_substring(table["messages"], _TEXT).to_pylist()
         plain = table.drop_columns(["response_ids", "response_mask"]).to_pylist()
@@ -302,8 +341,11 @@ def _items(root: Path, keys: KeyStates, note: Callable[[str], object]) -> Iterat
             key = RolloutKey(row["index"], row["repeat"])
             if at + 1 < len(plain) and key == RolloutKey(plain[at + 1]["index"], plain[at + 1]["repeat"]):
                 continue
-            if keys.mark_done(key.index, key.repeat):
-                yield ScoreItem(key, row["prompt_key"], row["data_source"], row["ground_truth"], rows)
+            finished = row["finished_at"]
+            new = seen.mark_done(key.index, key.repeat)
+            if new and not earlier.holds(key.index, key.repeat, finished):
+                said = {name: row[name] for name in ("prompt_key", "data_source", "ground_truth")}
+                yield ScoreItem(key, finished, **said, trajectories=rows)
             rows = []
 
 
@@ -446,7 +488,7 @@ def _summarise(paths: ScorePaths, facts: ScoreFacts, report: ScoreReport) -> Non
     total, scored, causes, examples = 0.0, 0, Counter[str](), dict[str, str]()
     for _, rollout in seal_scores(paths, facts):
         report.rollouts += 1
-        reward, extra = rollout[-1]
+        reward, extra = rollout.trajectories[-1]
         if reward is not None:
             total, scored = total + reward, scored + 1
         elif (error := orjson.loads(extra).get("error")) is not None:

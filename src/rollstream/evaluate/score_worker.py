@@ -63,6 +63,7 @@ class ScoreItem(NamedTuple):
     """A rollout to score, as it is stored."""
 
     key: RolloutKey
+    finished_at: float | None
     prompt_key: str
     data_source: str
     ground_truth: str
@@ -93,16 +94,18 @@ class ScoredFrame(NamedTuple):
     """Whether the reward failed on it."""
 
 
-def scored_frame(key: RolloutKey, scored: ScoredRollout) -> ScoredFrame:
+def scored_frame(item: ScoreItem, scores: list[tuple[float | None, str]]) -> ScoredFrame:
     """A rollout as it goes into the journal."""
-    failed = scored[-1][0] is None and "error" in orjson.loads(scored[-1][1])
-    return ScoredFrame(key, encode_frame(key.index, key.repeat, len(scored), encode_scores(scored)), failed)
+    (reward, extra), key = scores[-1], item.key
+    failed = reward is None and "error" in orjson.loads(extra)
+    body = encode_scores(ScoredRollout(item.finished_at, scores))
+    return ScoredFrame(key, encode_frame(key.index, key.repeat, len(scores), body), failed)
 
 
 def failed_frame(item: ScoreItem, error: str) -> ScoredFrame:
     """A rollout that could not be scored."""
     extra = json_text({"error": " ".join(error.split())[:_ERROR_CHARS]})
-    return scored_frame(item.key, [(None, extra)] * len(item.trajectories))
+    return scored_frame(item, [(None, extra)] * len(item.trajectories))
 
 
 class Scorer:
@@ -125,7 +128,7 @@ class Scorer:
         """Scores a rollout; one that cannot be scored says why. Raises `ConfigError`: none can."""
         try:
             await self._prepare(item.data_source)
-            return scored_frame(item.key, await self._score_all(item))
+            return scored_frame(item, await self._score_all(item))
         except ConfigError:
             raise
         except Exception as error:  # a damaged cell, an odd answer: its own fault
@@ -138,11 +141,11 @@ class Scorer:
                 self._sources[source] = asyncio.ensure_future(self._reward.prepare(source))
             await asyncio.shield(self._sources[source])
 
-    async def _score_all(self, item: ScoreItem) -> ScoredRollout:
+    async def _score_all(self, item: ScoreItem) -> list[tuple[float | None, str]]:
         *snapshots, final = item.trajectories
         reward, extra = await self._score(item, final)
         shared = {"error": extra["error"]} if reward is None and "error" in extra else {}
-        scored: ScoredRollout = []
+        scored: list[tuple[float | None, str]] = []
         for snapshot in snapshots:
             if self._snapshots == "own":
                 own, said = await self._score(item, snapshot)

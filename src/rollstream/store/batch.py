@@ -541,7 +541,8 @@ def read_keys(
     with open_parquet(path) as file, reading(path):
         if not belongs_to(file, run_id):
             raise DamagedFileError(path, f"{path.name} belongs to another run")
-        table = file.read([*KEY_COLUMNS, "reward", "is_snapshot"], use_threads=False)
+        names = [*KEY_COLUMNS, *["finished_at"] * (current is not None), "reward", "is_snapshot"]
+        table = file.read(names, use_threads=False)
         if table["reward"].null_count or current is not None:
             extras = file.read(["reward_extra"], use_threads=False)["reward_extra"]
             table = table.append_column("reward_extra", extras)

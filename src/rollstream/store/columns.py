@@ -41,7 +41,7 @@ from rollstream.store.manifest import Manifest
 from rollstream.store.merge import holds_other_batches, is_current
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import FailureRecord, RecordCodec, RolloutRecord
-from rollstream.store.scores import Rewards, tag_of
+from rollstream.store.scores import SCORED_COLUMNS, Rewards, tag_of
 from rollstream.trajectory import failure_cause
 
 Array = npt.NDArray[Any]
@@ -275,7 +275,7 @@ class RunColumns:
 
     def _tables(self, path: Path, part: Part, rows: Array, names: Sequence[str] | None) -> Iterator[pa.Table]:
         manifest = part.manifest
-        names = None if names is None else [*KEY_COLUMNS, *names]
+        names = None if names is None else [*dict.fromkeys((*SCORED_COLUMNS, *names))]
         if path.suffix == ".rsj":
             assert manifest is not None
             keys = set(zip(self["index"][rows].tolist(), self["repeat"][rows].tolist(), strict=True))

@@ -15,9 +15,8 @@ goes, since it has the old positions: all its rows are in the batches.
 """
 
 import logging
-import os
 import shutil
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -52,9 +51,9 @@ from rollstream.store.scores import (
     ScorePaths,
     activate,
     active_name,
+    copy_scores,
     read_facts,
     score_folder,
-    seal_scores,
 )
 from rollstream.trajectory import Failure
 
@@ -266,19 +265,7 @@ def _move_scores(paths: RunPaths, target: RunPaths, moved: dict[_Row, int | None
     new.mkdir()
     for journal in folder.glob("*.rsj"):
         old, there = ScorePaths(folder, journal.stem), ScorePaths(new, journal.stem)
-        facts = read_facts(old.facts)
-        if facts is None:
-            continue
-        id = bytes.fromhex(facts.id)
-        with there.journal.open("wb") as file:
-            file.write(encode_file_header(id))
-            for frame in scan(journal, id, ScanReport()):
-                if (index := moved.get((_RUN, frame.index))) is not None:
-                    file.write(encode_frame(index, frame.repeat, frame.rows, frame.body))
-            file.flush()
-            os.fdatasync(file.fileno())
-        shutil.copyfile(old.facts, there.facts)
-        if old.table.exists():
-            deque(seal_scores(there, facts), maxlen=0)
+        if (facts := read_facts(old.facts)) is not None:
+            copy_scores([old], there, facts, lambda index: moved.get((_RUN, index)))
     if (active := active_name(paths.root)) is not None:
         activate(target.root, active)

@@ -3,6 +3,8 @@
     shard 0 of 2 ─┐   checked: same run, all there, finished, sound, nothing twice
     shard 1 of 2 ─┴─> .OUTPUT.merge.tmp/ (batches, failures, artifact) ──rename──> OUTPUT/
 
+Scores of one name and reward are put together, and count if they do in each shard.
+
 The shards are locked and only read. Before the rename there is no OUTPUT; a merge that was killed leaves the
 temporary folder, which the next one clears away. The result has an identity without `generation.shard`: the
 run's own command, without it, continues there (with `generation.retry_failed`, say).
@@ -44,7 +46,16 @@ from rollstream.store.merge import merge_batches, until
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
 from rollstream.store.recovery import inspect, recover
-from rollstream.store.scores import active_name
+from rollstream.store.scores import (
+    RECORDED,
+    ScoreFacts,
+    ScorePaths,
+    activate,
+    active_name,
+    copy_scores,
+    read_facts,
+    score_folder,
+)
 from rollstream.store.summary import RunStatus, read_failures, read_status, write_checkpoint
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Failure
@@ -71,6 +82,10 @@ class _Shard:
     root: Path
     manifest: Manifest
     status: RunStatus
+    scores: dict[str, ScoreFacts]
+    """What it was scored anew by, by name."""
+    active: str | None
+    """Whose rewards count; None: the recorded ones."""
 
 
 def merge_shards(
@@ -154,7 +169,9 @@ def _check_shards(roots: Sequence[Path]) -> list[_Shard]:
                 "%s and %s were generated with different versions: %s and %s",
                 *(first, root, old.versions, new.versions),
             )
-    shards = [_Shard(root, manifests[root], _finished(root)) for root in by_number]
+    shards = [
+        _Shard(root, manifests[root], _finished(root), _scores(root), active_name(root)) for root in by_number
+    ]
     for shard in shards:
         if shard.status.artifact_rows:  # batches are gone: they are made anew of the artifact
             recover(RunPaths(shard.root), shard.manifest)
@@ -164,7 +181,25 @@ def _check_shards(roots: Sequence[Path]) -> list[_Shard]:
                 f"{shard.root} is not sound: {result.problems[0]} (rollstream validate {shard.root})"
             )
     _check_disjoint(shards)
+    _check_scores(shards)
     return shards
+
+
+def _scores(root: Path) -> dict[str, ScoreFacts]:
+    folder = score_folder(root)
+    found = {path.stem: read_facts(ScorePaths(folder, path.stem).facts) for path in folder.glob("*.rsj")}
+    return {name: facts for name, facts in found.items() if facts is not None}
+
+
+def _check_scores(shards: Sequence[_Shard]) -> None:
+    """Raises where one shard's rewards would be compared with another's that mean something else."""
+    active = {(one.active, one.scores[one.active].digest if one.active else "") for one in shards}
+    if len(active) > 1:
+        counts = ", ".join(f"{one.active or RECORDED!r} in {one.root}" for one in shards)
+        raise ConfigError(
+            f"other rewards count in one shard than in another ({counts}): score all with one reward and "
+            "activate it, or the recorded ones (rollstream score DIR --activate NAME)"
+        )
 
 
 def _by_number(names: Mapping[Path, Any]) -> list[Path]:
@@ -232,10 +267,6 @@ def _write(
     number = 0
     for shard in shards:
         logger.info("reading %s: %d trajectories", shard.root, shard.status.rows)
-        if (name := active_name(shard.root)) is not None:
-            logger.warning(
-                "%s has the scores %r, which are not merged: the recorded rewards are", shard.root, name
-            )
         source = RunPaths(shard.root)
         for old in source.batch_numbers():
             tables = until(read_tables(source.batch(old)), cancelled)
@@ -252,12 +283,31 @@ def _write(
             journal.close()
     write_file_durably(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(manifest.config)).encode())
     write_manifest(folder, manifest)
+    _merge_scores(shards, folder, manifest)
     _, state = inspect(folder)
     if state.rows:
         merge_batches(paths, manifest.run_id_bytes, cancelled=cancelled)
     total = sum(shard.status.total or 0 for shard in shards)
     write_checkpoint(paths, manifest, state, total=total)
     return MergedRun(output, len(shards), state.keys.done, state.keys.failed, state.rows)
+
+
+def _merge_scores(shards: Sequence[_Shard], folder: Path, manifest: Manifest) -> None:
+    """Scores go along, but for those of a name that stands for several rewards."""
+    for name in sorted({name for shard in shards for name in shard.scores}):
+        having = [shard for shard in shards if name in shard.scores]
+        facts = having[0].scores[name]
+        if any(shard.scores[name].digest != facts.digest for shard in having):
+            logger.warning("the scores %r are of several rewards in the shards: they are left out", name)
+            continue
+        score_folder(folder).mkdir(exist_ok=True)
+        copy_scores(
+            [ScorePaths(score_folder(shard.root), name) for shard in having],
+            ScorePaths(score_folder(folder), name),
+            msgspec.structs.replace(facts, run_id=manifest.run_id),
+        )
+    if (active := shards[0].active) is not None:
+        activate(folder, active)
 
 
 def _merged_manifest(shard: Manifest, output: Path) -> Manifest:

@@ -1,5 +1,7 @@
 """The run directory, opened for writing: its lock, its manifest, its state."""
 
+import os
+import time
 from pathlib import Path
 
 from rollstream.errors import RunDirectoryError, StorageError
@@ -8,6 +10,7 @@ from rollstream.store.lock import RunLock
 from rollstream.store.manifest import Manifest, check_identity, read_manifest, write_manifest
 from rollstream.store.paths import RunPaths
 from rollstream.store.recovery import RunState, recover
+from rollstream.store.scores import score_folder
 
 
 class RunDirectory:
@@ -101,5 +104,7 @@ def refuse_foreign_data(paths: RunPaths) -> None:
 def _create(paths: RunPaths, manifest: Manifest, config_yaml: str) -> None:
     for folder in (paths.journals, paths.batches, paths.failures, paths.logs):
         folder.mkdir(exist_ok=True)
+    if (scores := score_folder(paths.root)).is_dir():  # of a run that was here before
+        scores.rename(paths.logs / f"scores-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     write_file_durably(paths.root / "config.yaml", config_yaml.encode())
     write_manifest(paths.root, manifest)

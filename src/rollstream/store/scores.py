@@ -2,25 +2,32 @@
 
     scores/NAME.json      what computed them (`ScoreFacts`)
     scores/NAME.rsj       one frame a rollout, in the journal's format: the truth, also when all is scored
-    scores/NAME.parquet   key, reward and reward_extra of each trajectory, sorted by key; made of the journal
+    scores/NAME.parquet   key, finished_at, reward and reward_extra of each trajectory, sorted by key; made of the
+                          journal
     scores/active         the NAME whose rewards count; not there: those that the run recorded
     scores/recorded.parquet   the recorded rewards, where the artifact has others
+
+A score belongs to the rollout that it was computed of: that of its key which was finished at its time. A rollout
+that is generated again, since a damaged file lost it, is not scored until it is scored itself.
 
 Batches and journals keep what was recorded. The artifact has the rewards that counted when it was merged, and
 says so in its metadata; when others count now it is not current. Whatever reads a run sees the rewards that
 `Rewards.current` gives, and nothing else decides that.
 """
 
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -37,7 +44,15 @@ from rollstream.store.batch import (
     to_arrow_floats,
     to_arrow_texts,
 )
-from rollstream.store.journal import ScanReport, read_frame, scan, sync_folder, write_file_durably
+from rollstream.store.journal import (
+    ScanReport,
+    encode_file_header,
+    encode_frame,
+    read_frame,
+    scan,
+    sync_folder,
+    write_file_durably,
+)
 from rollstream.trajectory import RolloutKey
 
 RECORDED = "recorded"
@@ -46,14 +61,24 @@ RECORDED = "recorded"
 _TAG = b"rollstream.scores"
 """Metadata key of an artifact: which scores its rewards are."""
 
-_COLUMNS = [*KEY_COLUMNS, "reward", "reward_extra"]
+SCORED_COLUMNS = [*KEY_COLUMNS, "finished_at"]
+"""What rows need besides their rewards for others to be found."""
+
+_COLUMNS = [*SCORED_COLUMNS, "reward", "reward_extra"]
 _SCHEMA = pa.schema([SCHEMA.field(name) for name in _COLUMNS])
 _REPEAT_BITS = 31
 _ROWS = 1 << 14
 """Rows that are written together."""
 
-ScoredRollout = list[tuple[float | None, str]]
-"""Reward and `reward_extra` (JSON text) of each trajectory of a rollout: the body of a frame."""
+
+class ScoredRollout(NamedTuple):
+    """The scores of a rollout: the body of a frame."""
+
+    finished_at: float | None
+    """When the rollout was finished, as it is stored."""
+    trajectories: list[tuple[float | None, str]]
+    """Reward and `reward_extra` (JSON text) of each."""
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ScoredRollout)
@@ -110,6 +135,11 @@ def read_facts(path: Path) -> ScoreFacts | None:
         raise RunDirectoryError(f"cannot read {path}: {error}; score under another --name") from error
 
 
+def write_facts(path: Path, facts: ScoreFacts) -> None:
+    """Writes what computed some scores, durably."""
+    write_file_durably(path, orjson.dumps(msgspec.to_builtins(facts), option=orjson.OPT_INDENT_2))
+
+
 def active_name(root: Path) -> str | None:
     """Whose rewards count in a run; None: those that it recorded. Raises `RunDirectoryError`."""
     path = score_folder(root) / "active"
@@ -155,7 +185,7 @@ class Rewards:
         """Rows with the rewards that count; null where those scores do not have the row.
 
         Args:
-            table: with the key's columns; `reward` and `reward_extra` are replaced where it has them.
+            table: with `SCORED_COLUMNS`; `reward` and `reward_extra` are replaced where it has them.
             tag: which rewards it has, see `tag_of`.
         """
         if tag == self.tag:
@@ -200,7 +230,7 @@ def _tag(path: Path) -> str:
 
 
 class _Scores:
-    """The rewards of a file, in memory: some 25 bytes a row, and each different `reward_extra` once."""
+    """The rewards of a file, in memory: some 33 bytes a row, and each different `reward_extra` once."""
 
     def __init__(self, path: Path) -> None:
         with (
@@ -210,6 +240,7 @@ class _Scores:
             table = file.read(use_threads=False).unify_dictionaries()
         self._keys = _packed(table)
         self._trajectory = column_values(table["trajectory"])
+        self._finished = _finished(table)
         self._valid: npt.NDArray[np.bool_] = column_values(table["reward"].is_valid().cast(pa.uint8())) == 1
         self._reward = np.zeros(len(table))
         self._reward[self._valid] = column_values(table["reward"].drop_null())
@@ -228,6 +259,7 @@ class _Scores:
             # The trajectories of a rollout stand together, from the first one on.
             at = np.minimum(np.searchsorted(self._keys, keys) + trajectory, len(self._keys) - 1)
             found = (self._keys[at] == keys) & (self._trajectory[at] == trajectory)
+            found &= self._finished[at] == _finished(table)
         places = np.where(found, at, 0)
         if "reward" in table.column_names:
             if len(self._keys):
@@ -256,6 +288,15 @@ def _packed(table: pa.Table) -> npt.NDArray[np.int64]:
     index, repeat = (column_values(table[name]).astype(np.int64) for name in ("index", "repeat"))
     packed: npt.NDArray[np.int64] = index << _REPEAT_BITS | repeat
     return packed
+
+
+def _finished(table: pa.Table) -> npt.NDArray[np.float64]:
+    """When rows were finished; 0.0 where that is not known."""
+    values = np.zeros(len(table))
+    if "finished_at" in table.column_names:
+        column = table["finished_at"]
+        values[column_values(column.is_valid().cast(pa.uint8())) == 1] = column_values(column.drop_null())
+    return values
 
 
 @contextmanager
@@ -300,10 +341,13 @@ def seal_scores(paths: ScorePaths, facts: ScoreFacts) -> Iterator[tuple[RolloutK
     order = packed.argsort(kind="stable")
     last = np.append(np.diff(packed[order]) != 0, True)[: len(order)]
     with paths.journal.open("rb") as journal, _writing(paths.table) as write:
-        rows: list[tuple[int, int, int, float | None, str]] = []
+        rows: list[_Row] = []
         for offset in places[order[last]].tolist():
             key, scored = _read_scores(journal, offset)
-            rows += [(key.index, key.repeat, at, *one) for at, one in enumerate(scored)]
+            rows += [
+                (key.index, key.repeat, at, scored.finished_at, *one)
+                for at, one in enumerate(scored.trajectories)
+            ]
             if len(rows) >= _ROWS:
                 write(_table(rows))
                 rows = []
@@ -311,17 +355,53 @@ def seal_scores(paths: ScorePaths, facts: ScoreFacts) -> Iterator[tuple[RolloutK
         write(_table(rows))
 
 
+def copy_scores(
+    sources: Sequence[ScorePaths],
+    target: ScorePaths,
+    facts: ScoreFacts,
+    index_of: Callable[[int], int | None] = lambda index: index,
+) -> None:
+    """Makes scores of those of several folders, sealed if any of those are; on disk when this returns.
+
+    Args:
+        sources: those to copy, of disjoint rollouts.
+        target: where to; nothing is there.
+        facts: of the copy.
+        index_of: where a prompt row stands there; None leaves it out.
+    """
+    with target.journal.open("wb") as file:
+        file.write(encode_file_header(bytes.fromhex(facts.id)))
+        for source in sources:
+            found = read_facts(source.facts)
+            if found is None or not source.journal.exists():
+                continue
+            for frame in scan(source.journal, bytes.fromhex(found.id), ScanReport()):
+                if (index := index_of(frame.index)) is not None:
+                    file.write(encode_frame(index, frame.repeat, frame.rows, frame.body))
+        file.flush()
+        os.fdatasync(file.fileno())
+    write_facts(target.facts, facts)
+    if any(source.table.exists() for source in sources):
+        deque(seal_scores(target, facts), maxlen=0)
+
+
 def _read_scores(journal: BinaryIO, offset: int) -> tuple[RolloutKey, ScoredRollout]:
     frame = read_frame(journal, offset)
     return RolloutKey(frame.index, frame.repeat), decode_scores(frame.body)
 
 
-def _table(rows: list[tuple[int, int, int, float | None, str]]) -> pa.Table:
-    index, repeat, trajectory, reward, extra = zip(*rows, strict=True) if rows else [()] * len(_COLUMNS)
+_Row = tuple[int, int, int, float | None, float | None, str]
+"""By `_COLUMNS`."""
+
+
+def _table(rows: list[_Row]) -> pa.Table:
+    columns = zip(*rows, strict=True) if rows else [()] * len(_COLUMNS)
+    index, repeat, trajectory, finished_at, reward, extra = columns
     arrays = [
         to_arrow(np.array(index, np.int64)),
         to_arrow(np.array(repeat, np.int32)),
         to_arrow(np.array(trajectory, np.int32)),
+        to_arrow_floats(finished_at),
         to_arrow_floats(reward),
         to_arrow_texts(extra),
     ]

@@ -29,7 +29,7 @@ def run_tables(
 
     Args:
         root: the run directory.
-        columns: the names, those of the key among them.
+        columns: the names, `SCORED_COLUMNS` among them if rewards are.
         note: is told of files that are damaged, and passed over.
         recorded: with the rewards that the run recorded, instead of those that count.
     """

@@ -15,7 +15,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollstream.store.batch import KEY_COLUMNS, column_values, to_arrow
+from rollstream.store.batch import column_values, to_arrow
 from rollstream.store.export.files import stale_exports
 from rollstream.store.journal import ScanReport, scan, write_file_durably
 from rollstream.store.keys import KeyStates
@@ -25,7 +25,7 @@ from rollstream.store.merge import is_current
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import FailureRecord, RecordCodec
 from rollstream.store.recovery import RunState, inspect
-from rollstream.store.scores import RECORDED, Rewards, active_name, score_names
+from rollstream.store.scores import RECORDED, SCORED_COLUMNS, Rewards, active_name, score_names
 from rollstream.store.stream import run_tables
 from rollstream.trajectory import failure_cause
 
@@ -155,7 +155,7 @@ def read_unscored(root: Path) -> Iterator[dict[str, Any]]:
 
 def _unscored_tables(root: Path) -> Iterator[pa.Table]:
     """The final trajectories without a reward, each once."""
-    columns = [*KEY_COLUMNS, "is_snapshot", "reward", "reward_extra", "data_source"]
+    columns = [*SCORED_COLUMNS, "is_snapshot", "reward", "reward_extra", "data_source"]
     keys = KeyStates(require_manifest(root).n)
     for table in run_tables(root, columns, lambda damage: None):
         found = table.filter(pc.and_(pc.is_null(table["reward"]), pc.invert(table["is_snapshot"])))

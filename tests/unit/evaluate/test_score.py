@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import orjson
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +20,7 @@ from rollstream.evaluate.score_worker import RewardRecipe, SnapshotRule
 from rollstream.store.export.run import export_run
 from rollstream.store.find import find_trajectory
 from rollstream.store.merge import is_current
+from rollstream.store.merge_shards import merge_shards
 from rollstream.store.paths import RunPaths
 from rollstream.store.prune import prune_run
 from rollstream.store.scores import RECORDED, score_folder
@@ -258,6 +260,70 @@ def test_what_is_finished_later_is_unscored_until_it_is_scored_too(tmp_path: Pat
     assert use_scores(root, name) == [] and read_status(root).mean_reward == 5.5
 
 
+def test_shards_take_their_scores_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    roots = [tmp_path / "shard0", tmp_path / "shard1"]
+    for at, root in enumerate(roots):
+        records = [agent_rollout(index, repeat) for index in range(at, PROMPTS, 2) for repeat in range(N)]
+        write_run(root, records, n=N, prompts=PROMPTS // 2, rows=5, **{"generation.shard": f"{at}/2"})
+    lengths, half = (reward(tmp_path / f"{at}.py", text) for at, text in enumerate((LENGTHS, HALF)))
+    for root in roots:
+        scored(root, lengths, name="lengths")
+        scored(root, lengths if root is roots[0] else half, name="other")
+    use_scores(roots[0], "lengths")
+    with pytest.raises(ConfigError, match=r"'lengths' in .*shard0, 'recorded' in .*shard1"):
+        merge_shards(roots, tmp_path / "out")
+    use_scores(roots[1], "lengths")
+    merge_shards(roots, out := tmp_path / "out")
+    assert "'other' are of several rewards" in caplog.text
+    status, wanted = read_status(out), [float(len(text)) for text in answers(out).values()]
+    assert (status.scores, status.all_scores, status.stale) == ("lengths", [RECORDED, "lengths"], [])
+    assert everywhere(out, tmp_path) == dict.fromkeys(("show", "export", "eval", "view"), wanted)
+    assert validate_run(out).sound and scored(out, lengths, name="lengths").now == 0
+    use_scores(out, RECORDED)
+    assert everywhere(out, tmp_path)["show"] != wanted
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_rollout_that_is_generated_again_has_no_score_of_the_one_before(
+    tmp_path: Path, merge: bool
+) -> None:
+    root = write_run(tmp_path / "run", [rollout(0, 0, "four"), rollout(0, 1, "four")], n=2, prompts=1, rows=1)
+    paths, recipe = RunPaths(root), reward(tmp_path / "reward.py", LENGTHS)
+    name = scored(root, recipe).name
+    use_scores(root, name)
+    if merge:
+        merged(root)
+        paths.artifact.unlink()
+    lost = paths.batch(1)
+    lost.write_bytes(b"damaged")
+    again = rollout(0, 1, "seven77", reward=0.25)
+    write_run(root, [again], n=2, prompts=1)
+    if merge:
+        merged(root)
+    assert [find_trajectory(root, 0, repeat).row["reward"] for repeat in (0, 1)] == [4.0, None]
+    (read,) = read_runs([root])
+    assert read.samples.reward[0] == 4.0 and np.isnan(read.samples.reward[1])
+    assert (read_status(root).mean_reward, read_status(root).unscored) == (4.0, 1)
+    report = scored(root, recipe)
+    assert (report.now, report.rollouts, report.mean_reward) == (1, 2, 5.5)
+    use_scores(root, name)
+    assert find_trajectory(root, 0, 1).row["reward"] == 7.0 and read_status(root).mean_reward == 5.5
+    assert scored(root, recipe).now == 0, "of two scores under one key the newest is known"
+    use_scores(root, RECORDED)
+    assert find_trajectory(root, 0, 1).row["reward"] == 0.25
+
+
+def test_a_new_run_in_the_folder_of_an_old_one_has_none_of_its_scores(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", [rollout(0, 0, "four")], n=1, prompts=1)
+    use_scores(root, scored(root, reward(tmp_path / "reward.py", LENGTHS)).name)
+    for folder in (RunPaths(root).batches, RunPaths(root).journals):
+        shutil.rmtree(folder)
+    write_run(root, [rollout(0, 0, "seven77", reward=0.25)], n=1, prompts=1)
+    status = read_status(root)
+    assert (status.scores, status.all_scores, status.mean_reward) == (RECORDED, [RECORDED], 0.25)
+    assert list(RunPaths(root).logs.glob("scores-*/*.parquet")), "they are kept"
+
+
 def test_a_name_is_of_one_reward(tmp_path: Path) -> None:
     root = write_run(tmp_path / "run", [rollout(0, 0)], n=1, prompts=1)
     file = tmp_path / "reward.py"
@@ -283,6 +349,7 @@ def test_a_run_that_may_not_be_written_is_scored_elsewhere(tmp_path: Path) -> No
             "index": 0,
             "repeat": 0,
             "trajectory": 0,
+            "finished_at": find_trajectory(root, 0).row["finished_at"],
             "reward": 4.0,
             "reward_extra": '{"turns":2,"snapshot":false}',
         }

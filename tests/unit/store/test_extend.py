@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rollstream.store.journal import encode_file_header, encode_frame
 from rollstream.store.manifest import DATASET_IDENTITY
 from rollstream.store.run_dir import lock_run
 from rollstream.store.scores import (
+    ScoredRollout,
     ScoreFacts,
     ScorePaths,
     activate,
@@ -196,11 +198,11 @@ async def test_scores_go_with_their_prompt_rows(tmp_path: Path) -> None:
     with open_dir(tmp_path, **{ROWS: "abc"}) as run:
         facts = ScoreFacts(id="0" * 32, run_id=run.manifest.run_id, reward="r", digest="d", created="")
     paths.facts.write_bytes(msgspec.json.encode(facts))
-    frames = [
-        encode_frame(index, repeat, 1, encode_scores([(float(10 * index + repeat), "{}")]))
-        for index in range(3)
-        for repeat in (0, 1)
-    ]
+    frames = []
+    for index, repeat in product(range(3), (0, 1)):
+        finished = find_trajectory(tmp_path, index, repeat).row["finished_at"]
+        scored = ScoredRollout(finished, [(float(10 * index + repeat), "{}")])
+        frames.append(encode_frame(index, repeat, 1, encode_scores(scored)))
     paths.journal.write_bytes(encode_file_header(bytes(16)) + b"".join(frames))
     assert len(list(seal_scores(paths, facts))) == 6
     activate(tmp_path, "mine")
