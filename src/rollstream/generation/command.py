@@ -31,6 +31,7 @@ from rollstream.rollout.setup import launch_request
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.lock import is_locked, lock_holder
 from rollstream.store.manifest import Manifest, identity_differences
+from rollstream.store.scores import RECORDED
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,9 @@ def _generate(config: DictConfig, out: TextIO, err: ProgressConsole, *, as_json:
 
 def summarise(result: GenerationResult) -> str:
     """How a run ended, for people."""
-    reward = "" if result.mean_reward is None else f", mean reward {result.mean_reward:.4f}"
+    others = result.scores != RECORDED
+    reward = f", mean {'recorded ' * others}reward"
+    reward = "" if result.mean_reward is None else f"{reward} {result.mean_reward:.4f}"
     if reward and result.unscored:
         reward += f" over {result.completed - result.unscored} scored"
     counts = f"{result.completed}/{result.total} rollouts done, {result.failed} failed{reward}"
@@ -146,6 +149,12 @@ def summarise(result: GenerationResult) -> str:
         lines.append(
             f"the reward failed on {result.reward_failed} rollouts: their reward is null; "
             f"`rollstream show {shlex.quote(str(result.run_dir))} INDEX` says why"
+        )
+    if others:
+        new = f"; those of this call ({result.generated}) have none of them yet" if result.generated else ""
+        lines.append(
+            f"the rewards of {result.scores!r} count here, by which these rollouts were scored anew{new}: "
+            f"rollstream score --list {shlex.quote(str(result.run_dir))}"
         )
     if result.damage:
         lines.append(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollstream.store.scores import RECORDED
 from rollstream.store.summary import FailureCause
 
 
@@ -47,6 +48,8 @@ class GenerationResult:
     """Where `generation.upload_artifact` put the trajectories; None when not asked for, or when it failed."""
     failure_causes: list[FailureCause] = field(default_factory=list)
     """Of the rollouts that failed in this call."""
+    scores: str = RECORDED
+    """Whose rewards count in the run directory (`rollstream score`); `mean_reward` is of those that a run records."""
     gave_up: str | None = None
     """Why the run stopped itself before its end (`generation.stop_after_failures`)."""
 

@@ -129,6 +129,8 @@ class RunState:
     """Bytes of the torn tail that was cut."""
     damage: list[str] = field(default_factory=list)
     """One line per damaged or missing file, or damaged stretch of one."""
+    active: tuple[str, RewardTotals] | None = None
+    """The rewards that count, if those are not the recorded ones, and their tag (`Rewards.tag`)."""
     restored: list[str] = field(default_factory=list)
     """One line for each file that rollouts were taken from because their batches are gone or damaged."""
 
@@ -197,6 +199,7 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
         for name in missing_batches(paths)
         if not is_merged(paths, manifest.run_id, name)
     )
+    state.active = (rewards.tag, state.rewards)
     return manifest, state
 
 

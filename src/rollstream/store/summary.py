@@ -147,9 +147,10 @@ def read_unscored(root: Path) -> Iterator[dict[str, Any]]:
 
     Raises `RunDirectoryError`.
     """
+    name = active_name(root)
     for table in _unscored_tables(root):
         for row in table.to_pylist():
-            cause = _unscored_cause(row["reward_extra"], row["data_source"])
+            cause = _unscored_cause(row["reward_extra"], row["data_source"], name)
             yield {name: row[name] for name in ("index", "repeat", "data_source")} | {"cause": cause}
 
 
@@ -164,19 +165,23 @@ def _unscored_tables(root: Path) -> Iterator[pa.Table]:
         keys.mark_done_many(index, repeat)
 
 
-def _unscored_cause(extra: str, source: str) -> str:
+def _unscored_cause(extra: str, source: str, name: str | None) -> str:
     error = orjson.loads(extra).get("error")
-    return f"no reward for data source {source!r}" if error is None else str(error)
+    if error is not None:
+        return str(error)
+    missing = f"no reward for data source {source!r}"
+    return missing if name is None else f"not scored by {name!r} yet, or {missing}"
 
 
 def _unscored(root: Path) -> Iterator["_Cause"]:
     """Why rollouts have no reward: those of which all is said in the same words together."""
+    name = active_name(root)
     for table in _unscored_tables(root):
         groups = table.group_by(["reward_extra", "data_source"], use_threads=False).aggregate(
             [("index", "count"), ("index", "first"), ("repeat", "first")]
         )
         for one in groups.to_pylist():
-            said = _unscored_cause(one["reward_extra"], one["data_source"])
+            said = _unscored_cause(one["reward_extra"], one["data_source"], name)
             yield one["index_count"], said, one["index_first"], one["repeat_first"]
 
 
@@ -212,7 +217,12 @@ def _causes(failures: Iterable[_Cause]) -> list[FailureCause]:
 def write_checkpoint(paths: RunPaths, manifest: Manifest, state: RunState, *, total: int) -> None:
     """Writes `checkpoint.json`. The rewards in it are those that count, as everywhere."""
     ranges = state.keys.done_ranges()
-    rewards = inspect(paths.root)[1].rewards if Rewards(paths.root).tag else state.rewards
+    rewards = state.rewards
+    if tag := Rewards(paths.root).tag:
+        # What is finished from now on has none of these scores: they are counted once.
+        if state.active is None or state.active[0] != tag:
+            state.active = (tag, inspect(paths.root)[1].rewards)
+        rewards = state.active[1]
     content: dict[str, Any] = {
         "run_id": manifest.run_id,
         "updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
