@@ -35,7 +35,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 _CALL_S = 0.001
 _KILLS = 3
-_FRAME_BYTES = 60
+_FRAME_BYTES = 69
 """Of a rollout in the journal of scores, about."""
 _PR_SET_CHILD_SUBREAPER = 36
 

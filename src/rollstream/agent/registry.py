@@ -45,7 +45,11 @@ class LoopEntry:
         module = self.loop.__module__
         own = module.startswith("rollstream.agent.")
         form = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
-        options = orjson.dumps(self.loop.deciding_options(self.options), option=form, default=repr).decode()
+        deciding = dict(self.loop.deciding_options(self.options))
+        scoring = self.loop.snapshot_scoring  # of the class: for who scores a run anew
+        if isinstance(scoring, str) and scoring != AgentLoop.snapshot_scoring:
+            deciding = {"snapshot_scoring": scoring, **deciding}
+        options = orjson.dumps(deciding, option=form, default=repr).decode()
         return " ".join([module if own else source_digest(self.loop), self.loop.__qualname__, options])
 
 

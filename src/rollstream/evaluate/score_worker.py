@@ -32,6 +32,11 @@ from rollstream.trajectory import PromptRow, RolloutKey, Trajectory
 _LINGER_S = 0.02
 """How long a result waits for company: the parent makes durable at once what comes together."""
 
+_GONE = (("workdir",), ("sandbox",))
+_IS_GONE = (
+    "the reward reads extra_info[{!r}], which is there only while a rollout ends: the folder of an agent program is "
+    "gone when it is scored anew. Score what is in extra_info['messages'], or generate again"
+)
 _ERROR_CHARS = 500
 _PR_SET_PDEATHSIG = 1
 
@@ -175,7 +180,9 @@ class Scorer:
             extra.get("extra_info") or {},
         )
         answer = last_answer(trajectory.messages)
-        if isinstance(gateway := extra.get("gateway"), dict):  # an agent program's: see AgentLoop.reward_info
+        if not isinstance(gateway := extra.get("gateway"), dict):
+            gateway = None
+        else:  # an agent program's: see AgentLoop.reward_info
             answer = gateway.get("answer", answer)
             prompt.extra_info = {**prompt.extra_info, "messages": trajectory.messages}
         try:
@@ -183,7 +190,11 @@ class Scorer:
                 answer = self._decode(row.sampled or [])
             return await self._reward.score(scored_row(prompt, trajectory), answer)
         except RewardError as error:
-            return None, {"error": " ".join(f"{type(error).__name__}: {error}".split())[:_ERROR_CHARS]}
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            cause = error.__cause__
+            if gateway is not None and isinstance(cause, KeyError) and cause.args[:1] in _GONE:
+                text = f"RewardError: {_IS_GONE.format(*cause.args)}"
+            return None, {"error": text[:_ERROR_CHARS]}
 
     def _decode(self, ids: list[int]) -> str:
         """Text of ids. Raises `RewardError`."""

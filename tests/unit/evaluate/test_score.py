@@ -12,6 +12,8 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
+from rollstream.agent.registry import LoopEntry
+from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.cli import main
 from rollstream.errors import ConfigError, RunDirectoryError
 from rollstream.evaluate import read_runs, score
@@ -245,6 +247,29 @@ def test_the_rule_for_snapshots_is_that_of_the_runs_agent_loops() -> None:
     assert rule(a='{"snapshot_scoring":"own","context_penalty":0.1}') == "keep"
     with pytest.raises(ConfigError, match="--snapshots"):
         rule(a='{"snapshot_scoring":"own"}', b="{}")
+
+
+@pytest.mark.parametrize(("options", "wanted"), [({}, "own"), ({"snapshot_scoring": "none"}, "none")])
+def test_the_rule_may_be_of_a_loops_class(options: dict[str, Any], wanted: str) -> None:
+    class Own(SingleTurnAgent):
+        snapshot_scoring = "own"
+
+    plain, own = LoopEntry(SingleTurnAgent), LoopEntry(Own, options)
+    assert snapshot_rule(manifest(**{"agent.loops.own": own.digest})) == wanted
+    assert snapshot_rule(manifest(**{"agent.loops.plain": plain.digest})) == "outcome"
+
+
+def test_the_folder_of_an_agent_program_is_said_to_be_gone(tmp_path: Path) -> None:
+    by_program, by_loop = rollout(0, 0, "four"), rollout(0, 1, "four")
+    by_program.final.extra["gateway"] = {"answer": "five5"}
+    root = write_run(tmp_path / "run", [by_program, by_loop], n=2, prompts=1)
+    folder = LENGTHS.replace("return", 'open(extra_info["workdir"] + "/test.txt")\n    return')
+    report = scored(root, reward(tmp_path / "reward.py", folder))
+    first, second = report.causes
+    assert "extra_info['workdir']" in first and "folder of an agent program is gone" in first
+    assert "KeyError" in second, "this one never had a folder"
+    use_scores(root, scored(root, reward(tmp_path / "reward.py", LENGTHS)).name)
+    assert find_trajectory(root, 0, 0).row["reward"] == 5.0, "its own answer counts"
 
 
 def test_what_is_finished_later_is_unscored_until_it_is_scored_too(tmp_path: Path) -> None:
