@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -44,6 +46,13 @@ def in_background(main: Callable[[Callable[[], None]], Coroutine[Any, Any, None]
         loop, task = tasks[0]
         loop.call_soon_threadsafe(task.cancel)
         thread.join()
+
+
+def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Calls what has an event loop of its own: the browser has one in this thread."""
+    thread = threading.Thread(target=function, args=args, kwargs=kwargs)
+    thread.start()
+    thread.join()
 
 
 @pytest.fixture
@@ -95,11 +104,8 @@ def test_counts_and_rows_follow_a_run_that_is_written(live: Path, visit: Visit) 
 
 
 def test_run_that_is_resumed_is_followed(tmp_path: Path, visit: Visit) -> None:
-    def write(first: int) -> None:  # in a thread: the browser has an event loop in this one
-        made = [rollout(first, repeat) for repeat in range(4)]
-        writer = threading.Thread(target=write_run, args=(tmp_path / "run", made), kwargs={"prompts": 4})
-        writer.start()
-        writer.join()
+    def write(first: int) -> None:
+        in_thread(write_run, tmp_path / "run", [rollout(first, repeat) for repeat in range(4)], prompts=4)
 
     write(0)
     with serving(tmp_path) as ready:
@@ -109,6 +115,38 @@ def test_run_that_is_resumed_is_followed(tmp_path: Path, visit: Visit) -> None:
         write(1)
         expect(page.locator(".facts")).to_contain_text("done8 of 16")
         expect(page.locator(".solve a")).to_have_count(2)
+        page.close()
+
+
+def test_scores_that_count_from_now_on_are_shown(tmp_path: Path, visit: Visit) -> None:
+    root, file = tmp_path / "run", tmp_path / "anew.py"
+    file.write_text("def compute_score(**row):\n    return 0.25 * row['extra_info']['num_turns'] / 2\n")
+
+    def score(*words: str) -> None:
+        assert subprocess.run(
+            [sys.executable, "-m", "rollstream", "score", str(root), *words], timeout=PATIENCE_S, check=True
+        )
+
+    in_thread(write_run, root, [rollout(0, repeat) for repeat in range(4)], prompts=2)
+    with serving(tmp_path) as ready:
+        page = visit(at=ready["url"].rstrip("/"))
+        first_run(page)
+        facts = page.locator(".facts")
+        expect(facts).to_contain_text(re.compile("mean reward1(?![.\\d])"))
+        expect(facts).not_to_contain_text("scored anew")
+        score("--reward", str(file), "--name", "turns", "--activate", "--processes", "1")
+        expect(facts).to_contain_text("scored anewturns")
+        expect(facts).to_contain_text("mean reward0.25")
+        in_thread(write_run, root, [rollout(1, 0)], prompts=2)
+        expect(facts).to_contain_text("unscored1")
+        page.get_by_role("link", name="Rollouts").click()
+        expect(page.get_by_role("cell", name="0.25", exact=True)).to_have_count(4)
+        page.get_by_role("link", name="Groups").click()
+        expect(page.get_by_role("row", name=re.compile("^0 .* 0.25")).first).to_be_visible()
+        score("--activate", "recorded")
+        page.get_by_role("link", name="Overview").click()
+        expect(facts).not_to_contain_text("scored anew")
+        expect(facts).to_contain_text("unscored0")
         page.close()
 
 

@@ -572,5 +572,8 @@ def _truths(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
 
 def column_values(column: pa.ChunkedArray) -> Any:
     """A column of numbers without nulls as an array."""
-    # pyarrow's `to_numpy`, as `pa.scalar`, would import pandas, which takes half a second.
+    # pyarrow's `to_numpy`, as `pa.scalar`, would import pandas, which takes half a second; so would
+    # `combine_chunks` of nothing.
+    if not column.num_chunks:
+        return np.zeros(0, column.type.to_pandas_dtype())
     return np.from_dlpack(column.combine_chunks())

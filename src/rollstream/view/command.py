@@ -1,7 +1,6 @@
 """`rollstream view`: serves the page until it is told to stop."""
 
 import argparse
-import asyncio
 import contextlib
 import ctypes
 import os
@@ -66,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
     from rollstream.stderr_log import log_to_stderr
 
     log_to_stderr()
+    import asyncio  # here: every command reads this module
+
     asyncio.run(_serve(options))
     return 0
 

@@ -226,6 +226,7 @@ class RunSource(Source):
             "state": "damaged" if columns.damage and state != "running" else state,
             "rows": columns.rows,
             "error": "; ".join(columns.damage[:3]) or None,
+            "scores": next((tag.rpartition(":")[0] for _, tag in self._content if tag), None),
             "cursor": f"{columns.rows}-{failed}-{total}-{state}-{'-'.join(map(''.join, self._content))}",
         }
 

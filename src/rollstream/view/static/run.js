@@ -171,6 +171,7 @@ export function Run({ id, query }) {
       ${fact("unscored", count(run.unscored), rows({ filter: "reward = null" }))}
       ${fact("mean reward", html`<${Interval} value=${run.reward_mean} range=${run.reward_interval} />`,
         rows({ sort: "-reward" }))}
+      ${run.scores && fact("scored anew", visible(run.scores))}
       ${fact(run.base_filter ? "sampled tokens, snapshots' too" : "sampled tokens", short(run.tokens),
         sorted("sampled"))}
       ${fact("rollouts/s", figure(run.throughput?.rollouts_per_s ?? null), withQuery({ at: "timeline" }))}
