@@ -209,7 +209,10 @@ def score_run(
             _score_in_processes(items, (recipe, rule, model), count, keep)
         finally:
             journal.close()
-        _summarise(paths, facts, report)
+        try:
+            _summarise(paths, facts, report)
+        except OSError as error:
+            raise _no_room(paths.table, error) from error
         return report
     finally:
         lock.release()
@@ -322,10 +325,14 @@ def _append(journal: JournalFile, data: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             journal.rollback()
-        raise StorageError(
-            f"cannot write {journal.path}: {error.strerror}. What was scored is safe; free space and run the "
-            "same command again"
-        ) from error
+        raise _no_room(journal.path, error) from error
+
+
+def _no_room(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot write {path}: {error.strerror or error}. What was scored is safe; free space and run the same "
+        "command again"
+    )
 
 
 def _items(root: Path, n: int, earlier: _Scored, note: Callable[[str], object]) -> Iterator[ScoreItem]:

@@ -167,7 +167,11 @@ def _list(options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = [{"name": RECORDED, "active": active == RECORDED, "reward": None}]
     for name in score_names(options.run_dir):
         facts = read_facts(ScorePaths(score_folder(options.run_dir), name).facts)
-        said = {} if facts is None else {"reward": facts.reward, "created": facts.created}
+        said = (
+            {"reward": "unknown", "created": "-"}
+            if facts is None
+            else {"reward": facts.reward, "created": facts.created}
+        )
         found.append({"name": name, "active": name == active, **said})
     if options.json:
         sys.stdout.write(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n")

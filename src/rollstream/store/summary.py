@@ -81,7 +81,7 @@ class RunStatus:
 def read_status(root: Path) -> RunStatus:
     """The status of a run directory, also while it is written. Raises `RunDirectoryError`."""
     manifest, state = inspect(root)
-    paths = RunPaths(root)
+    paths, tag = RunPaths(root), state.active[0] if state.active else ""
     total = read_total(root)
     if total is not None:  # rows that come while it runs may be newer than checkpoint.json
         total = max(total, state.keys.done + state.keys.failed)
@@ -108,7 +108,7 @@ def read_status(root: Path) -> RunStatus:
             (1, one.error, one.index, one.repeat) for one in _still_failed(paths, manifest, state)
         ),
         unscored_causes=_causes(_unscored(root) if state.keys.done > state.rewards.scored else ()),
-        scores=active_name(root) or RECORDED,
+        scores=tag.rpartition(":")[0] or RECORDED,
         all_scores=[RECORDED, *score_names(root)],
     )
 

@@ -15,7 +15,7 @@ import pytest
 from rollstream.agent.registry import LoopEntry
 from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.cli import main
-from rollstream.errors import ConfigError, RunDirectoryError
+from rollstream.errors import ConfigError, RunDirectoryError, StorageError
 from rollstream.evaluate import read_runs, score
 from rollstream.evaluate.score import ScoreReport, score_run, snapshot_rule, use_scores
 from rollstream.evaluate.score_worker import RewardRecipe, SnapshotRule
@@ -29,6 +29,7 @@ from rollstream.store.scores import RECORDED, score_folder
 from rollstream.store.summary import read_status, read_unscored
 from rollstream.store.validate import validate_run
 from rollstream.view.sources import RunSource, Sources
+from tests.support.processes import full_disk
 from tests.support.view_runs import agent_rollout, failure, manifest, rollout, write_run
 
 PROMPTS, N = 6, 2
@@ -397,6 +398,21 @@ def test_rules_and_answers_that_are_token_ids_only(tmp_path: Path) -> None:
     assert rows[0]["reward"] == 1.0 and rows[2]["reward"] is None and rows[2]["reward_extra"] == "{}"
     assert rows[1]["reward"] is not None
     assert (report.rollouts, report.unscored, report.failed) == (3, 1, 0)
+
+
+def test_a_full_disk_is_an_error_and_the_scores_are_safe(tmp_path: Path) -> None:
+    root, recipe = run_of(tmp_path / "run"), reward(tmp_path / "reward.py", LENGTHS)
+    merged(root)
+    report = scored(root, recipe, name="lengths")
+    Path(report.path).unlink()
+    with full_disk(500), pytest.raises(StorageError, match=r"lengths\.parquet: .*What was scored is safe"):
+        scored(root, recipe, name="lengths")
+    assert scored(root, recipe, name="lengths").now == 0
+    with full_disk(500), pytest.raises(StorageError, match="free space"):
+        use_scores(root, "lengths")
+    status = read_status(root)
+    assert (status.scores, status.stale) == ("lengths", ["trajectories.parquet"])
+    assert use_scores(root, "lengths") == [] and validate_run(root).sound
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
