@@ -31,7 +31,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollstream.errors import RunDirectoryError
+from rollstream.errors import DamageError, RunDirectoryError
 from rollstream.store.batch import (
     KEY_COLUMNS,
     SCHEMA,
@@ -199,11 +199,25 @@ class Rewards:
     @cached_property
     def _active(self) -> "_Scores":
         assert self.name is not None
-        return _Scores(ScorePaths(self._folder, self.name).table)
+        return self._read(self.name)
 
     @cached_property
     def _recorded(self) -> "_Scores":
-        return _Scores(ScorePaths(self._folder, RECORDED).table)
+        return self._read(RECORDED)
+
+    def _read(self, name: str) -> "_Scores":
+        """Raises `RunDirectoryError`: it is no batch whose rollouts were to be generated again."""
+        path = ScorePaths(self._folder, name).table
+        try:
+            return _Scores(path)
+        except DamageError as error:
+            hint = (
+                "the rewards that the run recorded are nowhere else once its batches are gone"
+                if name == RECORDED
+                else f"`rollstream score {self._folder.parent} --activate {RECORDED}` does without it, and "
+                "scoring again under its name makes it anew from its journal"
+            )
+            raise RunDirectoryError(f"{path}: {error}; {hint}") from error
 
     @contextmanager
     def keeping_recorded(self) -> Iterator[Callable[[pa.Table], None]]:

@@ -400,6 +400,23 @@ def test_rules_and_answers_that_are_token_ids_only(tmp_path: Path) -> None:
     assert (report.rollouts, report.unscored, report.failed) == (3, 1, 0)
 
 
+def test_a_damaged_file_of_scores_is_no_damage_of_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, recipe = run_of(tmp_path / "run"), reward(tmp_path / "reward.py", LENGTHS)
+    merged(root)
+    table = Path(scored(root, recipe, name="lengths").path)
+    use_scores(root, "lengths")
+    table.write_bytes(table.read_bytes()[:100])
+    for words in (["status"], ["export", "--format", "jsonl"], ["validate"]):
+        assert main([words[0], str(root), *words[1:]]) in (1, 2)
+        said = "".join(capsys.readouterr())
+        assert "lengths.parquet" in said and "generate" not in said and "rollstream score" in said, words
+    assert use_scores(root, RECORDED) == []
+    assert scored(root, recipe, name="lengths").now == 0
+    assert use_scores(root, "lengths") == [] and validate_run(root).sound
+
+
 def test_a_full_disk_is_an_error_and_the_scores_are_safe(tmp_path: Path) -> None:
     root, recipe = run_of(tmp_path / "run"), reward(tmp_path / "reward.py", LENGTHS)
     merged(root)
