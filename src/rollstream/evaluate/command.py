@@ -1,8 +1,9 @@
 """`rollstream eval`: figures of runs, with intervals; comparisons; bounds for CI."""
 
 import argparse
-import itertools
+import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,10 @@ exit codes: 0 done; 1 a bound was not met, or damage was found; 2 wrong usage. d
 
 _MOST_VALUES = 200
 """Different values of a column by which there is a table."""
+_LONGEST_NAME = 100
+"""Characters of a run's name or a column's value in a table."""
+_MARKDOWN = re.compile(r"[\\`*\[\]<>|&]")
+"""What Markdown, or HTML in it, would take for more than a character."""
 
 Report = dict[str, Any]
 Table = list[list[str]]
@@ -44,18 +49,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--solved-at",
-        type=float,
+        type=_finite,
         default=0.5,
         metavar="X",
         help="a reward from here on counts as solved (default: %(default)s)",
     )
     parser.add_argument(
         "--missing-as",
-        type=float,
+        type=_finite,
         metavar="REWARD",
         help="rollouts that failed or were not scored count with this reward (default: they do not count)",
     )
-    parser.add_argument("--min-mean", type=float, metavar="X", help="exit code 1 if a mean reward is below X")
+    parser.add_argument(
+        "--min-mean", type=_finite, metavar="X", help="exit code 1 if a mean reward is below X"
+    )
     parser.add_argument(
         "--no-worse-than",
         type=Path,
@@ -64,11 +71,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--margin",
-        type=float,
+        type=_margin,
         metavar="M",
         help="with --no-worse-than: exit code 1 unless it is shown that at most M was lost",
     )
     parser.add_argument("--format", choices=["text", "md", "json"], default="text")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise argparse.ArgumentTypeError(f"must be a finite number, not {text}")
+    return value
+
+
+def _margin(text: str) -> float:
+    if (value := _finite(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, not {text}")
+    return value
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,13 +96,18 @@ def run(options: argparse.Namespace) -> int:
 
     report = _report(options)
     if options.format == "json":
-        sys.stdout.write(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode() + "\n")
+        said = orjson.dumps(report, option=orjson.OPT_INDENT_2).decode() + "\n"
     else:
-        sys.stdout.write(_written(report, options))
+        said = _written(report, options)
+    try:
+        sys.stdout.write(said)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough; the exit code still says what was found
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     damage = [line for one in report["runs"] for line in one["damage"]]
     for kind, lines in (("NOT MET", report["missed"]), ("damaged", damage)):
         for line in lines:
-            sys.stderr.write(f"{kind}: {line}\n")
+            sys.stderr.write(f"{kind}: {_printable(line)}\n")
     return 1 if report["missed"] or damage else 0
 
 
@@ -93,31 +117,29 @@ def _report(options: argparse.Namespace) -> Report:
 
     from rollstream.evaluate.compare import compare_samples
     from rollstream.evaluate.metrics import summarize, summarize_by
-    from rollstream.evaluate.samples import Samples, labels_of_run, read_runs
+    from rollstream.evaluate.samples import Samples, find_runs, labels_of_run, read_runs
 
     if options.margin is not None and options.no_worse_than is None:
         raise ConfigError("--margin is what --no-worse-than allows: name the run, too")
     if options.k is not None and min(options.k) < 1:
         raise ConfigError("--k: numbers from 1")
-    runs, baseline = read_runs(options.runs), list[str]()
-    if options.no_worse_than is not None:
-        first, *more = read_runs([options.no_worse_than])
-        if more:
-            raise ConfigError(f"--no-worse-than names one run; {options.no_worse_than} holds {1 + len(more)}")
-        baseline = [first.name]
-        runs = itertools.chain([first], (one for one in runs if one.name not in baseline))
+    places, baseline = options.runs, options.no_worse_than
+    if baseline is not None:
+        places = [baseline, *places]
+        if (count := len(find_runs([baseline]))) > 1:
+            raise ConfigError(f"--no-worse-than names one run; {baseline} holds {count}")
+        if len(find_runs(places)) == 1:
+            raise ConfigError(f"--no-worse-than {baseline}: there is no other run to compare with it")
     how = options.solved_at, None if options.k is None else sorted(set(options.k))
     report: Report = {"runs": [], "by": [], "comparisons": [], "missed": []}
     against: tuple[str, Samples] | None = None
-    for run in runs:
+    for run in read_runs(places):
         samples, damage = run.samples, run.rows.damage
-        if not len(samples):
-            raise ConfigError(f"{run.name} holds no rollout{f': {damage[0]}' if damage else ' yet'}")
         if options.missing_as is not None:
             samples = samples.with_missing(options.missing_as)
         of_run = {"run": run.name, "n": run.n, "total": run.total}
         report["runs"].append({**of_run, **msgspec.to_builtins(summarize(samples, *how)), "damage": damage})
-        if options.by:
+        if options.by and len(samples):
             labels = labels_of_run(run.rows, options.by)
             if (count := len(set(labels))) > _MOST_VALUES:
                 raise ConfigError(f"--by {options.by}: {count} values; at most {_MOST_VALUES} make a table")
@@ -129,10 +151,15 @@ def _report(options: argparse.Namespace) -> Report:
             of_two = {"run": run.name, "against": against[0]}
             compared = msgspec.to_builtins(compare_samples(against[1], samples))
             report["comparisons"].append({**of_two, **compared})
-    report["missed"] = [
-        *(line for one in report["runs"][len(baseline) :] for line in _below(one, options.min_mean)),
-        *(line for one in report["comparisons"] if baseline for line in _worse(one, options.margin)),
-    ]
+    if not any(one["rollouts"] for one in report["runs"]):
+        lines = [line for one in report["runs"] for line in one["damage"]]
+        raise ConfigError(
+            f"{report['runs'][0]['run']} holds no rollout{f': {lines[0]}' if lines else ' yet'}"
+        )
+    judged = report["runs"] if baseline is None else report["runs"][1:]
+    report["missed"] = [line for one in judged for line in _below(one, options.min_mean)]
+    if baseline is not None:
+        report["missed"] += [line for one in report["comparisons"] for line in _worse(one, options.margin)]
     return report
 
 
@@ -153,13 +180,12 @@ def _worse(compared: Report, margin: float | None) -> list[str]:
     """
     change = compared["difference"]
     if change is None or change["low"] is None:
-        said = f"{compared['prompts']} prompts are scored in both: too few to compare"
-    elif margin is not None and change["low"] < -margin:
-        said = f"the mean reward changed by {_interval(change)}: it may have lost more than {margin:g}"
-    elif margin is None and change["high"] < 0:
-        said = f"the mean reward changed by {_interval(change)}"
-    else:
+        said = f"too few prompts are scored in both to compare: {compared['prompts']}"
+    elif change["high"] >= 0 if margin is None else change["low"] >= -margin:  # not true of NaN
         return []
+    else:
+        said = f"the mean reward changed by {_interval(change)}"
+        said += "" if margin is None else f": it may have lost more than {margin:g}"
     return [f"{compared['run']}: {said} (--no-worse-than)"]
 
 
@@ -203,7 +229,8 @@ def _written(report: Report, options: argparse.Namespace) -> str:
     runs, by, compared = report["runs"], report["by"], report["comparisons"]
     paths = [Path(one["run"]).absolute() for one in runs]
     folder = os.path.commonpath([path.parent for path in paths])
-    names = {one["run"]: str(path.relative_to(folder)) for one, path in zip(runs, paths, strict=True)}
+    name = _label_in_markdown if options.format == "md" else _label
+    names = {one["run"]: name(str(path.relative_to(folder))) for one, path in zip(runs, paths, strict=True)}
 
     def table(columns: Columns, entries: list[Report]) -> Table:
         return [
@@ -218,22 +245,29 @@ def _written(report: Report, options: argparse.Namespace) -> str:
         table(_PASSES, passes),
     ]
     if by:
-        blocks.append(table({options.by: lambda one: one["value"] or "-", **_FIGURES}, by))
+        blocks.append(table({name(options.by): lambda one: name(one["value"] or "-"), **_FIGURES}, by))
     if compared:
         blocks += [f"paired by prompt, against {names[runs[0]['run']]}", table(_COMPARED, compared)]
-    blocks.append("\n".join(_notes(runs, options)))
+    blocks.append("\n".join(_notes(report, names, options)))
     write = _markdown if options.format == "md" else _aligned
     return "\n\n".join(one if isinstance(one, str) else write(one) for one in blocks) + "\n"
 
 
-def _notes(runs: list[Report], options: argparse.Namespace) -> list[str]:
+def _notes(report: Report, names: dict[str, str], options: argparse.Namespace) -> list[str]:
     """What has to be known to read the figures, as a list."""
+    runs = report["runs"]
     notes = ["intervals are of 95 %; rollouts of one prompt count as dependent"]
     for one in runs:
         if one["total"] is not None and one["rollouts"] < one["total"]:
-            notes.append(f"{one['run']} is unfinished: {one['rollouts']} of {one['total']} rollouts")
+            notes.append(f"{names[one['run']]} is unfinished: {one['rollouts']} of {one['total']} rollouts")
         if one["n"] is None:
-            notes.append(f"{one['run']} is an exported file: it does not hold the rollouts that failed")
+            notes.append(
+                f"{names[one['run']]} is an exported file: it does not hold the rollouts that failed"
+            )
+    for one in report["comparisons"]:
+        if one["only_a"] + one["only_b"] and not one["prompts"] + one["unscored"]:
+            two = f"{names[one['run']]} and {names[one['against']]}"
+            notes.append(f"{two} have no prompt in common: prompts are the same when their content is")
     if any(one["reward"] is not None and one["reward"]["low"] is None for one in runs):
         notes.append("one prompt alone has no interval")
     partial, scored = (sum(one[name] for one in runs) for name in ("partial", "scored"))
@@ -245,6 +279,21 @@ def _notes(runs: list[Report], options: argparse.Namespace) -> list[str]:
     elif any(one["failed"] or one["unscored"] for one in runs):
         notes.append(f"{missing} have no part in means and pass@k (--missing-as)")
     return [f"- {one}" for one in notes]
+
+
+def _printable(text: str) -> str:
+    """The same without what a terminal obeys or breaks a line at."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def _label(text: str) -> str:
+    """A run's name or a column's value, as data has it, for a table."""
+    said = _printable(text)
+    return said if len(said) <= _LONGEST_NAME else said[: _LONGEST_NAME - 1] + "…"
+
+
+def _label_in_markdown(text: str) -> str:
+    return _MARKDOWN.sub(r"\\\g<0>", _label(text))
 
 
 def _interval(one: Report | None, sign: str = "") -> str:
@@ -271,6 +320,6 @@ def _aligned(table: Table) -> str:
 
 
 def _markdown(table: Table) -> str:
-    header, *rows = ([cell.replace("|", "\\|") for cell in row] for row in table)
+    header, *rows = table
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))

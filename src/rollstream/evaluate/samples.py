@@ -159,14 +159,18 @@ def read_runs(places: Iterable[Path]) -> Iterator[JudgedRun]:
         ConfigError: there is no run at one of them.
         RunDirectoryError: a `run.json` cannot be read.
     """
-    runs = dict[object, tuple[str, list[Part]]]()
+    for name, parts in find_runs(places):
+        yield _read_run(name, parts)
+
+
+def find_runs(places: Iterable[Path]) -> list[tuple[str, list[Part]]]:
+    """Names and folders of the runs at some places, each once. Arguments and errors as of `read_runs`."""
+    runs = dict[object, tuple[str, dict[Path, Part]]]()
     for part in [part for place in places for part in _parts(place)]:
         group = None if part.manifest is None else shard_group(part.manifest)
-        _, parts = runs.setdefault(group or part.root, (str(part.root), []))
-        if part not in parts:  # it was named twice
-            parts.append(part)
-    for name, parts in runs.values():
-        yield _read_run(name, parts)
+        _, parts = runs.setdefault(group or part.root.resolve(), (str(part.root), {}))
+        parts.setdefault(part.root.resolve(), part)  # it may be named twice
+    return [(name, [*parts.values()]) for name, parts in runs.values()]
 
 
 def _parts(place: Path) -> list[Part]:
@@ -174,10 +178,11 @@ def _parts(place: Path) -> list[Part]:
         return [Part(place, None)]
     if (manifest := read_manifest(place)) is not None:
         return [Part(place, manifest)]
-    inside = sorted(place.glob("*/run.json"), key=lambda path: _in_order(path.parent.name))
+    inside = [path.parent for path in place.glob("*/run.json")]
     if not inside:
         raise ConfigError(f"{place}: there is no run directory and no exported Parquet file here")
-    return [Part(path.parent, require_manifest(path.parent)) for path in inside]
+    inside.sort(key=lambda path: (path.is_symlink(), _in_order(path.name)))  # `latest` is one of the others
+    return [Part(path, require_manifest(path)) for path in inside]
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:

@@ -1,7 +1,12 @@
 """`rollstream eval` on runs: what it reads, what it says, and its exit code."""
 
 import asyncio
+import contextlib
+import os
 import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +19,7 @@ from rollstream.evaluate import joined, read_runs, samples_of
 from rollstream.evaluate.metrics import SOLVED_AT, summarize
 from rollstream.store.export.run import export_run
 from rollstream.trajectory import Failure, Rollout
-from tests.support.view_runs import agent_run, failure, rollout, write_run, writing
+from tests.support.view_runs import HOSTILE, agent_run, failure, rollout, write_run, writing
 
 Report = dict[str, Any]
 
@@ -162,7 +167,9 @@ def test_tables_for_people(runs: Path, capsys: pytest.CaptureFixture[str], form:
         (("step-2", "--no-worse-than", "step-10", "--margin", "0"), 0, []),
         (("step-2", "--no-worse-than", "step-30", "--margin", "0.5"), 1, ["may have lost more than 0.5"]),
         (("step-2", "--no-worse-than", "step-30", "--margin", "1"), 0, []),
-        (("step-2", "--min-mean", "0.1", "--no-worse-than", "other"), 1, ["0 prompts are scored in both"]),
+        (("step-2", "--min-mean", "0.1", "--no-worse-than", "other"), 1, ["scored in both to compare: 0"]),
+        (("step-30", "empty", "--min-mean", "0.5"), 1, ["empty: nothing is scored"]),
+        (("step-30", "--no-worse-than", "empty"), 1, ["scored in both to compare: 0"]),
     ],
 )
 def test_bounds_set_the_exit_code(
@@ -177,6 +184,9 @@ def test_bounds_set_the_exit_code(
     if "other" in words:
         write_run(runs.parent / f"{runs.name}-other", [rollout(99, 0)], n=1, prompts=1)
         words = (*words[:-1], f"../{runs.name}-other")
+    if "empty" in words:
+        write_run(runs.parent / f"{runs.name}-empty", [], n=2, prompts=12)
+        words = tuple(f"../{runs.name}-empty" if word == "empty" else word for word in words)
     missed = judged(capsys, *words, code=code)["missed"]
     assert len(missed) == len(said) and all(text in line for text, line in zip(said, missed, strict=True))
 
@@ -191,9 +201,60 @@ def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path, capsys: pytest.Ca
         ([runs, "--margin", "1"], "--no-worse-than"),
         ([runs, "--k", "0"], "from 1"),
         ([runs, "--no-worse-than", runs], "names one run"),
+        ([runs / "step-2", "--no-worse-than", runs / "step-2" / ".." / "step-2"], "no other run"),
+        ([runs, "--min-mean", "nan"], "--min-mean: must be a finite number, not nan"),
+        ([runs, "--missing-as", "inf"], "--missing-as: must be a finite number"),
+        ([runs, "--no-worse-than", runs / "step-2", "--margin", "-0.1"], "--margin: must be 0 or more"),
     ):
-        assert main(["eval", *map(str, words)]) == 2
+        with contextlib.suppress(SystemExit):
+            assert main(["eval", *map(str, words)]) == 2
         assert text in capsys.readouterr().err
+
+
+def test_a_run_is_judged_once_by_whatever_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("step-1", "step-2"):
+        write_run(tmp_path / name, some([[1.0]]), n=1, prompts=1)
+    (tmp_path / "latest").symlink_to("step-2")
+    said = judged(capsys, tmp_path, tmp_path / "step-2" / ".." / "step-1", tmp_path / "latest")
+    assert [Path(one["run"]).name for one in said["runs"]] == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("form", ["text", "md"])
+def test_names_and_values_stay_in_their_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """Nothing in data moves a terminal's cursor, ends a table's line or becomes Markdown or HTML."""
+    values = [*HOSTILE, "a|b\r\nc", "x" * 5000]
+    for name in ("one\n| two |", "<b>[x](y)"):
+        records = [replace(rollout(at, 0), data_source=value) for at, value in enumerate(values)]
+        write_run(tmp_path / name, records, n=1, prompts=len(values))
+    assert main(["eval", str(tmp_path), "--by", "data_source", "--format", form]) == 0
+    printed = capsys.readouterr().out
+    assert all(one.isprintable() for one in printed.replace("\n", ""))
+    assert max(map(len, printed.splitlines())) < 400
+    by = next(block for block in printed.split("\n\n") if "data_source" in block).splitlines()
+    assert len(by) == (1 if form == "text" else 2) + 2 * len(values)
+    if form == "md":
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in by}) == 1
+        assert not re.search(r"(?<!\\)<|(?<!\\)\](?<!\\)\(", printed)
+
+
+def test_runs_without_a_common_prompt_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for at in range(2):
+        write_run(tmp_path / f"run-{at}", [rollout(at, 0)], n=1, prompts=1)
+    assert main(["eval", str(tmp_path)]) == 0
+    assert "run-1 and run-0 have no prompt in common" in capsys.readouterr().out
+
+
+def test_a_reader_that_went_away_changes_no_exit_code(runs: Path) -> None:
+    command = [sys.executable, "-m", "rollstream", "eval", str(runs), "--min-mean", "0.9"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr.count("NOT MET"), "Traceback" in done.stderr) == (1, 2, False)
 
 
 def test_damage_is_said_and_what_is_left_is_judged(
