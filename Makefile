@@ -50,7 +50,7 @@ test-soak: .venv/.done
 test-vllm: .venv/.done .venv-vllm/.done
 	ROLLSTREAM_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv/bin/python -m pytest tests/compat/test_vllm.py tests/conformance $(TEST_ARGS)
 test-verl: .venv-verl/.done
-	.venv-verl/bin/python -m pytest tests/compat/verl tests/unit/integrations/tracking $(TEST_ARGS)
+	.venv-verl/bin/python -m pytest tests/compat/verl tests/unit/integrations/tracking tests/unit/training/test_collate.py $(TEST_ARGS)
 test-verifiers: .venv-verifiers0/.done .venv-verifiers1/.done
 	for version in 0 1; do .venv-verifiers$$version/bin/python -m pytest tests/compat/verifiers $(TEST_ARGS) || exit 1; done
 test-transformers: .venv-transformers0/.done .venv-transformers1/.done

@@ -265,7 +265,7 @@ def _notes(report: Report, names: dict[str, str], options: argparse.Namespace) -
                 f"{names[one['run']]} is an exported file: it does not hold the rollouts that failed"
             )
     for one in report["comparisons"]:
-        if one["only_a"] + one["only_b"] and not one["prompts"] + one["unscored"]:
+        if one["only_a"] and one["only_b"] and not one["prompts"] + one["unscored"]:
             two = f"{names[one['run']]} and {names[one['against']]}"
             notes.append(f"{two} have no prompt in common: prompts are the same when their content is")
     if any(one["reward"] is not None and one["reward"]["low"] is None for one in runs):
