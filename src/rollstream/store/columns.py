@@ -51,6 +51,8 @@ _ARTIFACT: Final = -1
 _REPEAT_BITS: Final = 31
 _SLAB: Final = 128
 """Row groups that are read together: few calls, and little memory."""
+_LOOKS: Final = 5
+"""Looks at a run whose files are sealed and merged while it is read; each is as long as what is new takes."""
 _MOST_PARTS: Final = 30
 """Parts of rewards that become columns."""
 _MOST_ERROR: Final = 4096
@@ -305,19 +307,21 @@ class RunColumns:
         """Reads what is new; says whether there was anything."""
         before, pieces = (self.rows, len(self._failures), len(self.damage)), list[Piece]()
         for at, part in enumerate(self.parts):
-            try:
-                for piece in self._read_new(at, part):
-                    pieces.append(piece)
-            except (RollstreamError, OSError) as error:
-                self._note(error)
+            for _ in range(_LOOKS):
+                try:
+                    for piece in self._read_new(at, part):
+                        pieces.append(piece)
+                except (RollstreamError, OSError) as error:
+                    if _is_gone(error):
+                        continue
+                    self._note(error)
+                break
         if pieces:
             self._append(pieces)
         return before != (self.rows, len(self._failures), len(self.damage))
 
     def _note(self, error: Exception | str) -> None:
-        gone = isinstance(error, Exception) and FileNotFoundError in map(type, (error, error.__cause__))
-        # What is gone since it was listed was sealed, merged or pruned: the next look finds what came of it.
-        if not gone and str(error) not in self.damage:
+        if not _is_gone(error) and str(error) not in self.damage:
             self.damage.append(str(error))
 
     def _file(self, at: int, number: int) -> tuple[int, _File]:
@@ -428,6 +432,11 @@ class RunColumns:
             short = {"error": record.error[:_MOST_ERROR], "traceback": record.traceback if first else ""}
             self._failures[record.index, record.repeat] = msgspec.structs.replace(record, **short)
         self._failed_ends[path] = max(end, report.end)
+
+
+def _is_gone(error: Exception | str) -> bool:
+    """Whether a file was sealed, merged or pruned since it was listed: another look finds what came of it."""
+    return isinstance(error, Exception) and FileNotFoundError in map(type, (error, error.__cause__))
 
 
 def _open(path: Path, coded: Sequence[str] = ()) -> pq.ParquetFile:

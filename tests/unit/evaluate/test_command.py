@@ -18,6 +18,7 @@ from rollstream.cli import build_parser, main
 from rollstream.evaluate import joined, read_runs, samples_of
 from rollstream.evaluate.metrics import SOLVED_AT, summarize
 from rollstream.store.export.run import export_run
+from rollstream.store.paths import RunPaths
 from rollstream.trajectory import Failure, Rollout
 from tests.support.view_runs import HOSTILE, agent_run, failure, rollout, write_run, writing
 
@@ -103,6 +104,23 @@ def test_a_run_that_is_written(tmp_path: Path) -> None:
             assert seen == [1, 2, 3]
 
     asyncio.run(look())
+
+
+def test_what_is_sealed_while_it_is_read_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal that was listed is a batch, which was not listed, when its turn comes."""
+    records = [*some([[1.0, 0.0]] * 4), failure(9, 0)]
+    write_run(tmp_path, records, n=2, prompts=5, seal=False)
+    listed = RunPaths.batch_numbers
+
+    def sealed_meanwhile(paths: RunPaths) -> Any:
+        found = listed(paths)
+        monkeypatch.undo()
+        write_run(paths.root, [], n=2, prompts=5)
+        return found
+
+    monkeypatch.setattr(RunPaths, "batch_numbers", sealed_meanwhile)
+    (read,) = read_runs([tmp_path])
+    assert summarize(read.samples) == summarize(samples_of(records)) and not read.rows.damage
 
 
 def test_by_a_column_of_the_prompt_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
