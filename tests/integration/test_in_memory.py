@@ -60,7 +60,21 @@ def of_dataset() -> Any:
     return datasets.Dataset.from_list(ROWS)
 
 
-@pytest.mark.parametrize("make", [lambda: ROWS, Indexed, lambda: (row for row in ROWS), of_dataset])
+def of_frame() -> Any:
+    return pytest.importorskip("pandas").DataFrame(ROWS)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ROWS,
+        Indexed,
+        lambda: (row for row in ROWS),
+        of_dataset,
+        of_frame,
+        lambda: pytest.importorskip("pyarrow").Table.from_pylist(ROWS),
+    ],
+)
 def test_a_run_of_rows_and_a_reward_in_memory(tmp_path: Path, stub: dict[str, Any], make: Any) -> None:
     seen: list[Rollout] = []
     given = tree(tmp_path, stub)
@@ -100,6 +114,7 @@ def test_texts_are_prompts_and_worker_processes_hand_their_rollouts_back(
         ({}, {"prompts": []}, DataError, "no rows"),
         ({}, {"prompts": {"train": ROWS}}, DataError, "name a split"),
         ({}, {"prompts": [3]}, DataError, "row 0"),
+        ({}, {"prompts": 3}, DataError, r"\(3\) holds no rows"),
         (
             {"generation__processes": 2},
             {"prompts": ROWS, "reward": another},

@@ -269,6 +269,8 @@ def _decode_json(value: Any, kind: pa.DataType) -> Any:
 class ObjectRows(RowSource):
     """The rows of an object in memory: a list, a Hugging Face dataset, whatever has a length and positions.
 
+    Of a pandas DataFrame and an Arrow table, whose positions are columns, they are made a list.
+
     A row is a mapping, of the same columns as a row of a file; a text is a row with this prompt. The same
     position must give the same row each time. `__getitem__` may be called from several threads.
 
@@ -285,11 +287,17 @@ class ObjectRows(RowSource):
         super().__init__(label)  # nobody knows where its data lie
         if isinstance(dataset, Mapping):
             raise DataError(f"{label}: a mapping holds no rows; name a split, or give a list of rows")
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        self._is_arrow = hasattr(dataset, "features") or hasattr(dataset, "to_pylist")
+        if hasattr(dataset, "to_pylist"):
+            dataset = dataset.to_pylist()
+        elif hasattr(dataset, "iloc"):
+            dataset = dataset.to_dict("records")
+        elif not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            if not hasattr(dataset, "__iter__"):
+                raise DataError(f"{label}: {described(dataset)} holds no rows; give a list of them")
             dataset = list(dataset)
         self._dataset: Any = dataset
         self._prompt_column = prompt_column
-        self._is_arrow = hasattr(dataset, "features")
         self._length = len(dataset)
         if self._length == 0:
             raise DataError(f"{label}: holds no rows")
