@@ -86,8 +86,9 @@ def run_generation(
 
     Args:
         config: overrides of `generation.yaml`.
-        prompts: rows instead of `data.train_files`: a list of mappings or texts, a Hugging Face dataset, an object
-            with a length and positions. They are fingerprinted: the same rows continue a run.
+        prompts: rows instead of `data.train_files`: a list of mappings or texts, a Hugging Face dataset, a
+            DataFrame, an Arrow table, an object with a length and positions. They are fingerprinted: the same rows
+            continue a run.
         reward: instead of `custom_reward_function.path`, verl's `compute_score`: called with `data_source`,
             `solution_str`, `ground_truth` and `extra_info`, it returns a number or a dict with `score`.
         on_rollout: called with each rollout that this call completes, once it is durable, in the run's thread: it

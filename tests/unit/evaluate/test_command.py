@@ -1,12 +1,7 @@
 """`rollstream eval` on runs: what it reads, what it says, and its exit code."""
 
 import asyncio
-import contextlib
-import os
 import re
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +15,7 @@ from rollstream.evaluate.metrics import SOLVED_AT, summarize
 from rollstream.store.export.run import export_run
 from rollstream.store.paths import RunPaths
 from rollstream.trajectory import Failure, Rollout
-from tests.support.view_runs import HOSTILE, agent_run, failure, rollout, write_run, writing
+from tests.support.view_runs import agent_run, failure, rollout, write_run, writing
 
 Report = dict[str, Any]
 
@@ -220,12 +215,16 @@ def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path, capsys: pytest.Ca
         ([runs, "--k", "0"], "from 1"),
         ([runs, "--no-worse-than", runs], "names one run"),
         ([runs / "step-2", "--no-worse-than", runs / "step-2" / ".." / "step-2"], "no other run"),
-        ([runs, "--min-mean", "nan"], "--min-mean: must be a finite number, not nan"),
-        ([runs, "--missing-as", "inf"], "--missing-as: must be a finite number"),
-        ([runs, "--no-worse-than", runs / "step-2", "--margin", "-0.1"], "--margin: must be 0 or more"),
     ):
-        with contextlib.suppress(SystemExit):
-            assert main(["eval", *map(str, words)]) == 2
+        assert main(["eval", *map(str, words)]) == 2
+        assert text in capsys.readouterr().err
+    for name, value, text in (
+        ("--min-mean", "nan", "--min-mean: must be a finite number, not nan"),
+        ("--missing-as", "inf", "--missing-as: must be a finite number"),
+        ("--margin", "-0.1", "--margin: must be 0 or more"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["eval", str(runs), name, value])
         assert text in capsys.readouterr().err
 
 
@@ -237,42 +236,11 @@ def test_a_run_is_judged_once_by_whatever_names(tmp_path: Path, capsys: pytest.C
     assert [Path(one["run"]).name for one in said["runs"]] == ["step-1", "step-2"]
 
 
-@pytest.mark.parametrize("form", ["text", "md"])
-def test_names_and_values_stay_in_their_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
-) -> None:
-    """Nothing in data moves a terminal's cursor, ends a table's line or becomes Markdown or HTML."""
-    values = [*HOSTILE, "a|b\r\nc", "x" * 5000]
-    for name in ("one\n| two |", "<b>[x](y)"):
-        records = [replace(rollout(at, 0), data_source=value) for at, value in enumerate(values)]
-        write_run(tmp_path / name, records, n=1, prompts=len(values))
-    assert main(["eval", str(tmp_path), "--by", "data_source", "--format", form]) == 0
-    printed = capsys.readouterr().out
-    assert all(one.isprintable() for one in printed.replace("\n", ""))
-    assert max(map(len, printed.splitlines())) < 400
-    by = next(block for block in printed.split("\n\n") if "data_source" in block).splitlines()
-    assert len(by) == (1 if form == "text" else 2) + 2 * len(values)
-    if form == "md":
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in by}) == 1
-        assert not re.search(r"(?<!\\)<|(?<!\\)\](?<!\\)\(", printed)
-
-
 def test_runs_without_a_common_prompt_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for at in range(2):
         write_run(tmp_path / f"run-{at}", [rollout(at, 0)], n=1, prompts=1)
     assert main(["eval", str(tmp_path)]) == 0
     assert "run-1 and run-0 have no prompt in common" in capsys.readouterr().out
-
-
-def test_a_reader_that_went_away_changes_no_exit_code(runs: Path) -> None:
-    command = [sys.executable, "-m", "rollstream", "eval", str(runs), "--min-mean", "0.9"]
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
-        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
-    finally:
-        os.close(writer)
-    assert (done.returncode, done.stderr.count("NOT MET"), "Traceback" in done.stderr) == (1, 2, False)
 
 
 def test_damage_is_said_and_what_is_left_is_judged(
