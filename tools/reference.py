@@ -6,11 +6,13 @@
 import argparse
 import ast
 import inspect
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rollstream.cli import build_parser
+from rollstream.engine.registry import ENGINES, engine_kind
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "rollstream"
@@ -58,8 +60,27 @@ def configuration() -> str:
     text += "`rollstream generate --help-config`.\nA default of `null` means that the key is not set.\n"
     text += "A key's full name begins with the heading: `actor_rollout_ref.rollout.n=8`.\n"
     for owner, rows in parts.items():
-        text += f"\n## {owner}\n\n| key | default | |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+        text += _table(owner, rows)
+    for name in ENGINES:
+        text += _table(f"engine_kwargs of {name}", _engine_kwargs(name))
     return text
+
+
+def _engine_kwargs(engine: str) -> Iterator[str]:
+    """The settings of an engine; their meanings are the comments in its file and those that it shares."""
+    meanings: dict[str, str] = {}
+    for file in ("http_server", "pool", "servers", engine):
+        lines = (SOURCE / "engine" / f"{file}.py").read_text(encoding="utf-8").splitlines()
+        found = (re.fullmatch(r' {4}"(\w+)": .+,  # (.+)', line) for line in lines)
+        meanings |= {one[1]: one[2] for one in found if one}
+    kind = engine_kind(engine)
+    for key, value in kind.kwargs.items():
+        decides = "; part of a run's identity" * (key in kind.data_deciding)
+        yield f"| `{key}` | `{json.dumps(value)}` | {_cell(meanings[key])}{decides} |"
+
+
+def _table(title: str, rows: Iterable[str]) -> str:
+    return f"\n## {title}\n\n| key | default | |\n|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
 def commands() -> str:

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from rollstream.engine.hf_batch import Batch, BatchSettings
 
 ENGINE_KWARGS: dict[str, Any] = {
-    "device": "auto",  # cuda where there is one, else cpu
-    "dtype": "auto",  # float32 on a CPU, the model's own elsewhere
-    "attn_implementation": "",  # transformers' choice: sdpa, or eager for models that need it
-    "cache_size": 1.0,  # GB of KV cache; taken at start
+    "device": "auto",  # as torch names it; auto: cuda where there is one, else cpu
+    "dtype": "auto",  # as torch names it; auto: float32 on a CPU, the model's own elsewhere
+    "attn_implementation": "",  # sdpa or eager; empty: transformers' choice
+    "cache_size": 1.0,  # GB of KV cache; taken at start, less where less is enough
     "num_kv_blocks": 0,  # the same in blocks of 32 tokens, if not 0
-    "max_num_seqs": 32,  # requests in one step
-    "max_num_batched_tokens": 256,  # prompt tokens in one step
-    "num_threads": 0,  # CPU threads of the model; 0 leaves torch's number alone
+    "max_num_seqs": 32,  # requests in one step, not more than max_num_batched_tokens
+    "max_num_batched_tokens": 256,  # prompt tokens in one step; a longer prompt takes several
+    "num_threads": 0,  # CPU threads of the model; 0: torch's number; 1 is best for a small model or shared cores
     "keep_cache": False,  # what is in flight when the weights change goes on over the old keys and values
 }
 """Keys of `engine_kwargs` with their defaults."""

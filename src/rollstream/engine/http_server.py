@@ -19,10 +19,10 @@ from rollstream.engine.replica import ReplicaUnavailableError
 from rollstream.errors import ConfigError, EngineError, EngineOverloadedError, TransientEngineError
 
 CONNECTION_KWARGS: dict[str, Any] = {
-    "connect_timeout": 10.0,  # seconds for one TCP (and TLS) connect
-    "health_timeout": 20.0,  # seconds for a health check; SGLang itself answers only after a generated token
+    "connect_timeout": 10.0,  # seconds for one connect
+    "health_timeout": 20.0,  # seconds for a health check: SGLang answers it only after a generated token
     "info_timeout": 10.0,  # seconds for each question at start
-    "api_key_env": "",  # name of the environment variable with the servers' API key
+    "api_key_env": "",  # name of the environment variable with the API key
 }
 """Keys of `engine_kwargs` for engines that are servers, with their defaults."""
 

@@ -51,16 +51,16 @@ _LOG = logging.getLogger(__name__)
 ENGINE_KWARGS: dict[str, Any] = {
     **CONNECTION_KWARGS,
     "probe_after": POOL_KWARGS["probe_after"],
-    "requests_per_minute": 0,  # to each endpoint, at most; 0 is no limit of our own
-    "tokens_per_minute": 0,  # the same for prompt and answer tokens
-    "honours_seed": False,  # whether the endpoint gives the same answer for the same seed
-    "takes_images": False,  # whether its model sees images
-    "continue_final_message": False,  # whether it can go on with an answer that was cut off
-    "send_reasoning": False,  # whether earlier answers are sent with their thinking
-    "check_model": True,  # refuse a model that the endpoint does not list
-    "max_tokens_key": "max_tokens",  # or max_completion_tokens
-    "omit": [],  # fields not to send where they have their default: temperature, top_p, stream_options, seed
-    "extra_body": {},  # further fields of every request
+    "requests_per_minute": 0,  # to each endpoint, at most; 0: no limit of rollstream's own
+    "tokens_per_minute": 0,  # the same for tokens; a request counts for prompt and max_tokens until it is answered
+    "honours_seed": False,  # it repeats itself for a seed; without it generation.seed is an error
+    "takes_images": False,  # its model sees images; they are sent as data: URLs
+    "continue_final_message": False,  # it can go on with an answer that was cut off (vLLM, SGLang, rollstream serve)
+    "send_reasoning": False,  # send earlier answers with their thinking (reasoning_content)
+    "check_model": True,  # a model that the endpoint does not list is an error
+    "max_tokens_key": "max_tokens",  # max_completion_tokens for models that want that
+    "omit": [],  # fields not to send at their default: temperature, top_p, seed, stream_options
+    "extra_body": {},  # further fields of every request: {top_k: 20, reasoning_effort: low}
 }
 """Keys of `engine_kwargs` with their defaults."""
 

@@ -28,12 +28,12 @@ from rollstream.trajectory import Completion, SamplingParams
 ENGINE_KWARGS: dict[str, Any] = {
     "cache_size": 1,  # GB of KV cache; memory is taken as it is used
     "num_kv_blocks": 0,  # the same in blocks of 32 tokens, if not 0
-    "max_num_seqs": 256,  # requests in one step
-    "max_num_batched_tokens": 256,  # prompt and response tokens in one step
-    "enable_prefix_caching": False,  # faster for shared prompts, but wrong by up to 0.1 nats now and then
+    "max_num_seqs": 256,  # requests in one step, not more than max_num_batched_tokens
+    "max_num_batched_tokens": 256,  # prompt and response tokens in one step; more was slower for small models
+    "enable_prefix_caching": False,  # faster for shared prompts; log-probs are then wrong by up to 0.1 at times
     "num_threads": 0,  # CPU threads of the model; 0 takes all cores
-    "kv_cache_precision": "f32",  # f32 for exact log-probs; u8 is smaller and faster
-    "inference_precision": "f32",  # f32 for exact log-probs; bf16 is faster where the CPU has it
+    "kv_cache_precision": "f32",  # u8 and f16 are smaller; log-probs are then off by about 0.1
+    "inference_precision": "f32",  # bf16 is faster where the CPU has it; log-probs are then off by about 0.1
     "start_timeout": 300.0,  # seconds to load the model, or other weights
 }
 """Keys of `engine_kwargs` with their defaults."""

@@ -42,11 +42,8 @@ from rollstream.trajectory import Completion, SamplingParams
 logger = logging.getLogger(__name__)
 
 POOL_KWARGS: dict[str, Any] = {
-    # Seconds with requests and without an answer after which a server is asked for its health; 0: never. Long
-    # answers take longer; asking costs next to nothing.
-    "probe_after": 30.0,
-    # Whether requests move from slow servers to faster ones with room.
-    "move_stragglers": True,
+    "probe_after": 30.0,  # seconds without an answer after which a server is asked for its health; 0: never
+    "move_stragglers": True,  # requests move from slow servers to faster ones with room
 }
 """Keys of `engine_kwargs` for every pool, with their defaults."""
 

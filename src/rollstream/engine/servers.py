@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 SERVER_KWARGS: dict[str, Any] = {
     **CONNECTION_KWARGS,
     **POOL_KWARGS,
-    "check_model": True,  # whether a server of a model with another name is an error
+    "check_model": True,  # a server of a model with another name is an error; else a warning
     "update_timeout": 600.0,  # seconds for a server to load other weights
 }
 """Keys of `engine_kwargs` with their defaults."""

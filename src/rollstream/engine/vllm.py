@@ -46,9 +46,7 @@ _LOG = logging.getLogger(__name__)
 
 ENGINE_KWARGS: dict[str, Any] = {
     **SERVER_KWARGS,
-    # Seconds for the one token that is sampled at start: the first request of a server may compile for half a
-    # minute, and one that is busy with another run has a queue.
-    "probe_timeout": 120.0,
+    "probe_timeout": 120.0,  # seconds for the token sampled at start: a server may compile, or be busy, until then
 }
 """Keys of `engine_kwargs` with their defaults."""
 
