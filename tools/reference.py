@@ -8,7 +8,7 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from rollstream.cli import build_parser
@@ -18,8 +18,22 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "rollstream"
 FOLDER = ROOT / "docs" / "reference"
 
-MODULES = ["generation", "training", "evaluate", "integrations.trl", "buffer.client", "trajectory", "testing"]
-"""The modules that a program of a user imports from; one without ``__all__`` shows what has no underscore."""
+MODULES: dict[str, Collection[str]] = {
+    "generation": (),
+    "agent.base": ("AgentLoop",),
+    "agent.conversation": ("Conversation", "Turn"),
+    "agent.interactions": ("Interaction",),
+    "agent.tools.base": ("Tool", "ToolError", "ToolResponse"),
+    "training": (),
+    "evaluate": (),
+    "integrations.trl": (),
+    "buffer.client": (),
+    "buffer.generation": ("run_generation",),
+    "trajectory": (),
+    "testing": (),
+}
+"""The modules that a program of a user imports from, and what of them is shown: nothing named stands for ``__all__``,
+or without one for what has no underscore."""
 
 _GENERATED = "<!-- Written by `python -m tools.reference`. -->\n\n"
 
@@ -99,13 +113,20 @@ def commands() -> str:
 def python() -> str:
     """What each public module has: signatures and docstrings."""
     text = f"# Python\n\n{_GENERATED}What programs import. Other names may change without notice.\n"
-    for module in MODULES:
+    for module, chosen in MODULES.items():
         text += f"\n## rollstream.{module}\n"
         home = SOURCE / module.replace(".", "/")
         for name, node in _definitions(home):
+            if chosen and name not in chosen:
+                continue
             text += f"\n### {name}\n\n"
-            if node is not None:
-                text += f"```python\n{_signature(node)}\n```\n\n{_prose(ast.get_docstring(node) or '')}\n"
+            if node is None:
+                continue
+            text += f"```python\n{_signature(node)}\n```\n\n{_prose(ast.get_docstring(node) or '')}\n"
+            for method in node.body if isinstance(node, ast.ClassDef) else []:
+                if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and method.name[0] != "_":
+                    said = ast.get_docstring(method)
+                    text += f"`{method.name}`: {_prose(said)}\n" if said else ""
     return text
 
 
@@ -174,23 +195,26 @@ def _signature(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> s
 
 
 def _prose(docstring: str) -> str:
-    """A docstring in Google's style as Markdown: its sections' entries become lists."""
+    """A docstring in Google's style as Markdown: its sections' entries become lists, code stays as it is."""
     text, section = "", ""
     for line in inspect.cleandoc(docstring).splitlines():
         if re.fullmatch(r"(Args|Returns|Raises|Yields|Example|Attributes):", line):
             section = line
             text += f"\n{line}\n\n"
-        elif section and line.startswith("    ") and not line.startswith("     "):
-            text += f"- {_escaped(line.strip())}\n"
-        elif section and line.startswith("     "):
-            text += f"  {_escaped(line.strip())}\n"
+        elif line.startswith("    ") and section in ("", "Example:"):
+            text += f"{line}\n"
+        elif line.startswith("    ") and section in ("Returns:", "Yields:"):
+            text += f"{_escaped(line.strip())}\n"
+        elif line.startswith("    "):
+            text += f"{'- ' if line[4] != ' ' else '  '}{_escaped(line.strip())}\n"
         else:
             section = section if not line else ""
             text += _escaped(line) + "\n"
-    return text.strip() + "\n" if text.strip() else ""
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n" if text.strip() else ""
 
 
 def _escaped(line: str) -> str:
+    line = re.sub(r"docs/([\w-]+)\.md", r"[\1](../\1.md)", line)
     return line.replace("<", "&lt;").replace("``", "`").replace("][", "]\\[")
 
 

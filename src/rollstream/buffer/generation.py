@@ -87,8 +87,27 @@ def run_generation(
 ) -> None:
     """Generates all that a payload asks for and writes it to the buffer; returns when all is durable.
 
+    Keys of the payload; numbers may be texts, as slime's trainer sends them:
+
+    - `task_type`, `remote_engine_url`: which generator; an inference server, or a list of servers of one model
+    - `input_file`: prompts, in any format of docs/data.md. A row has a `prompt`, a `label` (or `ground_truth`,
+      `answer`, `reward_model.ground_truth`), an `instance_id` (its number by default), and what else a prompt row
+      may have
+    - `num_repeat_per_sample`: rollouts of a prompt in an epoch, the size of a group (default: the server's)
+    - `num_epoch`: groups of each prompt, one after the other (1); `num_process`: rollouts at once (100)
+    - `sampling_params`: `max_tokens` (needed), `temperature`, `top_p`, `top_k`, `stop`, `stop_token_ids`,
+      `ignore_eos`, `seed`, `logprobs`, and numbers that the engine takes (`min_p`, …)
+    - `skip_instance_ids`: each time an id stands here, one of its epochs is left out
+    - `tokenizer_path`: a folder below `--inputs`, or a hub name (default: what the server says)
+    - `engine`, `model`: `sglang`, `vllm` or `openai`; the model's name (default: what the server answers to)
+    - `agent_name`, `prompt_key`, `max_prompt_length`, `max_attempts`, `attempt_timeout`, `engine_timeout`,
+      `max_assistant_turns`, `max_user_turns`, `tool_format`: as in a run
+    - `tools`: names of tools in the operator's `--tools FILE`
+    - `group_size`, `min_valid_group_size_ratio`, `min_valid_item_size_ratio`, `group_timeout_seconds`,
+      `min_timeout_group_size_ratio`, `raw`: of this job's groups (default: the server's)
+
     Args:
-        data: what `run_rollout` is called with; its parameters are in docs/buffer.md.
+        data: what `run_rollout` is called with: the job's payload.
         agent_loop: for rows that name none, unless the payload does (`agent_name`).
         reward: `compute_score(data_source, solution_str, ground_truth, extra_info)`, as in verl, sync or
             async; gives a number, or a dict with `score`. None takes the rule for a row's `data_source`.
