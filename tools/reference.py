@@ -20,6 +20,7 @@ FOLDER = ROOT / "docs" / "reference"
 
 MODULES: dict[str, Collection[str]] = {
     "generation": (),
+    "engine.hf": ("HFEngine",),
     "agent.base": ("AgentLoop",),
     "agent.conversation": ("Conversation", "Turn"),
     "agent.interactions": ("Interaction",),

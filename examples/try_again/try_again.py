@@ -8,33 +8,18 @@ from rollstream.agent.conversation import Conversation
 from rollstream.trajectory import SamplingParams, Trajectory
 
 
-class Checker:
-    """Says whether an answer is right. In earnest a sandbox or a service, which bears few calls at once."""
-
-    def __init__(self, at_once: int) -> None:
-        self._slots = asyncio.Semaphore(at_once)
-
-    async def is_right(self, answer: str, truth: str) -> bool:
-        """Whether the answer is the true one."""
-        async with self._slots:
-            await asyncio.sleep(0)  # the call would be here
-            return answer.strip() == truth
-
-
 class TryAgain(AgentLoop):
     """Answers up to `max_tries` times."""
 
-    def __init__(
-        self, *args: Any, max_tries: int = 2, feedback: str = "Incorrect.", at_once: int = 8, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, max_tries: int = 2, feedback: str = "Incorrect.", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.max_tries = max_tries
         self.feedback = feedback
 
     @classmethod
-    def build_shared(cls, resources: AgentResources, *, at_once: int = 8, **options: Any) -> Checker:
-        """One checker for all rollouts of a worker."""
-        return Checker(at_once)
+    def build_shared(cls, resources: AgentResources, **options: Any) -> asyncio.Semaphore:
+        """Once for all rollouts of a worker: what checks answers bears few calls at once."""
+        return asyncio.Semaphore(8)
 
     async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory:
         """Executes one rollout."""
@@ -47,7 +32,8 @@ class TryAgain(AgentLoop):
             reason: str = turn.completion.finish_reason
             if reason != "stop":
                 break  # the response is full, or the engine aborted
-            right = await self.shared.is_right(turn.message["content"], row["ground_truth"])
+            async with self.shared:  # in earnest, ask a sandbox or a service here
+                right = turn.message["content"].strip() == row["ground_truth"]
             scores.append(float(right))
             if right:
                 break
