@@ -1,7 +1,15 @@
-"""The pages of docs/: their sizes, their blocks, and the reference that is written from the source.
+"""The pages of docs/: their size, their blocks, and the reference that is written from the source.
 
-Comments before a block steer its test: ``not run: REASON``; ``file: NAME``, the block is a file's content;
-``run with: OLD -> NEW``. ``files of: PAGE`` at the top of a page takes another page's files.
+Every Python and shell block runs, page by page, in one folder and in the order of the page. What a block says behind a
+``print(…)`` is what it prints. A comment before a block steers that:
+
+- ``not run: REASON``: it does not run
+- ``run by: tests/…``: a test of its own runs it
+- ``file: NAME``: the block is a file's content
+- ``serves: URL``: a server, which ends with the page; blocks behind it reach it by that URL
+- ``run with: OLD -> NEW``: runs with this change
+
+``<!-- files of: PAGE -->`` anywhere on a page takes another page's files.
 """
 
 import ast
@@ -11,10 +19,13 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
 import pytest
 
 from rollstream.cli import build_parser
@@ -25,22 +36,28 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 WRITTEN = [*PAGES, ROOT / "README.md"]
-STILL_LONG = {"gateway", "generation", "evaluate", "view"}
-"""Pages with lines of more than 160 characters; none is to be added."""
-RUN_AS_THEY_STAND = ["index", "quickstart", "recipes", "doors", "faq", "clusters"]
-GUIDES = [
+MOST_WORDS = 51_000
+"""On all pages together, but for docs/reference."""
+NOT_YET = {
     "agents",
+    "benchmarks",
+    "buffer",
     "data",
     "engines",
     "export",
-    "rewards",
-    "run-directory",
+    "gateway",
+    "generation",
     "staleness",
-    "tools",
-    "tracking",
+} | {
     "training",
-]
-"""Their first block is a command that works."""
+    "trl",
+    "verl",
+}
+"""Pages with lines of more than 160 characters, or with blocks that do not run."""
+RUN = [page for page in PAGES if page.stem not in NOT_YET]
+BEGIN_OTHERWISE = {"concepts", "python"}
+"""They begin with a picture, and with Python."""
+SHELL = ("sh", "bash")
 
 
 @dataclass
@@ -53,7 +70,8 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return not self.steer.startswith("not run:")
+        elsewhere = self.steer.startswith(("not run:", "run by:", "file:"))
+        return self.language in (*SHELL, "python") and not elsewhere
 
 
 def blocks(page: Path) -> list[Block]:
@@ -76,11 +94,36 @@ def commands(text: str) -> Iterator[list[str]]:
             yield [word for word in words[1:] if word != "&"]
 
 
+def test_there_are_few_words() -> None:
+    assert sum(len(page.read_text("utf-8").split()) for page in PAGES) <= MOST_WORDS
+
+
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
 def test_lines_are_short(page: Path) -> None:
-    if page.stem in STILL_LONG:
+    if page.stem in NOT_YET:
         pytest.skip("not yet")
     assert [line for line in page.read_text("utf-8").splitlines() if len(line) > 160] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "zensical.toml").read_text("utf-8")
+    parts = tomllib.loads(text)["project"]["nav"]
+    named = [page for part in parts for pages in part.values() for entry in pages for page in entry.values()]
+    assert sorted(named) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+def test_blocks_are_of_a_language_and_pages_begin_with_a_command(page: Path) -> None:
+    found = blocks(page)
+    named = r"^(rollstream|python|pip|curl|make) "
+    assert [block.text for block in found if not block.language and re.search(named, block.text, re.M)] == []
+    if page.stem not in BEGIN_OTHERWISE:
+        assert found[0].language in SHELL and (found[0].runs or found[0].steer.startswith("run by:"))
+    for block in found:
+        if block.steer.startswith("run by:"):
+            assert f"{page.stem}.md" in (ROOT / block.steer.removeprefix("run by:").strip()).read_text(
+                "utf-8"
+            )
 
 
 @pytest.mark.parametrize("name", reference.pages())
@@ -117,46 +160,71 @@ def test_commands_and_keys_are_known(page: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", RUN_AS_THEY_STAND)
-def test_blocks_run_as_they_stand(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+def test_blocks_run_as_they_stand(page: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="quickstart and recipes train with TRL")
-    link_clone(tmp_path)
-    path = DOCS / f"{page}.md"
-    if others := re.search(r"<!-- files of: (\S+) -->", path.read_text("utf-8")):
+    for name in ("examples", "src"):  # what commands read of a clone
+        (tmp_path / name).symlink_to(ROOT / name)
+    if others := re.search(r"<!-- files of: (\S+) -->", page.read_text("utf-8")):
         write_files(DOCS / others[1], tmp_path)
-    write_files(path, tmp_path)
-    for block in blocks(path):
-        if not block.runs or block.language not in ("sh", "python") or block.steer.startswith("file:"):
-            continue
-        text = block.text
-        if block.steer.startswith("run with:"):
-            old, new = block.steer.removeprefix("run with:").split(" -> ")
-            assert old.strip() in text
-            text = text.replace(old.strip(), new.strip())
-        run(["bash", "-euc", text] if block.language == "sh" else [sys.executable, "-c", text], tmp_path)
+    write_files(page, tmp_path)
+    urls: dict[str, str] = {}
+    with ExitStack() as servers:
+        for block in blocks(page):
+            if not block.runs:
+                continue
+            text = block.text
+            if block.steer.startswith("serves:"):
+                url = block.steer.removeprefix("serves:").strip()
+                urls[url] = servers.enter_context(served(text, tmp_path))
+                continue
+            if block.steer.startswith("run with:"):
+                old, new = block.steer.removeprefix("run with:").split(" -> ")
+                assert old.strip() in text
+                text = text.replace(old.strip(), new.strip())
+            for url, actual in urls.items():
+                text = text.replace(url, actual)
+            run(
+                [sys.executable, "-c", text] if block.language == "python" else ["bash", "-euc", text],
+                tmp_path,
+            )
 
 
-@pytest.mark.slow
-def test_guides_begin_with_a_command_that_works(tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym", reason="the demo's prompts come from it")
-    link_clone(tmp_path)
-    for guide in GUIDES:
-        first = blocks(DOCS / f"{guide}.md")[0]
-        assert first.language == "sh", guide
-        run(["bash", "-euc", first.text], tmp_path)
-
-
-def link_clone(folder: Path) -> None:
-    """What commands read of a clone."""
-    for name in ("examples", "src"):
-        (folder / name).symlink_to(ROOT / name)
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"}
 
 
 def run(command: list[str], folder: Path) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=500, check=False
+    )
     assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
+    said = re.findall(r"^ *print\(.*\)  # (.*)$", command[-1], re.MULTILINE)
+    assert [one for one in said if one not in done.stdout] == [], f"{command[-1]}\n{done.stdout}"
+
+
+@contextmanager
+def served(command: str, folder: Path) -> Iterator[str]:
+    """The URL of a server at a port of its own."""
+    words = [*shlex.split(command.replace("\\\n", " "), comments=True), "--port", "0", "--json"]
+    if "&" in words:
+        words.remove("&")
+    with (
+        (folder / "server.log").open("ab") as log,
+        subprocess.Popen(words, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=log) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, (folder / "server.log").read_text("utf-8")
+            yield orjson.loads(line)["url"].rstrip("/")
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def write_files(page: Path, folder: Path) -> None:

@@ -1,9 +1,7 @@
 """`rollstream eval` on runs: what it reads, what it says, and its exit code."""
 
 import asyncio
-import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -18,8 +16,6 @@ from rollstream.trajectory import Failure, Rollout
 from tests.support.view_runs import agent_run, failure, rollout, write_run, writing
 
 Report = dict[str, Any]
-
-PAGE = Path(__file__).parents[3] / "docs" / "evaluate.md"
 
 
 def judged(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> Report:
@@ -262,26 +258,6 @@ def test_solved_is_one_rule_and_missing_rewards_are_what_one_says(
     (said,) = judged(capsys, root, "--solved-at", 0.4, "--missing-as", 0)["runs"]
     assert said["reward"]["mean"] == pytest.approx(1.4 / 4)
     assert said["passes"][1]["pass_at"]["mean"] == 1.0 and said["passes"][1]["pass_hat"]["mean"] == 0.0
-
-
-def test_the_page_is_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its commands and its table have the options that there are; its Python runs."""
-    page = PAGE.read_text(encoding="utf-8")
-    lines = re.findall(r"^rollstream (eval .*?)(?:  +#.*)?$", page, re.MULTILINE)
-    assert len(lines) == 5 and all(build_parser().parse_args(line.split()) for line in lines)
-    help_text = build_parser().parse_args(["eval", "x"]).parser.format_help()
-    known = set(re.findall(r"^  (--[\w-]+)", help_text, re.MULTILINE))
-    assert set(re.findall(r"^\| `(--[\w-]+)", page, re.MULTILINE)) == known
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    logged: list[dict[str, float]] = []
-    names = {
-        "rollouts_before": some([[0.0] * 4, [1.0] * 4]),
-        "rollouts_after": [*some([[1.0] * 4, [1.0] * 3]), failure(1, 3)],
-        "logger": SimpleNamespace(log=lambda numbers, step: logged.append(numbers)),
-        "step": 1,
-    }
-    exec(code, names)
-    assert logged[0]["pass_at_4"] == 1.0 and logged[0]["failure_rate"] == 1 / 8
 
 
 def test_samples_of_several_runs_are_joined(runs: Path) -> None:
