@@ -1,7 +1,12 @@
 """Images from a row, and from a tool, through processor and server into a stored trajectory."""
 
+import asyncio
 import base64
 import json
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +20,7 @@ from rollstream.store.find import find_trajectory
 from rollstream.testing.scripted import ScriptedRequest
 from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.testing.text_rules import answer_by_text
+from tests.support.until import PATIENCE_S
 from tests.unit.chat.vision import CALL, IMAGE_PAD, load_model, picture, png, write_model
 
 TOOLS = '''
@@ -158,3 +164,34 @@ async def test_a_dataproto_has_the_pixels_and_the_models_own_positions(tmp_path:
     refused(r"row 0, repeat 0: .*rows.jsonl.* is another row than the run had")
     (tmp_path / "rows.jsonl").unlink()
     refused("row 0, repeat 0: image 1 is not stored, and the prompt rows cannot be read")
+
+
+async def test_the_command_of_the_page(tmp_path: Path) -> None:
+    """docs/images.md: its command on its row, with another model and another server."""
+    page = (Path(__file__).parents[2] / "docs" / "images.md").read_text("utf-8")
+    (command,) = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    row = re.findall(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[0]
+    (tmp_path / "prompts.jsonl").write_text(row)
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "cats.png").write_bytes(png(56, 56))
+    model = write_model(tmp_path / "model")
+    tokenizer, _ = load_model(model)
+    async with StubServer(
+        answer_by_text(tokenizer, lambda prompt: "three"),
+        model=StubModel(vocab_size=tokenizer.vocab_size, images=True, image_token_id=IMAGE_PAD),
+    ) as server:
+        command = command.replace("models/Qwen2.5-VL-3B-Instruct", str(model)).replace(
+            "http://127.0.0.1:30000", server.url
+        )
+        words = [sys.executable, "-m", "rollstream.cli", *shlex.split(command.replace("\\\n", " "))[1:]]
+        done = await asyncio.to_thread(
+            subprocess.run,
+            words,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert find_trajectory(tmp_path / "outputs" / "images", 0).row["prompt_ids"].count(IMAGE_PAD) == 4

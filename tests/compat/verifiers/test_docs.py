@@ -1,4 +1,4 @@
-"""The page "Environments of verifiers": its commands and programs, exactly as they stand there."""
+"""The page docs/verifiers.md: its commands and programs, exactly as they stand there."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text(program)
     commands = re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    for command in commands[:2]:
+    for command in commands:
         done = subprocess.run(
             ["sh", "-c", command],
             cwd=tmp_path,
