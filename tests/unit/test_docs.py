@@ -36,8 +36,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 WRITTEN = [*PAGES, ROOT / "README.md"]
-MOST_WORDS = 51_000
-"""On all pages together, but for docs/reference."""
+MOST_WORDS = 40_000
+"""On all pages together, but for docs/reference and the blocks of code, which run."""
 NOT_YET = {
     "agents",
     "benchmarks",
@@ -55,8 +55,8 @@ NOT_YET = {
 }
 """Pages with lines of more than 160 characters, or with blocks that do not run."""
 RUN = [page for page in PAGES if page.stem not in NOT_YET]
-BEGIN_OTHERWISE = {"concepts", "python"}
-"""They begin with a picture, and with Python."""
+BEGIN_OTHERWISE = {"concepts", "python", "quickstart"}
+"""They begin with a picture, with Python, and by installing."""
 SHELL = ("sh", "bash")
 
 
@@ -95,7 +95,8 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def test_there_are_few_words() -> None:
-    assert sum(len(page.read_text("utf-8").split()) for page in PAGES) <= MOST_WORDS
+    texts = [re.sub(r"^```.*?^```|<!--.*?-->", "", page.read_text("utf-8"), flags=re.M | re.S) for page in PAGES]
+    assert sum(len(re.findall(r"\S*\w\S*", text)) for text in texts) <= MOST_WORDS
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
