@@ -36,23 +36,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 WRITTEN = [*PAGES, ROOT / "README.md"]
-MOST_WORDS = 40_000
-"""On all pages together, but for docs/reference and the blocks of code, which run."""
-NOT_YET = {
-    "agents",
-    "benchmarks",
-    "buffer",
-    "data",
-    "engines",
-    "export",
-    "gateway",
-    "generation",
-    "staleness",
-} | {
-    "training",
-    "trl",
-    "verl",
-}
+MOST_WORDS = 31_000
+"""On all pages together, but for docs/reference and the blocks of code, which run. 25,000 when NOT_YET is gone."""
+NOT_YET = {"agents", "buffer", "engines", "gateway"}
 """Pages with lines of more than 160 characters, or with blocks that do not run."""
 RUN = [page for page in PAGES if page.stem not in NOT_YET]
 BEGIN_OTHERWISE = {"concepts", "python", "quickstart"}
@@ -95,7 +81,9 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def test_there_are_few_words() -> None:
-    texts = [re.sub(r"^```.*?^```|<!--.*?-->", "", page.read_text("utf-8"), flags=re.M | re.S) for page in PAGES]
+    texts = [
+        re.sub(r"^```.*?^```|<!--.*?-->", "", page.read_text("utf-8"), flags=re.M | re.S) for page in PAGES
+    ]
     assert sum(len(re.findall(r"\S*\w\S*", text)) for text in texts) <= MOST_WORDS
 
 
@@ -165,7 +153,7 @@ def test_commands_and_keys_are_known(page: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_blocks_run_as_they_stand(page: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="quickstart and recipes train with TRL")
-    for name in ("examples", "src"):  # what commands read of a clone
+    for name in ("bench", "examples", "src"):  # what commands read of a clone
         (tmp_path / name).symlink_to(ROOT / name)
     if others := re.search(r"<!-- files of: (\S+) -->", page.read_text("utf-8")):
         write_files(DOCS / others[1], tmp_path)
