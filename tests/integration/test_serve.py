@@ -1,8 +1,7 @@
-"""`rollstream serve` as a process, with the demo model: OpenAI's client, ours, signals, the page."""
+"""`rollstream serve` as a process, with the demo model: OpenAI's client, ours, signals."""
 
 import asyncio
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -29,7 +28,6 @@ from tests.support.until import PATIENCE_S, until, wait_until
 
 pytest.importorskip("openvino_genai")
 
-PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
 TOKENIZER = load_tokenizer(str(MODEL_PATH))
 NEVER_ENDS = {"max_new_tokens": 3000, "ignore_eos": True}
 
@@ -377,17 +375,3 @@ def test_a_key_a_name_and_a_limit(tmp_path: Path) -> None:
             )
             assert answer.usage is not None
             assert answer.usage.total_tokens == 50
-
-
-# The page
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
-
-
-def test_the_page_shows_the_tool_that_the_model_knows() -> None:
-    (program,) = (block for block in blocks("python") if "calculator = " in block)
-    names: dict[str, Any] = {}
-    exec(program[program.index("calculator = ") : program.index("client = ")], names)
-    assert names["calculator"] == CALCULATOR
