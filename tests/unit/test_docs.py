@@ -36,11 +36,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 WRITTEN = [*PAGES, ROOT / "README.md"]
-MOST_WORDS = 31_000
-"""On all pages together, but for docs/reference and the blocks of code, which run. 25,000 when NOT_YET is gone."""
-NOT_YET = {"agents", "buffer", "engines", "gateway"}
-"""Pages with lines of more than 160 characters, or with blocks that do not run."""
-RUN = [page for page in PAGES if page.stem not in NOT_YET]
+MOST_WORDS = 25_000
+"""On all pages together, but for docs/reference and the blocks of code, which run."""
 BEGIN_OTHERWISE = {"concepts", "python", "quickstart"}
 """They begin with a picture, with Python, and by installing."""
 SHELL = ("sh", "bash")
@@ -89,8 +86,6 @@ def test_there_are_few_words() -> None:
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
 def test_lines_are_short(page: Path) -> None:
-    if page.stem in NOT_YET:
-        pytest.skip("not yet")
     assert [line for line in page.read_text("utf-8").splitlines() if len(line) > 160] == []
 
 
@@ -101,7 +96,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(named) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_blocks_are_of_a_language_and_pages_begin_with_a_command(page: Path) -> None:
     found = blocks(page)
     named = r"^(rollstream|python|pip|curl|make) "
@@ -150,7 +145,7 @@ def test_commands_and_keys_are_known(page: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_blocks_run_as_they_stand(page: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="quickstart and recipes train with TRL")
     for name in ("bench", "examples", "src"):  # what commands read of a clone
