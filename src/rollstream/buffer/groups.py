@@ -185,14 +185,16 @@ def summarize_rewards(groups: Iterable[Sequence[float | None]], *, raw: bool = F
         num_groups += 1
         total += len(rewards)
         scored += [reward for reward in rewards if reward is not None and (raw or reward >= 0)]
-    mean = math.fsum(reward / len(scored) for reward in scored)  # divided first: 1e308 has a mean, too
-    largest = max(map(abs, scored), default=0.0) or 1.0  # divided by it: the square of 1e308 is no number
-    spread = math.sqrt(math.fsum((reward / largest - mean / largest) ** 2 / len(scored) for reward in scored))
+    # Divided by the largest: neither the sum of many 1e308 nor their squares are numbers.
+    largest = max(map(abs, scored), default=0.0) or 1.0
+    shares = [reward / largest for reward in scored]
+    mean = math.fsum(shares) / max(len(shares), 1)
+    spread = math.sqrt(math.fsum((share - mean) ** 2 for share in shares) / max(len(shares), 1))
     return {
         "total_samples": total,
         "num_groups": num_groups,
         "avg_group_size": total / num_groups if num_groups else 0,
-        "avg_reward": mean,
+        "avg_reward": mean * largest,
         "reward_std": min(spread * largest, sys.float_info.max),
         "reward_min": min(scored, default=0),
         "reward_max": max(scored, default=0),

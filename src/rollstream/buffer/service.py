@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from rollstream.buffer.generator_files import GeneratorFiles
-from rollstream.buffer.groups import GroupSettings
+from rollstream.buffer.groups import GroupSettings, summarize_rewards
 from rollstream.buffer.hook_process import HookProcess
 from rollstream.buffer.items import (
     Encoding,
@@ -324,7 +324,7 @@ class Service:
         """Logs what a reader got."""
         if groups:
             rewards = [reward for group in groups for reward in group.rewards if reward is not None]
-            mean = math.fsum(one / len(rewards) for one in rewards) if rewards else math.nan
+            mean = summarize_rewards([rewards], raw=True)["avg_reward"] if rewards else math.nan
             items = sum(group.n for group in groups)
             by = f" by {consumer}" if consumer else ""
             _LOG.info("read%s: %d groups, %d items, mean reward %.3f", by, len(groups), items, mean)

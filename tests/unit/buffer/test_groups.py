@@ -5,6 +5,7 @@ import json
 import math
 import random
 import statistics
+import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -184,7 +185,8 @@ def test_meta_info() -> None:
         "total_samples": 6, "num_groups": 3, "avg_group_size": 2.0, "avg_reward": 0.5,
         "reward_std": pytest.approx(statistics.pstdev([1, 0, 0.5])), "reward_min": 0, "reward_max": 1, "unscored": 3,
     }  # fmt: skip
-    assert summarize_rewards([[1.7e308] * 9])["avg_reward"] == pytest.approx(1.7e308)
+    for rewards in ([1.7e308] * 9, [sys.float_info.max] * 3):
+        assert summarize_rewards([rewards])["avg_reward"] == pytest.approx(rewards[0])
     assert summarize_rewards([[-1, 1]], raw=True)["avg_reward"] == 0
 
 
