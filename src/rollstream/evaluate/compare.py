@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from rollstream.evaluate.metrics import FAR_APART, Estimate, mean_of
+from rollstream.evaluate.metrics import SUMS_MAY_OVERFLOW, Estimate, mean_of
 from rollstream.evaluate.samples import Samples
 
 Array = npt.NDArray[Any]
@@ -61,7 +61,7 @@ def compare_samples(a: Samples, b: Samples) -> Comparison:
     return pair_prompts(a.keys, a.prompt_means(), b.keys, b.prompt_means())[0]
 
 
-@FAR_APART
+@SUMS_MAY_OVERFLOW
 def pair_prompts(keys_a: Array, means_a: Array, keys_b: Array, means_b: Array) -> tuple[Comparison, Pairs]:
     """The same from the keys of prompts, each once, and their mean rewards, NaN where nothing is scored."""
     shared, at_a, at_b = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
@@ -95,7 +95,7 @@ def sign_test(won: int, lost: int) -> float:
     return min(1.0, 2 * float(tail))
 
 
-@FAR_APART
+@SUMS_MAY_OVERFLOW
 def permutation_test(differences: Array) -> float:
     """The chance of a mean difference as large as this, or larger, were the two runs' names drawn by prompt.
 

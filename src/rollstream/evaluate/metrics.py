@@ -26,7 +26,7 @@ _LEVEL: Final = 0.95
 _NORMAL_FROM: Final = 1000
 """Degrees of freedom from which Student's t is the normal distribution, to three digits."""
 
-FAR_APART: Final = np.errstate(over="ignore", invalid="ignore")
+SUMS_MAY_OVERFLOW: Final = np.errstate(over="ignore", invalid="ignore")
 """Sums of rewards may be infinite."""
 
 
@@ -123,7 +123,7 @@ def mean_of(values: Array, clusters: Array) -> Estimate | None:
     return mean_of_sums(sums, np.bincount(clusters[known], minlength=size))
 
 
-@FAR_APART
+@SUMS_MAY_OVERFLOW
 def mean_of_sums(sums: Array, counts: Array) -> Estimate | None:
     """The same from each cluster's sum of values and their number; clusters of none are left out.
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from rollstream.evaluate.metrics import FAR_APART, SOLVED_AT, mean_of_sums
+from rollstream.evaluate.metrics import SOLVED_AT, SUMS_MAY_OVERFLOW, mean_of_sums
 from rollstream.store.batch import to_arrow
 from rollstream.store.columns import Array, RunColumns
 from rollstream.store.records import FailureRecord
@@ -32,7 +32,7 @@ Groups = dict[str, Array]
 """Figures of each prompt row, by name. Shape (groups,); NaN where nothing is scored."""
 
 
-@FAR_APART
+@SUMS_MAY_OVERFLOW
 def group_figures(rows: RunColumns, solved_at: float = SOLVED_AT) -> Groups:
     """The groups of a run, by prompt row, of its final trajectories.
 
@@ -151,7 +151,7 @@ def _mean(values: Array) -> float | None:
     return float(values.mean(dtype=np.float64)) if len(values) else None
 
 
-@FAR_APART
+@SUMS_MAY_OVERFLOW
 def edges(low: float, high: float, *, whole: bool) -> Array:
     """Round numbers around values from `low` to `high`; the last is above all of them."""
     raw, scale = high / _BINS - low / _BINS, max(abs(low), abs(high))
