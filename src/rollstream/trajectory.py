@@ -1,8 +1,7 @@
 """The nouns every room shares. Ragged: nothing is padded anywhere but in an exporter that needs it."""
 
-import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -166,12 +165,13 @@ class Trajectory:
 
         Answers with no token between them, such as one that was continued after a weight update, are one run.
         """
-        start = 0
-        for sampled, run in itertools.groupby(self.response_mask):
-            end = start + len(list(run))
-            if sampled:
-                yield self.prompt_ids + self.response_ids[:start], self.response_ids[start:end]
-            start = end
+        for start, end in sampled_stretches(self.response_mask):
+            yield self.prompt_ids + self.response_ids[:start], self.response_ids[start:end]
+
+
+def sampled_stretches(response_mask: Iterable[int]) -> list[tuple[int, int]]:
+    """Start and end of each run of sampled tokens."""
+    return [found.span() for found in re.finditer(b"[^\0]+", bytes(response_mask))]
 
 
 @dataclass(slots=True)

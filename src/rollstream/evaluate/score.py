@@ -42,11 +42,10 @@ from rollstream.evaluate.score_worker import (
     failed_frame,
 )
 from rollstream.reward.rules import RuleReward
-from rollstream.store.export.run import is_finished
 from rollstream.store.journal import FILE_HEADER_SIZE, JournalFile, ScanReport, scan
 from rollstream.store.keys import KeyStates
 from rollstream.store.lock import RunLock, is_locked, locked
-from rollstream.store.manifest import Manifest, require_manifest
+from rollstream.store.manifest import LOOP_IDENTITY, Manifest, require_manifest
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import scoring_failed
@@ -86,8 +85,6 @@ _PATIENCE_S = 30.0
 _CHILD = "from rollstream.evaluate.score_worker import main; main()"
 """Its program: a module that is run as `__main__` has classes that are not those of its parent."""
 
-_LOOP_IDENTITY = "agent.loops."
-
 
 @dataclass(slots=True)
 class ScoreReport:
@@ -126,7 +123,7 @@ def snapshot_rule(manifest: Manifest) -> SnapshotRule:
     """How a run scores its snapshots, by the options of its agent loops. Raises `ConfigError`."""
     rules: set[SnapshotRule] = set()
     for key, digest in manifest.identity.items():
-        if key.startswith(_LOOP_IDENTITY):
+        if key.startswith(LOOP_IDENTITY):
             with suppress(ValueError, IndexError):
                 options = orjson.loads(str(digest).split(" ", 2)[2])
                 penalised = options.get("context_penalty") is not None
@@ -235,7 +232,7 @@ def use_scores(root: Path, name: str) -> list[str]:
     paths = RunPaths(root)
     with locked(root):
         status = read_status(root)
-        if paths.artifact.exists() and is_finished(status) and not status.damage:
+        if paths.artifact.exists() and status.finished and not status.damage:
             if status.artifact_rows:
                 recover(paths, manifest)
             merge_batches(paths, manifest.run_id_bytes)

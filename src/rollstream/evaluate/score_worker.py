@@ -25,7 +25,7 @@ from rollstream.reward.base import FunctionReward, last_answer, scored_row
 from rollstream.reward.custom import load_reward
 from rollstream.reward.rules import RuleReward
 from rollstream.store.journal import encode_frame
-from rollstream.store.records import json_text
+from rollstream.store.records import json_text, scoring_failed
 from rollstream.store.scores import ScoredRollout, encode_scores
 from rollstream.trajectory import PromptRow, RolloutKey, Trajectory
 
@@ -102,7 +102,7 @@ class ScoredFrame(NamedTuple):
 def scored_frame(item: ScoreItem, scores: list[tuple[float | None, str]]) -> ScoredFrame:
     """A rollout as it goes into the journal."""
     (reward, extra), key = scores[-1], item.key
-    failed = reward is None and "error" in orjson.loads(extra)
+    failed = reward is None and scoring_failed(orjson.loads(extra))
     body = encode_scores(ScoredRollout(item.finished_at, scores))
     return ScoredFrame(key, encode_frame(key.index, key.repeat, len(scores), body), failed)
 
@@ -149,7 +149,7 @@ class Scorer:
     async def _score_all(self, item: ScoreItem) -> list[tuple[float | None, str]]:
         *snapshots, final = item.trajectories
         reward, extra = await self._score(item, final)
-        shared = {"error": extra["error"]} if reward is None and "error" in extra else {}
+        shared = {"error": extra["error"]} if reward is None and scoring_failed(extra) else {}
         scored: list[tuple[float | None, str]] = []
         for snapshot in snapshots:
             if self._snapshots == "own":

@@ -21,7 +21,7 @@ from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.config.load import to_settings
 from rollstream.data.prompts import PromptDataset, load_prompts
 from rollstream.errors import ConfigError, DataError, RollstreamError, TransientError
-from rollstream.store.export.dataproto import MEDIA
+from rollstream.store.export.dataproto import MEDIA, image_parts
 from rollstream.store.manifest import require_manifest
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RunImages:
 
     def inputs(self, row: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
         """`multi_modal_inputs` of a trajectory; rollouts of one prompt row share theirs. Raises `ConfigError`."""
-        parts = list(_image_parts(row["messages"]))
+        parts = list(image_parts(row["messages"]))
         where = f"row {row['index']}, repeat {row['repeat']}"
         if not parts:
             return {}
@@ -160,14 +160,6 @@ def run_images(run_dir: Path) -> RunImages:
         allow_http=settings.data.fetch_images,
         trust_remote_code=model.trust_remote_code,
     )
-
-
-def _image_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    for message in messages:
-        parts = message.get("content")
-        for part in parts if isinstance(parts, list) else []:
-            if isinstance(part, dict) and (part.get("type") in ("image", "image_url") or MEDIA in part):
-                yield part
 
 
 def _model_positions(path: str, trust_remote_code: bool) -> Any | None:

@@ -13,6 +13,7 @@ from rollstream.engine.registry import data_deciding_kwargs, is_launched
 from rollstream.errors import IdentityMismatchError
 from rollstream.store.manifest import (
     DATASET_IDENTITY,
+    LOOP_IDENTITY,
     SHARD_IDENTITY,
     Manifest,
     identity_differences,
@@ -206,9 +207,6 @@ def _harmless(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
     harmless |= {key for key in old if key.startswith(("launch.args.", "launch.env.")) and key not in free}
     return harmless
 
-
-LOOP_IDENTITY = "agent.loops."
-"""Before the name of an agent loop: the identity key of its code and options."""
 
 _CODE = ("reward", "tools", "multi_turn.interactions")
 """Identity keys of the user's code, besides agent loops."""

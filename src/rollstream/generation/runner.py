@@ -22,7 +22,7 @@ from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.sources import ObjectRows
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
 from rollstream.generation.exports import exporter
-from rollstream.generation.identity import LOOP_IDENTITY, adopted_manifest
+from rollstream.generation.identity import adopted_manifest
 from rollstream.generation.logs import log_to_file
 from rollstream.generation.progress import Snapshot, Waits, progress_console, show_progress
 from rollstream.generation.result import GenerationResult
@@ -40,6 +40,7 @@ from rollstream.store.journal import write_file_durably
 from rollstream.store.keys import KeyStates
 from rollstream.store.manifest import (
     DATASET_IDENTITY,
+    LOOP_IDENTITY,
     Manifest,
     identity_differences,
     read_manifest,

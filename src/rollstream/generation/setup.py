@@ -36,7 +36,7 @@ from rollstream.engine.registry import data_deciding_kwargs, is_launched
 from rollstream.errors import ConfigError, DataError
 from rollstream.generation.export_images import RunImages
 from rollstream.generation.exports import check_exports
-from rollstream.generation.identity import LOOP_IDENTITY, build_identity
+from rollstream.generation.identity import build_identity
 from rollstream.generation.tracking import check_trackers
 from rollstream.reward.base import FunctionReward
 from rollstream.reward.rules import RuleReward, find_rule
@@ -49,7 +49,7 @@ from rollstream.rollout.setup import (
     load_agents,
 )
 from rollstream.store.export.dataproto import ImageInputs
-from rollstream.store.manifest import Manifest, new_manifest, read_manifest
+from rollstream.store.manifest import LOOP_IDENTITY, Manifest, new_manifest, read_manifest
 from rollstream.trajectory import PromptRow
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import RollstreamError, StorageError
 from rollstream.generation.tracking import Staged, TrackedRun, check_trackers, load_uploader, tracked_run
 from rollstream.stop_signals import StoppedEarly, StopSignals
-from rollstream.store.export.files import FILE_NAMES, export_zip, zip_batches
+from rollstream.store.export.files import FILE_NAMES, export_zip, note_export, zip_batches
 from rollstream.store.journal import write_file_durably
 from rollstream.store.manifest import require_manifest
 from rollstream.store.merge import source_digest
@@ -80,6 +80,7 @@ async def upload_trajectories(
             export_zip(paths.artifact, target, summary=summary, cancelled=cancelled.is_set)
         else:
             zip_batches(paths, target, cancelled.is_set)
+        note_export(paths.artifact, target)
 
     async def work() -> str:
         await in_daemon_thread(make)

@@ -18,6 +18,9 @@ FORMAT = "rollstream.run/2"
 DATASET_IDENTITY = "data.rows"
 """Identity keys below this one describe the dataset's rows; `resume=extend` allows them to differ."""
 
+LOOP_IDENTITY = "agent.loops."
+"""Before the name of an agent loop: the identity key of its code and options."""
+
 SHARD_IDENTITY = "generation.shard"
 """Identity key that says which part of a run a directory holds: `i/k`. A whole run does not have it."""
 

@@ -31,7 +31,6 @@ from rollstream.errors import (
     StorageError,
 )
 from rollstream.store.batch import batch_metadata, read_keys, read_tables, write_tables_durably
-from rollstream.store.export.run import is_finished
 from rollstream.store.journal import JournalFile, encode_frame, sync_folder, write_file_durably
 from rollstream.store.lock import locked
 from rollstream.store.manifest import (
@@ -228,7 +227,7 @@ def _finished(root: Path) -> RunStatus:
     status = read_status(root)
     if status.damage:
         raise DamageError(f"{root}: {status.damage[0]} (rollstream validate {root})")
-    if status.total is None or not is_finished(status):
+    if status.total is None or not status.finished:
         total = "?" if status.total is None else status.total
         raise RunDirectoryError(
             f"{root}: {status.completed} of {total} rollouts done; the shard is unfinished. Run its "

@@ -77,6 +77,11 @@ class RunStatus:
     all_scores: list[str]
     """The names there are."""
 
+    @property
+    def finished(self) -> bool:
+        """Whether every rollout is settled and sealed: then the artifact is the run's last word."""
+        return self.owed == 0 and self.pending_rows == 0
+
 
 def read_status(root: Path) -> RunStatus:
     """The status of a run directory, also while it is written. Raises `RunDirectoryError`."""

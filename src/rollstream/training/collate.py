@@ -9,7 +9,7 @@ import pyarrow as pa
 from rollstream.errors import ConfigError, DataError
 from rollstream.store.batch import SCHEMA
 from rollstream.store.export.dataproto import TENSORS, fill_tensors
-from rollstream.trajectory import Trajectory
+from rollstream.trajectory import Trajectory, sampled_stretches
 
 if TYPE_CHECKING:
     import torch
@@ -60,9 +60,7 @@ def emission_views(trajectory: Trajectory) -> list[Trajectory]:
     """
     views = []
     logprobs = trajectory.response_logprobs
-    for seen, answered in trajectory.generations():
-        start = len(seen) - len(trajectory.prompt_ids)
-        end = start + len(answered)
+    for start, end in sampled_stretches(trajectory.response_mask):
         versions = [
             (max(at, start) - start, version)
             for (at, version), (until, _) in zip(
@@ -72,9 +70,9 @@ def emission_views(trajectory: Trajectory) -> list[Trajectory]:
         ]
         views.append(
             Trajectory(
-                prompt_ids=seen,
-                response_ids=answered,
-                response_mask=[1] * len(answered),
+                prompt_ids=trajectory.prompt_ids + trajectory.response_ids[:start],
+                response_ids=trajectory.response_ids[start:end],
+                response_mask=[1] * (end - start),
                 response_logprobs=None if logprobs is None else logprobs[start:end],
                 messages=trajectory.messages,
                 finish_reason=trajectory.finish_reason,

@@ -10,7 +10,7 @@ import pytest
 
 from rollstream.cli import main
 from rollstream.errors import DamageError, StorageError
-from rollstream.store.export.files import zip_batches
+from rollstream.store.export.files import note_export, zip_batches
 from rollstream.store.export.run import export_run
 from rollstream.store.find import find_trajectory
 from rollstream.store.merge import merge_batches
@@ -187,7 +187,9 @@ async def test_exports_of_an_earlier_artifact_are_stale(tmp_path: Path) -> None:
 
 async def test_a_zip_of_batches_is_stale_once_there_are_more(tmp_path: Path) -> None:
     await commit_all(tmp_path, [rollout(0)])
-    zip_batches(RunPaths(tmp_path), tmp_path / "trajectories.zip")
+    paths, target = RunPaths(tmp_path), tmp_path / "trajectories.zip"
+    zip_batches(paths, target)
+    note_export(paths.artifact, target)
     assert read_status(tmp_path).stale == []
     await commit_all(tmp_path, [rollout(1)])
     assert read_status(tmp_path).stale == ["trajectories.zip"]

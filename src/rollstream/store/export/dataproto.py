@@ -24,7 +24,7 @@ import logging
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -43,6 +43,7 @@ from rollstream.errors import ConfigError
 from rollstream.store.batch import read_tables
 from rollstream.store.export.files import JSON_COLUMNS, decode_row, replacing
 from rollstream.store.merge import MergeCancelledError, until
+from rollstream.trajectory import sampled_stretches
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ def export_dataproto(
         names = [target.with_name(f"{target.stem}-{i:05}-of-{count:05}{target.suffix}") for i in range(count)]
     unknown = 0
     with ExitStack() as files:
-        temporaries = [files.enter_context(replacing(name, artifact)) for name in names]
+        temporaries = [files.enter_context(replacing(name)) for name in names]
         tables = _tables_of_files(artifact, per_file, drop=options.unscored == "drop")
         for temporary, table in zip(temporaries, tables, strict=True):
             unknown += _write_file(temporary, table, layout, options.pad_token_id, artifact, cancelled)
@@ -286,13 +287,17 @@ def _scored(table: pa.Table) -> pa.ChunkedArray:
 def _has_images(table: pa.Table) -> bool:
     # As the store writes JSON; the same in somebody's text has its quotes escaped, in a tool's arguments not.
     likely = pc.match_substring_regex(table["messages"], f'"type":"image|"{MEDIA}":')
-    return any(
-        isinstance(part, dict) and (part.get("type") in ("image", "image_url") or MEDIA in part)
-        for text in table["messages"].filter(likely).to_pylist()
-        for message in orjson.loads(text)
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-    )
+    texts = table["messages"].filter(likely).to_pylist()
+    return any(any(image_parts(orjson.loads(text))) for text in texts)
+
+
+def image_parts(messages: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The parts of messages that are images, in order."""
+    for message in messages:
+        parts = message.get("content")
+        for part in parts if isinstance(parts, list) else []:
+            if isinstance(part, dict) and (part.get("type") in ("image", "image_url") or MEDIA in part):
+                yield part
 
 
 def _say_unscored(artifact: Path, rows: int, unscored: int, rule: Unscored) -> None:
@@ -452,7 +457,7 @@ def _places(
 
 def _other_columns(table: pa.Table, layout: _Layout, artifact: Path) -> Iterator[dict[str, Any]]:
     """What is no tensor, row by row."""
-    masks = [bytes(mask) for mask in table["response_mask"].to_pylist()]
+    masks = table["response_mask"].to_pylist()
     names = [name for name in table.schema.names if not name.endswith(("_ids", "_mask", "_logprobs"))]
     for raw, mask in zip(table.select(names).to_pylist(), masks, strict=True):
         row = decode_row(raw, artifact)
@@ -467,7 +472,7 @@ def _other_columns(table: pa.Table, layout: _Layout, artifact: Path) -> Iterator
                 row["messages"],
                 stated=row["extra"].get(PROMPT_MESSAGES),
                 engine_calls=int(row["metrics"]["engine_calls"]),
-                sampled_stretches=len(mask.replace(b"\0", b" ").split()),
+                sampled_stretches=len(sampled_stretches(mask)),
                 aborted=row["finish_reason"] == "aborted",
             ),
             "reward_model": {**model, "ground_truth": row["ground_truth"]},

@@ -17,6 +17,7 @@ import orjson
 from rollstream.errors import ConfigError
 from rollstream.store.export.dataproto import PROMPT_MESSAGES, prompt_messages
 from rollstream.store.export.files import read_rows, replacing
+from rollstream.trajectory import sampled_stretches
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +67,13 @@ def prompt_groups(artifact: Path, cancelled: Callable[[], bool] = lambda: False)
 
 def shown_prompt(row: Row) -> list[Row] | None:
     """The messages that a trajectory's prompt shows; None where that cannot be known. See `prompt_messages`."""
-    stretches = bytes(row["response_mask"]).replace(b"\0", b" ").split()
     calls = int(row["metrics"]["engine_calls"])
     return prompt_messages(
         row["messages"],
         stated=row["extra"].get(PROMPT_MESSAGES),
         engine_calls=calls,
         # Without a tokenizer there is no mask: then the calls alone tell.
-        sampled_stretches=len(stretches) if row["prompt_ids"] else calls,
+        sampled_stretches=len(sampled_stretches(row["response_mask"])) if row["prompt_ids"] else calls,
         aborted=row["finish_reason"] == "aborted",
     )
 
@@ -213,7 +213,7 @@ def _write(
     `nothing` says why there are none.
     """
     seen: set[bytes] = set()
-    with replacing(target, artifact) as temporary, temporary.open("wb") as file:
+    with replacing(target) as temporary, temporary.open("wb") as file:
         for content, line in examples:
             if (digest := _digest(content)) not in seen:
                 seen.add(digest)

@@ -44,8 +44,8 @@ _CHUNK = 1 << 20
 
 
 @contextmanager
-def replacing(target: Path, artifact: Path) -> Iterator[Path]:
-    """A file to write that becomes `target`, made of `artifact`, when the block ends well.
+def replacing(target: Path) -> Iterator[Path]:
+    """A file to write that becomes `target` when the block ends well.
 
     Raises `StorageError` when it cannot be written; an older `target` stays.
     """
@@ -55,7 +55,6 @@ def replacing(target: Path, artifact: Path) -> Iterator[Path]:
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.replace(target)
-        note_export(artifact, target)
     except OSError as error:
         raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
     finally:
@@ -69,6 +68,9 @@ def note_export(artifact: Path, *targets: Path, **facts: Any) -> None:
         artifact: it, or where it would be.
         targets: the files.
         facts: what else is worth knowing of how they were made, JSON values.
+
+    Raises:
+        StorageError: it cannot be noted; the files stay.
     """
     root = targets[0].parent
     if root.resolve() == artifact.parent.resolve() and (root / "run.json").exists():
@@ -76,7 +78,13 @@ def note_export(artifact: Path, *targets: Path, **facts: Any) -> None:
         made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         fact = {"artifact": _digest(artifact), "made": made, "rollstream": rollstream.__version__, **facts}
         noted |= dict.fromkeys((target.name for target in targets), fact)
-        write_file_durably(root / "exports.json", orjson.dumps(noted, option=orjson.OPT_INDENT_2) + b"\n")
+        path = root / "exports.json"
+        try:
+            write_file_durably(path, orjson.dumps(noted, option=orjson.OPT_INDENT_2) + b"\n")
+        except OSError as error:
+            raise StorageError(
+                f"{targets[0]} is written, but not {path}, which says of what: {error.strerror}"
+            ) from error
 
 
 def stale_exports(root: Path) -> list[str]:
@@ -146,7 +154,7 @@ def export_jsonl(artifact: Path, target: Path, cancelled: Callable[[], bool] = l
         MergeCancelledError: `cancelled`, asked now and then, said so. An older `target` stays.
     """
     lines = 0
-    with replacing(target, artifact) as temporary, temporary.open("wb") as file:
+    with replacing(target) as temporary, temporary.open("wb") as file:
         for row in read_rows(artifact, cancelled):
             file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
             lines += 1
@@ -168,7 +176,7 @@ def export_zip(
         StorageError: it cannot be written.
         MergeCancelledError: cancelled; `target` is as it was.
     """
-    _write([(artifact, "trajectories.parquet"), (summary, "checkpoint.json")], target, artifact, cancelled)
+    _write([(artifact, "trajectories.parquet"), (summary, "checkpoint.json")], target, cancelled)
 
 
 def zip_batches(paths: RunPaths, target: Path, cancelled: Callable[[], bool] = lambda: False) -> int:
@@ -179,16 +187,14 @@ def zip_batches(paths: RunPaths, target: Path, cancelled: Callable[[], bool] = l
     batches = [paths.batch(number) for number in paths.batch_numbers()]
     files = [(path, f"batches/{path.name}") for path in batches]
     files.append((paths.root / "checkpoint.json", "checkpoint.json"))
-    _write(files, target, paths.artifact, cancelled)
+    _write(files, target, cancelled)
     return len(batches)
 
 
-def _write(
-    files: Sequence[tuple[Path, str]], target: Path, artifact: Path, cancelled: Callable[[], bool]
-) -> None:
+def _write(files: Sequence[tuple[Path, str]], target: Path, cancelled: Callable[[], bool]) -> None:
     # Stored: Parquet is compressed already, and what is stored can be read where it is.
     with (
-        replacing(target, artifact) as temporary,
+        replacing(target) as temporary,
         zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED, strict_timestamps=False) as archive,
     ):
         for path, name in files:

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from rollstream.errors import ConfigError, StorageError
 from rollstream.store.batch import SCHEMA, read_tables
-from rollstream.store.export.files import load_json, note_export
+from rollstream.store.export.files import load_json
 from rollstream.store.manifest import Manifest
 from rollstream.store.merge import until
 
@@ -85,7 +85,6 @@ def export_hf(
         (temporary / "README.md").write_text(_card(manifest, survey))
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
-        note_export(artifact, target)
     except OSError as error:
         raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
     finally:

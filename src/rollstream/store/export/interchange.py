@@ -19,11 +19,10 @@ import orjson
 
 import rollstream
 from rollstream.store.batch import read_tables
-from rollstream.store.export.examples import prompt_groups, shown_prompt
+from rollstream.store.export.examples import Row, prompt_groups, shown_prompt
 from rollstream.store.export.files import read_rows, replacing
 from rollstream.store.manifest import Manifest
-
-Row = dict[str, Any]
+from rollstream.trajectory import sampled_stretches
 
 _ATIF_VERSION = "ATIF-v1.6"
 
@@ -42,7 +41,7 @@ def export_atif(
         MergeCancelledError: `cancelled` said so. An older `target` stays.
     """
     lines = 0
-    with replacing(target, artifact) as temporary, temporary.open("wb") as file:
+    with replacing(target) as temporary, temporary.open("wb") as file:
         for row in read_rows(artifact, cancelled):
             file.write(orjson.dumps(_atif(row, manifest), option=orjson.OPT_APPEND_NEWLINE))
             lines += 1
@@ -109,20 +108,15 @@ def _atif(row: Row, manifest: Manifest) -> Row:
 
 def _calls(row: Row) -> list[Row]:
     """What each engine call saw and sampled."""
-    calls, start, mask = [], 0, row["response_mask"]
-    while start < len(mask):
-        end = start
-        while end < len(mask) and mask[end] == mask[start]:
-            end += 1
-        if mask[start]:
-            seen, ids = row["prompt_ids"] + row["response_ids"][:start], row["response_ids"][start:end]
-            call = {"prompt_tokens": len(seen), "completion_tokens": len(ids), "prompt_token_ids": seen}
-            call["completion_token_ids"] = ids
-            logprobs = (row["response_logprobs"] or [])[start:end]
-            if logprobs and all(map(isfinite, logprobs)):  # JSON has no others
-                call["logprobs"] = logprobs
-            calls.append(call)
-        start = end
+    calls = []
+    for start, end in sampled_stretches(row["response_mask"]):
+        seen, ids = row["prompt_ids"] + row["response_ids"][:start], row["response_ids"][start:end]
+        call = {"prompt_tokens": len(seen), "completion_tokens": len(ids), "prompt_token_ids": seen}
+        call["completion_token_ids"] = ids
+        logprobs = (row["response_logprobs"] or [])[start:end]
+        if logprobs and all(map(isfinite, logprobs)):  # JSON has no others
+            call["logprobs"] = logprobs
+        calls.append(call)
     return calls
 
 
@@ -167,9 +161,9 @@ def export_inspect(
     model = _model(manifest)
     count, prompts, epochs, total, scored = 0, 0, 0, 0.0, 0
     summaries: list[Row] = []
-    times = [_finished(artifact, least=True), _finished(artifact, least=False)]
+    first, last = _times(artifact)
     with (
-        replacing(target, artifact) as temporary,
+        replacing(target) as temporary,
         zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
     ):
         for group in prompt_groups(artifact, cancelled):
@@ -184,7 +178,7 @@ def export_inspect(
         spec: Row = {
             "eval_id": manifest.run_id,
             "run_id": manifest.run_id,
-            "created": times[0] or _iso(0.0),
+            "created": first or _iso(0.0),
             "task": "rollstream",
             "task_id": manifest.run_id,
             "dataset": {"name": "prompts", "samples": prompts},
@@ -207,7 +201,7 @@ def export_inspect(
                 "completed_samples": count,
                 "scores": [score] if scored else [],
             },
-            "stats": {"started_at": times[0], "completed_at": times[1]},
+            "stats": {"started_at": first, "completed_at": last},
         }
         archive.writestr("_journal/start.json", orjson.dumps({"version": 2, "eval": spec, "plan": plan}))
         archive.writestr("summaries.json", orjson.dumps(summaries))
@@ -215,13 +209,13 @@ def export_inspect(
     return count
 
 
-def _finished(artifact: Path, *, least: bool) -> str:
-    """When the first or the last rollout was done; empty where that is not known."""
+def _times(artifact: Path) -> tuple[str, str]:
+    """When the first and the last rollout were done; empty where that is not known."""
     times: list[float] = []
     for table in read_tables(artifact, ["finished_at"]):
         times += [one for one in table["finished_at"].to_pylist() if one is not None]
-        times = [min(times) if least else max(times)] if times else []
-    return _iso(times[0]) if times else ""
+        times = [min(times), max(times)] if times else []
+    return (_iso(times[0]), _iso(times[1])) if times else ("", "")
 
 
 def _iso(seconds: float) -> str:
@@ -273,7 +267,7 @@ def _summary(sample: Row) -> Row:
     """A sample as inspect_ai's list shows it."""
     kept = {name: sample[name] for name in ("id", "epoch", "target", "scores", "model_usage", "total_time")}
     scores = {
-        name: {key: score[key] for key in ("value",)} | {"answer": score["answer"][:200]}
+        name: {"value": score["value"], "answer": score["answer"][:200]}
         for name, score in kept["scores"].items()
     }
     question = sample["input"][-1:]
@@ -292,8 +286,7 @@ def _first_answer(messages: Sequence[Row]) -> int:
 
 
 def _chat_message(message: Row) -> Row:
-    role = str(message.get("role"))
-    role = {"developer": "system"}.get(role, role)
+    role = "system" if message.get("role") == "developer" else message.get("role")
     role = role if role in ("system", "user", "assistant", "tool") else "user"
     content = _text(message.get("content"))
     reasoning = message.get("reasoning_content")

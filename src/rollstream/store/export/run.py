@@ -74,12 +74,7 @@ class Export:
     @property
     def finished(self) -> bool:
         """Whether the run was at its end."""
-        return is_finished(self.status)
-
-
-def is_finished(status: RunStatus) -> bool:
-    """Whether every rollout is settled and sealed: then the artifact is the run's last word."""
-    return status.owed == 0 and status.pending_rows == 0
+        return self.status.finished
 
 
 def export_run(
@@ -127,7 +122,7 @@ def export_run(
             )
         if not status.rows:
             raise RunDirectoryError(f"{root} holds no finished rollout yet")
-        paths, finished = RunPaths(root), is_finished(status)
+        paths, finished = RunPaths(root), status.finished
         if finished and is_ours:
             if status.artifact_rows:
                 recover(paths, manifest)
@@ -248,7 +243,7 @@ def write_export(
     match name:
         case "parquet":
             if target.resolve() != artifact.resolve():
-                with replacing(target, artifact) as temporary:
+                with replacing(target) as temporary:
                     shutil.copyfile(artifact, temporary)
             return file_rows(target)
         case "zip":
@@ -268,12 +263,7 @@ def write_export(
             rows = export_inspect(artifact, target, manifest, cancelled)
         case _:
             rows = export_jsonl(artifact, target, cancelled)
-    try:
-        note_export(artifact, *_written(target), rows=rows, options=options.of(name))
-    except OSError as error:
-        raise StorageError(
-            f"{target} is written, but not {target.parent / 'exports.json'}, which says of what: {error.strerror}"
-        ) from error
+    note_export(artifact, *_written(target), rows=rows, options=options.of(name))
     return rows
 
 
