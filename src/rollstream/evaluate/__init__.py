@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from rollstream.evaluate.metrics import Estimate, Summary, mean_of, pass_at_k, pass_hat_k, summarize
     from rollstream.evaluate.samples import JudgedRun, Samples, joined, read_runs, samples_of
 
-_HOMES = {
-    "compare": ["Comparison", "compare_samples", "pair_prompts", "permutation_test", "sign_test"],
-    "metrics": ["Estimate", "Summary", "mean_of", "pass_at_k", "pass_hat_k", "summarize"],
-    "samples": ["JudgedRun", "Samples", "joined", "read_runs", "samples_of"],
-}
-
 __all__ = [
     "Comparison",
     "Estimate",
@@ -46,7 +40,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    if name in __all__:
+        for module in ("samples", "metrics", "compare"):
+            if hasattr(home := import_module(f"{__name__}.{module}"), name):
+                return getattr(home, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

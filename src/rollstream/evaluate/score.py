@@ -98,12 +98,12 @@ class ScoreReport:
     """Scored by this call."""
     unscored: int = 0
     failed: int = 0
-    """Of them: the reward failed."""
+    """Unscored ones on which the reward failed."""
     mean_reward: float | None = None
-    recorded_mean: float | None = None
-    """Of the rewards that counted until now."""
+    mean_before: float | None = None
+    """Mean of the rewards that counted until now."""
     causes: dict[str, int] = field(default_factory=dict)
-    """Of failures, with the first message of each."""
+    """How often the reward failed, by the first message of each cause."""
     damage: list[str] = field(default_factory=list)
 
 
@@ -188,7 +188,7 @@ def score_run(
         function = "rules" if isinstance(reward, RuleReward) else f"{recipe.path}:{recipe.name}"
         facts = _facts(paths, manifest, function, digest)
         journal, earlier, failed = _open_journal(paths, facts, manifest.n, retry_unscored=retry_unscored)
-        report = ScoreReport(name, str(paths.table), recorded_mean=state.rewards.mean)
+        report = ScoreReport(name, str(paths.table), mean_before=state.rewards.mean)
 
         def keep(frames: Sequence[ScoredFrame]) -> None:
             nonlocal failed

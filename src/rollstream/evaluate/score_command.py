@@ -200,7 +200,7 @@ class _Progress:
 
 def _summary(report: "ScoreReport") -> str:
     before, mean = (
-        "none" if one is None else f"{one:.4f}" for one in (report.recorded_mean, report.mean_reward)
+        "none" if one is None else f"{one:.4f}" for one in (report.mean_before, report.mean_reward)
     )
     lines = [
         f"{report.rollouts} rollouts ({report.now} now), mean reward {mean} (so far: {before})",

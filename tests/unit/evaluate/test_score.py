@@ -141,7 +141,7 @@ def test_all_that_read_a_run_see_the_scores_that_count(
 
     use_scores(root, RECORDED)
     assert everywhere(root, tmp_path) == before
-    assert read_status(root).mean_reward == pytest.approx(report.recorded_mean)
+    assert read_status(root).mean_reward == pytest.approx(report.mean_before)
     assert validate_run(root).sound or made is None
 
 
