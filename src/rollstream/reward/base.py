@@ -113,7 +113,7 @@ async def call_score(
     if isinstance(outcome.error, CallsRefusedError):
         raise RewardError(f"reward {outcome.error}") from outcome.error
     if (raised := outcome.error) is not None:
-        raise RewardError(f"{where}: raised {type(raised).__name__}: {raised}") from raised
+        raise RewardError(f"{where}: raised {type(raised).__name__}: {_message(raised)}") from raised
     try:
         return read_score(outcome.value)
     except RewardError as error:
@@ -158,7 +158,10 @@ def read_score(returned: Any) -> Score:
     if "score" not in returned:
         keys = ", ".join(map(str, returned)) or "(none)"
         raise RewardError(f"returned a dict without score; its keys are: {keys}")
-    extra = {str(key): _jsonable(item, str(key)) for key, item in returned.items() if key != "score"}
+    try:
+        extra = {_text(key): _jsonable(item, str(key)) for key, item in returned.items() if key != "score"}
+    except (RecursionError, UnicodeError) as error:
+        raise RewardError(f"returned what cannot be stored as JSON: {_message(error)}") from error
     return Score(_number(returned["score"], "a score of "), extra)
 
 
@@ -180,7 +183,9 @@ def _number(value: Any, what: str) -> float:
 
 
 def _jsonable(value: Any, where: str) -> Any:
-    if value is None or isinstance(value, str | bool):
+    if isinstance(value, str):
+        return _text(value)
+    if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
         if -(2**63) <= value < 2**63:
@@ -189,7 +194,7 @@ def _jsonable(value: Any, where: str) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _jsonable(item, f"{where}.{key}") for key, item in value.items()}
+        return {_text(key): _jsonable(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_jsonable(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if hasattr(value, "tolist"):  # numpy and torch
@@ -199,6 +204,24 @@ def _jsonable(value: Any, where: str) -> Any:
     )
 
 
+def _text(value: Any) -> str:
+    """Raises `UnicodeError`: lone surrogates, which UTF-8 does not have."""
+    text = str(value)
+    text.encode()
+    return text
+
+
+def _message(error: BaseException) -> str:
+    """What an exception of the user's says, as text that can be stored."""
+    try:
+        return str(error).encode("utf-8", "backslashreplace").decode()
+    except Exception:  # its own __str__ fails
+        return "(its message cannot be shown)"
+
+
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value).encode("utf-8", "backslashreplace").decode()
+    except Exception:  # its own __repr__ fails
+        text = object.__repr__(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

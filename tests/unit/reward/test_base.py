@@ -5,7 +5,34 @@ import numpy as np
 import pytest
 
 from rollstream.errors import RewardError
-from rollstream.reward.base import read_score
+from rollstream.reward.base import FunctionReward, read_score
+from rollstream.trajectory import PromptRow
+
+RING: list[Any] = []
+RING.append(RING)
+
+
+class Unshowable(Exception):
+    """Neither its `repr` nor its `str` can be had."""
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+    __str__ = __repr__
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"), [(ValueError("\ud800"), r"\\ud800"), (Unshowable(), "cannot be shown")]
+)
+async def test_what_cannot_be_stored_of_an_error(raised: Exception, said: str) -> None:
+    def fails(**_: Any) -> float:
+        raise raised
+
+    reward = FunctionReward(fails, label="fails", source_digest="")
+    with pytest.raises(RewardError, match=rf"raised {type(raised).__name__}: .*{said}") as caught:
+        await reward.score(PromptRow(0, "", [], "", None, {}), "")
+    assert str(caught.value).encode()
+    reward.close()
 
 
 @pytest.mark.parametrize(
@@ -55,6 +82,11 @@ def test_a_dict() -> None:
         ({"score": 1, "model": object()}, "returned a object in model, which JSON does not know"),
         ({"score": 1, "a": [{"b": {1, 2}}]}, r"a set in a\[0\]\.b"),
         ({"score": 1, "big": 2**64}, "beyond 64 bits in big"),
+        ({"score": 1, "text": ["\ud800"]}, "cannot be stored as JSON: .*surrogates"),
+        ({"score": 1, "\ud800": 1}, "cannot be stored as JSON: .*surrogates"),
+        ({"score": 1, "ring": RING}, "cannot be stored as JSON: .*recursion"),
+        (Unshowable(), r"returned <.*Unshowable object at .*\(Unshowable\)"),
+        ("\ud800", r"returned '.ud800' \(str\)"),
     ],
 )
 def test_what_is_no_score(returned: Any, message: str) -> None:
