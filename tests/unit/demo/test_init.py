@@ -19,6 +19,9 @@ def test_what_is_written_runs(
     assert "there already; nothing was written" in capsys.readouterr().err
     monkeypatch.chdir("my run")
     assert main(["generate", "--config", "run.yaml"]) == 0
+    (tmp_path / "file").touch()
+    assert main(["init", "../file"]) == 2
+    assert "cannot write into ../file" in capsys.readouterr().err
     status = read_status(Path("outputs/first"))
     assert (status.completed, status.unscored, status.total) == (64, 0, 64)
     assert status.mean_reward is not None and status.mean_reward > 0
