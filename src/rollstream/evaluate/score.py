@@ -175,6 +175,8 @@ def score_run(
     if not is_score_name(name):
         raise ConfigError(f"--name {name}: letters, digits, '-', '_' and '.'; not 'recorded'")
     folder = output or score_folder(root)
+    if output is not None:
+        _check_output(output, name)
     try:
         folder.mkdir(parents=output is not None, exist_ok=True)
         paths = ScorePaths(folder, name)
@@ -213,6 +215,19 @@ def score_run(
         return report
     finally:
         lock.release()
+
+
+def _check_output(folder: Path, name: str) -> None:
+    """Raises `ConfigError` where scores in this folder would get in the way of other files."""
+    place = folder.resolve()
+    for one in (place, *place.parents):
+        if (one / "run.json").exists():
+            raise ConfigError(f"--output {folder} is in the run directory {one}; name a folder outside")
+    paths = ScorePaths(folder, name)
+    if not paths.facts.exists() and (there := [one for one in (paths.table, paths.journal) if one.exists()]):
+        raise ConfigError(
+            f"{there[0]} exists, and is none of these scores; choose another --name or --output"
+        )
 
 
 def use_scores(root: Path, name: str) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, RunDirectoryError
 
 if TYPE_CHECKING:
     from rollstream.evaluate.score import ScoreReport
@@ -166,7 +166,11 @@ def _list(options: argparse.Namespace) -> int:
     active = active_name(options.run_dir) or RECORDED
     found: list[dict[str, Any]] = [{"name": RECORDED, "active": active == RECORDED, "reward": None}]
     for name in score_names(options.run_dir):
-        facts = read_facts(ScorePaths(score_folder(options.run_dir), name).facts)
+        try:
+            facts = read_facts(ScorePaths(score_folder(options.run_dir), name).facts)
+        except RunDirectoryError as error:  # the others can be listed
+            sys.stderr.write(f"damaged: {error}\n")
+            facts = None
         said = (
             {"reward": "unknown", "created": "-"}
             if facts is None

@@ -128,10 +128,12 @@ def score_names(root: Path) -> list[str]:
 def read_facts(path: Path) -> ScoreFacts | None:
     """What computed some scores; None where nothing says so. Raises `RunDirectoryError`."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=ScoreFacts)
+        facts = msgspec.json.decode(path.read_bytes(), type=ScoreFacts)
+        bytes.fromhex(facts.id)
+        return facts
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
         raise RunDirectoryError(f"cannot read {path}: {error}; score under another --name") from error
 
 
@@ -214,8 +216,8 @@ class Rewards:
             hint = (
                 "the rewards that the run recorded are nowhere else once its batches are gone"
                 if name == RECORDED
-                else f"`rollstream score {self._folder.parent} --activate {RECORDED}` does without it, and "
-                "scoring again under its name makes it anew from its journal"
+                else f"`rollstream score {self._folder.parent} --activate {RECORDED}` does without it; "
+                "after that, scoring again under its name makes it anew from its journal"
             )
             raise RunDirectoryError(f"{path}: {error}; {hint}") from error
 

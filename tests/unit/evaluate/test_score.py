@@ -383,6 +383,35 @@ def test_a_run_that_may_not_be_written_is_scored_elsewhere(tmp_path: Path) -> No
     assert sorted(root.rglob("*")) == there
 
 
+@pytest.mark.parametrize("place", ["batches", ".", "../mine"])
+def test_scores_elsewhere_are_in_no_files_way(tmp_path: Path, place: str) -> None:
+    root, recipe = run_of(tmp_path / "run"), reward(tmp_path / "reward.py", LENGTHS)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "x.parquet").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="x.parquet exists" if "mine" in place else "in the run directory"):
+        scored(root, recipe, output=root / place, name="x")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    for _ in range(2):  # its own are gone on with
+        assert scored(root, recipe, output=tmp_path / "out", name="x").rollouts == PROMPTS * N
+
+
+@pytest.mark.parametrize("damage", [lambda text: "{", lambda text: text.replace('"id": "', '"id": "zz')])
+def test_damaged_facts_are_said(
+    tmp_path: Path, damage: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, recipe = run_of(tmp_path / "run"), reward(tmp_path / "reward.py", LENGTHS)
+    for name in ("a", "b"):
+        scored(root, recipe, name=name)
+    facts = score_folder(root) / "a.json"
+    facts.write_text(damage(facts.read_text()))
+    with pytest.raises(RunDirectoryError, match=r"cannot read .*a\.json.*another --name"):
+        scored(root, recipe, name="a")
+    assert main(["score", str(root), "--list"]) == 0
+    said = capsys.readouterr()
+    assert "  a  " in said.out and "  b  " in said.out and "a.json" in said.err
+
+
 def test_rules_and_answers_that_are_token_ids_only(tmp_path: Path) -> None:
     """By data source; an answer that is in no message is decoded."""
     plain = rollout(0, 0, "4", source="exact_match")
