@@ -150,7 +150,15 @@ class WorkerProcess:
             self._process.kill()
 
     async def close(self) -> None:
-        """Ends the process; what is in flight ends with `EngineUnavailableError`."""
+        """Ends the process, also when this is cancelled; what is in flight ends with `EngineUnavailableError`."""
+        closing = asyncio.ensure_future(self._close())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing
+            raise
+
+    async def _close(self) -> None:
         self._fail("the engine was closed")
         self._input.close()  # which ends the worker
         await self._wait_for_exit()

@@ -1,5 +1,6 @@
 """What the embedded engine decides without running a model, and its worker without a parent."""
 
+import asyncio
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,18 @@ class Script:
         if wait and not self.batches:
             raise EOFError
         return [protocol.Orders(self.batches.pop(0), [], [])] if wait else []
+
+
+async def test_who_is_cancelled_while_it_closes_leaves_nothing_behind(tmp_path: Path) -> None:
+    pytest.importorskip("openvino_genai")
+    engine = OpenVINOEngine(MODEL_PATH, log_path=tmp_path / "log", engine_kwargs={})
+    await engine.start()
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)  # it has begun
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def order(number: int, prompt: list[int]) -> protocol.Add:
