@@ -46,7 +46,8 @@ endif
 test-quick: .venv/.done
 	.venv/bin/python -m pytest tests/unit -m "not slow and not soak" $(TEST_ARGS)
 test-soak: .venv/.done
-	.venv/bin/python -m pytest -m soak $(TEST_ARGS)
+	.venv/bin/python -m pytest -m soak --hypothesis-profile=random $(TEST_ARGS)
+	.venv/bin/python -m pytest tests/unit --hypothesis-profile=random $(TEST_ARGS)
 test-vllm: .venv/.done .venv-vllm/.done
 	ROLLSTREAM_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv/bin/python -m pytest tests/compat/test_vllm.py tests/conformance $(TEST_ARGS)
 test-verl: .venv-verl/.done

@@ -134,6 +134,9 @@ class PayloadRules:
             raise ConfigError(f"{key}: {given!r:.100}, want a path, as text")
         try:
             path = (self._inputs[0] / given).resolve()
+            # What comes behind a loop of links is left as it was: `loop/../link` would still be a link.
+            if path.resolve() != path:
+                raise RuntimeError("a loop of links")
             path.exists()
         except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a loop of links
             raise ConfigError(f"{key}: {given!r:.200} is no path that can be looked up: {error}") from None

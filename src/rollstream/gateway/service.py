@@ -534,7 +534,9 @@ class SessionService:
         if self._update is None:
             raise HTTPError(400, "this engine cannot update its weights", "unsupported")
         path = Path(asked.model_path).resolve()
-        if not any(path.is_relative_to(allowed) for allowed in self._weights):
+        # What comes behind a loop of links is left as it was: `loop/../link` would still be a link.
+        is_real = path.resolve() == path
+        if not is_real or not any(path.is_relative_to(allowed) for allowed in self._weights):
             text = "weights are taken from below the folders that the gateway was started with (--weights)"
             raise HTTPError(403, f"{asked.model_path}: {text}", "forbidden", "model_path")
         if not path.is_dir():

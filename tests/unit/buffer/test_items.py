@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollstream.buffer.items import (
@@ -262,5 +262,6 @@ def test_further_keys_survive_both_encodings(
     rest: dict[str, Any], came: Encoding, given_as: Encoding
 ) -> None:
     item = {**rest, **an_item()}
+    assume(not {"job", "uid"} & rest.keys())  # keys of an item that `an_item` leaves out
     loaded = load_item(parse_item(body_of(item, came), came).body, came)
     assert load_item(dump_item(loaded, given_as), given_as) == item

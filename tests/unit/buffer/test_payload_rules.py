@@ -76,6 +76,8 @@ def test_input_files_by_example(folders: Folders, monkeypatch: pytest.MonkeyPatc
         assert folders.checked("input_file", path) == str(data / "a.jsonl")
     for path in ("back/x.jsonl", "../more/x.jsonl"):
         assert folders.checked("input_file", path) == str(folders.more / "x.jsonl")
+    with pytest.raises(ConfigError, match="no path that can be looked up: a loop of links"):
+        folders.checked("input_file", "loop/../out")
     with pytest.raises(ConfigError, match=f"^input_file: there is no {data}/not/there.jsonl"):
         folders.checked("input_file", "not/there.jsonl")
     paths = f"""

@@ -220,12 +220,21 @@ async def test_bounds_tokens_and_garbage() -> None:
 async def test_weights_come_from_the_folders_that_were_allowed(tmp_path: Any) -> None:
     given, good = [], tmp_path / "ok" / "step-1"
     good.mkdir(parents=True)
+    (tmp_path / "ok" / "loop").symlink_to("loop")
+    (tmp_path / "ok" / "out").symlink_to("..")
+    behind_a_loop = tmp_path / "ok" / "loop" / ".." / "out"
 
     async def update(source: str, version: int) -> None:
         given.append((source, version))
 
     async with serving(MemorySink(), update_weights=update, weights=(tmp_path / "ok",)) as served:
-        for path, status in ((good, 200), (tmp_path, 403), (good / ".." / "..", 403), (good / "x", 400)):
+        for path, status in (
+            (good, 200),
+            (tmp_path, 403),
+            (good / ".." / "..", 403),
+            (behind_a_loop, 403),
+            (good / "x", 400),
+        ):
             assert (await served.ask("POST", "/v1/weights", {"model_path": str(path)}))[0] == status, path
         body = {"model_path": str(good), "version": 7}
         assert (await served.ask("POST", "/v1/weights", body))[1] == {"version": 7}
