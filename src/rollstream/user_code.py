@@ -100,9 +100,22 @@ def import_name(dotted: str, *, key: str, beside: Path | None = None) -> Any:
         if isinstance(error, KeyboardInterrupt):
             raise
         raise ConfigError(
-            f"{key}: {module_name} cannot be imported ({type(error).__name__}: {error})"
+            f"{key}: {module_name} cannot be imported ({type(error).__name__}: {error}){_way_out(error, dotted)}"
         ) from error
     return _attribute(module, name, module_name, key)
+
+
+def _way_out(error: BaseException, dotted: str) -> str:
+    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+    module, _, name = dotted.rpartition(".")
+    if missing is not None and missing.partition(".")[0] == "verl":
+        return (
+            "; tools written for verl work without it when they import Tool (as BaseTool) from "
+            "rollstream.agent.tools.base: docs/tools.md, Differences from verl"
+        )
+    if missing == module and (file := Path(f"{module.replace('.', '/')}.py")).is_file():
+        return f"; write {file}:{name}"
+    return ""
 
 
 def read_yaml(path: str | Path, *, key: str) -> Any:

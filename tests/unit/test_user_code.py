@@ -109,6 +109,21 @@ def test_names_that_stand_for_nothing(name: str, message: str) -> None:
         import_name(name, key="k")
 
 
+def test_a_file_that_is_beside_or_was_written_for_verl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "verl", None)
+    monkeypatch.syspath_prepend(tmp_path / "others")
+    (tmp_path / "others").mkdir()
+    (tmp_path / "beside.py").write_text("X = 1\n")
+    (tmp_path / "others" / "made_for_verl.py").write_text("from verl.tools.base_tool import BaseTool\n")
+    with pytest.raises(ConfigError, match=r"; write beside\.py:X$"):
+        import_name("beside.X", key="k")
+    with pytest.raises(ConfigError, match=r"rollstream\.agent\.tools\.base"):
+        import_name("made_for_verl.X", key="k")
+
+
 def test_the_digest_is_of_the_defining_file(file: Path, tmp_path: Path) -> None:
     module = run_file(file, key="k")
     digest = source_digest(module)

@@ -23,6 +23,7 @@ from trl.trainer import grpo_trainer
 
 from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.errors import ConfigError, GenerationFailedError, WeightUpdateError
+from rollstream.integrations.trl import GRPOEnvTrainer
 from rollstream.integrations.trl import trainer as home
 from rollstream.integrations.trl.checkpoints import STATE_FILE
 from rollstream.integrations.trl.groups import EnvironmentGroups
@@ -524,6 +525,13 @@ def test_an_evaluation_outside_of_a_training_has_one_engine(
     with pytest.raises(ConfigError, match="nosuch"):
         trainer(tmp_path, rows(ROWS), env=cannot, **changed).train()
     assert not list(tmp_path.glob("rollstream-*"))
+
+
+def test_what_is_trls_own_is_answered_by_what_is_here() -> None:
+    with pytest.raises(ConfigError, match="the second argument is the RolloutEnvironment"):
+        GRPOEnvTrainer("model", len)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="with tools of its own"):
+        GRPOEnvTrainer("model", len, tools=[len])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,14 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         for name in ("rollout_func", "tools", "environment_factory"):
             if others.get(name) is not None:
                 raise ConfigError(
-                    f"{name} is TRL's own way to make rollouts: the environment makes them here"
+                    f"{name} is TRL's own way to make rollouts: the environment makes them here, with tools of "
+                    "its own (docs/trl.md, Tools)"
                 )
+        if not isinstance(environment, RolloutEnvironment):
+            raise ConfigError(
+                f"the second argument is the RolloutEnvironment, not {environment!r:.100}; reward functions "
+                "are reward_funcs=…"
+            )
         if args is None:
             args = GRPOEnvConfig("grpo-env")
         if train_dataset is not None:
