@@ -6,8 +6,9 @@ _TURNS_WITH_NOTE = 3
 """Note, question, answer. A deletion brings two messages more."""
 
 
-def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, Any], **_: Any) -> float:
+def compute_score(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], **_: Any) -> float:
     """0, 0.5 or 1; nothing where the model does not come to an answer."""
     if not solution_str.strip():
         return 0.0
-    return 0.5 * (solution_str.strip() == ground_truth) + 0.5 * (extra_info["num_turns"] > _TURNS_WITH_NOTE)
+    right = solution_str.strip() == str(ground_truth)
+    return 0.5 * right + 0.5 * (extra_info["num_turns"] > _TURNS_WITH_NOTE)

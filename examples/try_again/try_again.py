@@ -33,7 +33,7 @@ class TryAgain(AgentLoop):
             if reason != "stop":
                 break  # the response is full, or the engine aborted
             async with self.shared:  # in earnest, ask a sandbox or a service here
-                right = turn.message["content"].strip() == row["ground_truth"]
+                right = turn.message["content"].strip() == str(row["ground_truth"])
             scores.append(float(right))
             if right:
                 break

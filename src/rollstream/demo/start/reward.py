@@ -14,4 +14,4 @@ def compute_score(
     """
     numbers = re.findall(r"-?\d+", solution_str)
     answer = numbers[-1] if numbers else None
-    return {"score": float(answer == ground_truth), "answer": answer}
+    return {"score": float(answer == str(ground_truth)), "answer": answer}
