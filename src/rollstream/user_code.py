@@ -70,7 +70,7 @@ def run_file(path: str | Path, *, key: str, source: bytes | None = None) -> Modu
     return module
 
 
-def import_name(dotted: str, *, key: str, beside: Path | None = None) -> Any:
+def import_name(dotted: str, *, key: str, beside: Path | None = None, otherwise: str = "") -> Any:
     """What a name stands for: `package.module.Class`, or `path/to/file.py:Class`.
 
     Args:
@@ -78,6 +78,7 @@ def import_name(dotted: str, *, key: str, beside: Path | None = None) -> Any:
         key: The configuration key, for messages.
         beside: The file that has the name in it: a relative path is looked for in its folder first, then in
             the working directory.
+        otherwise: How to name another of the module's functions, for messages.
 
     Raises:
         ConfigError: There is no such module or name, with the nearest one, or importing it raises.
@@ -88,7 +89,7 @@ def import_name(dotted: str, *, key: str, beside: Path | None = None) -> Any:
             raise ConfigError(f"{key}: {dotted!r} is not a name; write path/to/file.py:Name")
         if beside is not None and (neighbour := beside.parent / path).is_file():
             path = str(neighbour)
-        return _attribute(run_file(path, key=key), name, str(path), key)
+        return _attribute(run_file(path, key=key), name, str(path), key, otherwise)
     module_name, dot, name = dotted.rpartition(".")
     if not dot or name == "py" or not all(part.isidentifier() for part in dotted.split(".")):
         raise ConfigError(
@@ -102,7 +103,7 @@ def import_name(dotted: str, *, key: str, beside: Path | None = None) -> Any:
         raise ConfigError(
             f"{key}: {module_name} cannot be imported ({type(error).__name__}: {error}){_way_out(error, dotted)}"
         ) from error
-    return _attribute(module, name, module_name, key)
+    return _attribute(module, name, module_name, key, otherwise)
 
 
 def _way_out(error: BaseException, dotted: str) -> str:
@@ -182,12 +183,21 @@ def _source_of(module: ModuleType) -> str:
     return module.__name__
 
 
-def _attribute(module: ModuleType, name: str, where: str, key: str) -> Any:
+def _attribute(module: ModuleType, name: str, where: str, key: str, otherwise: str) -> Any:
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, [known for known in vars(module) if known[:2] != "__"], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
+        own = [one for one, value in vars(module).items() if _is_public_code(one, value, module)]
+        if own and not near:
+            hint = f"; it has: {', '.join(own[:5])}"
+        if hint and otherwise:
+            hint += f"; {otherwise}"
         raise ConfigError(f"{key}: {where} has no {name}{hint}")
     return getattr(module, name)
+
+
+def _is_public_code(name: str, value: Any, module: ModuleType) -> bool:
+    return name[0] != "_" and callable(value) and getattr(value, "__module__", None) == module.__name__
 
 
 def _line_of(error: BaseException, file: Path) -> str:

@@ -58,7 +58,8 @@ def test_short_flags_are_names_of_keys(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    "line", ["generate a=b --jsn c=d", "generate a=b -x", "status run c=d", "show run 1 2 3"]
+    "line",
+    ["generate a=b --jsn c=d", "status run --jsn", "generate a=b -x", "status run c=d", "show run 1 2 3"],
 )
 def test_unknown_words_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -67,6 +68,7 @@ def test_unknown_words_are_refused(line: str, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().err
     assert f"usage: rollstream {line.split()[0]}" in printed
     assert "unrecognized arguments: " in printed
+    assert ("did you mean --json?" in printed) == ("--jsn" in line)
 
 
 def test_options_of_hydra_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +140,9 @@ def test_the_summary_counts_what_is_not_scored() -> None:
     some = result(unscored=26, reward_failed=2, mean_reward=0.5, unscored_sources={"a": 20, "b": 4})
     assert "mean reward 0.5000 over 4 scored" in summarise(some)
     assert "24 of 30 rollouts are not scored: no reward for 'a', 'b'" in summarise(some)
+    assert "no reward for 'a', 'b'; give a reward (--reward FILE)" in summarise(some)
     assert "the reward failed on 2 rollouts" in summarise(some)
+    assert "then: rollstream score 'a run' --reward FILE --activate" in summarise(some)
     assert (some.exit_code, result(unscored=24).exit_code) == (1, 0)
 
 

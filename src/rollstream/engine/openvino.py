@@ -255,9 +255,14 @@ def _check_model_folder(path: Path) -> Path:
     if importlib.util.find_spec("openvino_genai") is None:
         raise ConfigError("engine 'openvino' is not installed: pip install 'rollstream[openvino]'")
     if not path.is_dir():
+        hub = (
+            "If it is a name of the hub: actor_rollout_ref.rollout.name=hf loads it (needs "
+            "pip install 'rollstream[hf]'). "
+        )
         raise ConfigError(
-            f"actor_rollout_ref.model.path: there is no folder {path}. Engine 'openvino' loads no model "
-            f"from the hub: it needs a local folder with openvino_model.xml. {_how_to_export(path)}"
+            f"actor_rollout_ref.model.path: there is no folder {path}. {'' if path.is_absolute() else hub}"
+            "Engine 'openvino' loads no model from the hub: it needs a local folder with openvino_model.xml. "
+            f"{_how_to_export(path)}"
         )
     if not (path / "openvino_model.xml").is_file():
         raise ConfigError(

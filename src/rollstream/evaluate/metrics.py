@@ -56,7 +56,7 @@ class PassRate:
     pass_hat: Estimate | None
     """pass^k: each of them does."""
     left_out: int
-    """Prompts with scored rollouts, but fewer than `k`: they have no part in it."""
+    """Prompts with fewer than `k` scored rollouts, or none: they have no part in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +196,6 @@ def _by_counts(counts: Array, solved: Array, k: int, chance: Callable[[int, int]
 
 def pass_rates(counts: Array, solved: Array, ks: Sequence[int]) -> list[PassRate]:
     """pass@k and pass^k over prompts, each prompt with the same weight. Arguments as of `pass_at_k`."""
-    some = counts > 0
-    counts, solved = counts[some], solved[some]
     prompts = np.arange(len(counts))
     return [
         PassRate(

@@ -23,7 +23,8 @@ examples:
 Nothing is generated, and what the run recorded stays. The same command goes on where it was stopped, and
 scores what the run has finished since.
 
-exit codes: 0 done; 1 the reward failed on every rollout, or damage was found; 2 wrong usage. docs/evaluate.md
+exit codes: 0 done; 1 the reward failed on every rollout, or with --activate on more than the run's
+generation.max_failed_share (then nothing is activated), or damage was found; 2 wrong usage. docs/evaluate.md
 """
 
 _EVERY_S = 2.0
@@ -105,20 +106,35 @@ def run(options: argparse.Namespace) -> int:
         sys.stderr.write("stopped; what was scored is on disk, the same command goes on\n")
         raise
     failed = report.rollouts == report.failed
+    share = _max_failed_share(root)
+    refused = bool(options.activate) and not failed and report.failed > share * report.rollouts
     if options.json:
         sys.stdout.write(orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
         sys.stdout.write(_summary(report))
-    if options.activate and not failed:
+    activation = shlex.join(["rollstream", "score", str(root), "--activate", report.name])
+    if refused:
+        sys.stderr.write(
+            f"not activated: the reward failed on {report.failed} of {report.rollouts} rollouts, more than "
+            f"generation.max_failed_share={share:g} allows; to activate all the same: {activation}\n"
+        )
+    elif options.activate and not failed:
         stale = use_scores(root, report.name)
         if not options.json:
             sys.stdout.write(_activated(root, report.name, stale))
     elif options.output is None and not failed and not options.json:
-        command = shlex.join(["rollstream", "score", str(root), "--activate", report.name])
-        sys.stdout.write(f"to make them count: {command}\n")
+        sys.stdout.write(f"to make them count: {activation}\n")
     for line in report.damage:
         sys.stderr.write(f"damaged: {line}\n")
-    return 1 if failed or report.damage else 0
+    return 1 if failed or refused or report.damage else 0
+
+
+def _max_failed_share(root: Path) -> float:
+    """What share of rollouts may be without a reward because of errors, by the run's configuration."""
+    from rollstream.store.manifest import require_manifest
+
+    generation = require_manifest(root).config.get("generation") or {}
+    return float(generation.get("max_failed_share") or 0.0)
 
 
 def _recipe(options: argparse.Namespace) -> Any:
@@ -206,6 +222,8 @@ def _summary(report: "ScoreReport") -> str:
     before, mean = (
         "none" if one is None else f"{one:.4f}" for one in (report.mean_before, report.mean_reward)
     )
+    if report.unscored:
+        mean += f" over {report.rollouts - report.unscored} of {report.rollouts} scored"
     lines = [
         f"{report.rollouts} rollouts ({report.now} now), mean reward {mean} (so far: {before})",
         f"scores: {report.path}",

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,6 +32,7 @@ from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.lock import is_locked, lock_holder
 from rollstream.store.manifest import Manifest, identity_differences
 from rollstream.store.scores import RECORDED
+from rollstream.store.summary import first_reward_failure
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ def _generate(config: DictConfig, out: TextIO, err: ProgressConsole, *, as_json:
 def summarise(result: GenerationResult) -> str:
     """How a run ended, for people."""
     others = result.scores != RECORDED
+    where = shlex.quote(str(result.run_dir))
     reward = f", mean {'recorded ' * others}reward"
     reward = "" if result.mean_reward is None else f"{reward} {result.mean_reward:.4f}"
     if reward and result.unscored:
@@ -134,9 +136,9 @@ def summarise(result: GenerationResult) -> str:
         lines.append(f"{cause.count} failed: {shortened(cause.example)}")
     if result.failed:
         lines.append(
-            f"all failures: rollstream status --failed {shlex.quote(str(result.run_dir))}; "
+            f"all failures: rollstream status --failed {where}; "
             "the same command with generation.retry_failed=true tries them again. A mended agent loop is taken "
-            "here while no finished rollout used it; else it needs another trainer.default_local_dir"
+            "here while no finished rollout used it; else it needs another --output (trainer.default_local_dir)"
         )
     if result.gave_up is not None:
         lines.append(f"it stopped by itself: {shortened(result.gave_up)}")
@@ -144,17 +146,22 @@ def summarise(result: GenerationResult) -> str:
         lines.append(f"tools: {result.tool_calls} calls, {result.tool_errors} of them failed")
     if without_rule := result.unscored - result.reward_failed:
         why = ", ".join(map(repr, list(result.unscored_sources)[:5])) or "what their rows say"
-        lines.append(f"{without_rule} of {result.completed} rollouts are not scored: no reward for {why}")
+        lines.append(
+            f"{without_rule} of {result.completed} rollouts are not scored: no reward for {why}; "
+            "give a reward (--reward FILE), or a data_source with a rule; to score these: "
+            f"rollstream score {where} --reward FILE --activate"
+        )
     if result.reward_failed:
         lines.append(
             f"the reward failed on {result.reward_failed} rollouts: their reward is null; "
-            f"`rollstream show {shlex.quote(str(result.run_dir))} INDEX` says why"
+            f"`rollstream show {where} {_first_reward_failure(result.run_dir)}` says why of the first. Mend the file, "
+            f"then: rollstream score {where} --reward FILE --activate"
         )
     if others:
         new = f"; those of this call ({result.generated}) have none of them yet" if result.generated else ""
         lines.append(
             f"the rewards of {result.scores!r} count here, by which these rollouts were scored anew{new}: "
-            f"rollstream score --list {shlex.quote(str(result.run_dir))}"
+            f"rollstream score --list {where}"
         )
     if result.damage:
         lines.append(
@@ -165,9 +172,16 @@ def summarise(result: GenerationResult) -> str:
     if result.completed:
         called = command_line()[0]
         program = called if Path(called).name == "rollstream" else "rollstream"
-        where = shlex.quote(str(result.run_dir))
         lines.append(f"look at it in a browser: {shlex.quote(program)} view {where} --open")
     return "\n".join(lines)
+
+
+def _first_reward_failure(run_dir: Path) -> str:
+    """Words that name it to `rollstream show`."""
+    with suppress(RollstreamError, OSError):
+        if (found := first_reward_failure(run_dir)) is not None:
+            return "{} {}".format(*found)
+    return "INDEX"
 
 
 def shortened(text: str) -> str:

@@ -263,10 +263,10 @@ def _explained(
         hint = (
             "Finished rollouts were made or scored by the code as it was. With that back in place, the same "
             "command goes on, and generation.retry_failed=true tries what failed again. For the code as it is "
-            "now, use another trainer.default_local_dir; a new reward alone: `rollstream score`."
+            "now, use another --output (trainer.default_local_dir); a new reward alone: `rollstream score`."
         )
     else:
-        hint = "Use another trainer.default_local_dir for the new run, or the old settings to continue."
+        hint = "Use another --output (trainer.default_local_dir) for the new run, or the old settings to continue."
     return (
         f"{root} holds a run of another identity; nothing was touched. What differs (old -> new):\n"
         + "\n".join(lines)

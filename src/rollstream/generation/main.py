@@ -5,8 +5,10 @@ the others are loaded finds `main` already there to answer it. What the command 
 """
 
 import argparse
+import difflib
 import os
 import platform
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +37,12 @@ _SHORT: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("--prompts", "data.train_files", "a file of prompts; may stand several times", {"action": "append"}),
     ("-n", "actor_rollout_ref.rollout.n", "rollouts per prompt", {"type": int, "metavar": "N"}),
     ("--reward", "custom_reward_function.path", "a Python file with compute_score", {"metavar": "FILE"}),
-    ("--output", "trainer.default_local_dir", "the run directory", {"metavar": "DIR"}),
+    (
+        "--output",
+        "trainer.default_local_dir",
+        "the run directory; default outputs/rollstream/generation, of demo outputs/demo",
+        {"metavar": "DIR"},
+    ),
 )
 """Flags for what every run sets: flag, key, help, and what argparse is told besides."""
 
@@ -140,9 +147,12 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
             hint = ""
             if _HYDRAS.intersection(word.partition("=")[0] for word in unknown):
                 hint = _HINT
-            getattr(options, "parser", parser).error(
-                f"unrecognized arguments: {' '.join(unknown or rest)}{hint}"
-            )
+            parser = getattr(options, "parser", parser)
+            known = re.findall(r"--[a-z][a-z-]+", parser.format_usage())
+            for word in unknown:
+                if not hint and (near := difflib.get_close_matches(word.partition("=")[0], known, n=1)):
+                    hint = f"; did you mean {near[0]}?"
+            parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}{hint}")
         options.overrides = [*options.overrides, *rest]
     return options
 

@@ -44,7 +44,8 @@ def load_reward(
     if not timeout > 0 or max_concurrency < 1:
         raise ConfigError(f"{_KEY}: timeout must be above 0 and max_concurrency at least 1")
     file = Path(path).expanduser()
-    function = import_name(f"{file}:{name}", key=_KEY)
+    choose = "`--function` chooses (in generate: custom_reward_function.name)"
+    function = import_name(f"{file}:{name}", key=_KEY, otherwise=choose)
     if isinstance(function, type):
         try:
             function = function()

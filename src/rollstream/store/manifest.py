@@ -168,7 +168,7 @@ def check_identity(run_dir: Path, old: Mapping[str, Any], new: Mapping[str, Any]
         "If the dataset grew or was reordered, generation.resume=extend keeps what was done for rows "
         "that are still there."
         if only_rows
-        else "Use another trainer.default_local_dir for the new run, or the old settings to continue."
+        else "Use another --output (trainer.default_local_dir) for the new run, or the old settings to continue."
     )
     raise IdentityMismatchError(
         f"{run_dir} holds a run of another identity; nothing was touched. What differs (old -> new):\n"

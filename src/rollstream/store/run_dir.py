@@ -97,7 +97,7 @@ def refuse_foreign_data(paths: RunPaths) -> None:
     if paths.journal_numbers() or paths.batch_numbers() or paths.artifact.exists():
         raise RunDirectoryError(
             f"{paths.root} holds batches or journals but no run.json. Restore run.json from a copy, "
-            "or choose another trainer.default_local_dir."
+            "or choose another --output (trainer.default_local_dir)."
         )
 
 

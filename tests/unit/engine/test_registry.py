@@ -132,7 +132,10 @@ def test_a_configuration_is_checked_without_a_start(tmp_path: Path, monkeypatch:
             check_engine_config(given.pop("name"), **given)
     pytest.importorskip("openvino_genai")
     check_engine_config("openvino", model_path=MODEL_PATH)
-    with pytest.raises(ConfigError, match=r"no folder Qwen/Qwen3-8B.*local folder with openvino_model\.xml"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no folder Qwen/Qwen3-8B.*rollout\.name=hf .*local folder with openvino_model\.xml",
+    ):
         check_engine_config("openvino", model_path="Qwen/Qwen3-8B")
     with pytest.raises(ConfigError, match=r"has no openvino_model\.xml"):
         check_engine_config("openvino", model_path=tmp_path)

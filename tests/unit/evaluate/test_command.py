@@ -50,7 +50,7 @@ def test_a_run_of_agents_is_judged_as_its_records_are(
     (read,) = read_runs([root])
     (said,) = judged(capsys, root)["runs"]
     assert (said["rollouts"], said["failed"], said["unscored"]) == (68, 4, 4) and said["total"] == 68
-    assert (said["prompts"], said["passes"][-1]["k"]) == (17, 4) and said["passes"][-1]["left_out"] == 4
+    assert (said["prompts"], said["passes"][-1]["k"]) == (17, 4) and said["passes"][-1]["left_out"] == 5
     assert said["tool_calls"] == sum(read.rows["tool_calls"])  # snapshots have their own
     by = judged(capsys, root, "--by", "data_source")["by"]
     assert [one["value"] for one in by] == ["agent/0", "agent/1", "agent/2"]

@@ -124,6 +124,8 @@ def test_failed_and_unscored_rollouts_may_count_as_a_reward() -> None:
     found = summarize(samples_of(records()).with_missing(0.0), solved_at=0.25, ks=[4])
     assert found.reward is not None and found.reward.mean == pytest.approx(3.25 / 8)
     assert (found.scored, found.unscored, found.failed) == (8, 0, 1)
+    nothing = summarize(samples_of([rollout(0, 0, reward=1.0), rollout(1, 0, reward=None)]))
+    assert [one.left_out for one in nothing.passes] == [1], "a prompt without scores"
     (only,) = found.passes
     assert (
         only.left_out == 2

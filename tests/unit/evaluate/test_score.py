@@ -26,7 +26,7 @@ from rollstream.store.merge_shards import merge_shards
 from rollstream.store.paths import RunPaths
 from rollstream.store.prune import prune_run
 from rollstream.store.scores import RECORDED, score_folder
-from rollstream.store.summary import read_status, read_unscored
+from rollstream.store.summary import first_reward_failure, read_status, read_unscored
 from rollstream.store.validate import validate_run
 from rollstream.view.sources import RunSource, Sources
 from tests.support.processes import full_disk
@@ -474,5 +474,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     file.write_text("def compute_score(**_):\n    raise KeyError('all')\n")
     assert main([*words, "--reward", str(file), "--activate"]) == 1
     assert "failed on 12" in capsys.readouterr().out and read_status(root).scores == RECORDED
+    file.write_text(HALF)
+    capsys.readouterr()
+    assert main([*words, "--reward", str(file), "--name", "half", "--activate"]) == 1
+    said, boots = capsys.readouterr(), sum("boots" in text for text in answers(root).values())
+    assert f"mean reward 0.5000 over {12 - boots} of 12 scored (so far: " in said.out
+    assert f"failed on {boots} of 12 rollouts, more than generation.max_failed_share=0 allows" in said.err
+    assert f"rollstream score {root} --activate half" in said.err and read_status(root).scores == RECORDED
+    assert first_reward_failure(root) is None
+    assert main(["score", str(root), "--activate", "half"]) == 0
+    assert "boots" in answers(root)[first_reward_failure(root) or (0, 0)]
+    said_of_run = orjson.loads((root / "run.json").read_bytes())
+    said_of_run["config"]["generation"] = {"max_failed_share": 0.9}
+    (root / "run.json").write_bytes(orjson.dumps(said_of_run))
+    assert main([*words, "--reward", str(file), "--name", "half", "--activate"]) == 0
     for wrong in (["--kwargs", "[]"], ["--activate", "x", "--name", "y"], ["--reward", "none.py"]):
         assert main([*words, "--reward", str(file), *wrong]) == 2, wrong

@@ -177,6 +177,10 @@ def test_a_function_that_cannot_be_used(path: str, name: str, kwargs: dict[str, 
 
 
 def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
+    named = tmp_path / "named.py"
+    named.write_text("from math import floor\ndef my_reward(**_): return floor(1)\ndef _helper(): ...\n")
+    with pytest.raises(ConfigError, match=r"has no compute_score; it has: my_reward; `--function` chooses"):
+        load_reward(str(named))
     with pytest.raises(ConfigError, match=r"custom_reward_function: no such file"):
         load_reward(str(tmp_path / "no.py"))
     bad = tmp_path / "bad.py"
