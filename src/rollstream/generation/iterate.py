@@ -1,13 +1,12 @@
 """`rollstream.generate(...)`: the rollouts of a run as an iterator, while it runs in a thread."""
 
 import asyncio
-import atexit
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
-from functools import partial
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakSet
 
 from omegaconf import OmegaConf
 
@@ -22,6 +21,18 @@ if TYPE_CHECKING:
 
 AHEAD = 256
 """Some steps of a usual training loop, and some hundred MB of long rollouts at most."""
+_given: WeakSet[Generator[Rollout, None, None]] = WeakSet()
+"""The iterators that may be open still."""
+
+
+def _close_all() -> None:
+    for rollouts in list(_given):
+        with suppress(ValueError):  # another thread iterates over it
+            rollouts.close()
+
+
+# `atexit` is too late: by then the thread pools, with which a run writes, take nothing more.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
 
 def generate(
@@ -51,15 +62,8 @@ def generate(
     if ahead < 1:
         raise ConfigError(f"ahead must be at least 1 (it is {ahead})")
     rollouts = _generate(config, prompts, reward, ahead)
-    # A daemon thread cannot be waited for any more when the interpreter lets its last objects go.
-    at_exit = partial(_close, ref(rollouts, lambda _: atexit.unregister(at_exit)))
-    atexit.register(at_exit)
+    _given.add(rollouts)
     return rollouts
-
-
-def _close(rollouts: Callable[[], Generator[Rollout, None, None] | None]) -> None:
-    if (one := rollouts()) is not None:
-        one.close()
 
 
 def _generate(

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from rollstream.aio import finish_despite_cancellation
 from rollstream.errors import DataError
 from rollstream.rollout.concurrency import ConcurrencyController
 from rollstream.rollout.semaphore import ResizableSemaphore
@@ -188,9 +189,8 @@ class LocalExecutor:
         """Commits, also when the slot is cut off meanwhile: what the sink has got becomes durable."""
         durable = asyncio.ensure_future(self._sink.submit(result))
         try:
-            await asyncio.shield(durable)
+            await finish_despite_cancellation(durable)
         except asyncio.CancelledError:
-            await asyncio.wait({durable})
             if durable.exception() is None:
                 self.counters.dropped -= 1
                 self._count(result)

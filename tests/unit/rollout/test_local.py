@@ -327,6 +327,34 @@ async def test_stop_finishes_what_is_in_flight_and_drop_cuts_it_off(tmp_path: Pa
         assert (run.state.keys.done, run.state.keys.failed) == (N, 0)
 
 
+async def test_what_is_being_stored_is_waited_for_however_often_it_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await started()
+    with open_dir(tmp_path) as run:
+        harness = Harness(run, engine, max_in_flight=4)
+        submit, held = harness.writer.submit, asyncio.Event()
+        submitted = 0
+
+        async def later(result: Rollout | Failure) -> None:
+            nonlocal submitted
+            submitted += 1
+            await held.wait()
+            await submit(result)
+
+        monkeypatch.setattr(harness.writer, "submit", later)
+        work = asyncio.create_task(harness.work(3))
+        while submitted < 4:
+            await asyncio.sleep(0)
+        for _ in range(3):
+            harness.executor.drop()
+            await asyncio.sleep(0)
+        held.set()
+        await work
+        counters = harness.executor.counters
+        assert (counters.completed, counters.dropped, run.state.keys.done) == (4, 0, 4)
+
+
 def test_rollout_seeds_differ_and_are_stable() -> None:
     seeds = {rollout_seed(0, index, repeat) for index in range(200) for repeat in range(8)}
     assert len(seeds) == 1600
