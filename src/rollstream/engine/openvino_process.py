@@ -11,6 +11,7 @@ from typing import IO
 import msgspec
 
 import rollstream
+from rollstream.aio import finish_despite_cancellation
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.openvino_worker import (
     FROM_WORKER,
@@ -151,12 +152,7 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """Ends the process, also when this is cancelled; what is in flight ends with `EngineUnavailableError`."""
-        closing = asyncio.ensure_future(self._close())
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await closing
-            raise
+        await finish_despite_cancellation(self._close())
 
     async def _close(self) -> None:
         self._fail("the engine was closed")

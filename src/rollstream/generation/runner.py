@@ -575,8 +575,7 @@ class _Run:
             return await self._stop.unless_stopped(asyncio.shield(task))
         except (StoppedEarly, asyncio.CancelledError):
             cancelled.set()
-            await asyncio.wait({task})
-            task.exception()
+            await finish_despite_cancellation(asyncio.gather(task, return_exceptions=True))
             raise
 
     def _count(self, result: Rollout | EncodedRollout | Failure) -> None:
