@@ -75,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
     from rollstream.evaluate.score import score_run, use_scores
     from rollstream.stderr_log import log_to_stderr
     from rollstream.stop_signals import ending_on_sigterm
+    from rollstream.store.summary import read_status
 
     log_to_stderr(times=False)
     root: Path = options.run_dir
@@ -85,8 +86,13 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(options.activate, str):
         if options.reward or options.rules or options.name:
             raise ConfigError("--activate NAME scores nothing; to name new scores: --name NAME --activate")
+        before = read_status(root).mean_reward if options.json else None
         stale = use_scores(root, options.activate)
-        sys.stdout.write(_activated(root, options.activate, stale) if not options.json else "")
+        if options.json:
+            counting = {**_counting(root), "mean_before": before}
+            sys.stdout.write(orjson.dumps(counting, option=orjson.OPT_INDENT_2).decode() + "\n")
+        else:
+            sys.stdout.write(_activated(root, options.activate, stale))
         return 0
     recipe = _recipe(options)
     progress = _Progress()
@@ -233,6 +239,22 @@ def _summary(report: "ScoreReport") -> str:
     if without := report.unscored - report.failed:
         lines.append(f"{without} have no reward: no rule knows their data source")
     return "\n".join(lines) + "\n"
+
+
+def _counting(root: Path) -> dict[str, Any]:
+    """Which rewards count now, by the names that `ScoreReport` has."""
+    from rollstream.store.summary import read_status
+
+    status = read_status(root)
+    return {
+        "name": status.scores,
+        "rollouts": status.completed,
+        "unscored": status.unscored,
+        "failed": status.reward_failed,
+        "mean_reward": status.mean_reward,
+        "stale": status.stale,
+        "damage": status.damage,
+    }
 
 
 def _activated(root: Path, name: str, stale: list[str]) -> str:

@@ -470,6 +470,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert report["rollouts"] == 12 and read_status(root).scores == report["name"]
     assert main(["score", str(root), "--list"]) == 0
     assert f"* {report['name']}" in capsys.readouterr().out
+    means = report["mean_before"], report["mean_reward"]
+    for name, (now, before) in ((RECORDED, means), (report["name"], means[::-1])):
+        assert main(["score", str(root), "--activate", name, "--json"]) == 0
+        said = orjson.loads(capsys.readouterr().out)
+        assert (said["name"], said["rollouts"], said["unscored"]) == (name, 12, 0)
+        assert (said["mean_reward"], said["mean_before"]) == pytest.approx((now, before))
     assert main(["score", str(root), "--activate", RECORDED]) == 0
     file.write_text("def compute_score(**_):\n    raise KeyError('all')\n")
     assert main([*words, "--reward", str(file), "--activate"]) == 1
