@@ -12,7 +12,7 @@ import orjson
 
 from rollstream.errors import ConfigError
 from rollstream.store.columns import Part, RunColumns
-from rollstream.store.manifest import read_manifest, require_manifest, shard_group
+from rollstream.store.manifest import no_run, read_manifest, require_manifest, shard_group
 from rollstream.store.summary import read_total
 from rollstream.trajectory import Failure, Rollout
 
@@ -174,15 +174,23 @@ def find_runs(places: Iterable[Path]) -> list[tuple[str, list[Part]]]:
 
 
 def _parts(place: Path) -> list[Part]:
-    if place.is_file():
+    if place.is_file() and _may_be_parquet(place):
         return [Part(place, None)]
     if (manifest := read_manifest(place)) is not None:
         return [Part(place, manifest)]
     inside = [path.parent for path in place.glob("*/run.json")]
     if not inside:
-        raise ConfigError(f"{place}: there is no run directory and no exported Parquet file here")
+        raise ConfigError(f"{no_run(place)}, or a Parquet file that `rollstream export` made")
     inside.sort(key=lambda path: (path.is_symlink(), _in_order(path.name)))  # `latest` is one of the others
     return [Part(path, require_manifest(path)) for path in inside]
+
+
+def _may_be_parquet(file: Path) -> bool:
+    try:
+        with file.open("rb") as content:
+            return file.suffix == ".parquet" or content.read(4) == b"PAR1"
+    except OSError:  # whoever reads it says why
+        return True
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:

@@ -25,6 +25,9 @@ SHARD_IDENTITY = "generation.shard"
 """Identity key that says which part of a run a directory holds: `i/k`. A whole run does not have it."""
 
 
+_NAME_THE_OUTPUT = "Name the folder that --output (trainer.default_local_dir) of `rollstream generate` named"
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Content of `run.json`."""
 
@@ -78,7 +81,7 @@ def read_manifest(run_dir: Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
-        raise RunDirectoryError(f"{run_dir} is a file, not a run directory") from error
+        raise RunDirectoryError(no_run(run_dir)) from error
     except OSError as error:
         raise RunDirectoryError(f"cannot read {path}: {error.strerror}") from error
     try:
@@ -96,8 +99,41 @@ def require_manifest(run_dir: Path) -> Manifest:
     """The manifest of a run directory. Raises `RunDirectoryError` when there is none."""
     manifest = read_manifest(run_dir)
     if manifest is None:
-        raise RunDirectoryError(f"{run_dir} is not a run directory: it has no run.json")
+        raise RunDirectoryError(no_run(run_dir))
     return manifest
+
+
+def no_run(path: Path) -> str:
+    """What a path is that is no run directory, and what to do."""
+    try:
+        what, instead = _instead_of_run(path)
+    except OSError:  # a folder that cannot be listed
+        what, instead = "it has no run.json", _NAME_THE_OUTPUT
+    return f"{path} is not a run directory: {what}. {instead}"
+
+
+def _instead_of_run(path: Path) -> tuple[str, str]:
+    holder = path.absolute().parent
+    if not path.exists():
+        return f"there is no such folder (looked in {holder})", _NAME_THE_OUTPUT
+    if (holder / "run.json").exists():
+        return "it is a part of one", f"Name that: {path.parent}"
+    if not path.is_dir():
+        return "it is a file", _NAME_THE_OUTPUT
+    names = {one.name for one in path.iterdir()}
+    if not names:
+        return "it is empty", _NAME_THE_OUTPUT
+    if any(path.glob("journal/*.rsj")) or any(path.glob("batches/*.parquet")):
+        return "it has files of a run, but no run.json", "Restore run.json from a copy"
+    if runs := sorted(path.glob("*/run.json")):
+        return f"it holds {len(runs)} of them", f"Name one, such as {runs[0].parent}"
+    if {"state.json", "dataset_dict.json"} & names:
+        return "it is a dataset", "To generate from it: rollstream generate --prompts " + shlex.quote(
+            str(path)
+        )
+    if any(path.glob("trainer_state.json")) or any(path.glob("checkpoint-*/trainer_state.json")):
+        return "it is the folder of a trainer", f"To look at it: rollstream view {shlex.quote(str(path))}"
+    return "it has no run.json", _NAME_THE_OUTPUT
 
 
 def write_manifest(run_dir: Path, manifest: Manifest) -> None:

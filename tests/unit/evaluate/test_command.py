@@ -204,7 +204,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path, capsys: pytest.Ca
     write_run(tmp_path / "empty", [], n=1, prompts=1)
     (tmp_path / "no.parquet").write_bytes(b"PAR1 this is none")
     for words, text in (
-        ([tmp_path / "nothing"], "no run directory"),
+        ([tmp_path / "nothing"], "there is no such folder"),
         ([tmp_path / "empty"], "no rollout yet"),
         ([tmp_path / "no.parquet"], "no.parquet"),
         ([runs, "--margin", "1"], "--no-worse-than"),
