@@ -9,7 +9,7 @@ Rows are hashed, stored and sent over the network, so every value is one that JS
 | duration | seconds, float |
 | decimal, UUID | text |
 | NaN | None (that is how tables write "missing") |
-| infinity, integers beyond 64 bits, anything else | a `BadRow` that says to write it as text |
+| infinity, integers beyond 64 bits, what contains itself, anything else | a `BadRow` that says to write it as text |
 """
 
 import base64
@@ -42,8 +42,15 @@ def to_jsonable(value: Any, *, drop_none: bool = False) -> Any:
             every struct of a column all keys that any row has, and fills them with None.
 
     Raises:
-        BadRow: JSON has no form for the value.
+        BadRow: JSON has no form for the value; it contains itself, or is nested too deeply.
     """
+    try:
+        return _to_jsonable(value, drop_none)
+    except RecursionError as error:
+        raise BadRow("a value contains itself, or is nested too deeply; write it as text") from error
+
+
+def _to_jsonable(value: Any, drop_none: bool) -> Any:
     kind = type(value)
     if value is None or kind is str or kind is bool or kind is int:
         return value
@@ -64,7 +71,7 @@ def to_jsonable(value: Any, *, drop_none: bool = False) -> Any:
 
 
 def _inner(value: Any, drop_none: bool) -> Any:
-    value = to_jsonable(value, drop_none=drop_none)
+    value = _to_jsonable(value, drop_none)
     if drop_none and type(value) is dict:
         return {key: item for key, item in value.items() if item is not None}
     return value
@@ -72,7 +79,7 @@ def _inner(value: Any, drop_none: bool) -> Any:
 
 def _scalar_to_jsonable(value: Any, drop_none: bool) -> Any:
     if isinstance(value, np.ndarray | np.generic):
-        return to_jsonable(value.tolist(), drop_none=drop_none)
+        return _to_jsonable(value.tolist(), drop_none)
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode("ascii")
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):
@@ -84,7 +91,7 @@ def _scalar_to_jsonable(value: Any, drop_none: bool) -> Any:
     if isinstance(value, str):
         return str(value)
     if isinstance(value, int | float):  # a subclass: an enum, say
-        return to_jsonable(float(value) if isinstance(value, float) else int(value))
+        return _to_jsonable(float(value) if isinstance(value, float) else int(value), drop_none)
     raise BadRow(f"a value of type {kind_name(value)} has no JSON form; write it as text, numbers or lists")
 
 

@@ -8,7 +8,7 @@ import pytest
 from rollstream.config.settings import CustomClassSettings
 from rollstream.data import prompts
 from rollstream.data.prompts import KnownDataset, PromptDataset, filter_overlong, load_prompts
-from rollstream.data.sources import Concatenated, RowSource, open_source
+from rollstream.data.sources import Concatenated, ObjectRows, RowSource, open_source
 from rollstream.data.values import Row
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import PromptRow
@@ -259,6 +259,26 @@ def test_custom_class(tmp_path: Path) -> None:
         DataError, match=r"Squares \(.*mine\.py\), row 4: the dataset raised KeyError: 'four'"
     ):
         _ = dataset.fingerprint
+
+
+@pytest.mark.parametrize("nested", ["a dict in itself", "a list in itself", "lists", "dicts", "in a prompt"])
+def test_a_row_that_contains_itself_or_is_nested_too_deep_is_named(nested: str) -> None:
+    ring: dict[str, Any] = {}
+    ring["again"] = ring
+    loop: list[Any] = []
+    loop.append(loop)
+    lists: list[Any] = []
+    dicts: dict[str, Any] = {}
+    for _ in range(5000):
+        lists, dicts = [lists], {"in": dicts}
+    values = {"a dict in itself": ring, "a list in itself": loop, "lists": lists, "dicts": dicts}
+    row = (
+        {"prompt": loop} if nested == "in a prompt" else {"prompt": "b", "extra_info": {"x": values[nested]}}
+    )
+    dataset = PromptDataset(ObjectRows([{"prompt": "a"}, row], "rows"))
+    for read in (lambda: dataset.row(1), lambda: dataset.fingerprint):
+        with pytest.raises(DataError, match=r"rows, row 1: a value contains itself, or is nested too deeply"):
+            read()
 
 
 def lengths(rows: list[PromptRow]) -> list[int]:
