@@ -22,6 +22,23 @@ from tests.unit.store.fabric import commit_all, rollout
 from tests.unit.store.test_export import finished
 
 
+@pytest.mark.parametrize("name", [b"run-\xff", b"\xed\xa0\x80.jsonl"])
+def test_a_name_that_is_not_utf8_is_said(
+    name: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / os.fsdecode(name)
+    root.mkdir()
+    (root / "run.json").write_text("{}")
+    for command in ("status", "show", "eval", "export", "score", "generate --output", "generate --prompts"):
+        with pytest.raises(SystemExit) as left:
+            main([*command.split(), str(root)])
+        said = capsys.readouterr().err
+        assert left.value.code == 2 and "\\udc" in said and "is not valid UTF-8; rename" in said, said
+    assert main(["eval", str(tmp_path)]) == 2  # it holds such a run
+    said = capsys.readouterr().err
+    assert "\\udc" in said and "is not valid UTF-8; rename the folder" in said
+
+
 @pytest.mark.parametrize(
     "line",
     [

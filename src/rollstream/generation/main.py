@@ -140,6 +140,11 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     (argparse gives a `*` argument only the first stretch of words, and its own way out of that,
     `parse_intermixed_args`, knows no subcommands.)
     """
+    for word in sys.argv[1:] if arguments is None else arguments:
+        try:
+            word.encode()
+        except UnicodeEncodeError:  # a name of other bytes, which neither JSON nor Parquet's library takes
+            parser.error(f"{word!a} is not valid UTF-8; rename the file or folder")
     options, rest = parser.parse_known_args(arguments)
     if rest:
         unknown = [word for word in rest if word.startswith("-")]

@@ -77,6 +77,10 @@ def read_manifest(run_dir: Path) -> Manifest | None:
     """The manifest of a run directory, None when there is none. Raises `RunDirectoryError`."""
     path = run_dir / "run.json"
     try:
+        str(path).encode()
+    except UnicodeEncodeError as error:  # neither JSON nor Parquet's library takes it
+        raise RunDirectoryError(f"{str(run_dir)!a} is not valid UTF-8; rename the folder") from error
+    try:
         data = path.read_bytes()
     except FileNotFoundError:
         return None
