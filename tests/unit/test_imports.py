@@ -22,6 +22,7 @@ FLOORS: list[set[str]] = [
         "redaction",
         "sampling",
         "scratch",
+        "memory",
     },
     {"config", "chat", "engine", "reward", "store"},
     {"data", "agent"},

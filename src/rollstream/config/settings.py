@@ -95,7 +95,7 @@ class RolloutSettings:
     """`actor_rollout_ref.rollout`: the engine and how it samples. Lengths in tokens."""
 
     name: Text
-    n: Count
+    n: Annotated[int, Meta(ge=1, le=int(LARGEST))]
     temperature: Annotated[float, Meta(ge=0, le=LARGEST)]
     top_p: AboveZeroShare
     top_k: Annotated[int, Meta(ge=-1)]

@@ -38,6 +38,7 @@ from rollstream.generation.export_images import RunImages
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.tracking import check_trackers
+from rollstream.memory import check_memory
 from rollstream.reward.base import FunctionReward
 from rollstream.reward.rules import RuleReward, find_rule
 from rollstream.rollout.setup import (
@@ -67,6 +68,8 @@ _ELSEWHERE = {"verl": "rollstream.integrations.verl.executor:VerlExecutor"}
 """Executors above this room: module and class."""
 
 
+_BYTES_A_ROLLOUT = 3
+"""Its state, and what counting the states takes."""
 _TRIED_ROWS = 16
 """Rows tried at start: when all of them fail, the configuration is wrong, not a row."""
 
@@ -337,6 +340,10 @@ def _prepare(
         )
     if (shard := settings.generation.shard_of) is not None:
         take_shard(dataset, *shard)
+    said = (
+        f"{len(dataset.order)} prompts and actor_rollout_ref.rollout.n={rollout.n}, {prepared.total} rollouts"
+    )
+    check_memory(_BYTES_A_ROLLOUT * prepared.total, said)
     agents.check(
         set(loop_names), tokenizer, show_tools=rollout.multi_turn.show_tools, images=dataset.has_images()
     )

@@ -40,6 +40,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollstream.errors import ConfigError
+from rollstream.memory import check_memory
 from rollstream.store.batch import read_tables
 from rollstream.store.export.files import JSON_COLUMNS, decode_row, replacing
 from rollstream.store.merge import MergeCancelledError, until
@@ -129,6 +130,11 @@ class _Layout:
             shapes["position_ids"] = self.images.position_rows, *shapes["position_ids"]
         return shapes
 
+    def size(self, rows: int) -> int:
+        """Bytes of so many rows."""
+        each = (prod(one) * np.dtype(TENSORS[name]).itemsize for name, one in self.shapes().items())
+        return rows * sum(each)
+
     def _widths(self) -> dict[str, int]:
         prompt, response = self.prompt_width, self.response_width
         widths = {"prompts": prompt, "responses": response, "response_mask": response}
@@ -171,6 +177,8 @@ def export_dataproto(
             raise ConfigError(f"--{option.replace('_', '-')} must be at least 1 (it is {value})")
     layout = _survey(artifact, options, cancelled, images)
     per_file = min(layout.rows, options.max_rows_per_file or layout.rows)
+    widths = f"--prompt-width {layout.prompt_width}, --response-width {layout.response_width}"
+    check_memory(layout.size(per_file), f"{widths}: a file of {per_file} rows (--max-rows-per-file)")
     count = -(-layout.rows // per_file)
     names = [target]
     if count > 1:
@@ -265,11 +273,10 @@ def _survey(
             ", ".join(dict.fromkeys(left_out)),
         )
     padded = rows * (layout.prompt_width + layout.response_width)
-    size = rows * sum(prod(one) * np.dtype(TENSORS[name]).itemsize for name, one in layout.shapes().items())
     logger.info(
         "%d rows padded to %d + %d tokens (%.1f times what there is): %.2f GB; --max-rows-per-file makes "
         "several files, one in memory at a time",
-        *(rows, layout.prompt_width, layout.response_width, padded / max(1, tokens), size / 1e9),
+        *(rows, layout.prompt_width, layout.response_width, padded / max(1, tokens), layout.size(rows) / 1e9),
     )
     return layout
 

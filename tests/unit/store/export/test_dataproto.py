@@ -189,6 +189,10 @@ def test_fixed_widths(tmp_path: Path) -> None:
     for options, message in [
         ({"prompt_width": 1}, "--prompt-width 1 is too small: the longest prompt has 2"),
         ({"response_width": 0}, "--response-width must be at least 1"),
+        (
+            {"response_width": 10**12},
+            r"--response-width 1000000000000: .* needs [\d,]+ GB of memory; this machine",
+        ),
         ({"max_rows_per_file": 0}, "--max-rows-per-file must be at least 1"),
     ]:
         with pytest.raises(ConfigError, match=message):
