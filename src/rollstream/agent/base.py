@@ -17,6 +17,7 @@ from rollstream.chat.parsers.base import ParsedOutput, ToolCallParser
 from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer
+from rollstream.chat.tool_schema import schema_digest
 from rollstream.engine.base import ChatEngine, ChatPrompt, Engine
 from rollstream.errors import EngineError
 from rollstream.trajectory import Completion, Message, Metrics, SamplingParams, Trajectory
@@ -141,6 +142,8 @@ class AgentLoop(ABC):
         self.reward_info: dict[str, Any] = {}
         """What the reward is told besides, in its `extra_info`."""
         self._engine_calls = 0
+        self._prompts: list[tuple[list[int], list[str]]] = []
+        """Prompts, and digests of the schemas that they show."""
 
     @classmethod
     def build_shared(cls, resources: AgentResources, **options: Any) -> Any:
@@ -210,10 +213,26 @@ class AgentLoop(ABC):
         """
         prompts = self.resources.prompts
         if not images:
-            return prompts.render(messages, prompt_key=prompt_key, tools=tools)
-        prompt = await prompts.render_with_images(messages, images, prompt_key=prompt_key, tools=tools)
-        self.images = list(prompt.images)
-        return prompt.ids
+            ids = prompts.render(messages, prompt_key=prompt_key, tools=tools)
+        else:
+            prompt = await prompts.render_with_images(messages, images, prompt_key=prompt_key, tools=tools)
+            self.images = list(prompt.images)
+            ids = prompt.ids
+        self.note_tools(ids, prompts.tools if tools is None else tools)
+        return ids
+
+    def note_tools(self, prompt_ids: list[int], tools: Sequence[dict[str, Any]] | None) -> None:
+        """Says which schemas a prompt shows; `render` does it. A trajectory of these ids is marked by them."""
+        self._prompts.append((prompt_ids, [schema_digest(tool) for tool in tools or ()]))
+
+    def tool_marks(self, prompt_ids: list[int]) -> dict[str, Any]:
+        """`shown_tools` of the `extra` of a trajectory with this prompt: digests of the schemas that it shows.
+
+        Nothing where it shows none, or that is not known.
+        """
+        noted = [tools for ids, tools in self._prompts if ids == prompt_ids]
+        known = noted and noted[0] and all(tools == noted[0] for tools in noted)
+        return {"shown_tools": noted[0]} if known else {}
 
     def room(self, prompt_tokens: int, response_tokens: int) -> int:
         """Tokens that may still be added to a trajectory; may be negative."""

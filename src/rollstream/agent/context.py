@@ -160,6 +160,7 @@ class ContextAgent(ToolAgent):
         if self.room(len(prompt_ids), 0) < 1:
             return self.end("length")  # nothing can follow: what there is, is the final trajectory
         self._take_snapshot(asked)
+        self.note_tools(prompt_ids, self.tools)
         self.conversation = Conversation(
             self, messages, prompt_ids, logprobs=self.sampling.logprobs, tools=self.tools
         )

@@ -1,14 +1,27 @@
 """OpenAI tool schemas, and the files that hold them."""
 
+import hashlib
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from rollstream.errors import ConfigError, unknown_name
 from rollstream.user_code import read_yaml
 
 ToolSchema = dict[str, Any]
 """An OpenAI tool schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+
+def schema_json(schema: ToolSchema) -> bytes:
+    """A schema as JSON, in the order of its keys: a chat template shows them in that order."""
+    return orjson.dumps(schema, option=orjson.OPT_NON_STR_KEYS, default=repr)
+
+
+def schema_digest(schema: ToolSchema) -> str:
+    """The same for schemas that a chat template shows alike: 16 hexadecimal digits."""
+    return hashlib.blake2b(schema_json(schema), digest_size=8).hexdigest()
 
 
 def read_tool_entries(path: str | Path, *, key: str) -> list[Any]:

@@ -187,7 +187,8 @@ def adopted_manifest(
         return None
     identity = {key: value for key, value in old.identity.items() if key not in harmless}
     identity |= {key: value for key, value in wanted.identity.items() if key in harmless}
-    return msgspec.structs.replace(old, identity=identity, config=wanted.config)
+    tools = {**old.tools, **wanted.tools}
+    return msgspec.structs.replace(old, identity=identity, config=wanted.config, tools=tools)
 
 
 def _harmless(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:

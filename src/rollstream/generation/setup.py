@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import rollstream
 from rollstream.chat.parsers.registry import get_parser
+from rollstream.chat.tool_schema import schema_digest, schema_json
 from rollstream.config.load import to_settings, to_stored_yaml
 from rollstream.config.settings import RewardSettings, Settings
 from rollstream.daemon_threads import in_daemon_thread
@@ -349,7 +350,10 @@ def _prepare(
     )
     say("reading the model's files")
     identity = identity_of(setup, loop_names, fingerprint=dataset.fingerprint, rows=len(dataset))
-    prepared.manifest = manifest_for(resolved, dataset, identity, n=rollout.n)
+    shown = [agents.prompt_tools(name, show_tools=rollout.multi_turn.show_tools) for name in loop_names]
+    schemas = [*setup.shown_tools, *(one for each in shown for one in each or ())]
+    tools = {schema_digest(one): orjson.loads(schema_json(one)) for one in schemas}
+    prepared.manifest = manifest_for(resolved, dataset, identity, n=rollout.n, tools=tools)
     return prepared
 
 
@@ -380,8 +384,18 @@ def manifest_for(
     *,
     n: int,
     packages: Sequence[str] = (),
+    tools: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """The manifest of a new run; `packages`: further ones whose versions are worth knowing."""
+    """The manifest of a new run.
+
+    Args:
+        resolved: the configuration.
+        dataset: of the run.
+        identity: see `identity_of`.
+        n: rollouts of a prompt row.
+        packages: further ones whose versions are worth knowing.
+        tools: schemas of the tools that prompts may show, by digest.
+    """
     config = OmegaConf.to_container(resolved, resolve=True)
     assert isinstance(config, dict)
     return new_manifest(
@@ -396,6 +410,7 @@ def manifest_for(
         },
         versions=_versions((*_VERSIONED, *packages)),
         config={str(key): value for key, value in config.items()},
+        tools=tools,
     )
 
 

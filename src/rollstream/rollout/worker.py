@@ -181,7 +181,8 @@ class RolloutWorker:
             row_extra = {**row.columns, **({"extra_info": row.extra_info} if row.extra_info else {})}
             for trajectory in trajectories:
                 trajectory.metrics.queue_s = started - dispatched
-                trajectory.extra = {**row_extra, **trajectory.extra, **self._resources.marks}
+                tools = loop.tool_marks(trajectory.prompt_ids)
+                trajectory.extra = {**row_extra, **tools, **trajectory.extra, **self._resources.marks}
             on_scoring()
             await self._score_all(row, repeat, loop, trajectories)
         except Exception as error:  # a loop's own odd trajectory: its fault, not the run's

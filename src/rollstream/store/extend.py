@@ -81,7 +81,8 @@ def extend_run(
         return
     if not check_identity(root, manifest.identity, wanted.identity, extend=True):
         return
-    new = msgspec.structs.replace(wanted, run_id=manifest.run_id, created=manifest.created)
+    tools = {**manifest.tools, **wanted.tools}
+    new = msgspec.structs.replace(wanted, run_id=manifest.run_id, created=manifest.created, tools=tools)
     paths = RunPaths(root)
     try:
         state = recover(paths, manifest)

@@ -46,6 +46,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Versions of what matters: rollstream, the engine, the tokenizer library."""
     config: dict[str, Any]
     """The resolved configuration."""
+    tools: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Schemas of the tools that prompts may show, by digest; `extra` of a trajectory names its own in `shown_tools`."""
 
     @property
     def run_id_bytes(self) -> bytes:
@@ -60,6 +62,7 @@ def new_manifest(
     dataset: Mapping[str, Any],
     versions: Mapping[str, str],
     config: Mapping[str, Any],
+    tools: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """A manifest for a new run."""
     return Manifest(
@@ -70,6 +73,7 @@ def new_manifest(
         dataset=dict(dataset),
         versions=dict(versions),
         config=dict(config),
+        tools=dict(tools or {}),
     )
 
 

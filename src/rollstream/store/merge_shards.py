@@ -319,6 +319,7 @@ def _merged_manifest(shard: Manifest, output: Path) -> Manifest:
         dataset=shard.dataset,
         versions=shard.versions,
         config=config,
+        tools=shard.tools,
     )
 
 

@@ -12,6 +12,7 @@ from rollstream.agent.base import TurnLimits
 from rollstream.agent.context import NAMES, SCHEMAS, ContextAgent, Notes, Refused
 from rollstream.agent.interactions import Interaction, Interactions
 from rollstream.agent.registry import AgentLoops, LoopEntry
+from rollstream.chat.tool_schema import schema_digest
 from rollstream.errors import RewardError
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import Message, PromptRow, Rollout, Trajectory
@@ -124,6 +125,8 @@ async def test_a_deletion_ends_a_trajectory_and_the_next_one_begins_with_a_stub(
     ]
     assert final.response_ids == demo_tokenizer().encode("12" + END)
     assert final.extra["tool_scores"] == {"it": 1.0}
+    assert final.extra["shown_tools"] == snapshot.extra["shown_tools"]
+    assert final.extra["shown_tools"][1:] == [schema_digest(schema) for schema in SCHEMAS]
     assert [snapshot.metrics.tool_calls, final.metrics.tool_calls] == [2, 0]
     assert (
         snapshot.extra["tool_counts"] == {"it": [1, 0], "deleteContext": [1, 0]}

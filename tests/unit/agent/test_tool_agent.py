@@ -8,6 +8,7 @@ import pytest
 
 from rollstream.agent.base import TurnLimits
 from rollstream.agent.tools.toolbox import ToolBox
+from rollstream.chat.tool_schema import schema_digest
 from rollstream.errors import EngineError, TransientEngineError
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
 from rollstream.trajectory import Completion, Trajectory
@@ -141,7 +142,10 @@ async def test_results_that_do_not_fit_are_left_out() -> None:
     assert made.finish_reason == "tool_overflow"
     assert [message["role"] for message in made.messages] == ["user", "assistant"]
     assert made.response_ids == engine.completions[0][1].token_ids
-    assert made.extra == {"tool_counts": {"it": [1, 0]}, "tool_rewards": [0.5], "tool_scores": {"it": 1.0}}
+    assert made.extra == {
+        "shown_tools": [schema_digest(schema) for schema in box.schemas],
+        **{"tool_counts": {"it": [1, 0]}, "tool_rewards": [0.5], "tool_scores": {"it": 1.0}},
+    }
 
 
 async def test_a_full_response_ends_it_and_its_calls_do_not_run() -> None:
@@ -286,6 +290,8 @@ async def test_a_row_chooses_its_tools_and_gives_them_arguments() -> None:
     assert "unknown tool 'a'" in contents(made)[0]
     assert contents(made)[1] == '{"x": 1}'
     assert '"name": "a"' in demo_tokenizer().decode(everything.prompt_ids)
+    assert made.extra["shown_tools"] == [schema_digest(tools[at].schema) for at in (2, 1)]
+    assert everything.extra["shown_tools"] == [schema_digest(tool.schema) for tool in tools]
     what, identifier, given = tools[1].tool.log[0]
     assert (what, given) == ("create", {"create_kwargs": {"truth": 12}, "truth": 12})
     what, executed, given = tools[1].tool.log[1]

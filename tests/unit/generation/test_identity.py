@@ -143,3 +143,11 @@ def test_where_only_the_reward_differs_the_command_that_scores_anew_is_said(
     both = msgspec.structs.replace(wanted, identity={**identity(), "engine": "hf"})
     with pytest.raises(IdentityMismatchError, match="'openvino' -> 'hf'"):
         adopted_manifest(Path("run"), old, both, **how)
+
+
+def test_the_schemas_of_what_is_done_stay_in_a_run_that_takes_other_settings() -> None:
+    old = msgspec.structs.replace(manifest({**identity(), "tools": "a"}), tools={"d1": {}})
+    wanted = msgspec.structs.replace(manifest({**identity(), "tools": "b"}), tools={"d2": {}})
+    how: dict[str, Any] = {"extend": False, "nothing_done": False, "files": {}}
+    adopted = adopted_manifest(Path("run"), old, wanted, unused=frozenset({"tools"}), **how)
+    assert adopted is not None and adopted.tools == {"d1": {}, "d2": {}}

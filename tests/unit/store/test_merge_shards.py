@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from rollstream.errors import (
 )
 from rollstream.store.export.files import read_rows
 from rollstream.store.lock import RunLock
-from rollstream.store.manifest import read_manifest
+from rollstream.store.manifest import read_manifest, require_manifest, write_manifest
 from rollstream.store.merge import MergeCancelledError, merge_batches
 from rollstream.store.merge_shards import merge_shards
 from rollstream.store.paths import RunPaths
@@ -97,9 +98,13 @@ def test_it_is_the_run_without_shards(
 
 async def test_the_configuration_names_the_whole_run(tmp_path: Path) -> None:
     roots = await write_shards(tmp_path, work_of(4), 2)
+    for root in roots:
+        write_manifest(
+            root, msgspec.structs.replace(require_manifest(root), tools={"d": {"type": "function"}})
+        )
     merge_shards(roots, tmp_path / "out")
-    manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None
+    manifest = require_manifest(tmp_path / "out")
+    assert manifest.tools == {"d": {"type": "function"}}
     assert "generation.shard" not in manifest.identity
     config = OmegaConf.load(tmp_path / "out" / "config.yaml")
     assert config["generation"]["shard"] is None

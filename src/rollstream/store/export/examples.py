@@ -7,9 +7,10 @@ Only final trajectories count: a snapshot is a part of its rollout's conversatio
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import orjson
@@ -83,8 +84,12 @@ def export_sft(
     target: Path,
     options: SftOptions = SftOptions(),
     cancelled: Callable[[], bool] = lambda: False,
+    *,
+    tools: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
     """Writes one example a line, each only once; returns how many. An older `target` stays after an error.
+
+    `tools`: schemas by digest, as the run's manifest has them.
 
     Raises:
         ConfigError: no rollout is good enough, or there are no token ids to write.
@@ -93,12 +98,14 @@ def export_sft(
         MergeCancelledError: `cancelled` said so.
     """
     options.check()
+    schemas = _Schemas(tools)
 
     def examples() -> Iterator[tuple[Any, Row]]:
         for group in prompt_groups(artifact, cancelled):
             for row in _chosen(group, options):
                 if not options.tokens:
-                    yield row["messages"], {"messages": row["messages"], **_said(row)}
+                    shown = schemas.column(row)
+                    yield (row["messages"], shown), {"messages": row["messages"], **shown, **_said(row)}
                     continue
                 if not row["prompt_ids"]:
                     raise ConfigError(
@@ -109,7 +116,9 @@ def export_sft(
                 yield (ids, mask), {"input_ids": ids, "assistant_masks": mask, **_said(row)}
 
     wanted = "no rollout has a reward" if options.min_reward is None else "no rollout's reward is high enough"
-    return _write(artifact, target, examples(), lambda: f"{wanted}: nothing would be left")
+    lines = _write(artifact, target, examples(), lambda: f"{wanted}: nothing would be left")
+    schemas.warn()
+    return lines
 
 
 def export_preference(
@@ -117,13 +126,16 @@ def export_preference(
     target: Path,
     options: PreferenceOptions = PreferenceOptions(),
     cancelled: Callable[[], bool] = lambda: False,
+    *,
+    tools: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Writes one pair a line, each only once; returns how many. Raises as `export_sft`."""
+    """Writes one pair a line, each only once; returns how many. Arguments and errors as of `export_sft`."""
     options.check()
-    unknown = alike = 0
+    schemas = _Schemas(tools)
+    unknown = alike = unlike = 0
 
     def examples() -> Iterator[tuple[Any, Row]]:
-        nonlocal unknown, alike
+        nonlocal unknown, alike, unlike
         for group in prompt_groups(artifact, cancelled):
             for better, worse in _pairs(_usable(group), options):
                 prompt = shown_prompt(better)
@@ -134,10 +146,15 @@ def export_preference(
                 if chosen == rejected:
                     alike += 1
                     continue
+                if schemas.of(better) != schemas.of(worse):
+                    unlike += 1
+                    continue
+                shown = schemas.column(better, worse)
                 pair = {
                     "prompt": prompt,
                     "chosen": chosen,
                     "rejected": rejected,
+                    **shown,
                     "score_chosen": better["reward"],
                     "score_rejected": worse["reward"],
                     "margin": better["reward"] - worse["reward"],
@@ -145,13 +162,14 @@ def export_preference(
                     "repeat_chosen": better["repeat"],
                     "repeat_rejected": worse["repeat"],
                 }
-                yield (prompt, chosen, rejected), pair
+                yield (prompt, chosen, rejected, shown), pair
 
     def left_out() -> list[str]:
         reasons = {
             "where the prompt of their conversations ends is not known (extra['prompt_messages'], "
             "docs/export.md)": unknown,
             "chosen and rejected are the same messages, with different rewards: look at the reward": alike,
+            "the prompts of the two showed different tools": unlike,
         }
         return [f"{count} pairs are left out: {reason}" for reason, count in reasons.items() if count]
 
@@ -164,7 +182,48 @@ def export_preference(
     lines = _write(artifact, target, examples(), nothing)
     for line in left_out():
         logger.warning("%s", line)
+    schemas.warn()
     return lines
+
+
+class _Schemas:
+    """The column `tools`: what TRL's `SFTTrainer` and `DPOTrainer` hand to the chat template."""
+
+    def __init__(self, by_digest: Mapping[str, Any]) -> None:
+        self._by_digest = by_digest
+        self.missing = 0
+        """Examples of tools whose schemas are not known."""
+
+    def of(self, row: Row) -> Row:
+        """The column as JSON text: as a list, Arrow would give each schema the keys of all.
+
+        Nothing where the prompt shows no tools, or where the run does not have their schemas.
+        """
+        marked = row["extra"].get("shown_tools")
+        digests = [str(one) for one in marked] if isinstance(marked, list) else []
+        if digests and all(one in self._by_digest for one in digests):
+            return {"tools": orjson.dumps([self._by_digest[one] for one in digests]).decode()}
+        return {}
+
+    def column(self, *rows: Row) -> Row:
+        """The same, of rows of one example; counts what is missing."""
+        found = self.of(rows[0])
+        if not found and any(map(_has_tools, rows)):
+            self.missing += 1
+        return found
+
+    def warn(self) -> None:
+        """Says what is missing."""
+        if self.missing:
+            logger.warning(
+                "%d examples have tools and no schemas of them: the run does not say which ones their prompts "
+                "showed (docs/export.md)",
+                self.missing,
+            )
+
+
+def _has_tools(row: Row) -> bool:
+    return bool(row["extra"].get("shown_tools")) or any(one.get("tool_calls") for one in row["messages"])
 
 
 def _usable(group: Iterable[Row]) -> list[Row]:

@@ -254,9 +254,9 @@ def write_export(
         case "dataproto":
             rows = export_dataproto(artifact, target, cancelled, options=options.dataproto, images=images)
         case "sft":
-            rows = export_sft(artifact, target, options.sft, cancelled)
+            rows = export_sft(artifact, target, options.sft, cancelled, tools=manifest.tools)
         case "preference":
-            rows = export_preference(artifact, target, options.preference, cancelled)
+            rows = export_preference(artifact, target, options.preference, cancelled, tools=manifest.tools)
         case "atif":
             rows = export_atif(artifact, target, manifest, cancelled)
         case "inspect":

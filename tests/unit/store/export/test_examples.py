@@ -136,3 +136,44 @@ def test_turns_of_a_tool_agent_are_in_chosen_and_rejected(tmp_path: Path) -> Non
     (row,) = lines(tmp_path / "x")
     assert row["prompt"] + row["chosen"] == conversation(2)
     assert row["prompt"] + row["rejected"] == conversation(1)
+
+
+def shown(one: Trajectory, *digests: str) -> Trajectory:
+    one.extra = {"shown_tools": list(digests)}
+    return one
+
+
+def test_lines_have_the_schemas_that_their_prompts_showed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tools = {"d1": {"function": {"name": "b", "a": 1}}, "d2": {"function": {"name": "a"}}}
+    groups = (
+        [shown(answered("a", 1.0), "d2", "d1"), shown(answered("b", 0.0), "d2", "d1")],
+        [shown(answered("a", 1.0), "d1"), shown(answered("b", 0.0), "d2")],
+        [answered("a", 1.0), answered("b", 0.0)],
+    )
+    path = artifact(tmp_path, *groups)
+    texts = [orjson.dumps([tools[one] for one in each]).decode() for each in (["d2", "d1"], ["d1"], ["d2"])]
+    assert export_sft(path, tmp_path / "x", tools=tools) == 6
+    found = [line.get("tools", "none") for line in lines(tmp_path / "x")]
+    assert found == [texts[0], texts[0], texts[1], texts[2], "none", "none"]
+    assert not caplog.text
+    assert export_preference(path, tmp_path / "x", tools=tools) == 2
+    assert [line.get("tools", "none") for line in lines(tmp_path / "x")] == [texts[0], "none"]
+    assert "1 pairs are left out: the prompts of the two showed different tools" in caplog.text
+
+
+def test_schemas_that_a_run_does_not_have_are_said_to_be_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    called = trajectory(reward=1.0)
+    called.messages = [
+        *called.messages[:1],
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]},
+    ]
+    group = [shown(answered("a", 1.0), "d1", "d2"), called, answered("b", 0.0)]
+    for export in (export_sft, export_preference):
+        caplog.clear()
+        export(artifact(tmp_path, group), tmp_path / "x", tools={"d1": {}})
+        assert all("tools" not in line for line in lines(tmp_path / "x"))
+        assert f"{2 if export is export_sft else 1} examples have tools and no schemas of them" in caplog.text
