@@ -53,7 +53,7 @@ def train(folder: Path, env: RolloutEnvironment, **changed: Any) -> list[dict[st
         "per_device_train_batch_size": 64,
         "num_generations": 4,
         "max_completion_length": 128,
-        "learning_rate": 5e-4,
+        "learning_rate": 2e-4,
         "warmup_steps": 5,
         "loss_type": "grpo",
         "scale_rewards": "none",
