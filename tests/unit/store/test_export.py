@@ -154,7 +154,7 @@ async def test_a_full_disk_leaves_what_was_there_and_a_kill_leaves_nothing_for_g
 
 
 async def test_without_anything_done(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match=r"no run\.json"):
+    with pytest.raises(RunDirectoryError, match=r"it is empty"):
         export_run(tmp_path, "jsonl")
     open_dir(tmp_path / "empty").close()
     with pytest.raises(RunDirectoryError, match="no finished rollout"):
