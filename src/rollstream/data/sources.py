@@ -54,8 +54,9 @@ _MAGIC = {
 }
 _BUFFER_BYTES = 1 << 20
 _SPOOL_BATCH_BYTES = 32 << 20
-"""Uncompressed bytes of a spooled record batch, about: what is held in memory while spooling."""
-_SPOOL_BATCH_ROWS = 16_384
+"""Encoded bytes of a spooled record batch, about. Few are held in memory while spooling."""
+_SPOOL_BATCH_ROWS = 256
+"""Few, because Parquet encodes a text that all rows share once, and a batch holds it with each row."""
 
 
 class RowSource(ABC):
@@ -484,19 +485,24 @@ def _open_parquet(path: Path) -> ArrowRows:
         with (
             pq.ParquetFile(path) as parquet,
             spool_for(str(path)) as spool,
-            pa.ipc.new_file(spool, parquet.schema_arrow) as writer,
+            pa.ipc.new_stream(
+                spool, parquet.schema_arrow
+            ) as writer,  # a column's dictionary may change in it
         ):
-            groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
-            widest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
-            rows = max(1, min(_SPOOL_BATCH_ROWS, int(_SPOOL_BATCH_BYTES / max(widest, 1.0))))
-            for batch in parquet.iter_batches(batch_size=rows):
-                writer.write_batch(batch)
+            for i in range(
+                parquet.metadata.num_row_groups
+            ):  # one at a time: each has dictionaries of its own
+                group = parquet.metadata.row_group(i)
+                row_bytes = max(1, group.total_byte_size // max(1, group.num_rows))
+                rows = max(1, min(_SPOOL_BATCH_ROWS, _SPOOL_BATCH_BYTES // row_bytes))
+                for batch in parquet.iter_batches(batch_size=rows, row_groups=[i]):
+                    writer.write_batch(batch)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as Parquet ({error})") from error
     pa.default_memory_pool().release_unused()  # what unpacking took goes back to the system
     with spool:
         mapped = mmap.mmap(spool.fileno(), 0, access=mmap.ACCESS_READ)  # outlives the descriptor
-    table = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(mapped))).read_all()
+    table = pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(mapped))).read_all()
     return ArrowRows(table, str(path), path.parent)
 
 

@@ -2,6 +2,8 @@ import datetime
 import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,45 @@ def test_arrow_types_become_json(tmp_path: Path) -> None:
     }
     assert source.row(0) == expected
     assert all_rows(source) == [expected]
+
+
+def test_parquet_whose_dictionaries_differ_between_its_parts(tmp_path: Path) -> None:
+    def part(subject: str, role: str) -> pa.Table:
+        contents = pa.array([f"{subject} {i}" for i in range(300)])
+        turn = pa.StructArray.from_arrays(
+            [pa.array([role] * 300).dictionary_encode(), contents], ["role", "content"]
+        )
+        prompts = pa.ListArray.from_arrays(pa.array(range(301), pa.int32()), turn)
+        return pa.table({"prompt": prompts, "subject": pa.array([subject] * 300).dictionary_encode()})
+
+    parts = [part("algebra", "user"), part("geometry", "system")]
+    with pq.ParquetWriter(tmp_path / "parts.parquet", parts[0].schema) as writer:
+        for table in parts:
+            writer.write_table(table)
+    pq.write_table(pa.concat_tables(parts), tmp_path / "one.parquet")
+    expected = [row for table in parts for row in table.to_pylist()]
+    for name in ("parts.parquet", "one.parquet"):
+        assert all_rows(open_source(tmp_path / name)) == expected, name
+
+
+def test_parquet_whose_rows_share_a_long_text_is_spooled_in_bounded_memory(tmp_path: Path) -> None:
+    rows = 4096
+    texts = pa.array(["A manual of many pages. " * 4000, *(f"Question {i}?" for i in range(rows))])
+    contents = texts.take(pa.array([at for i in range(rows) for at in (0, i + 1)]))
+    turns = pa.StructArray.from_arrays([pa.array(["system", "user"] * rows), contents], ["role", "content"])
+    prompts = pa.ListArray.from_arrays(pa.array(range(0, 2 * rows + 1, 2), pa.int32()), turns)
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "a.parquet")
+    del contents, turns, prompts
+    code = (
+        "import sys, pyarrow as pa; from pathlib import Path; from rollstream.data.sources import open_source\n"
+        "source = open_source(Path(sys.argv[1]))\n"
+        "print(source.row(4095)['prompt'][1]['content'], pa.default_memory_pool().max_memory() >> 20)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.parquet")], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert out[:2] == ["Question", "4095?"]
+    assert int(out[2]) < 150  # MB; its texts are 390
 
 
 def test_an_infinity_names_its_row_only(tmp_path: Path) -> None:
