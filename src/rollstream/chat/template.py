@@ -370,28 +370,33 @@ class TurnTemplate:
         except DataError:
             return False
 
+    def shows(
+        self, messages: Sequence[Message], at: int, *, tools: list[dict[str, Any]] | None = None
+    ) -> bool:
+        """Whether the template shows the text of `messages[at]`; also False if it refuses the conversation."""
+        marked = [*messages[:at], {**messages[at], "content": _MARK}, *messages[at + 1 :]]
+        try:
+            return _MARK in self._tokenizer.render_text(marked, tools=tools)
+        except DataError:
+            return False
+
     def takes_call_id(self, call_id: str) -> bool:
         """Whether the template renders a call and its result with an id like this one; some want a form."""
         form = (len(call_id), call_id.isalnum())
         if form not in self._call_ids:
-            self._call_ids[form] = self._shown_result(call_id) is not None or not self.has_tool_role
+            self._call_ids[form] = self._shows_result(call_id) or not self.has_tool_role
         return self._call_ids[form]
 
     @cached_property
     def has_tool_role(self) -> bool:
         """Whether the template shows messages of role `tool`; some refuse them, some leave them out."""
-        return "RESULT" in (self._shown_result("c00000000") or "")
+        return self._shows_result("c00000000")
 
-    def _shown_result(self, call_id: str) -> str | None:
-        """What follows a call when its result is RESULT; None if the template refuses it."""
+    def _shows_result(self, call_id: str) -> bool:
         call = {"type": "function", "id": call_id, "function": {"name": "f", "arguments": {}}}
-        result = {"role": "tool", "content": "RESULT", "tool_call_id": call_id, "name": "f"}
-        try:
-            return self._text_after(
-                {"role": "assistant", "content": "", "tool_calls": [call]}, [result], None
-            )[0]
-        except DataError:
-            return None
+        answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result: Message = {"role": "tool", "content": "", "tool_call_id": call_id, "name": "f"}
+        return self.shows([_QUESTION, answer, result], 2)
 
     def tool_messages(self, calls: list[dict[str, Any]], contents: Sequence[Any]) -> list[Message]:
         """Tool results as messages of role `tool`, in order; one user message where there is no such role.
