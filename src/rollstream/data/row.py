@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 
+from rollstream.chat.messages import MessageError, Part, read_messages
 from rollstream.data.row_images import has_images, take_images
 from rollstream.data.values import BadRow, Row, content_digest, described
 from rollstream.trajectory import Message, PromptRow
@@ -30,7 +31,7 @@ def parse_row(row: Row, index: int, prompt_column: str) -> tuple[PromptRow, byte
     | data_source, extra_info, agent_name | the columns of those names |
     | columns | all columns not used above; `reward_model` without its ground truth, when more is in it |
 
-    In messages, keys whose value is null are left out; an assistant message always has `content`, maybe None.
+    Messages are read as those of chat APIs, see `rollstream.chat.messages`; roles of a template's own are taken.
     Images that are paths stay as the row has them: whoever knows the file resolves them.
 
     Args:
@@ -134,30 +135,12 @@ def _messages(prompt: Any, column: str) -> list[Message]:
         raise BadRow(f"{column} is {described(prompt)}, want text or a list of messages")
     if not prompt:
         raise BadRow(f"{column} is an empty list, want at least one message")
-    return [_message(message, f"{column}[{i}]") for i, message in enumerate(prompt)]
+    try:
+        return read_messages(prompt, column, _read_part, any_role=True)
+    except MessageError as error:
+        raise BadRow(str(error)) from error
 
 
-def _message(given: Any, where: str) -> Message:
-    if type(given) is not dict:
-        raise BadRow(f"{where} is {described(given)}, want a mapping with role and content")
-    message: Message = {key: value for key, value in given.items() if value is not None}
-    role = message.get("role")
-    if type(role) is not str or not role:
-        if "role" not in message:
-            raise BadRow(f"{where} has no role; its keys are {', '.join(message) or '(none)'}")
-        raise BadRow(f"{where}.role is {role!r}, want text like 'user'")
-    content = message.get("content")
-    if type(content) is str:
-        return message
-    if content is None:
-        if role != "assistant":
-            raise BadRow(f"{where} (role {role}) has no content")
-        return message | {"content": None}
-    if type(content) is not list:
-        raise BadRow(f"{where}.content is {described(content)}, want text or a list of parts")
-    for i, part in enumerate(content):
-        if type(part) is not dict or type(part.get("type")) is not str:
-            raise BadRow(
-                f"{where}.content[{i}] is no part: want a mapping with a type, as in {{'type': 'text'}}"
-            )
-    return message
+def _read_part(part: Part, where: str) -> Part:
+    """Images are found later, and other media refused: see `row_images`."""
+    return part

@@ -113,14 +113,14 @@ def test_text_alone_stays_as_it_is() -> None:
         row = parse(ask("what does <image> mean in HTML?"), images)
         assert (row.messages, row.images) == (ask("what does <image> mean in HTML?"), [])
     parts = ask([{"type": "text", "text": "hi", "image": None}])
-    assert parse(parts).messages == ask([text("hi")])
+    assert parse(parts).messages == ask("hi")
 
 
 def test_a_tool_call_without_content() -> None:
     turns = [*ask("<image>"), {"role": "assistant", "tool_calls": []}, {"role": "tool", "content": "<image>"}]
     row = parse(turns, ["a.png", "b.png"])
     assert row.images == ["a.png", "b.png"]
-    assert row.messages[1] == {"role": "assistant", "tool_calls": [], "content": None}
+    assert row.messages[1] == {"role": "assistant", "content": ""}
 
 
 @pytest.mark.parametrize(

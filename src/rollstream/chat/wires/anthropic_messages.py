@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 import orjson
 
+from rollstream.chat.messages import Part
 from rollstream.chat.wires.exchange import (
     Answer,
     Asked,
+    as_it_is,
+    conversation,
     image,
-    joined,
     listed,
     may_call,
     named_events,
@@ -94,10 +96,11 @@ class MessagesWire:
         if choice.get("disable_parallel_tool_use"):
             wishes["parallel_tool_calls"] = False
         system = _read_content(asked.system, "system", images=False)
-        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        read: list[Message] = [{"role": "system", "content": system}] if system else []
         for where, message in listed(asked.messages, "messages"):
-            messages += _read_message(message, where, images)
-        if not messages or messages[-1]["role"] not in ("user", "tool"):
+            read += _read_message(message, where, images)
+        messages = conversation(read, "messages", as_it_is)
+        if messages[-1]["role"] not in ("user", "tool"):
             raise RequestError(
                 "the conversation must end with a user message: an answer that is begun already (prefill) is "
                 "not supported",
@@ -168,10 +171,10 @@ def _tool(one: Mapping[str, Any], where: str) -> dict[str, Any]:
     return tool_schema(one, "input_schema")
 
 
-def _read_content(content: Any, where: str, images: bool) -> Any:
+def _read_content(content: Any, where: str, images: bool) -> str | list[Part]:
     if isinstance(content, str):
         return content
-    return joined([_read_part(block, place, images) for place, block in listed(content, where)])
+    return [_read_part(block, place, images) for place, block in listed(content, where)]
 
 
 def _read_message(message: Mapping[str, Any], where: str, images: bool) -> list[Message]:
@@ -209,7 +212,7 @@ def _read_answer(blocks: Iterator[tuple[str, dict[str, Any]]]) -> Message:
 
 def _read_user(blocks: Iterator[tuple[str, dict[str, Any]]], images: bool) -> Iterator[Message]:
     """A user's message; results of tools in it are messages of their own."""
-    parts: list[str | dict[str, Any]] = []
+    parts: list[Part] = []
     some = False
     for where, block in blocks:
         some = True
@@ -217,18 +220,18 @@ def _read_user(blocks: Iterator[tuple[str, dict[str, Any]]], images: bool) -> It
             parts.append(_read_part(block, where, images))
             continue
         if parts:
-            yield {"role": "user", "content": joined(parts)}
+            yield {"role": "user", "content": parts}
             parts = []
         content = _read_content(block.get("content") or "", f"{where}.content", images)
         yield {"role": "tool", "tool_call_id": text_of(block, "tool_use_id", where), "content": content}
     if parts or not some:
-        yield {"role": "user", "content": joined(parts)}
+        yield {"role": "user", "content": parts}
 
 
-def _read_part(block: Mapping[str, Any], where: str, images: bool) -> str | dict[str, Any]:
+def _read_part(block: Mapping[str, Any], where: str, images: bool) -> Part:
     kind, source = block.get("type"), block.get("source")
     if kind == "text":
-        return text_of(block, "text", where)
+        return {"type": "text", "text": text_of(block, "text", where)}
     if kind != "image" or not isinstance(source, dict):
         raise RequestError(f"{where} is of type {kind!r}; only text and images are supported", param=where)
     url = source.get("url")

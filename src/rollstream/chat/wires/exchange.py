@@ -5,12 +5,13 @@ list of parts, where it shows an image), the arguments of calls are mappings, th
 and results of tools are messages of the role `tool`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import orjson
 
+from rollstream.chat.messages import MessageError, Part, read_messages
 from rollstream.chat.wires.requests import RequestError
 from rollstream.trajectory import Completion, Message
 from rollstream.web import HTTPError
@@ -124,15 +125,38 @@ def take_wishes(body: dict[str, Any], more: Iterable[str] = ()) -> dict[str, Any
     return {name: value for name, value in wishes.items() if value is not None}
 
 
-def joined(parts: Iterable[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """A message's content: its texts as one text, or a list of parts where it shows images."""
-    parts = list(parts)
-    if any(isinstance(part, dict) for part in parts):
-        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-    return "\n".join(part for part in parts if isinstance(part, str))
+def conversation(
+    messages: Sequence[Any], where: str, read_part: Callable[[Part, str], Part]
+) -> list[Message]:
+    """The messages of a request; see `read_messages`. Raises `RequestError`: one is not whole, or there is none."""
+    if not messages:
+        raise RequestError(f"{where!r} is empty", param=where)
+    try:
+        return read_messages(messages, where, read_part)
+    except MessageError as error:
+        raise RequestError(str(error), param=error.where) from error
 
 
-def image(url: Any, where: str, *, allowed: bool) -> dict[str, Any]:
+def image_reader(allowed: bool) -> Callable[[Part, str], Part]:
+    """Reads parts of OpenAI's chat API that are no text: images only, and these only if they are `allowed`."""
+
+    def read(part: Part, where: str) -> Part:
+        if part["type"] != "image_url":
+            raise RequestError(
+                f"{where} is of type {part['type']!r}; only text and images are supported", param=where
+            )
+        shown = part.get("image_url")
+        return image(shown.get("url") if isinstance(shown, dict) else shown, where, allowed=allowed)
+
+    return read
+
+
+def as_it_is(part: Part, where: str) -> Part:
+    """Reads parts of messages that were made of another API's: they have been checked."""
+    return part
+
+
+def image(url: Any, where: str, *, allowed: bool) -> Part:
     """The part of a message that shows an image; an address is fetched only if the run allows it.
 
     Raises:

@@ -17,7 +17,14 @@ import orjson
 
 from rollstream.chat.parsers.base import ParsedOutput
 from rollstream.chat.tool_schema import check_names_differ, check_tool_schema
-from rollstream.chat.wires.exchange import Answer, Asked, image, joined, may_call, take_wishes
+from rollstream.chat.wires.exchange import (
+    Answer,
+    Asked,
+    conversation,
+    image_reader,
+    may_call,
+    take_wishes,
+)
 from rollstream.chat.wires.requests import RequestError, Sampling, error_body, read_parameters
 from rollstream.trajectory import Completion, Message
 from rollstream.web import HTTPError
@@ -75,9 +82,6 @@ _NEUTRAL_AGENT: dict[str, Any] = {
     "continue_final_message": False,
 }
 """In addition, where an agent's calls are recorded."""
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""OpenAI renamed the system role; templates know the old name, and many drop a role that they don't know."""
 
 
 class OpenAIRequest(Sampling):
@@ -146,7 +150,7 @@ def read_chat(
     if asked.max_completion_tokens is not None:
         asked.max_tokens = asked.max_completion_tokens
     shows_tools = may_call(asked.tool_choice, asked.tool_choice)
-    asked.messages = read_messages(asked.messages, images=images)
+    asked.messages = conversation(asked.messages, "messages", image_reader(images))
     asked.tools = read_tools(asked.tools) if shows_tools else []
     if asked.add_generation_prompt is asked.continue_final_message:
         raise RequestError(
@@ -162,89 +166,12 @@ def read_chat(
     return asked
 
 
-def read_messages(messages: Sequence[Any], *, images: bool = False) -> list[Message]:
-    """Messages with text as content, or parts where they show images, and with arguments of calls as mappings.
-
-    Raises:
-        RequestError: naming the message that cannot be shown to the model as it is meant.
-    """
-    if not messages:
-        raise RequestError("'messages' is empty", param="messages")
-    return [_read_message(message, f"messages[{at}]", images) for at, message in enumerate(messages)]
-
-
 def read_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Tool schemas, word for word. Raises `ConfigError` when one is not whole."""
     for at, tool in enumerate(tools):
         check_tool_schema(tool, f"tools[{at}]")
     check_names_differ((tool["function"]["name"] for tool in tools), "tools")
     return list(tools)
-
-
-def _read_message(message: Any, where: str, images: bool) -> Message:
-    if not isinstance(message, dict):
-        raise RequestError(f"{where} must be an object", param=where)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise RequestError(
-            f"{where}.role is {role!r}, want one of {', '.join(_ROLES)}", param=f"{where}.role"
-        )
-    for key in ("name", "tool_call_id"):
-        if not isinstance(message.get(key), str | None):
-            raise RequestError(f"{where}.{key} must be a text", param=f"{where}.{key}")
-    if message.get("function_call") is not None:
-        raise RequestError(f"{where}.function_call is not supported: use tool_calls", param=where)
-    read: Message = {key: value for key, value in message.items() if value is not None}
-    read["role"] = _ROLES[role]
-    read["content"] = _read_content(message.get("content"), f"{where}.content", images)
-    if calls := message.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise RequestError(f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")
-        read["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
-    return read
-
-
-def _read_content(content: Any, where: str, images: bool) -> str | list[dict[str, Any]]:
-    if content is None:
-        return ""  # of a message that only calls tools; templates join it with text
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{where} must be a text or a list of parts", param=where)
-    parts: list[str | dict[str, Any]] = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "image_url":
-            shown = part["image_url"] if isinstance(part.get("image_url"), dict) else {}
-            parts.append(image(shown.get("url"), where, allowed=images))
-        elif kind == "text" and isinstance(part.get("text"), str):
-            parts.append(part["text"])
-        else:
-            raise RequestError(
-                f"{where} has a part of type {kind!r}; only text and images are supported", param=where
-            )
-    return joined(parts)
-
-
-def _read_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{where} needs a function with a name", param=where)
-    if not isinstance(call.get("id"), str | None):
-        raise RequestError(f"{where}.id must be a text", param=f"{where}.id")
-    return {**call, "function": {**function, "arguments": read_arguments(function.get("arguments"))}}
-
-
-def read_arguments(arguments: Any) -> Any:
-    """Arguments of a call as a mapping; what a model wrote that is no JSON object stays as it is."""
-    if isinstance(arguments, str):
-        try:
-            value = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError:
-            return arguments
-        if isinstance(value, dict):
-            return value
-    return arguments
 
 
 # Answers

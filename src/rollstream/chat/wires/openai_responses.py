@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 import orjson
 
+from rollstream.chat.messages import Part
 from rollstream.chat.wires.exchange import (
     Answer,
     Asked,
+    as_it_is,
+    conversation,
     image,
-    joined,
     listed,
     may_call,
     named_events,
@@ -23,7 +25,7 @@ from rollstream.chat.wires.exchange import (
     text_of,
     tool_schema,
 )
-from rollstream.chat.wires.openai_chat import read_arguments, read_tools, token_names
+from rollstream.chat.wires.openai_chat import read_tools, token_names
 from rollstream.chat.wires.requests import RequestError, error_body, read_parameters
 from rollstream.trajectory import Message
 from rollstream.web import HTTPError
@@ -50,7 +52,7 @@ _NEUTRAL: dict[str, Any] = {
     "top_logprobs": 0,
 }
 _LOGPROBS = "message.output_text.logprobs"
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = ("system", "developer", "user", "assistant")
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -88,8 +90,8 @@ class ResponsesWire:
             )
         tools = read_tools([_tool(one, where) for where, one in listed(asked.tools, "tools")])
         messages = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-        messages += _read_input(asked.input, images)
-        if not messages or messages[-1]["role"] == "assistant":
+        messages = conversation([*messages, *_read_input(asked.input, images)], "input", as_it_is)
+        if messages[-1]["role"] == "assistant":
             raise RequestError("the input must end with something to answer", param="input")
         include = given.get("include")
         return Asked(
@@ -153,6 +155,7 @@ def _tool(one: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_input(given: Any, images: bool) -> list[Message]:
+    """Items as messages of the chat API."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Message] = []
@@ -165,7 +168,7 @@ def _read_input(given: Any, images: bool) -> list[Message]:
                 raise RequestError(f"{where}.role is {role!r}, want one of {', '.join(_ROLES)}", param=where)
             content = _read_content(item.get("content"), f"{where}.content", images)
             if role != "assistant":
-                messages.append({"role": _ROLES[role], "content": content})
+                messages.append({"role": role, "content": content})
                 open_turn = None
                 continue
             if open_turn is None or open_turn["content"] or "tool_calls" in open_turn:
@@ -183,7 +186,7 @@ def _read_input(given: Any, images: bool) -> list[Message]:
             call = {
                 "id": text_of(item, "call_id", where),
                 "type": "function",
-                "function": {**function, "arguments": read_arguments(text_of(item, "arguments", where))},
+                "function": {**function, "arguments": text_of(item, "arguments", where)},
             }
             open_turn.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
@@ -198,23 +201,23 @@ def _read_input(given: Any, images: bool) -> list[Message]:
     return messages
 
 
-def _read_content(content: Any, where: str, images: bool) -> Any:
+def _read_content(content: Any, where: str, images: bool) -> str | list[Part]:
     if isinstance(content, str):
         return content
-    parts: list[str | dict[str, Any]] = []
+    parts: list[Part] = []
     for place, part in listed(content, where):
         kind = part.get("type")
         if kind in ("input_text", "output_text", "text"):
-            parts.append(text_of(part, "text", place))
+            parts.append({"type": "text", "text": text_of(part, "text", place)})
         elif kind == "refusal":
-            parts.append(text_of(part, "refusal", place))
+            parts.append({"type": "text", "text": text_of(part, "refusal", place)})
         elif kind == "input_image" and part.get("file_id") is None:
             parts.append(image(part.get("image_url"), place, allowed=images))
         else:
             raise RequestError(
                 f"{place} is of type {kind!r}; only text and images are supported", param=place
             )
-    return joined(parts)
+    return parts
 
 
 def _read_reasoning(item: Mapping[str, Any], where: str) -> str:

@@ -118,7 +118,7 @@ def _message(message: Any) -> Any:
     parts = [
         part
         if not isinstance(part, Mapping) or part.get("type") == "text"
-        else {"type": "text", "text": f"<{part.get('type')} {_digest(part)}>", MEDIA: part.get("type")}
+        else {"type": MEDIA, "text": f"<{part.get('type')} {_digest(part)}>", MEDIA: part.get("type")}
         for part in message["content"]
     ]
     return {**message, "content": parts}

@@ -53,7 +53,7 @@ Array = npt.NDArray[Any]
 Unscored = Literal["error", "keep", "drop"]
 
 MEDIA = "media"
-"""Key of a text part that stands for an image, a video or a sound which is not kept: its type."""
+"""Type of a part, and key in it, that stands for an image, a video or a sound which is not kept: its type."""
 
 PROMPT_MESSAGES = "prompt_messages"
 """Key of a trajectory's `extra` by which an agent loop says how many of `messages` the prompt shows."""

@@ -162,7 +162,7 @@ SHORT: dict[Wire, dict[str, Any]] = {
         (CHAT, {"temperature": "hot"}, "temperature must be a number"),
         (CHAT, {"messages": [{"role": ["user"], "content": "hi"}]}, "role is"),
         (CHAT, {"web_search_options": {}}, "'web_search_options' is not supported"),
-        (RESPONSES, {"input": []}, "must end with something to answer"),
+        (RESPONSES, {"input": []}, "empty"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "send the item itself"),
         (RESPONSES, {"tools": [{"type": "web_search"}]}, "only functions"),
         (RESPONSES, {"tool_choice": {"type": "function", "name": "add"}}, "use 'auto' or 'none'"),
