@@ -55,6 +55,12 @@ class Group:
         """Of its rollouts, in their order; None: not scored, or not a `Rollout`."""
         return [reward_of(rollout) for rollout in self.rollouts]
 
+    @property
+    def trained_rewards(self) -> list[float]:
+        """All rewards that are trained on: of each trajectory that has one, a snapshot's own included."""
+        every = trajectories_of(self.rollouts) or self.rollouts
+        return [reward for reward in map(reward_of, every) if reward is not None]
+
 
 @dataclass(slots=True)
 class GroupBatch:

@@ -48,11 +48,11 @@ class GroupRank(Policy, Protocol):
 
 
 class NoSignal:
-    """Drops groups whose rewards are (nearly) all the same: their advantages are zero.
+    """Drops groups whose rewards, those of snapshots included, are (nearly) all the same: nothing is learnt.
 
     Args:
         spread: the standard deviation of a group's rewards up to which it is dropped, >= 0.
-        unscored: what to do with a group in which fewer than two rollouts have a reward.
+        unscored: what to do with a group in which fewer than two trajectories have a reward.
     """
 
     name = "no_signal"
@@ -62,9 +62,9 @@ class NoSignal:
         self._unscored = unscored
 
     def drops(self, group: Group) -> str | None:
-        rewards = [reward for reward in group.rewards if reward is not None]
+        rewards = group.trained_rewards
         if len(rewards) < 2:
-            return f"only {len(rewards)} of its rollouts have a reward" if self._unscored else None
+            return f"only {len(rewards)} of its trajectories have a reward" if self._unscored else None
         if pstdev(rewards) <= self._spread:
             return f"its {len(rewards)} rewards are all {rewards[0]:g}, or nearly so"
         return None

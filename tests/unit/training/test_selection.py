@@ -20,12 +20,25 @@ def group(*rewards: float | None, index: int = 0, position: int = 0) -> Group:
 
 def test_no_signal() -> None:
     policy = NoSignal()
-    assert policy.drops(group(1.0, 1.0, 1.0)) == "its 3 rewards are all 1, or nearly so"
+    assert policy.drops(group(1.0, 1.0, 1.0)) is not None
     assert policy.drops(group(1.0, 0.0)) is None
-    assert policy.drops(group(1.0, None)) == "only 1 of its rollouts have a reward"
+    assert policy.drops(group(1.0, None)) is not None
     assert policy.drops(group(1.0, None, 0.0)) is None
     assert NoSignal(unscored=False).drops(group(None, None)) is None
     assert NoSignal(spread=0.1).drops(group(1.0, 0.9)) is not None
+
+
+def test_no_signal_sees_the_rewards_of_snapshots() -> None:
+    def rollout(*rewards: float | None) -> Any:
+        trajectories = [SimpleNamespace(reward=reward) for reward in rewards]
+        return SimpleNamespace(trajectories=trajectories, final=trajectories[-1])
+
+    def of(*rollouts: Any) -> Group:
+        return Group(PlannedGroup(0, 0, 0), 0, list(rollouts))
+
+    policy = NoSignal()
+    assert policy.drops(of(rollout(0.5, 1.0), rollout(1.0))) is None
+    assert policy.drops(of(rollout(1.0, 1.0), rollout(None, 1.0))) is not None
 
 
 def test_priority() -> None:

@@ -77,7 +77,7 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
     )
     group_filter: str | None = _setting(
         None,
-        "Groups that are thrown away and replaced: no_signal (the environment's rewards are all the same), or "
+        "Groups that are thrown away and replaced: no_signal (all rewards are the same), or "
         "package.module.name (path.py:name) of a class like rollstream.training.NoSignal.",
     )
     group_priority: str | None = _setting(

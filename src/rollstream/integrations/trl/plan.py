@@ -145,5 +145,4 @@ def _named(key: str, name: str, known: dict[str, Any]) -> Any:
 
 
 def _spread(group: Group) -> float:
-    rewards = [reward for reward in group.rewards if reward is not None]
-    return pstdev(rewards) if rewards else 0.0
+    return pstdev(rewards) if (rewards := group.trained_rewards) else 0.0

@@ -180,11 +180,13 @@ def snapshot_advantages(
     scale: str,
     aggregation: str,
 ) -> "torch.Tensor":
-    """Advantages of snapshots, `[S]`: TRL's formula, with means and deviations of the final trajectories.
+    """Advantages of a batch with snapshots, `[N + S]`: of the final trajectories, then of the snapshots.
 
-    A snapshot's reward stands in the place of the environment's; what other functions gave the rollout is its,
-    too. One without a reward has the advantage 0; where the final one has none from the environment either,
-    only other functions score, and the snapshot has the rollout's advantage.
+    The formulas are TRL's, over groups that also have the snapshots with a reward of their own: the mean and the
+    deviation know every reward, so no advantage is beyond what TRL gives to a group of that size. A snapshot's
+    reward stands in the place of the environment's; what other functions gave the rollout is the snapshot's, too.
+    A snapshot that has its rollout's reward has its rollout's advantage, and counts once with it. One without a
+    reward has the advantage 0, unless the environment gave the rollout none either.
 
     Args:
         rewards: `[N, F]` of the final trajectories, the environment's first; NaN where there is none.
@@ -199,28 +201,36 @@ def snapshot_advantages(
 
     places = torch.tensor([one.rollout for one in snapshots], dtype=torch.long, device=rewards.device)
     own = rewards.new_tensor([torch.nan if one.reward is None else one.reward for one in snapshots])
-    unscored = own.isnan() & ~rewards[places, 0].isnan()
-    mine = rewards[places].clone()
-    mine[:, 0] = own
-    groups = places // group_size
+    outcome = rewards[places, 0]
+    values = torch.cat([rewards, rewards[places]])
+    values[len(rewards) :, 0] = own
+    groups = torch.cat([torch.arange(len(rewards), device=rewards.device), places]) // group_size
+    final = torch.ones(len(rewards), dtype=torch.bool, device=rewards.device)
+    counts = torch.cat([final, ~own.isnan() & (own != outcome)])
+    members = [groups == group for group in range(len(rewards) // group_size)]
 
-    def total(values: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        """A function that scored one rollout of a group has no deviation there: it counts as 0, as in TRL."""
-        return (values * weights).nansum(1).masked_fill(given.isnan().all(1), torch.nan)
+    def total(parts: torch.Tensor) -> torch.Tensor:
+        """A function that scored one trajectory of a group has no deviation there: it counts as 0, as in TRL."""
+        return (parts * weights).nansum(1).masked_fill(values.isnan().all(1), torch.nan)
 
     if aggregation == "normalize_then_sum":
-        grouped = rewards.reshape(-1, group_size, rewards.shape[1])
-        means, deviations = grouped.nanmean(1, keepdim=True), nanstd(grouped, dim=1, keepdim=True) + _EPSILON
-        finals = total(((grouped - means) / deviations).reshape(rewards.shape), rewards)
-        totals = total((mine - means[groups, 0]) / deviations[groups, 0], mine)
-        advantages = (totals - finals.nanmean()) / (nanstd(finals) + _EPSILON)
+        parts = values.clone()
+        for group in members:
+            compared = values[group & counts]
+            deviation = nanstd(compared, dim=0) + _EPSILON
+            parts[group] = (values[group] - compared.nanmean(0)) / deviation
+        totals = total(parts)
+        advantages = (totals - totals[counts].nanmean()) / (nanstd(totals[counts]) + _EPSILON)
     else:
-        finals = total(rewards, rewards).reshape(-1, group_size)
-        advantages = total(mine, mine) - finals.nanmean(1)[groups]
-        if scale != "none":
-            deviation = nanstd(finals) if scale == "batch" else nanstd(finals, dim=1)[groups]
-            advantages = advantages / (deviation + _EPSILON)
-    return advantages.masked_fill(unscored, 0.0).nan_to_num(nan=0.0)
+        advantages = totals = total(values)
+        for group in members:
+            compared = totals[group & counts]
+            advantages = torch.where(group, totals - compared.nanmean(), advantages)
+            if scale != "none":
+                deviation = nanstd(totals[counts] if scale == "batch" else compared) + _EPSILON
+                advantages = torch.where(group, advantages / deviation, advantages)
+    advantages[len(rewards) :].masked_fill_(own.isnan() & ~outcome.isnan(), 0.0)
+    return advantages.nan_to_num(nan=0.0)
 
 
 _EPSILON = 1e-4

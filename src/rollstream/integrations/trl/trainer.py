@@ -401,16 +401,17 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         mine += [empty_row(self._tokenizer.eos_token_id)] * (total - local - len(mine))
         advantages = snapshot_advantages(
             self._rewards,
-            snapshots[rank::ranks],
+            snapshots,
             weights=self.reward_weights.to(self._rewards.device),
             group_size=self.num_generations,
             scale=self.scale_rewards,
             aggregation=self.multi_objective_aggregation,
         )
         grown = append_rows(output, mine, pad_id=pad_id, multiple=self.pad_to_multiple_of)
+        finals, own = advantages.split([local * ranks, len(snapshots)])
+        parts = [finals[rank * local : (rank + 1) * local], own[rank::ranks]]
         grown["advantages"] = output["advantages"].new_zeros(total)
-        grown["advantages"][:local] = output["advantages"]
-        grown["advantages"][local : local + len(advantages)] = advantages
+        grown["advantages"][: local + len(parts[1])] = torch.cat(parts)
         tokens = sum(sum(self._as_masked(one.row, pad_id).mask) for one in snapshots)
         grown["num_items_in_batch"] = output["num_items_in_batch"] + tokens
         if "ref_per_token_logps" in output:
