@@ -44,6 +44,7 @@ from rollstream.gateway.sandbox import (
     SandboxError,
     SandboxOptions,
     check_sandbox,
+    named_path,
     program_environment,
 )
 from rollstream.scratch import ScratchFolder, remove_folder
@@ -230,13 +231,15 @@ def _words(ended: Ended) -> str:
 
 def _absolute(word: str) -> str:
     """A word that names a file or folder where the run is started, by its whole path."""
-    path = Path(word).expanduser()
-    return str(path.absolute()) if path.exists() else word
+    path = named_path(word)
+    return word if path is None else str(path.absolute())
 
 
 def _named(word: str) -> str:
     """A word as a run's identity has it: files by content, wherever they are."""
-    path = Path(word).expanduser()
+    path = named_path(word)
+    if path is None:
+        return word
     if path.is_file():
         return f"{path.name} {hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()}"
-    return path.name if path.exists() else word
+    return path.name

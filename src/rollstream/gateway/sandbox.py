@@ -398,7 +398,7 @@ class LocalSandbox:
     def _mounts(self, command: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
         """What a command sees besides the system: from, to, writable."""
         for word in dict.fromkeys(command[1:]):
-            if word.startswith("/") and not word.startswith(self.root) and Path(word).exists():
+            if word.startswith("/") and not word.startswith(self.root) and named_path(word) is not None:
                 yield word, word, False
         for mount in self._options.mounts:
             yield read_mount(mount)
@@ -440,6 +440,15 @@ async def _quietly(*words: str) -> None:
         )
         async with asyncio.timeout(_COMMAND_S):
             await process.wait()
+
+
+def named_path(word: str) -> Path | None:
+    """The file or folder that a word of a command names; None where there is none."""
+    path = Path(word).expanduser()
+    try:
+        return path if path.exists() else None
+    except OSError:  # too long for a name, as a script for `sh -c` may be
+        return None
 
 
 def read_mount(mount: str) -> tuple[str, str, bool]:

@@ -20,7 +20,7 @@ from rollstream.reward.base import FunctionReward
 from rollstream.rollout.setup import load_agents
 from rollstream.testing.scripted import ScriptedRequest
 from tests.support.processes import running
-from tests.support.programs import command_worker, program
+from tests.support.programs import PRELUDE, command_worker, program
 from tests.support.until import until
 from tests.unit.agent.rollouts import completed, failed, make_row, resources, says, started
 
@@ -60,6 +60,13 @@ result(answer=second, reward=0.5, reward_extra={"calls": 2},
     assert (final.extra["cwd"], final.extra["home"], final.extra["secrets"]) == ([], [], [])
     assert [message["role"] for message in final.messages] == ["user", "assistant", "user", "assistant"]
     assert final.metrics.engine_calls == 2
+
+
+async def test_a_program_may_be_a_word_longer_than_any_file_name() -> None:
+    command = ["python", "-c", PRELUDE + ANSWERS]
+    worker = command_worker(await started(says("one")), command)
+    assert completed(await worker.run(make_row(), 0)).final.num_turns == 2
+    assert CommandAgent.deciding_options({"command": command})["command"] == command
 
 
 async def test_conversations_are_trajectories_of_one_rollout(tmp_path: Path) -> None:
