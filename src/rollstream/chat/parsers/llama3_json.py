@@ -1,7 +1,7 @@
 """`{"name": ..., "parameters": {...}}`, bare or after `<|python_tag|>`: Llama 3.1, 3.2, 3.3.
 
-Several calls are separated by `;`. Format: the prompt formats of Llama 3.1, and the chat template of
-meta-llama/Llama-3.1-8B-Instruct.
+Several calls are separated by `;`, white space or both: models write all of these. Format: the prompt formats
+of Llama 3.1, and the chat template of meta-llama/Llama-3.1-8B-Instruct.
 """
 
 import re
@@ -48,10 +48,9 @@ class Llama3JsonParser(CallParser):
                 if error:
                     raise error
                 call.take_object(value, end, _KEYS)
-            separator = turn.skip_space(end)
-            if error or not turn.at(";", separator):
+            if error:
                 return
-            tagged, start = False, turn.skip_space(separator + 1)
+            tagged, start = False, turn.skip_space(turn.past(";", turn.skip_space(end)))
 
 
 def _is_call(value: Any) -> bool:

@@ -148,6 +148,8 @@ READ: dict[str, list[tuple[str, list[tuple[str, dict[str, Any]]], str]]] = {
             ]
         ),
         (f"{LLAMA}; {LLAMA} ;\n{LLAMA}; done", [("f", {"a": "x; y"})] * 3, "; done"),
+        (f"{LLAMA}\n{LLAMA} {LLAMA}\n\n{LLAMA}{LLAMA}", [("f", {"a": "x; y"})] * 5, ""),
+        (f"{LLAMA}\nThat was one, {LLAMA}", [("f", {"a": "x; y"})], f"\nThat was one, {LLAMA}"),
         (f"See.<|python_tag|>{LLAMA}<|python_tag|>{LLAMA}", [("f", {"a": "x; y"})] * 2, "See."),
         (LLAMA.replace("x; y", "<|python_tag|>"), [("f", {"a": "<|python_tag|>"})], ""),
         *((text, [], text) for text in NO_LLAMA_CALLS),
